@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""Train the pycode target (about 10M parameters) or its draft model (about 1M) from scratch.
+
+    python pretrain.py --size target --corpus-dir work/corpus --tokenizer-dir work/tokenizer \
+                       --output-dir work/target --steps 2400
+
+Plain next-token training on packed files: Muon for the matrices inside the layers, AdamW for the
+rest, linear decay to zero. Resumes from `OUTPUT/training_state.pt` after a kill. Writes the model
+in bfloat16 with its tokenizer, and `training_log.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+SEQUENCE_LENGTH = 1024
+SHAPES: dict[str, dict[str, int]] = {
+    "target": dict(
+        hidden_size=320, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
+        intermediate_size=896,
+    ),
+    "draft": dict(
+        hidden_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=256,
+    ),
+}  # fmt: skip
+
+
+def pack_tokens(path: Path, tokenizer: Any, cache: Path) -> np.ndarray:
+    """Tokenize a corpus file into one uint16 array, files separated by the end-of-text token."""
+    if cache.is_file():
+        return np.load(cache)
+    texts = [json.loads(line)["text"] for line in path.open(encoding="utf-8")]
+    ids: list[int] = [tokenizer.eos_token_id]
+    for start in range(0, len(texts), 64):
+        for encoded in tokenizer(texts[start : start + 64])["input_ids"]:
+            ids.extend(encoded)
+            ids.append(tokenizer.eos_token_id)
+    packed = np.asarray(ids, dtype=np.uint16)
+    np.save(cache, packed)
+    return packed
+
+
+def sample_batch(tokens: np.ndarray, batch_size: int, seed: int) -> torch.Tensor:
+    """Cut `batch_size` random windows; the same seed gives the same windows."""
+    starts = np.random.default_rng(seed).integers(0, len(tokens) - SEQUENCE_LENGTH - 1, batch_size)
+    rows = np.stack([tokens[s : s + SEQUENCE_LENGTH + 1] for s in starts])
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def compute_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
+    """Mean next-token cross-entropy in nats. rows: [B, SEQUENCE_LENGTH + 1]."""
+    with torch.autocast("cuda" if rows.is_cuda else "cpu", dtype=torch.bfloat16):
+        logits = model(rows[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+
+
+def evaluate(model: LlamaForCausalLM, tokens: np.ndarray, device: str) -> float:
+    """Held-out loss over a fixed set of windows."""
+    model.eval()
+    with torch.inference_mode():
+        losses = [
+            compute_loss(model, sample_batch(tokens, 8, 10**6 + i).to(device)) for i in range(4)
+        ]
+    model.train()
+    return float(torch.stack(losses).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=sorted(SHAPES), required=True)
+    parser.add_argument("--corpus-dir", type=Path, required=True)
+    parser.add_argument("--tokenizer-dir", type=Path, required=True)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save-steps", type=int, default=100)
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
+    output_dir: Path = args.output_dir
+    output_dir.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(args.seed)
+
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_dir)
+    train = pack_tokens(args.corpus_dir / "train.jsonl", tokenizer, args.corpus_dir / "train.npy")
+    heldout = pack_tokens(
+        args.corpus_dir / "heldout.jsonl", tokenizer, args.corpus_dir / "heldout.npy"
+    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=SEQUENCE_LENGTH,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **SHAPES[args.size],
+    )
+    model = LlamaForCausalLM(config).to(device)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
+    inside = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in inside]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            matrices, lr=args.learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(others, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    start_step = 0
+    state_path = output_dir / "training_state.pt"
+    if state_path.is_file():
+        state = torch.load(state_path, map_location=device, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        start_step = state["step"]
+    forward = torch.compile(model) if args.compile else model
+    model.train()
+    log = (output_dir / "training_log.jsonl").open("a")
+    print(f"{num_parameters} parameters, {len(train)} training tokens, from step {start_step}")
+
+    began, recent = time.monotonic(), []
+    for step in range(start_step, args.steps):
+        scale = min((step + 1) / 100, (args.steps - step) / args.steps)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * scale
+        rows = sample_batch(train, args.batch_size, args.seed * 10**7 + step).to(device)
+        loss = compute_loss(forward, rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        recent.append(loss.item())
+        done = step + 1
+        if done % 20 == 0 or done == args.steps:
+            line: dict[str, Any] = {
+                "step": done,
+                "tokens": done * args.batch_size * SEQUENCE_LENGTH,
+                "loss": round(sum(recent) / len(recent), 4),
+                "seconds": round(time.monotonic() - began, 1),
+            }
+            recent = []
+            if done % 200 == 0 or done == args.steps:
+                line["heldout_loss"] = round(evaluate(model, heldout, device), 4)
+            print(json.dumps(line), flush=True)
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+        if done % args.save_steps == 0 and done < args.steps:
+            state = {
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers],
+                "step": done,
+            }
+            torch.save(state, state_path.with_suffix(".tmp"))
+            state_path.with_suffix(".tmp").replace(state_path)
+    model.to(torch.bfloat16).save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    state_path.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

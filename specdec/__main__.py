@@ -1,0 +1,5 @@
+"""`python -m specdec`."""
+
+from specdec.command import main
+
+main()

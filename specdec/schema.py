@@ -1,0 +1,187 @@
+"""What a checkpoint's config.json says, read once and checked as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecDecError, raise_problems, suggest
+from specdec.methods import METHODS, Method, ReDrafterParams, find_method
+from specdec.storage import read_json
+
+FLOAT_DTYPES = ("float16", "bfloat16", "float32")
+# Architectures of the target that the embedded engine executes.
+TARGET_ARCHITECTURES = ("LlamaForCausalLM",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The target of a checkpoint, in TensorRT-LLM's field names; sizes are of the whole model."""
+
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_size: int
+    intermediate_size: int
+    norm_epsilon: float
+    max_position_embeddings: int
+    hidden_act: str = "silu"
+    rotary_base: float = 10000.0
+    rotary_scaling: dict[str, Any] | None = None
+    attn_bias: bool = False
+    mlp_bias: bool = False
+    use_parallel_embedding: bool = False
+    embedding_sharding_dim: int = 0
+    tp_size: int = 1
+
+    def get_num_kv_heads(self) -> int:
+        """K/V heads of one rank; fewer heads than ranks are duplicated."""
+        return max(1, self.num_key_value_heads // self.tp_size)
+
+    def find_problems(self) -> list[tuple[str, str]]:
+        """List what is inconsistent, each with a remedy."""
+        problems = []
+        if self.dtype not in FLOAT_DTYPES:
+            problems.append((f"dtype {self.dtype!r}", f"use one of {', '.join(FLOAT_DTYPES)}"))
+        for name in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_size", "intermediate_size", "max_position_embeddings",
+            "tp_size",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                problems.append((f"{name}={getattr(self, name)}", f"{name} must be at least 1"))
+        if problems:
+            return problems
+        heads, kv_heads, tp_size = (
+            self.num_attention_heads, self.num_key_value_heads, self.tp_size
+        )  # fmt: skip
+        if heads % kv_heads:
+            problems.append(
+                (
+                    f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}",
+                    "check the source model's config.json",
+                )
+            )
+        usable = [n for n in (1, 2, 3, 4, 6, 8, 16) if self._splits(n)]
+        if not self._splits(tp_size):
+            problems.append(
+                (
+                    f"num_attention_heads={heads}, num_key_value_heads={kv_heads},"
+                    f" intermediate_size={self.intermediate_size} do not split over"
+                    f" tp_size={tp_size}",
+                    f"use a tp_size of {', '.join(map(str, usable))}",
+                )
+            )
+        if self.head_size % 2:
+            problems.append((f"head_size={self.head_size} is odd", "rotary embedding needs pairs"))
+        return problems
+
+    def _splits(self, tp_size: int) -> bool:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        kv_fits = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
+        embedding_fits = (
+            not (self.use_parallel_embedding and self.embedding_sharding_dim == 1)
+            or self.hidden_size % tp_size == 0
+        )
+        return (
+            heads % tp_size == 0 and kv_fits and self.intermediate_size % tp_size == 0
+            and embedding_fits
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """A checkpoint: the target, the drafter's parameters if it has one, and the raw config.json."""
+
+    model: ModelConfig
+    method: Method | None
+    drafter: ReDrafterParams | None
+    raw: dict[str, Any]
+
+    @property
+    def mode(self) -> str | None:
+        return self.method.mode if self.method else None
+
+
+def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
+    """Read a checkpoint's config.json; raise SpecDecError that lists everything wrong with it."""
+    architecture = config.get("architecture")
+    method = find_method(config)
+    base = config.get("base_model_architecture", "LlamaForCausalLM") if method else architecture
+    known = [*TARGET_ARCHITECTURES, *(a for m in METHODS.values() for a in m.architectures)]
+    if base not in TARGET_ARCHITECTURES:
+        raise SpecDecError(
+            f"checkpoint architecture {base!r} is not supported{suggest(str(base), known)}",
+            f"the supported ones are {', '.join(known)}",
+        )
+    mapping = _get_object(config, "mapping")
+    if mapping.get("pp_size", 1) != 1:
+        raise SpecDecError(
+            f"checkpoint has pp_size={mapping['pp_size']}",
+            "convert it without pipeline parallelism",
+        )
+    required = {
+        "vocab_size": int, "hidden_size": int, "num_hidden_layers": int,
+        "num_attention_heads": int, "norm_epsilon": float, "intermediate_size": int,
+        "max_position_embeddings": int, "dtype": str,
+    }  # fmt: skip
+    values: dict[str, Any] = {}
+    problems = []
+    for name, kind in required.items():
+        value = config.get(name)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            problems.append(
+                (f"checkpoint config: {name} is {value!r}", f"give {name} as {kind.__name__}")
+            )
+        values[name] = value
+    raise_problems(problems)
+    heads = values["num_attention_heads"]
+    optional: dict[str, tuple[type | tuple[type, ...], Any]] = {
+        "num_key_value_heads": (int, heads),
+        "head_size": (int, values["hidden_size"] // max(1, heads)),
+        "hidden_act": (str, "silu"),
+        "rotary_base": ((int, float), 10000.0),
+        "rotary_scaling": (dict, None),
+        "attn_bias": (bool, False),
+        "mlp_bias": (bool, False),
+        "use_parallel_embedding": (bool, False),
+        "embedding_sharding_dim": (int, 0),
+    }
+    for name, (kinds, default) in optional.items():
+        value = config.get(name)
+        if value is not None and not isinstance(value, kinds):
+            problems.append((f"checkpoint config: {name} is {value!r}", "mend the key"))
+        values[name] = default if value is None else value
+    raise_problems(problems)
+    model = ModelConfig(architecture=base, tp_size=mapping.get("tp_size", 1), **values)
+    raise_problems(model.find_problems())
+    drafter = method.params.from_checkpoint(config) if method else None
+    if drafter and drafter.hidden_size != model.hidden_size:
+        raise SpecDecError(
+            f"the drafter's hidden_size={drafter.hidden_size} differs from the target's"
+            f" {model.hidden_size}",
+            "use the drafter that was trained for this target",
+        )
+    return CheckpointConfig(model=model, method=method, drafter=drafter, raw=dict(config))
+
+
+def read_checkpoint_config(folder: Path) -> CheckpointConfig:
+    """Read and check `config.json` of a checkpoint folder."""
+    if not folder.is_dir():
+        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-convert")
+    return parse_checkpoint_config(read_json(folder / "config.json"))
+
+
+def _get_object(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise SpecDecError(f"checkpoint config: {name} is {value!r}, not an object", "mend the key")
+    return value

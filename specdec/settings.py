@@ -1,0 +1,160 @@
+"""Stage settings: one dataclass field is one flag, one recipe key, one default, one help text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specdec.errors import UsageError, suggest
+
+T = TypeVar("T")
+SECTIONS = ("convert", "build", "run", "train")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flag:
+    """How a settings field appears on the command line and in a recipe."""
+
+    help: str
+    kind: str = "str"  # str, int, float, path, flag, enable (enable|disable), list (several values)
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    metavar: str | None = None
+    hidden: bool = False
+
+
+def setting(default: Any = None, *, help: str, **flag: Any) -> Any:
+    """Declare a settings field; see `Flag` for the keywords."""
+    metadata = {"flag": Flag(help=help, **flag)}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def get_flags(settings_class: type) -> dict[str, tuple[Flag, Any]]:
+    """Map each field of a settings class to (flag, default)."""
+    flags = {}
+    for field in dataclasses.fields(settings_class):
+        if "flag" in field.metadata:
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            flags[field.name] = (field.metadata["flag"], default)
+    return flags
+
+
+def check_value(name: str, value: Any, flag: Flag) -> Any:
+    """Return a recipe or command-line value as the flag's type, or raise UsageError."""
+
+    def wrong(expected: str) -> UsageError:
+        return UsageError(f"{name}: expected {expected}, got {value!r}", f"give {name} {expected}")
+
+    if value is None:
+        return None
+    if flag.kind == "flag":
+        if not isinstance(value, bool):
+            raise wrong("true or false")
+        return value
+    if flag.kind == "enable":
+        if isinstance(value, bool):
+            return value
+        if value not in ("enable", "disable"):
+            raise wrong("enable or disable")
+        return value == "enable"
+    if flag.kind == "list":
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
+            raise wrong("a text or a list of texts")
+        return [str(v) for v in values]
+    if flag.kind in ("int", "float"):
+        try:
+            if isinstance(value, bool) or (flag.kind == "int" and isinstance(value, float)):
+                raise ValueError
+            value = int(value) if flag.kind == "int" else float(value)
+        except (TypeError, ValueError):
+            raise wrong("a whole number" if flag.kind == "int" else "a number") from None
+        if flag.minimum is not None and not value >= flag.minimum:
+            raise wrong(f"at least {flag.minimum:g}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
+        raise wrong("a text")
+    text = str(value)
+    if flag.choices and text not in flag.choices:
+        raise UsageError(
+            f"{name}: {text!r} is not one of {', '.join(flag.choices)}{suggest(text, flag.choices)}",
+            f"choose one of {', '.join(flag.choices)}",
+        )
+    return Path(text) if flag.kind == "path" else text
+
+
+def read_recipe(path: Path, section: str) -> dict[str, Any]:
+    """Read one section of a YAML recipe; sections and their form are checked, keys are not."""
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"recipe {path} does not exist", "check the path after --config") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"recipe {path} is not readable: {reason}", "mend the file") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise UsageError(
+            f"recipe {path} holds a {type(document).__name__}, not sections",
+            f"write the keys under {', '.join(s + ':' for s in SECTIONS)}",
+        )
+    for name in document:
+        if name not in SECTIONS:
+            raise UsageError(
+                f"recipe {path}: unknown section {name!r}{suggest(str(name), SECTIONS)}",
+                f"the sections are {', '.join(SECTIONS)}",
+            )
+    values = document.get(section) or {}
+    if not isinstance(values, dict):
+        raise UsageError(f"recipe {path}: section {section} is not a mapping", "write `key: value`")
+    return values
+
+
+def resolve_settings(
+    settings_class: type[T], section: str, typed: Mapping[str, Any], recipe: Path | None
+) -> T:
+    """Combine defaults, a recipe's section and the flags actually typed, in rising precedence.
+
+    Relative paths in a recipe are relative to the current folder, as on the command line.
+    """
+    flags = get_flags(settings_class)
+    values: dict[str, Any] = {}
+    if recipe is not None:
+        for key, value in read_recipe(recipe, section).items():
+            name = str(key).replace("-", "_")
+            if name not in flags:
+                raise UsageError(
+                    f"recipe {recipe}: unknown key {key!r} in section {section}"
+                    f"{suggest(name, list(flags))}",
+                    f"`specdec {section} --help` lists the keys",
+                )
+            values[name] = check_value(name, value, flags[name][0])
+    for name, value in typed.items():
+        values[name] = check_value("--" + name.replace("_", "-"), value, flags[name][0])
+    return settings_class(**values)
+
+
+def require(settings: Any, *names: str) -> None:
+    """Raise UsageError when a setting without which the stage cannot start is absent."""
+    missing = [n for n in names if getattr(settings, n) in (None, [], "")]
+    if missing:
+        flags = ", ".join("--" + n.replace("_", "-") for n in missing)
+        raise UsageError(f"missing {flags}", "give it on the command line or in a --config recipe")
+
+
+def to_plain(settings: Any) -> dict[str, Any]:
+    """Return a settings object as JSON-ready values."""
+    plain: dict[str, Any] = {}
+    for name in get_flags(type(settings)):
+        value = getattr(settings, name)
+        plain[name] = str(value) if isinstance(value, Path) else value
+    return plain
