@@ -53,16 +53,15 @@ class ReDrafterParams:
         for field in dataclasses.fields(cls):
             key = cls.PREFIX + field.name
             value = config.get(key)
-            wants_bool = field.name in ("is_rnn", "greedy_search")
-            good = (
-                isinstance(value, bool)
-                if wants_bool
-                else (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
-            )
-            if not good or (not wants_bool and field.name != "num_layers" and value < 1):
+            if field.name in ("is_rnn", "greedy_search"):
+                expected, good = "true or false", isinstance(value, bool)
+            else:
+                lowest = 0 if field.name == "num_layers" else 1
+                expected = f"a whole number of at least {lowest}"
+                good = type(value) is int and value >= lowest
+            if not good:
                 raise SpecDecError(
-                    f"checkpoint config: {key} is {value!r}, not a "
-                    + ("true or false" if wants_bool else "positive number"),
+                    f"checkpoint config: {key} is {value!r}, not {expected}",
                     "convert the checkpoint again, or mend the key",
                 )
             values[field.name] = value
@@ -78,7 +77,7 @@ class ReDrafterParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """One speculative method. `mode` is its name in trtllm-build and in `--speculative-decoding-mode`."""
+    """One speculative method; `mode` is its name for `--speculative-decoding-mode`."""
 
     name: str
     mode: str

@@ -1,0 +1,1 @@
+"""The embedded engine's model: build lays it out, run executes it."""

@@ -1,0 +1,56 @@
+"""specdec-run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from specdec.command import run_command, stage_command
+
+from .settings import RunSettings
+
+
+@stage_command("run", RunSettings)
+def command(settings: RunSettings) -> None:
+    """Generate text with an engine, and count how well its drafter did."""
+    from .pipeline import run_engine
+
+    report = run_engine(settings)
+    text = json.dumps(report) if settings.json else format_report(report)
+    click.echo(text)
+    if settings.output_file is not None:
+        settings.output_file.write_text(text + "\n", encoding="utf-8")
+    if not settings.json and not settings.dry_run:
+        click.echo(format_stats(report["stats"]), err=True)
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The text form: one Input and one Output line a prompt."""
+    if "outputs" not in report:
+        return "\n".join(f"{key}: {value}" for key, value in report.items())
+    lines = []
+    for output in report["outputs"]:
+        index = output["index"]
+        lines.append(f'Input [Text {index}]: "{output["input_text"]}"')
+        lines.append(f'Output [Text {index} Beam 0]: "{output["output_text"]}"')
+    return "\n".join(lines)
+
+
+def format_stats(stats: dict[str, Any]) -> str:
+    """A line for people, on stderr."""
+    line = (
+        f"{stats['method']} on {stats['device']} ({stats['dtype']}):"
+        f" {stats['num_output_tokens']} tokens in {stats['generate_seconds']:.2f} s,"
+        f" {stats['tokens_per_second']:.1f} tokens/s,"
+        f" {stats['acceptance_length']:.2f} tokens per verify step"
+    )
+    if profile := stats.get("profile_seconds"):
+        line += "; " + ", ".join(f"{name} {value:.2f} s" for name, value in profile.items())
+    return line
+
+
+def main() -> None:
+    """Entry point of `specdec-run`."""
+    run_command(command)

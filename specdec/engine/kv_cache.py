@@ -1,0 +1,49 @@
+"""The key/value cache: one static block; draft entries are written after the committed ones.
+
+Legend: R cache rows (requests), N K/V heads, S positions, H head size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from specdec.engine.tree import IntArray
+
+
+class KVCache:
+    """Keys and values of every layer, [layers, 2, R, N, S, H], and each row's committed length.
+
+    A step writes its T tokens at positions past_lens[r] ... past_lens[r] + T - 1 of row r; they
+    count only once `commit` has moved the accepted ones together.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_rows: int,
+        num_heads: int,
+        num_positions: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, 2, num_rows, num_heads, num_positions, head_size)
+        # Zeros, not empty: masked positions are multiplied by a zero weight, and 0 * NaN is NaN.
+        self.blocks = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_positions = num_positions
+        self.past_lens: IntArray = np.zeros(num_rows, np.int64)
+
+    def commit(self, row: int, path: list[int]) -> None:
+        """Keep the entries of tree nodes `path` (root first) of the last step; drop the others."""
+        start = int(self.past_lens[row])
+        if path != list(range(len(path))):
+            entries = self.blocks[:, :, row]  # [layers, 2, N, S, H]
+            source = torch.tensor(path, device=entries.device) + start
+            entries[:, :, :, start : start + len(path)] = entries.index_select(3, source)
+        self.past_lens[row] += len(path)
+
+    def clear(self, row: int) -> None:
+        """Free a row for another request."""
+        self.past_lens[row] = 0

@@ -1,0 +1,140 @@
+"""An engine folder of the torch backend: what build writes and run reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.engine.layers import TORCH_DTYPES
+from specdec.errors import SpecDecError
+from specdec.methods import ReDrafterParams
+from specdec.schema import CheckpointConfig, ModelConfig, parse_checkpoint_config
+from specdec.storage import TensorFile, read_json
+from specdec.tensors import list_tensors
+
+WEIGHTS_NAME = "weights.safetensors"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuildConfig:
+    """Limits fixed at build time; lengths in tokens."""
+
+    max_batch_size: int
+    max_input_len: int
+    max_seq_len: int
+    max_num_tokens: int
+    max_draft_len: int
+    max_beam_width: int
+    speculative_decoding_mode: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """An engine's config.json."""
+
+    version: str
+    checkpoint: CheckpointConfig
+    build: BuildConfig
+    optimize: str  # "native" or "none"
+    kernels: dict[str, str] | None
+
+
+def list_engine_tensors(
+    model: ModelConfig, drafter: ReDrafterParams | None
+) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every engine tensor: the checkpoint's, fc and gate stacked as gate_up."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, spec in list_tensors(model, drafter).items():
+        if ".mlp.gate." in name:
+            continue
+        if ".mlp.fc." in name:
+            rows, *rest = spec.shape
+            shapes[name.replace(".mlp.fc.", ".mlp.gate_up.")] = (2 * rows, *rest)
+        else:
+            shapes[name] = spec.shape
+    return shapes
+
+
+def write_engine_config(config: EngineConfig) -> dict[str, Any]:
+    """Return the JSON form of an engine's config."""
+    return {
+        "version": config.version,
+        "backend": "torch",
+        "pretrained_config": config.checkpoint.raw,
+        "build_config": dataclasses.asdict(config.build),
+        "torch_config": {"optimize": config.optimize, "kernels": config.kernels},
+    }
+
+
+def read_engine_config(folder: Path) -> EngineConfig:
+    """Read an engine's config.json; raise SpecDecError if it is none, or of another backend."""
+    if not folder.is_dir():
+        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
+    document = read_json(folder / "config.json")
+    if "build_config" not in document:
+        raise SpecDecError(
+            f"{folder} is not an engine: its config.json has no build_config",
+            "run specdec-build on the checkpoint first",
+        )
+    backend = document.get("backend", "tensorrt-llm")
+    if backend != "torch":
+        raise SpecDecError(
+            f"{folder} was built for the backend {backend!r}, which this release cannot run",
+            "build it again with --backend torch",
+        )
+    names = {field.name for field in dataclasses.fields(BuildConfig)}
+    build, options = document["build_config"], document.get("torch_config")
+    if not isinstance(build, dict) or set(build) != names or not isinstance(options, dict):
+        raise SpecDecError(
+            f"{folder}/config.json is not what this version of specdec writes",
+            "build the engine again",
+        )
+    return EngineConfig(
+        version=str(document.get("version")),
+        checkpoint=parse_checkpoint_config(document.get("pretrained_config") or {}),
+        build=BuildConfig(**build),
+        optimize=str(options.get("optimize")),
+        kernels=options.get("kernels"),
+    )
+
+
+def check_inventory(file: TensorFile, expected: Mapping[str, tuple[int, ...]], what: str) -> None:
+    """Raise SpecDecError that names every missing, unknown or misshapen tensor of a file."""
+    missing = sorted(set(expected) - set(file.tensors))
+    unknown = sorted(set(file.tensors) - set(expected))
+    wrong = sorted(
+        f"{name} is {list(file.tensors[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in file.tensors and file.tensors[name].shape != shape
+    )
+    problems = [
+        f"{len(names)} {kind}: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
+        for kind, names in (("missing", missing), ("unknown", unknown), ("misshapen", wrong))
+        if names
+    ]
+    if problems:
+        raise SpecDecError(
+            f"{file.path} does not hold the {what} that config.json describes: "
+            + "; ".join(problems),
+            f"make the {what} again; config.json and the tensors must come from one run",
+        )
+
+
+def load_tensors(file: TensorFile, names: list[str], device: torch.device) -> dict[str, Tensor]:
+    """Copy tensors from a mapped file to the device."""
+    tensors = {}
+    for name in names:
+        info = file.tensors[name]
+        if info.dtype not in TORCH_DTYPES:
+            raise SpecDecError(
+                f"{file.path}: {name} is stored as {info.dtype}",
+                f"the torch backend reads {', '.join(TORCH_DTYPES)}",
+            )
+        raw = torch.from_numpy(file.read(name).copy())
+        tensors[name] = raw.view(TORCH_DTYPES[info.dtype]).to(device)
+    return tensors

@@ -1,0 +1,187 @@
+"""Native kernels: compiled by specdec-build for this machine, called over a plain C interface."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec import logs
+from specdec.engine.tree import BoolArray, IntArray
+from specdec.errors import SpecDecError
+
+logger = logs.get_logger(__name__)
+SOURCE = Path(__file__).with_name("kernels.cpp")
+LIBRARY_NAME = "kernels.so"
+ABI_VERSION = 1
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+def find_compiler() -> str | None:
+    """Path of a C++ compiler: $CXX, or the first of g++, c++, clang++ that is installed."""
+    chosen = os.environ.get("CXX")
+    for name in [chosen] if chosen else ["g++", "c++", "clang++"]:
+        if path := shutil.which(name):
+            return path
+    return None
+
+
+def describe_cpu() -> str:
+    """Identify the instruction set that `-march=native` compiles for."""
+    features = ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.split(":")[0].strip() in ("flags", "Features"):
+                features = " ".join(sorted(line.split(":", 1)[1].split()))
+                break
+    except OSError:
+        features = platform.processor()
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:16]}"
+
+
+def compile_kernels(folder: Path) -> dict[str, str]:
+    """Compile the kernels into `folder` and return what they were compiled with.
+
+    Raises SpecDecError with the compiler's last lines when there is no compiler or it fails.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise SpecDecError(
+            "no C++ compiler: neither $CXX nor g++, c++ or clang++ is on the PATH",
+            "install one (Debian: apt install g++), or build with --optimize none",
+        )
+    command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCE), "-o", str(folder / LIBRARY_NAME)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = " | ".join(done.stderr.strip().splitlines()[-3:])
+        raise SpecDecError(
+            f"{compiler} failed with status {done.returncode}: {tail}",
+            "set CXX to a compiler with OpenMP, or build with --optimize none",
+        )
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return {
+        "compiler": (version.stdout.splitlines() or [compiler])[0],
+        "flags": " ".join(FLAGS),
+        "cpu": describe_cpu(),
+        "source_sha256": hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """A step's index arrays as the kernels take them, kept alive while pointers are used."""
+
+    arrays: tuple[np.ndarray[Any, Any], ...]
+    pointers: tuple[int, ...]
+    batch: int
+    num_tokens: int
+
+
+class NativeKernels:
+    """The compiled kernels of an engine, for one dtype; tensors are contiguous, on the CPU."""
+
+    def __init__(self, library: Path, dtype: torch.dtype) -> None:
+        try:
+            self._library = ctypes.CDLL(str(library))
+        except OSError as error:
+            raise SpecDecError(
+                f"{library} does not load: {error}", "build the engine again on this machine"
+            ) from None
+        self._library.specdec_abi_version.restype = _INT
+        version = self._library.specdec_abi_version()
+        if version != ABI_VERSION:
+            raise SpecDecError(
+                f"{library} has kernel interface {version}, this specdec needs {ABI_VERSION}",
+                "build the engine again",
+            )
+        suffix = _SUFFIXES[dtype]
+        self._rms_norm = self._bind(
+            f"specdec_rms_norm_{suffix}", [_POINTER] * 3 + [_INT] * 2 + [_FLOAT]
+        )
+        self._add_rms_norm = self._bind(
+            f"specdec_add_rms_norm_{suffix}", [_POINTER] * 4 + [_INT] * 2 + [_FLOAT]
+        )
+        self._silu_mul = self._bind(f"specdec_silu_mul_{suffix}", [_POINTER] * 2 + [_INT] * 2)
+        self._attend = self._bind(f"specdec_attend_{suffix}", [_POINTER] * 9 + [_INT] * 7)
+
+    @staticmethod
+    def supports(dtype: torch.dtype) -> bool:
+        """Whether there are kernels for a type."""
+        return dtype in _SUFFIXES
+
+    def _bind(self, name: str, types: list[Any]) -> Any:
+        function = getattr(self._library, name)
+        function.argtypes = types
+        function.restype = None
+        return function
+
+    def plan_step(
+        self, rows: IntArray, positions: IntArray, past: IntArray, tree_mask: BoolArray
+    ) -> StepPlan:
+        """Prepare a step's indices: rows, past [B]; positions [B, T]; tree_mask [B, T, T]."""
+        arrays = tuple(np.ascontiguousarray(a) for a in (rows, positions, past, tree_mask))
+        return StepPlan(arrays, tuple(a.ctypes.data for a in arrays), *positions.shape)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Norm of [..., D]."""
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        self._rms_norm(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, epsilon
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Add `delta` to `x` in place and return the norm of the sum. x, delta: [..., D]."""
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        self._add_rms_norm(
+            x.data_ptr(), delta.data_ptr(), weight.data_ptr(), out.data_ptr(),
+            x.numel() // size, size, epsilon,
+        )  # fmt: skip
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[..., 2 I] -> [..., I]: silu of the first half times the second."""
+        inner = gate_up.shape[-1] // 2
+        out = gate_up.new_empty((*gate_up.shape[:-1], inner))
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), out.numel() // inner, inner)
+        return out
+
+    def attend(
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        plan: StepPlan,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+    ) -> Tensor:
+        """Rotate, write keys and values, attend over the visible positions only.
+
+        qkv: [B, T, (N + 2K) H], overwritten; cache: [2, R, K, S, H] of one layer.
+        Returns [B, T, N H].
+        """
+        out = qkv.new_empty((plan.batch, plan.num_tokens, num_heads * head_size))
+        rows, positions, past, tree_mask = plan.pointers
+        self._attend(
+            qkv.data_ptr(), cache.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            rows, positions, past, tree_mask, out.data_ptr(),
+            plan.batch, plan.num_tokens, num_heads, num_kv_heads, head_size,
+            cache.shape[1], cache.shape[3],
+        )  # fmt: skip
+        return out

@@ -1,0 +1,100 @@
+"""The ReDrafter drafter: a recurrent head over the target's last hidden state, beam searched.
+
+Recurrent Drafter, https://arxiv.org/abs/2403.09919. Legend: B rows, W beams, L draft tokens a
+beam, D hidden, E exit dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specdec.engine.layers import Linear, can_prepack
+from specdec.methods import ReDrafterParams
+
+# Candidates of a beam are its most probable tokens; the published search keeps 50.
+NUM_CANDIDATES = 50
+
+
+class ReDrafterHead:
+    """Drafter network and beam search. `weights` are a checkpoint's `drafter.*` tensors."""
+
+    def __init__(
+        self,
+        params: ReDrafterParams,
+        weights: Mapping[str, Tensor],
+        embedding: Tensor,
+        *,
+        prepack: bool = True,
+    ) -> None:
+        prepack = prepack and can_prepack(embedding.dtype, embedding.device)
+
+        def linear(name: str) -> Linear:
+            name = "drafter." + name
+            return Linear(weights[name + ".weight"], weights.get(name + ".bias"), prepack=prepack)
+
+        self.params = params
+        self.embedding = embedding
+        self.input_proj = linear("input_proj") if params.has_input_proj else None
+        self.blocks = [linear(f"layers.{i}.linear") for i in range(params.num_layers)]
+        self.lm_head = linear("lm_head")
+        self.rnn_w = linear("rnn_w") if params.is_rnn else None
+        self.rnn_u = linear("rnn_u") if params.is_rnn else None
+
+    def update_state(self, tokens: Tensor, state: Tensor | None) -> Tensor:
+        """Next recurrent state [..., D] after reading `tokens` [...]; None is the zero state."""
+        embedded = torch.nn.functional.embedding(tokens, self.embedding)
+        if self.rnn_w is None or self.rnn_u is None:
+            return embedded if state is None else embedded + state
+        mixed = self.rnn_w(embedded)
+        if state is None:
+            bias = self.rnn_u.bias
+            return torch.nn.functional.silu(mixed if bias is None else mixed + bias)
+        return torch.nn.functional.silu(mixed + self.rnn_u(state))
+
+    def compute_logits(self, hidden: Tensor, state: Tensor) -> Tensor:
+        """Next-token logits [..., V] from the target's hidden state and the recurrent state."""
+        x = torch.cat((hidden, state), dim=-1)
+        if self.input_proj is not None:
+            x = self.input_proj(x)
+        for block in self.blocks:
+            x = x + torch.nn.functional.silu(block(x))
+        return self.lm_head(x)
+
+    def search_beams(self, hidden: Tensor, tokens: Tensor, length: int | None = None) -> Tensor:
+        """Beam search after `tokens` [B], which follow `hidden` [B, D]. Returns drafts [B, W, L].
+
+        Scores are sums of log-probabilities, normalized over each beam's best candidates.
+        """
+        params = self.params
+        width = params.num_beams
+        length = params.draft_len_per_beam if length is None else length
+        batch, vocab_size = tokens.shape[0], self.embedding.shape[0]
+        num_candidates = min(max(NUM_CANDIDATES, width), vocab_size)
+        # All beams start from the same token, so the first step needs one of them only.
+        state = self.update_state(tokens[:, None], None)  # [B, 1, D]
+        context = hidden[:, None]  # [B, 1, D]
+        beams = scores = None
+        for _ in range(length):
+            if beams is not None:
+                assert scores is not None
+                state = self.update_state(beams[:, :, -1], state)
+            logits = self.compute_logits(context, state)  # [B, W, V]
+            best = logits.float().topk(num_candidates, dim=-1)
+            totals = best.values.log_softmax(-1)  # [B, W, C]
+            if scores is not None:
+                totals = totals + scores[:, :, None]
+            scores, flat = totals.flatten(1).topk(width, dim=-1)  # [B, W]
+            chosen = best.indices.flatten(1).gather(1, flat)[:, :, None]  # [B, W, 1]
+            if beams is None:
+                beams = chosen
+                state = state.expand(batch, width, -1)
+                context = context.expand(batch, width, -1)
+            else:
+                source = (flat // num_candidates)[:, :, None]
+                beams = torch.cat((beams.gather(1, source.expand_as(beams)), chosen), dim=-1)
+                state = state.gather(1, source.expand_as(state))
+        assert beams is not None
+        return beams

@@ -1,0 +1,97 @@
+"""Draft trees: beams packed into deduplicated nodes, with the mask a verify step needs.
+
+Toy example, root token 7 and two beams of three draft tokens:
+
+    beams   4 5 6        nodes    7 4 5 6 8      (index 0 is the root)
+            4 5 8        parents -1 0 1 2 2
+                         depths   0 1 2 3 3
+                         mask row of node 4 (token 8): itself and its ancestors 0, 1, 2
+
+Legend: W beams, L draft tokens a beam, T nodes including the root.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """Candidates sharing a root. Nodes are ordered so that a parent precedes its children.
+
+    tokens, parents, depths: [T]; parents[0] = -1; no two children of a node hold the same token.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    depths: IntArray
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens on the longest path."""
+        return int(self.depths.max())
+
+
+def make_root(token: int) -> Tree:
+    """A tree of the root alone: a verify step that drafts nothing."""
+    zero = np.zeros(1, np.int64)
+    return Tree(np.array([token], np.int64), zero - 1, zero)
+
+
+def pack_beams(root: int, beams: IntArray) -> Tree:
+    """Merge the common prefixes of `beams` [W, L] under the token `root`.
+
+    Nodes are ordered by depth, then by beam, as in recurrent drafting's prefix tree
+    (https://arxiv.org/abs/2403.09919, section 3.2).
+    """
+    width, length = beams.shape
+    same_prefix = np.logical_and.accumulate(beams[:, None, :] == beams[None, :, :], axis=2)
+    owner = same_prefix.argmax(axis=1)  # [W, L], the first beam with this prefix
+    is_node = owner == np.arange(width)[:, None]
+    flat = is_node.T.reshape(-1)  # depth-major
+    index = np.cumsum(flat).reshape(length, width).T  # [W, L], node number where is_node
+    node_of = np.take_along_axis(index, owner, axis=0)  # [W, L]
+    parents = np.zeros((width, length), np.int64)
+    parents[:, 1:] = node_of[:, :-1]
+    depths = np.broadcast_to(np.arange(1, length + 1), (width, length))
+    return Tree(
+        np.concatenate(([root], beams.T.reshape(-1)[flat])),
+        np.concatenate(([-1], parents.T.reshape(-1)[flat])),
+        np.concatenate(([0], depths.T.reshape(-1)[flat])),
+    )
+
+
+def build_tree_mask(tree: Tree) -> BoolArray:
+    """[T, T], true where a node (row) sees a node (column): itself and its ancestors."""
+    mask = np.eye(tree.num_nodes, dtype=np.bool_)
+    for node in range(1, tree.num_nodes):
+        mask[node] |= mask[tree.parents[node]]
+    return mask
+
+
+def list_paths(tree: Tree) -> list[list[int]]:
+    """Every root-to-leaf path as node numbers, root included."""
+    inner = set(tree.parents.tolist())
+    paths = []
+    for leaf in range(tree.num_nodes):
+        if leaf not in inner:
+            path, node = [], leaf
+            while node >= 0:
+                path.append(node)
+                node = int(tree.parents[node])
+            paths.append(path[::-1])
+    return paths
