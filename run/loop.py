@@ -83,23 +83,23 @@ def generate(
         _Sequence(request, row, RequestStats(accepted_histogram=[0] * histogram_size))
         for row, request in enumerate(requests)
     ]
-    proposer.start(len(requests))
+    proposer.start([r.input_ids for r in requests])
     hidden = read_prompts(decoder, cache, requests, max_num_tokens)
     for sequence, token in zip(sequences, _choose(decoder, hidden), strict=True):
         sequence.emit([int(token)])
-    proposer.observe(np.arange(len(requests)), hidden)
+    proposer.observe(np.arange(len(requests)), hidden[:, None], [[0]] * len(requests))
     now = clock()
     timing.prefill += now - began
 
     while active := [s for s in sequences if s.finish_reason is None]:
         began = now
         rows = np.array([s.row for s in active])
-        trees = proposer.propose(rows, [s.output_ids[-1] for s in active])
+        trees = proposer.propose(rows, [s.output_ids for s in active])
         drafted = clock()
         states = decoder.forward(pack_step(trees, rows, cache), cache)  # [B, T, D]
         choices = _choose(decoder, states)  # [B, T]
         verified = clock()
-        last_nodes = []
+        paths = []
         for sequence, tree, row_choices in zip(active, trees, choices, strict=True):
             path, bonus = accept(tree, row_choices)
             drafted_tokens = tree.tokens[path[1:]].tolist()
@@ -110,9 +110,8 @@ def generate(
                 num_accepted=min(taken, len(drafted_tokens)),
             )
             cache.commit(sequence.row, path)
-            last_nodes.append(path[-1])
-        at = torch.tensor(last_nodes, device=states.device)
-        proposer.observe(rows, states[torch.arange(len(active), device=states.device), at])
+            paths.append(path)
+        proposer.observe(rows, states, paths)
         now = clock()
         timing.draft += drafted - began
         timing.verify += verified - drafted

@@ -21,19 +21,23 @@ class ReDrafterProposer:
         self.max_draft_depth = head.params.max_draft_depth
         self._hidden = torch.empty(0)
 
-    def start(self, num_rows: int) -> None:
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
         """Forget the previous batch."""
         embedding = self.head.embedding
-        self._hidden = embedding.new_zeros((num_rows, embedding.shape[1]))
+        self._hidden = embedding.new_zeros((len(prompts), embedding.shape[1]))
 
-    def propose(self, rows: np.ndarray, tokens: Sequence[int]) -> list[Tree]:
+    def propose(self, rows: np.ndarray, outputs: Sequence[Sequence[int]]) -> list[Tree]:
         """Search beams for all rows at once; pack each row's into a tree."""
         device = self._hidden.device
+        roots = [output[-1] for output in outputs]
         hidden = self._hidden[torch.from_numpy(rows).to(device)]
-        roots = torch.tensor(tokens, device=device)
-        beams = self.head.search_beams(hidden, roots).cpu().numpy()  # [B, W, L]
-        return [pack_beams(token, row) for token, row in zip(tokens, beams, strict=True)]
+        beams = self.head.search_beams(hidden, torch.tensor(roots, device=device))  # [B, W, L]
+        drafts = beams.cpu().numpy()
+        return [pack_beams(root, draft) for root, draft in zip(roots, drafts, strict=True)]
 
-    def observe(self, rows: np.ndarray, hidden: Tensor) -> None:
-        """Keep the hidden state that the next proposal starts from."""
-        self._hidden[torch.from_numpy(rows).to(self._hidden.device)] = hidden
+    def observe(self, rows: np.ndarray, states: Tensor, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the hidden state of each row's newest committed token: the next search reads it."""
+        device = self._hidden.device
+        last = torch.tensor([path[-1] for path in paths], device=device)
+        newest = states[torch.arange(len(paths), device=device), last]
+        self._hidden[torch.from_numpy(rows).to(device)] = newest

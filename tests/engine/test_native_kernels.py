@@ -1,0 +1,111 @@
+"""The compiled kernels compute what the torch operators compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.engine import layers, native
+from specdec.engine.decoder import _build_full_mask
+from specdec.errors import SpecDecError
+
+# Relative to the largest value: a few roundings of the type.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler here")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kernels")
+    info = native.compile_kernels(folder)
+    assert info["cpu"] == native.describe_cpu()
+    return folder / native.LIBRARY_NAME
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (actual.float() - expected.float()).abs().max()
+    assert error <= TOLERANCE[expected.dtype] * expected.float().abs().max().clamp(min=1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [8, 40, 320])
+def test_pointwise_kernels(library: Path, dtype: torch.dtype, size: int) -> None:
+    kernels = native.NativeKernels(library, dtype)
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(3, 5, size, generator=generator).to(dtype)
+    delta = torch.randn(3, 5, size, generator=generator).to(dtype)
+    weight = (1 + 0.1 * torch.randn(size, generator=generator)).to(dtype)
+    assert_near(kernels.rms_norm(x, weight, 1e-5), layers.rms_norm(x, weight, 1e-5))
+    total = x.clone()
+    normed = kernels.add_rms_norm(total, delta, weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    assert_near(normed, layers.rms_norm(x + delta, weight, 1e-5))
+    gate_up = 20 * torch.randn(3, 5, 2 * size, generator=generator).to(dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert_near(kernels.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 8), (8, 2, 40), (6, 1, 64)])
+def test_attention(
+    library: Path, dtype: torch.dtype, heads: int, kv_heads: int, size: int
+) -> None:
+    """Two of three cache rows, of different lengths, over a small tree."""
+    kernels = native.NativeKernels(library, dtype)
+    generator = torch.Generator().manual_seed(heads)
+    batch, num_tokens, num_rows, num_positions = 2, 5, 3, 64
+    cache = torch.randn(2, num_rows, kv_heads, num_positions, size, generator=generator).to(dtype)
+    qkv = torch.randn(batch, num_tokens, (heads + 2 * kv_heads) * size, generator=generator)
+    qkv = qkv.to(dtype)
+    rows, past = np.array([0, 2]), np.array([7, 50])
+    positions = past[:, None] + np.array([[0, 1, 1, 2, 2]])
+    mask = np.tril(np.ones((batch, num_tokens, num_tokens), bool))
+    mask[:, 2, 1] = mask[:, 3, 2] = mask[:, 4, 1] = False
+    table = layers.RotaryTable(
+        layers.compute_inverse_frequencies(size, 10000.0, None), 100, dtype, torch.device("cpu")
+    )
+
+    heads_view = qkv.clone().unflatten(-1, (-1, size))
+    at = torch.from_numpy(positions)
+    rotated = layers.rotate(
+        heads_view[:, :, : heads + kv_heads],
+        table.cos[at].unsqueeze(2), table.sin[at].unsqueeze(2),
+    )  # fmt: skip
+    expected_cache = cache.clone()
+    slots = torch.from_numpy(past[:, None] + np.arange(num_tokens))
+    index = torch.from_numpy(rows)
+    expected_cache[0][index[:, None], :, slots] = rotated[:, :, heads:]
+    expected_cache[1][index[:, None], :, slots] = heads_view[:, :, heads + kv_heads :]
+    expected = layers.attend(
+        rotated[:, :, :heads], expected_cache[0][index], expected_cache[1][index],
+        torch.from_numpy(_build_full_mask(past, mask, num_positions)),
+    )  # fmt: skip
+
+    plan = kernels.plan_step(rows, positions, past, mask)
+    actual = kernels.attend(qkv, cache, table.cos, table.sin, plan, heads, kv_heads, size)
+    assert_near(actual, expected)
+    assert_near(cache, expected_cache)
+    assert torch.equal(cache[:, 1], expected_cache[:, 1]), "a row outside the step was touched"
+
+
+def test_no_compiler_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(SpecDecError, match=r"no C\+\+ compiler"):
+        native.compile_kernels(tmp_path)
+
+
+@needs_compiler
+def test_a_failing_compiler_shows_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'unknown flag xyz' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(SpecDecError, match="status 3: unknown flag xyz"):
+        native.compile_kernels(tmp_path)

@@ -1,0 +1,98 @@
+"""The drafter's beam search against a slow, beam-by-beam reading of the paper."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.engine.redrafter import NUM_CANDIDATES, ReDrafterHead
+from specdec.methods import ReDrafterParams
+from specdec.tensors import list_redrafter_tensors
+
+HIDDEN, VOCAB = 16, 90
+
+
+def make_head(
+    *, beams: int, length: int, rnn: bool, exit_dim: int, vocab: int = VOCAB
+) -> tuple[ReDrafterHead, dict[str, torch.Tensor], torch.Tensor]:
+    params = ReDrafterParams(
+        num_layers=2, hidden_size=HIDDEN, exit_dim=exit_dim, is_rnn=rnn, num_beams=beams,
+        draft_len_per_beam=length, greedy_search=True,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(beams * 10 + length)
+    weights = {
+        name: torch.randn(spec.shape, generator=generator) * 0.4
+        for name, spec in list_redrafter_tensors(params, vocab).items()
+    }
+    embedding = torch.randn(vocab, HIDDEN, generator=generator)
+    return ReDrafterHead(params, weights, embedding), weights, embedding
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def search_slowly(
+    params: ReDrafterParams, weights: dict[str, np.ndarray], embedding: np.ndarray,
+    hidden: np.ndarray, token: int,
+) -> list[list[int]]:  # fmt: skip
+    """Extend every beam by every token, in float64; keep the best by the sum of log-probabilities."""
+
+    def step(state: np.ndarray, token: int) -> tuple[np.ndarray, np.ndarray]:
+        if params.is_rnn:
+            state = silu(
+                weights["drafter.rnn_w.weight"] @ embedding[token]
+                + weights["drafter.rnn_u.weight"] @ state
+                + weights["drafter.rnn_u.bias"]
+            )
+        else:
+            state = state + embedding[token]
+        x = np.concatenate([hidden, state])
+        if params.has_input_proj:
+            x = weights["drafter.input_proj.weight"] @ x + weights["drafter.input_proj.bias"]
+        for i in range(params.num_layers):
+            x = x + silu(
+                weights[f"drafter.layers.{i}.linear.weight"] @ x
+                + weights[f"drafter.layers.{i}.linear.bias"]
+            )
+        logits = weights["drafter.lm_head.weight"] @ x
+        kept = np.sort(logits)[-NUM_CANDIDATES:]
+        normalizer = kept.max() + np.log(np.exp(kept - kept.max()).sum())
+        return state, np.where(logits >= kept[0], logits - normalizer, -np.inf)
+
+    beams: list[tuple[float, list[int], np.ndarray]] = [(0.0, [], np.zeros(HIDDEN))]
+    for _ in range(params.draft_len_per_beam):
+        grown = []
+        for score, tokens, state in beams:
+            after, log_probs = step(state, tokens[-1] if tokens else token)
+            grown += [(score + log_probs[v], [*tokens, v], after) for v in range(len(log_probs))]
+        grown.sort(key=lambda beam: -beam[0])
+        beams = grown[: params.num_beams]
+    return [tokens for _, tokens, _ in beams]
+
+
+@pytest.mark.parametrize("rnn", [True, False])
+@pytest.mark.parametrize("exit_dim", [2 * HIDDEN, 24])
+@pytest.mark.parametrize(("beams", "length"), [(1, 1), (1, 4), (3, 3), (5, 5)])
+def test_search_equals_the_slow_reference(
+    rnn: bool, exit_dim: int, beams: int, length: int
+) -> None:
+    head, weights, embedding = make_head(beams=beams, length=length, rnn=rnn, exit_dim=exit_dim)
+    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+    tokens = torch.tensor([4, 80, 33])
+    found = head.search_beams(hidden, tokens)
+    assert found.shape == (3, beams, length)
+    exact = {name: w.double().numpy() for name, w in weights.items()}
+    for row in range(3):
+        expected = search_slowly(
+            head.params, exact, embedding.double().numpy(), hidden[row].double().numpy(),
+            int(tokens[row]),
+        )  # fmt: skip
+        assert found[row].tolist() == expected
+
+
+def test_more_beams_than_candidates() -> None:
+    head, _, _ = make_head(beams=60, length=2, rnn=True, exit_dim=24, vocab=64)
+    found = head.search_beams(torch.zeros(1, HIDDEN), torch.tensor([1]))
+    assert len({tuple(beam) for beam in found[0].tolist()}) == 60

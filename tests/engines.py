@@ -1,0 +1,87 @@
+"""Engines made through the commands themselves, in process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from specdec.engine.tree import Tree, pack_beams
+
+
+def call(stage: str, *args: object) -> None:
+    """Run a command in this process; errors come out as exceptions."""
+    import importlib
+
+    command = importlib.import_module(f"specdec.{stage}.cli").command
+    command.main([str(a) for a in args], standalone_mode=False)
+
+
+def make_engine(
+    parent: Path,
+    target: Path,
+    drafter: Path | None = None,
+    *,
+    beams: int = 4,
+    length: int = 5,
+    optimize: str = "auto",
+    dtype: str = "auto",
+    build: Sequence[object] = (),
+) -> Path:
+    """Convert and build; return the engine folder."""
+    name = f"b{beams}l{length}{optimize}{dtype}{'d' if drafter else 'p'}"
+    checkpoint, engine = parent / f"ckpt-{name}", parent / f"engine-{name}"
+    extra: list[object] = []
+    if drafter is not None:
+        extra = [
+            "--drafter-model-dir", drafter, "--redrafter-num-beams", beams,
+            "--redrafter-draft-len-per-beam", length,
+        ]  # fmt: skip
+    call("convert", "--model-dir", target, "--output-dir", checkpoint, "--dtype", dtype, *extra)
+    call(
+        "build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", optimize,
+        *build,
+    )  # fmt: skip
+    return engine
+
+
+class OracleProposer:
+    """Proposes from known continuations: `quality` of its tokens are right, the others wrong.
+
+    Stands where a drafter stands, so that acceptance of any depth, beam and batch row occurs.
+    """
+
+    def __init__(
+        self, continuations: list[list[int]], *, beams: int, length: int, quality: float, seed: int
+    ) -> None:
+        self.continuations = continuations
+        self.beams, self.length, self.quality = beams, length, quality
+        self.max_draft_tokens, self.max_draft_depth = beams * length, length
+        self.random = random.Random(seed)
+        self.observed_rows = 0
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+        assert len(prompts) == len(self.continuations)
+
+    def propose(self, rows: np.ndarray, outputs: Sequence[Sequence[int]]) -> list[Tree]:
+        trees = []
+        for row, output in zip(rows, outputs, strict=True):
+            known = self.continuations[row]
+            beams = np.zeros((self.beams, self.length), np.int64)
+            for beam in range(self.beams):
+                for depth in range(self.length):
+                    at = len(output) + depth
+                    right = known[at] if at < len(known) else 3
+                    good = self.random.random() < self.quality
+                    beams[beam, depth] = right if good else (right + 1 + beam) % 100 + 3
+            trees.append(pack_beams(output[-1], beams))
+        return trees
+
+    def observe(
+        self, rows: np.ndarray, states: torch.Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
+        assert states.shape[0] == len(rows) == len(paths)
+        self.observed_rows += len(rows)

@@ -1,0 +1,208 @@
+"""Greedy output is the target's own, token for token in float32, whatever is drafted."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.conftest import make_drafter, make_llama
+from tests.engines import OracleProposer, make_engine
+
+from specdec.engine.tree import Tree
+from specdec.run import loop
+from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.loop import generate
+from specdec.run.requests import Request, Result
+
+PROMPT_LENGTHS = (5, 17, 1, 40)
+LIMIT = 40
+SHAPES = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+
+
+@functools.cache
+def reference(target: Path, dtype: str = "float32") -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and what transformers continues them with, no end token."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target).to(getattr(torch, dtype)).eval()
+    generator = torch.Generator().manual_seed(11)
+    prompts = [torch.randint(3, 128, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        outputs.append(out[0, len(prompt) :].tolist())
+    return prompts, outputs
+
+
+@pytest.fixture(scope="module", params=sorted(SHAPES))
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    heads, kv_heads = SHAPES[request.param]
+    return make_llama(
+        tmp_path_factory.mktemp(request.param),
+        heads=heads,
+        kv_heads=kv_heads,
+        seed=heads + kv_heads,
+    )
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_drafter(tmp_path_factory.mktemp("drafter"), exit_dim=96, scale=3.0)
+
+
+def make_requests(
+    prompts: list[list[int]], *, end_ids: frozenset[int] = frozenset(), limit: int = LIMIT
+) -> list[Request]:
+    return [
+        Request(index=i, input_ids=p, max_output_len=limit, end_ids=end_ids)
+        for i, p in enumerate(prompts)
+    ]
+
+
+def outputs_of(results: list[Result]) -> list[list[int]]:
+    return [r.output_ids for r in results]
+
+
+@pytest.mark.parametrize("optimize", ["none", "auto"])
+@pytest.mark.parametrize("beams", [1, 2, 5])
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_redrafter_equals_transformers(
+    target: Path, drafter: Path, tmp_path: Path, beams: int, length: int, optimize: str
+) -> None:
+    prompts, expected = reference(target)
+    folder = make_engine(tmp_path, target, drafter, beams=beams, length=length, optimize=optimize)
+    engine = TorchEngine(folder, device="cpu")
+    assert outputs_of(engine.generate(make_requests(prompts))) == expected
+    alone = [outputs_of(engine.generate([request]))[0] for request in make_requests(prompts)]
+    assert alone == expected, "batch 1 differs from batch 4"
+
+
+@pytest.fixture(scope="module")
+def engine(target: Path, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    return TorchEngine(make_engine(tmp_path_factory.mktemp("plain"), target), device="cpu")
+
+
+def test_plain_engine_equals_transformers(target: Path, engine: TorchEngine) -> None:
+    prompts, expected = reference(target)
+    results = engine.generate(make_requests(prompts))
+    assert outputs_of(results) == expected
+    assert {r.stats.acceptance_length for r in results} == {1.0}
+    assert engine.method == "plain"
+
+
+@pytest.mark.parametrize("quality", [1.0, 0.8, 0.5, 0.0])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 3), (5, 4)])
+def test_any_drafter_leaves_the_text_unchanged(
+    target: Path, engine: TorchEngine, quality: float, shape: tuple[int, int]
+) -> None:
+    prompts, expected = reference(target)
+    beams, length = shape
+    proposer = OracleProposer(expected, beams=beams, length=length, quality=quality, seed=5)
+    results = generate(engine.decoder, proposer, make_requests(prompts), max_num_tokens=8192)
+    assert outputs_of(results) == expected
+    for result in results:
+        stats = result.stats
+        assert sum(stats.accepted_histogram) == stats.num_verify_steps
+        accepted = sum(n * count for n, count in enumerate(stats.accepted_histogram))
+        assert accepted == stats.num_accepted
+        assert stats.num_output_tokens == LIMIT
+        if quality == 0.0:
+            assert stats.num_accepted == 0, "a hostile drafter is never accepted"
+            assert stats.num_verify_steps == LIMIT - 1
+        if quality == 1.0:
+            steps = -(-(LIMIT - 1) // (length + 1))
+            assert stats.num_verify_steps == steps, "a perfect drafter is always accepted"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 8, 9])
+def test_length_limit_cuts_inside_a_block(target: Path, engine: TorchEngine, limit: int) -> None:
+    prompts, expected = reference(target)
+    proposer = OracleProposer(expected, beams=2, length=5, quality=1.0, seed=1)
+    results = generate(
+        engine.decoder, proposer, make_requests(prompts, limit=limit), max_num_tokens=8192
+    )
+    assert outputs_of(results) == [tokens[:limit] for tokens in expected]
+    assert {r.finish_reason for r in results} == {"length"}
+
+
+@pytest.mark.parametrize("position", [0, 1, 4, 11, 20])
+def test_end_token_cuts_inside_a_block(target: Path, engine: TorchEngine, position: int) -> None:
+    """A token that plain decoding emits is declared the end, for one row and so for all."""
+    prompts, expected = reference(target)
+    end = expected[0][position]
+    cut = [t[: t.index(end) + 1] if end in t else t for t in expected]
+    proposer = OracleProposer(expected, beams=3, length=5, quality=0.9, seed=2)
+    requests = make_requests(prompts, end_ids=frozenset([end]))
+    results = generate(engine.decoder, proposer, requests, max_num_tokens=8192)
+    assert outputs_of(results) == cut
+    assert [r.finish_reason for r in results] == ["eos" if end in t else "length" for t in expected]
+    assert outputs_of(engine.generate(requests)) == cut, "the same without drafts"
+
+
+@pytest.mark.parametrize("max_num_tokens", [4, 12, 64])
+def test_prompts_in_chunks_give_the_same_text(
+    target: Path, engine: TorchEngine, max_num_tokens: int
+) -> None:
+    prompts, expected = reference(target)
+    proposer = OracleProposer(expected, beams=2, length=3, quality=0.7, seed=3)
+    results = generate(
+        engine.decoder, proposer, make_requests(prompts), max_num_tokens=max_num_tokens
+    )
+    assert outputs_of(results) == expected
+
+
+def test_more_prompts_than_the_batch(target: Path, drafter: Path, tmp_path: Path) -> None:
+    prompts, expected = reference(target)
+    folder = make_engine(
+        tmp_path, target, drafter, beams=2, length=3, build=["--max-batch-size", 3]
+    )
+    results = TorchEngine(folder, device="cpu").generate(make_requests(prompts))
+    assert outputs_of(results) == expected
+
+
+def test_bfloat16_differs_only_at_near_ties(target: Path, drafter: Path, tmp_path: Path) -> None:
+    """The first difference, if any, is where the reference's two best logits nearly tie.
+
+    bfloat16 keeps 8 bits: logits of size x are spaced x / 256, and rounding through the layers
+    moves them by a few spacings. 8 spacings is the bound; a wrong token would lie far beyond.
+    """
+    from transformers import AutoModelForCausalLM
+
+    prompts, expected = reference(target, "bfloat16")
+    folder = make_engine(tmp_path, target, drafter, beams=4, length=4, dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(target).to(torch.bfloat16).eval()
+    results = TorchEngine(folder, device="cpu").generate(make_requests(prompts))
+    for prompt, own, theirs in zip(prompts, outputs_of(results), expected, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(own, theirs, strict=True)) if a != b), None)
+        if at is None:
+            continue
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + theirs[:at]])).logits[0, -1].float()
+        margin = float(logits[theirs[at]] - logits[own[at]])
+        spacing = float(logits.abs().max()) / 256
+        assert 0 <= margin <= 8 * spacing, f"token {at}: margin {margin}, spacing {spacing}"
+
+
+def test_accepting_a_wrong_token_is_noticed(
+    target: Path, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deliberate break of the accept rule: one draft token too many is taken."""
+    prompts, expected = reference(target)
+    proposer = OracleProposer(expected, beams=2, length=4, quality=0.6, seed=4)
+    honest = loop.accept
+
+    def accept_one_more(tree: Tree, choices: np.ndarray) -> tuple[list[int], int]:
+        path, bonus = honest(tree, choices)
+        children = [n for n in range(tree.num_nodes) if tree.parents[n] == path[-1]]
+        return ([*path, children[0]], int(choices[children[0]])) if children else (path, bonus)
+
+    monkeypatch.setattr(loop, "accept", accept_one_more)
+    results = generate(engine.decoder, proposer, make_requests(prompts), max_num_tokens=8192)
+    assert outputs_of(results) != expected
