@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measure the acceptance of an engine on held-out prompts, and its speed beside plain decoding.
 
-    python evaluate.py --engine-dir ENGINE --tokenizer-dir target --prompts prompts.jsonl --output evaluation.json
+    python evaluate.py --engine-dir ENGINE --tokenizer-dir target \
+                       --prompts prompts.jsonl --output evaluation.json
 
 Runs `specdec-run` with and without speculation and checks that both write the same text; with
 half-precision engines texts may part at near-ties, which is counted.
@@ -25,7 +26,9 @@ def run_engine(args: argparse.Namespace, *flags: str) -> dict[str, Any]:
         "--tokenizer-dir", str(args.tokenizer_dir), "--input-file", str(args.prompts),
         "--max-output-len", str(args.max_output_len), "--json", *flags,
     ]  # fmt: skip
-    report: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    report: dict[str, Any] = json.loads(
+        subprocess.run(command, check=True, capture_output=True).stdout
+    )
     return report
 
 

@@ -37,7 +37,8 @@ SHAPES: dict[str, dict[str, int]] = {
 def pack_tokens(path: Path, tokenizer: Any, cache: Path) -> np.ndarray:
     """Tokenize a corpus file into one uint16 array, files separated by the end-of-text token."""
     if cache.is_file():
-        return np.load(cache)
+        cached: np.ndarray = np.load(cache)
+        return cached
     texts = [json.loads(line)["text"] for line in path.open(encoding="utf-8")]
     ids: list[int] = [tokenizer.eos_token_id]
     for start in range(0, len(texts), 64):
@@ -140,7 +141,7 @@ def main() -> None:
                 group["lr"] = args.learning_rate * scale
         rows = sample_batch(train, args.batch_size, args.seed * 10**7 + step).to(device)
         loss = compute_loss(forward, rows)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()

@@ -18,7 +18,8 @@ LLAMA3 = {
 
 
 @pytest.mark.parametrize(
-    "scaling", [None, {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 2}, LLAMA3]
+    "scaling",
+    [None, {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 2}, LLAMA3],
 )
 def test_rotary_frequencies_equal_transformers(scaling: dict[str, Any] | None) -> None:
     from transformers import LlamaConfig

@@ -52,9 +52,7 @@ def test_pointwise_kernels(library: Path, dtype: torch.dtype, size: int) -> None
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 8), (8, 2, 40), (6, 1, 64)])
-def test_attention(
-    library: Path, dtype: torch.dtype, heads: int, kv_heads: int, size: int
-) -> None:
+def test_attention(library: Path, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
     """Two of three cache rows, of different lengths, over a small tree."""
     kernels = native.NativeKernels(library, dtype)
     generator = torch.Generator().manual_seed(heads)
@@ -70,7 +68,7 @@ def test_attention(
         layers.compute_inverse_frequencies(size, 10000.0, None), 100, dtype, torch.device("cpu")
     )
 
-    heads_view = qkv.clone().unflatten(-1, (-1, size))
+    heads_view = qkv.clone().view(batch, num_tokens, -1, size)
     at = torch.from_numpy(positions)
     rotated = layers.rotate(
         heads_view[:, :, : heads + kv_heads],

@@ -30,14 +30,15 @@ def make_head(
 
 
 def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
+    result: np.ndarray = x / (1 + np.exp(-x))
+    return result
 
 
 def search_slowly(
     params: ReDrafterParams, weights: dict[str, np.ndarray], embedding: np.ndarray,
     hidden: np.ndarray, token: int,
 ) -> list[list[int]]:  # fmt: skip
-    """Extend every beam by every token, in float64; keep the best by the sum of log-probabilities."""
+    """Extend every beam by every token, in float64; keep the best sums of log-probabilities."""
 
     def step(state: np.ndarray, token: int) -> tuple[np.ndarray, np.ndarray]:
         if params.is_rnn:

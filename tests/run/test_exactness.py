@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.conftest import make_drafter, make_llama
-from tests.engines import OracleProposer, make_engine
 
 from specdec.engine.tree import Tree
 from specdec.run import loop
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.loop import generate
 from specdec.run.requests import Request, Result
+from tests.conftest import make_drafter, make_llama
+from tests.engines import OracleProposer, make_engine
 
 PROMPT_LENGTHS = (5, 17, 1, 40)
 LIMIT = 40
