@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -31,25 +35,30 @@ class StageCommand(click.Command):
 
     def _repeat_list_options(self, args: list[str]) -> list[str]:
         expanded: list[str] = []
-        current = ""
-        for arg in args:
-            name, equals, _ = arg.partition("=")
-            if arg.startswith("--") and len(arg) > 2:
+        current = ""  # the list option that takes the next words, if any
+        is_waiting = False  # it has had none yet
+        for i, arg in enumerate([*args, "--"]):
+            is_option = arg.startswith("--") or arg == "-h"
+            if is_option and is_waiting:
+                raise click.BadOptionUsage(current, f"Option '{current}' requires an argument.")
+            if arg == "--":  # what follows are no options
+                return expanded + args[i:]
+            if is_option:
+                name, equals, _ = arg.partition("=")
                 is_list = name.replace("_", "-") in self.list_options
-                current = name if is_list else ""
-                if not is_list or equals:
+                current, is_waiting = (name, not equals) if is_list else ("", False)
+                if not is_waiting:
                     expanded.append(arg)
-            elif current:
-                expanded += [current, arg]
             else:
-                expanded.append(arg)
-        return expanded
+                expanded += [current, arg] if current else [arg]
+                is_waiting = False
+        raise AssertionError("the loop ends at --")
 
 
 def _build_option(name: str, flag: Flag, default: Any) -> click.Option:
     declaration = "--" + name.replace("_", "-")
     text = flag.help
-    shown = default not in (None, [], False)
+    shown = default is not None and default is not False and default != []
     options: dict[str, Any] = {"default": None, "hidden": flag.hidden, "metavar": flag.metavar}
     if flag.kind == "flag":
         del options["metavar"]
@@ -58,10 +67,11 @@ def _build_option(name: str, flag: Flag, default: Any) -> click.Option:
             declaration += "/--no-" + name.replace("_", "-")
             text += "  [default: on]"
     elif flag.kind == "enable":
-        options["type"] = click.Choice(["enable", "disable"])
+        options["metavar"] = "[enable|disable]"
         text += f"  [default: {'enable' if default else 'disable'}]" if default is not None else ""
     elif flag.choices:
-        options["type"] = click.Choice(flag.choices)
+        # Checked with the recipe's values, not by click: one message, one rule for underscores.
+        options["metavar"] = f"[{'|'.join(flag.choices)}]"
         text += f"  [default: {default}]" if shown else ""
     else:
         if flag.kind == "list":
@@ -90,8 +100,6 @@ def stage_command(
                 if ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE
             }
             logs.set_up(debug=debug)
-            from pathlib import Path
-
             recipe = Path(config) if config else None
             work(resolve_settings(settings_class, section or name, typed, recipe))
 
@@ -141,49 +149,60 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 def run_command(command: click.Command, args: list[str] | None = None) -> None:
     """Run a command as a process's main function and exit with its status."""
     arguments = sys.argv[1:] if args is None else args
-    debug = "--debug" in arguments
     try:
         status = command.main(arguments, standalone_mode=False)
-        sys.stdout.flush()
-    except click.exceptions.Exit as exit_:
-        status = exit_.exit_code
-    except click.NoSuchOption as error:
-        known = list(error.possibilities or [])
-        print_error(f"no such option {error.option_name}{_suggest_first(known)}", _HELP_HINT)
-        status = 2
-    except click.ClickException as error:
-        print_error(error.format_message().replace("\n", " "), _HELP_HINT)
-        status = 2
-    except SpecDecError as error:
-        if debug:
-            raise
-        print_error(error.message, error.hint)
-        status = 2 if isinstance(error, UsageError) else 1
-    except (KeyboardInterrupt, click.Abort):
-        print_error("interrupted", "nothing half-written was left behind; run it again")
-        status = 130
-    except BrokenPipeError:
-        sys.stderr.close()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
         status = 1
-    except MemoryError:
-        if debug:
-            raise
-        print_error("out of memory", "use a smaller batch, or a machine with more memory")
-        status = 1
-    except OSError as error:
-        if debug or error.filename is None and error.errno is None:
-            raise
-        print_error(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), _OS_HINT)
-        status = 1
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the one place that reports
+        if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
+            error = error.__cause__  # click takes any EOFError for the end of its own input
+        if "--debug" in arguments:
+            traceback.print_exception(error)
+        status, message, hint = _explain_error(error)
+        print_error(message, hint)
+    _close_stdout()
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _close_stdout() -> None:
+    """Drop what a full or closed stdout did not take, or Python would complain at its exit."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _explain_error(error: BaseException) -> tuple[int, str, str]:
+    """Return the exit status, the fact and the remedy for whatever ended a command."""
+    if isinstance(error, SpecDecError):
+        return (2 if isinstance(error, UsageError) else 1), error.message, error.hint
+    if isinstance(error, click.NoSuchOption):
+        known = list(error.possibilities or [])
+        nearest = suggest(error.option_name, known)
+        return 2, f"no such option {error.option_name}{nearest}", _HELP_HINT
+    if isinstance(error, click.ClickException):
+        return 2, error.format_message(), _HELP_HINT
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        return 130, "interrupted", "nothing half-written was left behind; run it again"
+    if isinstance(error, MemoryError):
+        return 1, "out of memory", "use a smaller batch, or a machine with more memory"
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f": {error.filename}" if error.filename is not None else ""
+        return 1, f"{error.strerror or error}{where}", _OS_HINT
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        1,
+        f"unexpected {type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {error}",
+        "this is a fault in specdec; run it again with --debug and report the traceback",
+    )
 
 
 _HELP_HINT = "--help lists the options"
 _OS_HINT = "check the path, its permissions and the free space; nothing half-written was left"
-
-
-def _suggest_first(known: list[str]) -> str:
-    return f" (did you mean {known[0]}?)" if known else ""
 
 
 def print_error(message: str, hint: str) -> None:

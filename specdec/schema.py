@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ class ModelConfig:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 problems.append((f"{name}={getattr(self, name)}", f"{name} must be at least 1"))
+        for name in ("norm_epsilon", "rotary_base"):
+            if not 0 < getattr(self, name) < math.inf:
+                problems.append((f"{name}={getattr(self, name)}", f"{name} must be positive"))
+        if self.embedding_sharding_dim not in (0, 1):
+            problems.append((f"embedding_sharding_dim={self.embedding_sharding_dim}", "use 0 or 1"))
         if problems:
             return problems
         heads, kv_heads, tp_size = (
@@ -73,8 +79,8 @@ class ModelConfig:
             problems.append(
                 (
                     f"num_attention_heads={heads}, num_key_value_heads={kv_heads},"
-                    f" intermediate_size={self.intermediate_size} do not split over"
-                    f" tp_size={tp_size}",
+                    f" intermediate_size={self.intermediate_size}, hidden_size={self.hidden_size}"
+                    f" do not split over tp_size={tp_size}",
                     f"use a tp_size of {', '.join(map(str, usable))}",
                 )
             )
@@ -121,6 +127,11 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
             f"the supported ones are {', '.join(known)}",
         )
     mapping = _get_object(config, "mapping")
+    tp_size = mapping.get("tp_size", 1)
+    if type(tp_size) is not int:
+        raise SpecDecError(
+            f"checkpoint config: mapping.tp_size is {tp_size!r}", "give it as a whole number"
+        )
     if mapping.get("pp_size", 1) != 1:
         raise SpecDecError(
             f"checkpoint has pp_size={mapping['pp_size']}",
@@ -157,20 +168,39 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     }
     for name, (kinds, default) in optional.items():
         value = config.get(name)
-        if value is not None and not isinstance(value, kinds):
+        is_stray_bool = isinstance(value, bool) and kinds is not bool
+        if value is not None and (is_stray_bool or not isinstance(value, kinds)):
             problems.append((f"checkpoint config: {name} is {value!r}", "mend the key"))
         values[name] = default if value is None else value
     raise_problems(problems)
-    model = ModelConfig(architecture=base, tp_size=mapping.get("tp_size", 1), **values)
+    model = ModelConfig(architecture=base, tp_size=tp_size, **values)
     raise_problems(model.find_problems())
     drafter = method.params.from_checkpoint(config) if method else None
-    if drafter and drafter.hidden_size != model.hidden_size:
-        raise SpecDecError(
-            f"the drafter's hidden_size={drafter.hidden_size} differs from the target's"
-            f" {model.hidden_size}",
-            "use the drafter that was trained for this target",
-        )
+    if drafter:
+        raise_problems(_find_drafter_problems(drafter, model))
     return CheckpointConfig(model=model, method=method, drafter=drafter, raw=dict(config))
+
+
+def _find_drafter_problems(drafter: ReDrafterParams, model: ModelConfig) -> list[tuple[str, str]]:
+    if drafter.hidden_size != model.hidden_size:
+        return [
+            (
+                f"the drafter's hidden_size={drafter.hidden_size} differs from the target's"
+                f" {model.hidden_size}",
+                "use the drafter that was trained for this target",
+            )
+        ]
+    sizes = {"hidden_size": drafter.hidden_size if drafter.is_rnn else 0}
+    sizes["exit_dim"] = drafter.exit_dim
+    uneven = [f"{name}={size}" for name, size in sizes.items() if size % model.tp_size]
+    if not uneven:
+        return []
+    return [
+        (
+            f"the drafter's {', '.join(uneven)} do not split over tp_size={model.tp_size}",
+            "use a tp_size that divides them",
+        )
+    ]
 
 
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:

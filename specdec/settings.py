@@ -73,7 +73,7 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
             if isinstance(value, bool) or (flag.kind == "int" and isinstance(value, float)):
                 raise ValueError
             value = int(value) if flag.kind == "int" else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise wrong("a whole number" if flag.kind == "int" else "a number") from None
         if flag.minimum is not None and not value >= flag.minimum:
             raise wrong(f"at least {flag.minimum:g}")
@@ -81,10 +81,15 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise wrong("a text")
     text = str(value)
+    if flag.kind == "path" and not text:
+        raise wrong("a path")  # Path("") would be the current folder
+    same = {choice.replace("_", "-"): choice for choice in flag.choices}
+    text = same.get(text.replace("_", "-"), text)
     if flag.choices and text not in flag.choices:
+        choices = ", ".join(flag.choices)
         raise UsageError(
-            f"{name}: {text!r} is not one of {', '.join(flag.choices)}{suggest(text, flag.choices)}",
-            f"choose one of {', '.join(flag.choices)}",
+            f"{name}: {text!r} is not one of {choices}{suggest(text, flag.choices)}",
+            f"choose one of {choices}",
         )
     return Path(text) if flag.kind == "path" else text
 
@@ -97,7 +102,7 @@ def read_recipe(path: Path, section: str) -> dict[str, Any]:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"recipe {path} does not exist", "check the path after --config") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"recipe {path} is not readable: {reason}", "mend the file") from None
     if document is None:
@@ -113,7 +118,9 @@ def read_recipe(path: Path, section: str) -> dict[str, Any]:
                 f"recipe {path}: unknown section {name!r}{suggest(str(name), SECTIONS)}",
                 f"the sections are {', '.join(SECTIONS)}",
             )
-    values = document.get(section) or {}
+    values = document.get(section)
+    if values is None:
+        return {}
     if not isinstance(values, dict):
         raise UsageError(f"recipe {path}: section {section} is not a mapping", "write `key: value`")
     return values
@@ -137,7 +144,12 @@ def resolve_settings(
                     f"{suggest(name, list(flags))}",
                     f"`specdec {section} --help` lists the keys",
                 )
-            values[name] = check_value(name, value, flags[name][0])
+            if name in values:
+                raise UsageError(
+                    f"recipe {recipe}: {name} is given twice in section {section}", "keep one"
+                )
+            if value is not None:  # an empty key leaves the default
+                values[name] = check_value(name, value, flags[name][0])
     for name, value in typed.items():
         values[name] = check_value("--" + name.replace("_", "-"), value, flags[name][0])
     return settings_class(**values)

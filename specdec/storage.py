@@ -17,7 +17,7 @@ import mmap
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +30,26 @@ from specdec.errors import SpecDecError
 FORMAT_VERSION = 1
 Array = npt.NDArray[Any]
 
-# name here -> (name in a safetensors header, numpy storage type)
+# name here -> (name in a safetensors header, numpy storage type), in the order in which the
+# safetensors library writes them into a file.
 DTYPES: dict[str, tuple[str, Any]] = {
+    "int64": ("I64", np.int64),
     "float64": ("F64", np.float64),
     "float32": ("F32", np.float32),
-    "float16": ("F16", np.float16),
-    "bfloat16": ("BF16", np.uint16),
-    "float8_e4m3fn": ("F8_E4M3", np.uint8),
-    "int64": ("I64", np.int64),
     "int32": ("I32", np.int32),
+    "bfloat16": ("BF16", np.uint16),
+    "float16": ("F16", np.float16),
     "int16": ("I16", np.int16),
+    "float8_e4m3fn": ("F8_E4M3", np.uint8),
     "int8": ("I8", np.int8),
     "uint8": ("U8", np.uint8),
     "bool": ("BOOL", np.uint8),
 }
 _FROM_HEADER = {header: name for name, (header, _) in DTYPES.items()}
+_ORDER = {name: i for i, name in enumerate(DTYPES)}
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 32  # what every numpy takes
+MAX_NUMBER = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +61,7 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(DTYPES[self.dtype][1]).itemsize
+        return math.prod(self.shape) * int(np.dtype(DTYPES[self.dtype][1]).itemsize)
 
 
 class TensorFile:
@@ -77,7 +81,9 @@ class TensorFile:
         if header_bytes > min(MAX_HEADER_BYTES, size - 8):
             raise self._damaged(f"claims a header of {header_bytes} bytes in a file of {size}")
         try:
-            header = json.loads(self._map[8 : 8 + header_bytes].decode("utf-8"))
+            header = json.loads(
+                self._map[8 : 8 + header_bytes].decode("utf-8"), object_pairs_hook=_refuse_twins
+            )
         except (UnicodeDecodeError, ValueError, RecursionError):
             raise self._damaged("has a header that is not JSON") from None
         if not isinstance(header, dict):
@@ -107,16 +113,25 @@ class TensorFile:
         try:
             dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             numbers = [*shape, begin, end]
-            if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+            if not isinstance(dtype, str) or not all(
+                type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers
+            ):
+                raise ValueError
+            # An empty tensor may still claim dimensions that no array can have.
+            if len(shape) > MAX_DIMENSIONS or math.prod(n or 1 for n in shape) > MAX_NUMBER // 8:
                 raise ValueError
         except (TypeError, KeyError, ValueError):
             raise self._damaged(f"has an unreadable entry for {name!r}") from None
         if dtype not in _FROM_HEADER:
-            raise self._damaged(f"stores {name!r} as {dtype!r}, which is not supported")
+            raise SpecDecError(
+                f"{self.path} stores {name!r} as {dtype!r}, which is not supported",
+                f"store it as one of {', '.join(_FROM_HEADER)}",
+            )
         info = TensorInfo(_FROM_HEADER[dtype], tuple(shape))
         if end - begin != info.num_bytes:
             raise self._damaged(
-                f"gives {name!r} {end - begin} bytes, its shape {list(shape)} needs {info.num_bytes}"
+                f"gives {name!r} {end - begin} bytes,"
+                f" its shape {list(shape)} needs {info.num_bytes}"
             )
         return info, begin, end
 
@@ -134,6 +149,14 @@ class TensorFile:
         return np.frombuffer(self._map, storage, count, start).reshape(info.shape)
 
 
+def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; a key given twice is an error, not the last one's victory."""
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a key is given twice")
+    return entries
+
+
 def cast(array: Array, source: str, target: str) -> Array:
     """Convert between float types with round to nearest even, bit for bit as torch's `.to` does."""
     if source == target:
@@ -143,36 +166,76 @@ def cast(array: Array, source: str, target: str) -> Array:
         raise SpecDecError(f"cannot convert {source} to {target}", "convert it beforehand")
     if source == "bfloat16":
         array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if target != "bfloat16":
-        with np.errstate(over="ignore", invalid="ignore"):
-            return array.astype(DTYPES[target][1])
-    with np.errstate(over="ignore", invalid="ignore"):
-        single = np.ascontiguousarray(array, np.float32)
-    bits = single.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if source == "float64":  # torch goes to 16 bits by way of float32, rounding twice
+            array = array.astype(np.float32)
+        if target != "bfloat16":
+            return array.astype(DTYPES[target][1], copy=False)
+        single = np.asarray(array, np.float32, order="C")
+        bits = single.view(np.uint32)
+        odd = (bits >> np.uint32(16)) & np.uint32(1)
+        rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+        return np.asarray(np.where(np.isnan(single), np.uint32(0x7FC0), rounded), np.uint16)
 
 
 def write_tensor_file(
     path: Path,
     tensors: Mapping[str, TensorInfo],
-    produce: Callable[[str], Array],
+    produce: Callable[[str], Array | Iterable[Array]],
     metadata: Mapping[str, str] | None = None,
 ) -> str:
     """Write a safetensors file one tensor at a time and return its sha256.
 
-    The order in the file depends only on names and types (widest type first, then by name), as the
-    safetensors library writes it, so equal contents give equal bytes. `produce(name)` returns the
-    tensor in its storage type.
+    The order in the file depends only on names and types (by type as in DTYPES, then by name), as
+    the safetensors library writes it, so equal contents give equal bytes. `produce(name)` returns
+    the tensor in its storage type, or an iterable of chunks that are it when laid end to end.
     """
+    order = sort_tensors(tensors)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        header = _encode_header(tensors, order, metadata)
+        file.write(header)
+        digest.update(header)
+        for name in order:
+            info = tensors[name]
+            produced = produce(name)
+            chunks: Iterable[Array] = produced
+            if isinstance(produced, np.ndarray):
+                assert produced.shape == info.shape, name
+                chunks = (produced,)
+            num_bytes = 0
+            for chunk in chunks:
+                array = np.asarray(chunk, order="C")
+                assert array.dtype == DTYPES[info.dtype][1], name
+                data = array.reshape(-1).view(np.uint8).data
+                file.write(data)
+                digest.update(data)
+                num_bytes += array.nbytes
+            assert num_bytes == info.num_bytes, name
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
 
-    def rank(name: str) -> tuple[int, str]:
-        return -np.dtype(DTYPES[tensors[name].dtype][1]).itemsize, name
 
-    order = sorted(tensors, key=rank)
+def sort_tensors(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """List the tensors' names in their order in a file."""
+    return sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
+
+
+def measure_tensor_file(
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
+) -> int:
+    """Return how many bytes `write_tensor_file` writes for these tensors."""
+    header = _encode_header(tensors, sort_tensors(tensors), metadata)
+    return len(header) + sum(info.num_bytes for info in tensors.values())
+
+
+def _encode_header(
+    tensors: Mapping[str, TensorInfo], order: Sequence[str], metadata: Mapping[str, str] | None
+) -> bytes:
     header: dict[str, Any] = {}
     if metadata:
-        header["__metadata__"] = dict(metadata)
+        header["__metadata__"] = dict(sorted(metadata.items()))
     position = 0
     for name in order:
         info = tensors[name]
@@ -183,23 +246,9 @@ def write_tensor_file(
             "data_offsets": [position, end],
         }
         position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for chunk in (len(text).to_bytes(8, "little"), text):
-            file.write(chunk)
-            digest.update(chunk)
-        for name in order:
-            info = tensors[name]
-            array = np.ascontiguousarray(produce(name))
-            assert array.shape == info.shape and array.dtype == DTYPES[info.dtype][1], name
-            data = memoryview(array.reshape(-1).view(np.uint8))
-            file.write(data)
-            digest.update(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
+    return len(text).to_bytes(8, "little") + text
 
 
 def hash_file(path: Path) -> str:
@@ -239,10 +288,20 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def check_output_dir(output_dir: Path, *, force: bool) -> None:
-    """Raise SpecDecError when an output folder cannot be written or would be overwritten."""
+def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
+    """Raise SpecDecError when an output folder cannot be written or would be overwritten.
+
+    `inputs` are folders and files that the work reads: the output may not take their place.
+    """
     if output_dir.exists() and not output_dir.is_dir():
         raise SpecDecError(f"{output_dir} is a file", "name a folder for the output")
+    output = output_dir.resolve()
+    for kept in (Path.cwd(), *(path.resolve() for path in inputs)):
+        if output == kept or output in kept.parents:
+            raise SpecDecError(
+                f"{output_dir} is or holds {kept}, which it would replace",
+                "choose another folder for the output",
+            )
     if output_dir.is_dir() and any(output_dir.iterdir()) and not force:
         raise SpecDecError(
             f"{output_dir} exists and is not empty",
@@ -251,36 +310,51 @@ def check_output_dir(output_dir: Path, *, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def stage_folder(output_dir: Path, *, force: bool) -> Iterator[Path]:
+def stage_folder(output_dir: Path, *, force: bool, inputs: Sequence[Path] = ()) -> Iterator[Path]:
     """Yield a hidden folder beside `output_dir`; it takes that name only if the body succeeds.
 
     A second process that stages the same output is refused; what a killed one left is removed.
     """
-    check_output_dir(output_dir, force=force)
     output_dir = output_dir.resolve()
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = output_dir.parent / f".{output_dir.name}.partial"
-    lock_path = output_dir.parent / f".{output_dir.name}.lock"
-    with lock_path.open("w") as lock:
+    old = output_dir.parent / f".{output_dir.name}.old"
+    with _hold_lock(output_dir):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise SpecDecError(
-                f"another process is writing {output_dir}", "wait for it, or choose another folder"
-            ) from None
-        try:
+            if old.exists() and not output_dir.exists():
+                old.rename(output_dir)  # a process was killed between the two renames
+            check_output_dir(output_dir, force=force, inputs=inputs)
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir()
             yield partial
-            _replace_folder(partial, output_dir)
+            _replace_folder(partial, output_dir, old)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-            lock_path.unlink(missing_ok=True)
 
 
-def _replace_folder(partial: Path, output_dir: Path) -> None:
-    old = output_dir.parent / f".{output_dir.name}.old"
+@contextlib.contextmanager
+def _hold_lock(output_dir: Path) -> Iterator[None]:
+    """Hold a lock file beside `output_dir`, or raise SpecDecError when another process does."""
+    path = output_dir.parent / f".{output_dir.name}.lock"
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The holder before us may have removed the file between our open and our lock; a third
+            # process would then lock a new file of that name.
+            if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):
+            raise SpecDecError(
+                f"another process is writing {output_dir}", "wait for it, or choose another folder"
+            ) from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _replace_folder(partial: Path, output_dir: Path, old: Path) -> None:
     if output_dir.exists():
         if old.exists():
             shutil.rmtree(old)

@@ -1,0 +1,17 @@
+"""The trainable methods: one module each, imported only when it is used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .base import TrainingMethod
+
+TRAINABLE = ("redrafter",)
+
+
+def load_method(name: str) -> TrainingMethod:
+    """Import the module of a method and return its description."""
+    method: TrainingMethod = importlib.import_module(f".{name}", __name__).METHOD
+    return method

@@ -1,0 +1,69 @@
+# Every target sets up what it needs: one virtual environment, made again when its inputs change.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TESTS ?= tests
+
+# PyTorch publishes its CPU build beside PyPI, which has the one for CUDA (several GB). Whoever has
+# told pip where to look keeps that; `make TORCH_INDEX= ...` takes PyPI's build.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+# Nothing here needs a hub; a missing file is then an error at once instead of a time-out.
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help dev demo test check fix bench dist clean
+
+help:
+	@echo "make demo    convert, build and run the example model"
+	@echo "make test    run the tests (TESTS=tests/core for some of them)"
+	@echo "make check   lint, format and type checks, as in CI"
+	@echo "make fix     mend what the linter and the formatter can"
+	@echo "make bench   run the CPU benchmarks"
+	@echo "make dist    build the wheel into dist/"
+	@echo "make clean   remove caches and wheels"
+
+dev: $(READY)
+
+# --no-compile and the imports: byte code for the modules in use, instead of for all 15,000 files.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
+	@echo "setting up $(VENV) (once, about half a minute plus the download of torch)" >&2
+	@$(PYTHON) -m venv $(VENV)
+	@index='$(TORCH_INDEX:%=--extra-index-url %)'; \
+	case "$$($(BIN)/python -m pip config list)" in *find-links*|*index-url*) index=;; esac; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$index \
+		-c constraints.txt -e '.[dev]' setuptools
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c \
+		'import torch, accelerate; from transformers import LlamaForCausalLM, PreTrainedTokenizerFast'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python examples/pycode/demo.py
+
+test: $(READY)
+	@$(BIN)/python -m pytest -q $(TESTS)
+
+check: $(READY)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+fix: $(READY)
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+bench: $(READY)
+	@for entry in benchmarks/*.py; do $(BIN)/python "$$entry" || exit 1; done
+
+# Not `python -m build`: here that would run our folder of that name.
+dist: $(READY)
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist
+
+# The folder build/ is source and stays; so does out/, which may hold hours of training.
+clean:
+	rm -rf .build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,128 @@
+"""A checkpoint's config.json for either line of TensorRT-LLM.
+
+The keys of `mapping`, `quantization` and `moe` are those that the line's own loader accepts: it
+builds objects from them and fails on an unknown one. Unknown keys at the top level do no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.errors import SpecDecError
+from specdec.schema import ModelConfig
+
+from .families.base import Family
+
+# The mixture-of-experts settings of a dense model. 1.x renamed two of their keys and refuses the
+# old ones, so there they are left out, which means the same.
+MOE_014 = {
+    "num_experts": 0,
+    "moe_intermediate_size": 0,
+    "num_shared_experts": 0,
+    "top_k": 0,
+    "normalization_mode": None,
+    "sparse_mixer_epsilon": 0.01,
+    "tp_mode": 0,
+}
+# Keys that 0.14 knows; a 1.x checkpoint holds more.
+KEYS_014 = {
+    "mapping": (
+        "world_size", "gpus_per_node", "cp_size", "tp_size", "pp_size", "moe_tp_size",
+        "moe_ep_size",
+    ),
+    "quantization": (
+        "quant_algo", "kv_cache_quant_algo", "group_size", "smoothquant_val", "clamp_val",
+        "has_zero_point", "pre_quant_scale", "exclude_modules",
+    ),
+}  # fmt: skip
+
+
+def describe_target(model: ModelConfig, family: Family, version: str) -> dict[str, Any]:
+    """Return the config.json of a plain checkpoint."""
+    config = family.describe(model)
+    if version == "0.14":
+        config |= {"moe": dict(MOE_014)}
+    config |= {
+        "architecture": model.architecture,
+        "dtype": model.dtype,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "hidden_act": model.hidden_act,
+        "logits_dtype": "float32",
+        "norm_epsilon": model.norm_epsilon,
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": model.max_position_embeddings,
+        "num_key_value_heads": model.num_key_value_heads,
+        "intermediate_size": model.intermediate_size,
+        "mapping": {
+            "world_size": model.tp_size,
+            "gpus_per_node": 8,
+            "cp_size": 1,
+            "tp_size": model.tp_size,
+            "pp_size": 1,
+            "moe_tp_size": model.tp_size,
+            "moe_ep_size": 1,
+        },
+        "quantization": {
+            "quant_algo": None,
+            "kv_cache_quant_algo": None,
+            "group_size": 128,
+            "smoothquant_val": 0.5,
+            "clamp_val": None,
+            "has_zero_point": False,
+            "pre_quant_scale": False,
+            "exclude_modules": None,
+        },
+        "use_parallel_embedding": model.use_parallel_embedding,
+        "embedding_sharding_dim": model.embedding_sharding_dim,
+        "share_embedding_table": False,
+        "head_size": model.head_size,
+        "qk_layernorm": False,
+    }
+    if version != "0.14":
+        del config["share_embedding_table"]
+    return config
+
+
+def adapt_config(config: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """Return an existing checkpoint's config.json with the keys of the wanted line.
+
+    A key that the line does not know is left out where its value says nothing; where it does,
+    SpecDecError is raised.
+    """
+    adapted = dict(config)
+    adapted.pop("rank", None)  # ModelOpt leaves its last rank's number there
+    moe = adapted.get("moe")
+    if isinstance(moe, dict) and not moe.get("num_experts"):
+        if version == "0.14":
+            adapted["moe"] = dict(MOE_014)
+        else:
+            del adapted["moe"]
+    if version != "0.14":
+        adapted.pop("share_embedding_table", None)
+        return adapted
+    if "share_embedding_table" in adapted:
+        adapted["share_embedding_table"] = False  # the head is always written
+    for section, known in KEYS_014.items():
+        values = adapted.get(section)
+        if not isinstance(values, dict):
+            continue
+        telling = {
+            k: v for k, v in values.items() if k not in known and v not in (None, False, 1, -1, {})
+        }
+        telling.pop("mamba_ssm_cache_dtype", None)  # Llama-like models have no such cache
+        if telling:
+            raise SpecDecError(
+                f"the checkpoint's {section} has {telling}, which TensorRT-LLM 0.14 cannot express",
+                "convert for 1.2, or make the checkpoint without it",
+            )
+        adapted[section] = {k: v for k, v in values.items() if k in known}
+    return adapted
+
+
+def drop_default_keys(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the keys that hold these values."""
+    return {k: v for k, v in config.items() if k not in keys or v != keys[k]}

@@ -1,0 +1,65 @@
+"""Settings of specdec-convert."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from specdec.settings import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertSettings:
+    """One field is one flag and one recipe key.
+
+    None stands for "not given", so that a flag that cannot take effect is refused, not ignored.
+    """
+
+    model_dir: str | None = setting(
+        metavar="BASE", help="The target: a Hugging Face folder or Hub id."
+    )
+    base_model_checkpoint_dir: Path | None = setting(
+        kind="path", metavar="CKPT",
+        help="The target as an existing checkpoint, instead of --model-dir.",
+    )  # fmt: skip
+    drafter_model_dir: str | None = setting(
+        metavar="DRAFTER", help="ReDrafter drafter: a folder or Hub id."
+    )
+    output_dir: Path | None = setting(kind="path", help="Checkpoint folder to write.")
+    dtype: str = setting(
+        "auto", choices=("auto", "float16", "bfloat16", "float32"),
+        help="Type of the weights; auto keeps the target's. With --base-model-checkpoint-dir it"
+        " is the drafter's type.",
+    )  # fmt: skip
+    tp_size: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Tensor-parallel ranks; 1, or those of an existing checkpoint, if not given.",
+    )  # fmt: skip
+    workers: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="Threads; one per processor core if not given."
+    )
+    use_parallel_embedding: bool = setting(
+        False, kind="flag", help="Split the embedding table over the ranks."
+    )
+    embedding_sharding_dim: int | None = setting(
+        kind="int", metavar="[0|1]",
+        help="With --use-parallel-embedding: split by vocabulary (0, the default) or hidden"
+        " size (1).",
+    )  # fmt: skip
+    trtllm_version: str = setting(
+        "1.2", choices=("1.2", "0.14"),
+        help="TensorRT-LLM line whose architecture names and config keys are written.",
+    )  # fmt: skip
+    redrafter_num_beams: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="Beams of the drafter's search; 5 if not given."
+    )
+    redrafter_draft_len_per_beam: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Tokens drafted per beam, at most those the drafter was trained for; 5 if not given.",
+    )  # fmt: skip
+    redrafter_no_greedy_search: bool = setting(
+        False, kind="flag", help="Let a TensorRT-LLM engine sample instead of searching greedily."
+    )
+    dry_run: bool = setting(False, kind="flag", help="Check and print the plan; write nothing.")
+    force: bool = setting(False, kind="flag", help="Replace an existing output folder.")
+    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")

@@ -1,0 +1,82 @@
+"""Full tensor -> one rank's part, and back: every rule as a list of blocks of the full tensor.
+
+A rank's part is its blocks laid one below the other, then zero rows where the vocabulary ends
+before the last rank does. Toy case of Shard.QKV: 4 query and 2 K/V heads of size 1 over 4 ranks
+are rows [q0 q1 q2 q3 k0 k1 v0 v1]; rank 2 takes [q2 k1 v1], since 2 * 2 // 4 = 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.schema import ModelConfig
+from specdec.storage import Array
+from specdec.tensors import Shard, TensorSpec, get_rank_shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Rows [start, stop) of a tensor, all columns or columns [first, last)."""
+
+    start: int
+    stop: int
+    columns: tuple[int, int] | None = None
+
+    def cut(self, array: Array) -> Array:
+        """Return the block as a view of `array`."""
+        rows = array[self.start : self.stop]
+        return rows if self.columns is None else rows[:, self.columns[0] : self.columns[1]]
+
+
+def list_blocks(spec: TensorSpec, model: ModelConfig, rank: int) -> list[Block]:
+    """List the blocks of the full tensor that make up one rank's part, from the top."""
+    tp_size, num_rows = model.tp_size, spec.shape[0]
+    if spec.shard is Shard.COLUMNS:
+        width = spec.shape[1] // tp_size
+        return [Block(0, num_rows, (rank * width, (rank + 1) * width))]
+    if spec.shard is Shard.QKV:
+        return _list_qkv_blocks(model, rank)
+    if spec.shard is Shard.WHOLE:
+        return [Block(0, num_rows)]
+    height = -(-num_rows // tp_size)  # ROWS divide evenly, VOCAB rounds up
+    start, stop = min(rank * height, num_rows), min((rank + 1) * height, num_rows)
+    return [Block(start, stop)] if start < stop else []
+
+
+def _list_qkv_blocks(model: ModelConfig, rank: int) -> list[Block]:
+    size, num_kv_heads = model.head_size, model.num_key_value_heads
+    num_heads = model.num_attention_heads // model.tp_size
+    first_kv_head = rank * num_kv_heads // model.tp_size
+    k_start = model.num_attention_heads
+    groups = (
+        (rank * num_heads, num_heads),
+        (k_start + first_kv_head, model.get_num_kv_heads()),
+        (k_start + num_kv_heads + first_kv_head, model.get_num_kv_heads()),
+    )
+    return [Block(first * size, (first + count) * size) for first, count in groups]
+
+
+def split(whole: Array, spec: TensorSpec, model: ModelConfig, rank: int) -> Array:
+    """Return one rank's part of a full tensor, padding included."""
+    part = np.zeros(get_rank_shape(spec, model), whole.dtype)
+    position = 0
+    for block in list_blocks(spec, model, rank):
+        rows = block.cut(whole)
+        part[position : position + len(rows)] = rows
+        position += len(rows)
+    return part
+
+
+def join(parts: Sequence[Array], spec: TensorSpec, model: ModelConfig) -> Array:
+    """Return the full tensor that `split` made the ranks' parts of."""
+    whole = np.empty(spec.shape, parts[0].dtype)
+    for rank, part in enumerate(parts):
+        position = 0
+        for block in list_blocks(spec, model, rank):
+            rows = block.cut(whole)
+            rows[...] = part[position : position + len(rows)]
+            position += len(rows)
+    return whole

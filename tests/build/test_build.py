@@ -1,0 +1,195 @@
+"""specdec-build: the engine folder, the limits checked together, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import make_drafter, make_llama, read_error_lines, run_cli
+from tests.engines import call
+
+from specdec.errors import SpecDecError
+from specdec.storage import TensorFile, hash_file, read_json, write_json, write_tensor_file
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("build")
+    target, drafter = make_llama(parent), make_drafter(parent, exit_dim=96)
+    call(
+        "convert", "--model-dir", target, "--drafter-model-dir", drafter,
+        "--output-dir", parent / "ckpt", "--redrafter-num-beams", 3,
+        "--redrafter-draft-len-per-beam", 4,
+    )  # fmt: skip
+    return parent / "ckpt"
+
+
+@pytest.fixture(scope="module")
+def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("plain")
+    call("convert", "--model-dir", make_llama(parent), "--output-dir", parent / "ckpt")
+    return parent / "ckpt"
+
+
+def copy_checkpoint(source: Path, folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    for name in ("config.json", "rank0.safetensors"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    write_json(folder / "config.json", {**read_json(folder / "config.json"), **config})
+    return folder
+
+
+def expect_refusal(match: str, *args: object) -> None:
+    with pytest.raises(SpecDecError, match=match):
+        call("build", *args)
+
+
+def test_engine_folder(checkpoint: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "engine"
+    call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine)
+    config = read_json(engine / "config.json")
+    assert set(config) >= {"version", "backend", "pretrained_config", "build_config"}
+    assert config["backend"] == "torch"
+    assert config["pretrained_config"] == read_json(checkpoint / "config.json")
+    build = config["build_config"]
+    assert build["max_draft_len"] == 12
+    assert build["max_seq_len"] == 512
+    assert build["max_input_len"] == 511
+    assert build["speculative_decoding_mode"] == "explicit_draft_tokens"
+    source, weights = TensorFile(checkpoint / "rank0.safetensors"), TensorFile(
+        engine / "weights.safetensors"
+    )
+    stacked = weights.read("transformer.layers.1.mlp.gate_up.weight")
+    parts = [source.read(f"transformer.layers.1.mlp.{n}.weight") for n in ("fc", "gate")]
+    np.testing.assert_array_equal(stacked, np.concatenate(parts))
+    for name in set(weights.tensors) & set(source.tensors):
+        np.testing.assert_array_equal(weights.read(name), source.read(name))
+    manifest = read_json(engine / "manifest.json")
+    outputs = {entry["path"]: entry["sha256"] for entry in manifest["outputs"]}
+    assert outputs == {
+        path.name: hash_file(path) for path in engine.iterdir() if path.name != "manifest.json"
+    }
+    assert {Path(entry["path"]).name for entry in manifest["sources"]} == {
+        "config.json",
+        "rank0.safetensors",
+    }
+    assert not list(tmp_path.glob(".*")), "nothing half-written is left"
+
+
+def test_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    done = run_cli(
+        "build", "--checkpoint_dir", checkpoint, "--output_dir", tmp_path / "engine", "--dry-run",
+        "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["dry_run"] is True
+    assert plan["method"] == "redrafter"
+    assert not (tmp_path / "engine").exists()
+
+
+def test_limits_are_reported_together(checkpoint: Path, tmp_path: Path) -> None:
+    done = run_cli(
+        "build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine",
+        "--max-seq-len", 600, "--max-draft-len", 7, "--max-beam-width", 2, "--max-num-tokens", 20,
+        "--speculative-decoding-mode", "medusa",
+    )  # fmt: skip
+    assert done.returncode == 1
+    error, hint = read_error_lines(done.stderr)
+    assert error.startswith("5 problems")
+    for number in ("max_seq_len=600", "max_position_embeddings=512", "num_beams=3", "= 12",
+                   "max_beam_width=2", "max_num_tokens=20", "104", "redrafter"):  # fmt: skip
+        assert number in error, number
+    assert "--max-seq-len 512" in hint
+    assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (["--max-input-len", 512], "leaves no room for output"),
+        (["--gemm-plugin", "float16"], "--gemm-plugin has no meaning for the torch backend"),
+        (["--use-paged-context-fmha", "enable"], "no meaning for the torch backend"),
+        (["--kv-cache-type", "paged"], "continuous KV cache only"),
+        (["--backend", "tensorrt-llm"], "torch backend only"),
+        (["--max-batch-size", 2, "--max-num-tokens", 25], r"3 x|= 26"),
+    ],
+)
+def test_refused_flags(checkpoint: Path, tmp_path: Path, flags: list[object], match: str) -> None:
+    expect_refusal(
+        match, "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine", *flags
+    )
+
+
+def test_mode_without_a_drafter(plain_checkpoint: Path, tmp_path: Path) -> None:
+    expect_refusal(
+        "does not fit a plain checkpoint",
+        "--checkpoint-dir", plain_checkpoint, "--output-dir", tmp_path / "engine",
+        "--speculative-decoding-mode", "explicit_draft_tokens",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"quantization": {"quant_algo": "FP8"}}, "quantized"),
+        ({"rotary_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"num_hidden_layers": 3}, r"7 missing: transformer.layers.2"),
+        ({"num_hidden_layers": 1}, r"7 unknown: transformer.layers.1"),
+        ({"intermediate_size": 96}, r"misshapen: .*expected \[96, 64\]"),
+        ({"dtype": "float16"}, "says dtype=float16, the tensors are float32"),
+        ({"architecture": "LlamaForCausalLn"}, "did you mean LlamaForCausalLM"),
+        ({"redrafter_num_beams": 0}, "redrafter_num_beams is 0"),
+        ({"redrafter_num_beams": 200}, "num_beams=200 exceeds vocab_size=128"),
+        ({"redrafter_beams": 4}, "unknown keys redrafter_beams"),
+        ({"mapping": {"tp_size": 2}}, "tp_size=2"),
+    ],
+)
+def test_refused_checkpoints(
+    checkpoint: Path, tmp_path: Path, config: dict[str, Any], match: str
+) -> None:
+    folder = copy_checkpoint(checkpoint, tmp_path / "ckpt", **config)
+    expect_refusal(match, "--checkpoint-dir", folder, "--output-dir", tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_missing_tensor_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    folder = copy_checkpoint(checkpoint, tmp_path / "ckpt")
+    file = TensorFile(checkpoint / "rank0.safetensors")
+    kept = {n: t for n, t in file.tensors.items() if n != "drafter.rnn_u.bias"}
+    write_tensor_file(folder / "rank0.safetensors", kept, file.read)
+    expect_refusal(
+        "1 missing: drafter.rnn_u.bias",
+        "--checkpoint-dir", folder, "--output-dir", tmp_path / "engine",
+    )  # fmt: skip
+
+
+def test_existing_output_needs_force(checkpoint: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    (engine / "precious").write_text("mine")
+    args = ["--checkpoint-dir", checkpoint, "--output-dir", engine]
+    expect_refusal("exists and is not empty", *args)
+    assert (engine / "precious").read_text() == "mine"
+    call("build", *args, "--force", "--optimize", "none")
+    assert sorted(p.name for p in engine.iterdir()) == [
+        "config.json", "manifest.json", "weights.safetensors",
+    ]  # fmt: skip
+
+
+def test_no_compiler_is_said_and_survived(checkpoint: Path, tmp_path: Path) -> None:
+    args = ["build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine"]
+    done = run_cli(*args, env={"CXX": "no-such-compiler"})
+    assert done.returncode == 0
+    assert "no C++ compiler found" in done.stderr
+    assert read_json(tmp_path / "engine" / "config.json")["torch_config"]["kernels"] is None
+    demanded = run_cli(
+        *args, "--force", "--optimize", "native", env={"CXX": "no-such-compiler"}
+    )
+    assert demanded.returncode == 1
+    assert "no C++ compiler" in read_error_lines(demanded.stderr)[0]
+    assert (tmp_path / "engine" / "config.json").is_file(), "the earlier engine is still there"

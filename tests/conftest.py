@@ -1,0 +1,212 @@
+"""Factories used by all tests: tiny models, drafters, tokenizers, and the command line.
+
+Import them as `from tests.conftest import make_llama`; every one is deterministic and offline.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported anywhere: no network, and sums in the same order on every machine.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hypothesis
+
+if TYPE_CHECKING:
+    import torch
+
+# The same examples every time, and no time limit that a busy machine would break.
+hypothesis.settings.register_profile("specdec", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("specdec")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# How the three kinds of published ReDrafter files name (input projection, head).
+DRAFTER_NAMES = {"A": ("input_proj", "lm_head"), "B": ("input_projs", "lm_heads"), "C": ("", "0")}
+UNK, BOS, EOS = "<unk>", "<s>", "</s>"
+
+
+def make_llama(
+    parent: Path,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = 128,
+    intermediate: int = 112,
+    head_dim: int | None = None,
+    tied: bool = False,
+    dtype: str = "float32",
+    seed: int = 0,
+    name: str = "target",
+    **config: Any,
+) -> Path:
+    """Write a random Llama as transformers saves it and return its folder, `parent / name`.
+
+    The weights are scaled so that greedy text varies and the two best logits lie well apart; norms
+    and biases are random too, so that a forgotten one shows.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocab,
+        intermediate_size=intermediate,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+        **{"max_position_embeddings": 512, **config},
+    )
+    model = LlamaForCausalLM(settings)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if key.endswith("norm.weight"):
+                weight.copy_(1 + 0.1 * noise)
+            elif weight.dim() == 1:
+                weight.copy_(0.3 * noise)
+            elif "embed_tokens" in key:
+                weight.copy_(noise)
+            else:
+                weight.copy_(noise * (2.0 / weight.shape[1] ** 0.5))
+    folder = parent / name
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def make_drafter(
+    parent: Path,
+    *,
+    hidden: int = 64,
+    vocab: int = 128,
+    exit_dim: int | None = None,
+    layers: int = 2,
+    rnn: bool = True,
+    dtype: str = "float32",
+    seed: int = 0,
+    naming: str = "A",
+    scale: float = 1.0,
+    name: str = "drafter",
+) -> Path:
+    """Write a random ReDrafter drafter and return its folder, `parent / name`.
+
+    Without `exit_dim` it is twice `hidden`, which needs no input projection; naming "C" knows none.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    exit_dim = exit_dim or 2 * hidden
+    projection, head = DRAFTER_NAMES[naming]
+    shapes: dict[str, tuple[int, ...]] = {}
+    if exit_dim != 2 * hidden:
+        assert projection, "naming C has no input projection: leave exit_dim at 2 * hidden"
+        shapes |= {
+            f"{projection}.weight": (exit_dim, 2 * hidden),
+            f"{projection}.bias": (exit_dim,),
+        }
+    for layer in range(layers):
+        shapes |= {
+            f"{head}.{layer}.linear.weight": (exit_dim, exit_dim),
+            f"{head}.{layer}.linear.bias": (exit_dim,),
+        }
+    shapes[f"{head}.{layers}.weight"] = (vocab, exit_dim)
+    if rnn:
+        shapes |= {
+            "rnn_u.weight": (hidden, hidden),
+            "rnn_u.bias": (hidden,),
+            "rnn_w.weight": (hidden, hidden),
+        }
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[key] = (scale * noise / shape[-1] ** 0.5).to(getattr(torch, dtype))
+    folder = parent / name
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["DrafterModel"],
+        "model_type": "recurrent_drafter",
+        "hidden_size": hidden,
+        "exit_dim": exit_dim,
+        "num_draft_layers": layers,
+        "rnn": rnn,
+        "vocab_size": vocab,
+        "torch_dtype": dtype,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+def make_tokenizer(folder: Path, *, vocab: int = 128, add_bos: bool = False) -> Path:
+    """Write a byte-level tokenizer of exactly `vocab` tokens (100 or more) into `folder`.
+
+    Ids 0, 1, 2 are <unk>, <s>, </s>; then printable ASCII, space, newline and tab; then made-up
+    pairs of letters, so that every id has a text of its own. Other bytes become <unk>.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    # Byte-level BPE writes space, newline and tab as these three letters.
+    singles = [UNK, BOS, EOS, *map(chr, range(33, 127)), "\u0120", "\u010a", "\u0109"]
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    pairs = list(
+        itertools.islice(itertools.product(letters, letters), max(0, vocab - len(singles)))
+    )
+    tokens = singles + [a + b for a, b in pairs]
+    assert len(tokens) == vocab, f"vocab={vocab} is not in {len(singles)}...{len(singles) + 26**2}"
+    tokenizer = Tokenizer(
+        BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs, unk_token=UNK)
+    )
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    if add_bos:
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, 1)]
+        )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=UNK, bos_token=BOS, eos_token=EOS
+    ).save_pretrained(folder)
+    return folder
+
+
+def run_cli(
+    *args: object, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run `specdec ARGS...` as a user would and return its status, stdout and stderr."""
+    return subprocess.run(
+        [sys.executable, "-m", "specdec", *map(str, args)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def read_error_lines(stderr: str) -> tuple[str, str]:
+    """Return the fact and the hint that end a failed command's stderr."""
+    error, hint = stderr.rstrip("\n").split("\n")[-2:]
+    assert error.startswith("error: "), stderr
+    assert hint.startswith("hint: "), stderr
+    return error.removeprefix("error: "), hint.removeprefix("hint: ")

@@ -1,0 +1,156 @@
+"""Splitting over ranks: against an independent description, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.convert import plan as plan_module
+from specdec.convert.plan import Piece, PlannedTensor, plan_tensors
+from specdec.convert.sharding import join, list_blocks, split
+from specdec.schema import ModelConfig
+from specdec.storage import TensorInfo
+from specdec.tensors import Shard, TensorSpec, get_rank_shape
+
+
+def make_model(tp_size: int, heads: int = 8, kv_heads: int = 8, head_size: int = 2) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM", dtype="float32", vocab_size=16, hidden_size=16,
+        num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_size=head_size, intermediate_size=16, norm_epsilon=1e-5, max_position_embeddings=8,
+        tp_size=tp_size,
+    )  # fmt: skip
+
+
+@st.composite
+def draw_cases(draw: Any) -> tuple[ModelConfig, TensorSpec]:
+    """A rule, a tp_size that it allows, and a tensor's shape."""
+    tp_size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    shard = draw(st.sampled_from(list(Shard)))
+    rest = draw(st.sampled_from([(), (1,), (5,)]))
+    n = draw(st.integers(1, 4))
+    model = make_model(tp_size)
+    if shard is Shard.QKV:
+        # Either every rank has K/V heads of its own, or several ranks have the same one.
+        kv_heads = draw(
+            st.sampled_from([k for k in range(1, 25) if not (k % tp_size and tp_size % k)])
+        )
+        heads = np.lcm(kv_heads, tp_size).item() * draw(st.integers(1, 2))
+        model = make_model(tp_size, heads, kv_heads, head_size=2 * n)
+        return model, TensorSpec(((heads + 2 * kv_heads) * 2 * n, *rest), shard)
+    if shard is Shard.COLUMNS:
+        return model, TensorSpec((n, tp_size * draw(st.integers(1, 4))), shard)
+    if shard is Shard.ROWS:
+        return model, TensorSpec((tp_size * n, *rest), shard)
+    return model, TensorSpec((draw(st.integers(1, 30)), *rest), shard)
+
+
+def make_tensor(spec: TensorSpec) -> Any:
+    return np.arange(1, np.prod(spec.shape) + 1, dtype=np.float32).reshape(spec.shape)
+
+
+@given(draw_cases())
+def test_joined_parts_are_the_tensor(case: tuple[ModelConfig, TensorSpec]) -> None:
+    model, spec = case
+    whole = make_tensor(spec)
+    parts = [split(whole, spec, model, rank) for rank in range(model.tp_size)]
+    assert {part.shape for part in parts} == {get_rank_shape(spec, model)}
+    assert np.array_equal(join(parts, spec, model), whole)
+
+
+@given(draw_cases())
+def test_parts_are_what_the_rule_says(case: tuple[ModelConfig, TensorSpec]) -> None:
+    """The rules again, head by head and row by row, without blocks."""
+    model, spec = case
+    whole, tp_size = make_tensor(spec), model.tp_size
+    for rank in range(tp_size):
+        part = split(whole, spec, model, rank)
+        if spec.shard is Shard.WHOLE:
+            expected = whole
+        elif spec.shard is Shard.ROWS:
+            expected = np.split(whole, tp_size, axis=0)[rank]
+        elif spec.shard is Shard.COLUMNS:
+            expected = np.split(whole, tp_size, axis=1)[rank]
+        elif spec.shard is Shard.VOCAB:
+            num_rows = -(-len(whole) // tp_size) * tp_size
+            padded = np.zeros((num_rows, *whole.shape[1:]), np.float32)
+            padded[: len(whole)] = whole
+            expected = np.split(padded, tp_size)[rank]
+        else:
+            heads = whole.reshape(-1, model.head_size, *whole.shape[1:])
+            q, k, v = np.split(
+                heads,
+                [model.num_attention_heads, model.num_attention_heads + model.num_key_value_heads],
+            )
+            copies = max(1, tp_size // model.num_key_value_heads)
+            k, v = k.repeat(copies, axis=0), v.repeat(copies, axis=0)
+            mine = [np.split(group, tp_size)[rank] for group in (q, k, v)]
+            expected = np.concatenate(mine).reshape(-1, *whole.shape[1:])
+        assert np.array_equal(part, expected)
+
+
+def test_documented_toy_case() -> None:
+    model = make_model(4, heads=4, kv_heads=2, head_size=1)
+    spec = TensorSpec((8,), Shard.QKV)
+    names = np.array(["q0", "q1", "q2", "q3", "k0", "k1", "v0", "v1"])
+    rows = [names[block.start : block.stop].tolist() for block in list_blocks(spec, model, 2)]
+    assert rows == [["q2"], ["k1"], ["v1"]]
+
+
+class ArraySource:
+    """Tensors in memory in place of a file."""
+
+    def __init__(self, **arrays: Any) -> None:
+        from pathlib import Path
+
+        self.path = Path("memory")
+        self.arrays = arrays
+        self.tensors = {n: TensorInfo(str(a.dtype), a.shape) for n, a in arrays.items()}
+
+    def read(self, name: str) -> Any:
+        return self.arrays[name]
+
+
+@given(draw_cases(), st.sampled_from([1, 16, 64, 1 << 20]))
+def test_planned_chunks_laid_end_to_end_are_the_part(
+    case: tuple[ModelConfig, TensorSpec], chunk_bytes: int
+) -> None:
+    """Also where pieces come from several tensors, and chunks are smaller than pieces."""
+    model, spec = case
+    whole = make_tensor(spec)
+    arrays = {"only": whole}
+    if spec.shard is Shard.QKV:
+        q = model.num_attention_heads * model.head_size
+        kv = model.num_key_value_heads * model.head_size
+        arrays = {"q": whole[:q], "k": whole[q : q + kv], "v": whole[q + kv :]}
+    source = ArraySource(**arrays)
+    problems: list[tuple[str, str]] = []
+    ranks = plan_tensors(
+        {"name": spec}, {"name": tuple(arrays)}, source, model=model, dtype="float32",
+        ignored=(), problems=problems,
+    )  # fmt: skip
+    assert problems == []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(plan_module, "CHUNK_BYTES", chunk_bytes)
+    try:
+        for rank, tensors in enumerate(ranks):
+            planned = tensors["name"]
+            chunks = [make() for make in planned.list_chunks()]
+            joined = np.concatenate([chunk.reshape(-1) for chunk in chunks])
+            part = split(whole, spec, model, rank)
+            assert np.array_equal(joined.reshape(planned.info.shape), part)
+            row_bytes = 4 * int(np.prod(part.shape[1:]))
+            assert max(chunk.nbytes for chunk in chunks) <= max(chunk_bytes, row_bytes)
+    finally:
+        patch.undo()
+
+
+def test_a_tensor_without_dimensions_is_one_chunk() -> None:
+    source = ArraySource(scale=np.array(2.5, np.float32))
+    planned = PlannedTensor(TensorInfo("float32", ()), (Piece(source, "scale", None),))
+    chunks = [make() for make in planned.list_chunks()]
+    assert [chunk.item() for chunk in chunks] == [2.5]

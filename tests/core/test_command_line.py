@@ -1,0 +1,232 @@
+"""The command wrapper: spelling of options, list options, exit statuses, error and hint lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec.command import stage_command
+from specdec.settings import setting
+from tests.conftest import ROOT, read_error_lines, run_cli
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToySettings:
+    input_text: list[str] = setting([], help="prompts", kind="list")
+    max_output_len: int = setting(100, help="length", kind="int", minimum=1)
+    random_seed: int = setting(0, help="seed", kind="int")
+    speculative_decoding_mode: str | None = setting(
+        help="mode", choices=("explicit_draft_tokens", "draft_tokens_external")
+    )
+    context_fmha: bool | None = setting(help="plugin", kind="enable")
+    greedy: bool = setting(True, help="greedy", kind="flag")
+    use_logits: bool = setting(False, help="logits", kind="flag")
+    action: str = setting("print", help="what the toy does")
+
+
+# A command in a file of its own, so that each test sees a whole process: streams and exit status.
+TOY = """
+import json, sys
+from specdec.command import run_command, stage_command
+from specdec.errors import SpecDecError, UsageError
+from specdec.logs import get_logger, show_progress
+from specdec.settings import to_plain
+from tests.core.test_command_line import ToySettings
+
+def work(settings):
+    '''Do what --action says.'''
+    get_logger("toy").info("working")
+    list(show_progress(range(3), label="steps", total=3))
+    action = settings.action
+    if action == "print":
+        print(json.dumps(to_plain(settings)))
+    elif action == "fail":
+        raise SpecDecError("3 heads\\ndo not split", "use 4")
+    elif action == "usage":
+        raise UsageError("wrong", "right")
+    elif action == "eof":
+        raise EOFError("Ran out of input")
+    elif action == "interrupt":
+        raise KeyboardInterrupt
+    elif action == "missing-file":
+        open("/nonexistent/file")
+    elif action == "bug":
+        raise ZeroDivisionError("oh no")
+    elif action == "memory":
+        raise MemoryError
+    elif action == "long":
+        for i in range(100000):
+            print("line", i)
+
+run_command(stage_command("run", ToySettings)(work))
+"""
+
+
+def run_toy(*args: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", TOY, *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def parse(*args: str) -> ToySettings:
+    """Parse a command line in this process."""
+    seen: list[ToySettings] = []
+    command = stage_command("run", ToySettings)(seen.append)
+    command.main(list(args), standalone_mode=False)
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", ["--max-output-len", "--max_output_len", "--max_output-len"])
+@pytest.mark.parametrize("form", ["{} 7", "{}=7"])
+def test_dashes_and_underscores_alike(name: str, form: str) -> None:
+    assert parse(*form.format(name).split()).max_output_len == 7
+
+
+@pytest.mark.parametrize("value", ["explicit_draft_tokens", "explicit-draft-tokens"])
+def test_choices_take_dashes_and_underscores(value: str) -> None:
+    settings = parse("--speculative_decoding_mode", value)
+    assert settings.speculative_decoding_mode == "explicit_draft_tokens"
+
+
+@pytest.mark.parametrize(
+    ("args", "texts"),
+    [
+        (["--input-text", "a"], ["a"]),
+        (["--input-text", "a b", "c"], ["a b", "c"]),
+        (["--input_text", "a", "--max-output-len", "5", "--input-text", "b"], ["a", "b"]),
+        (["--input_text=x y"], ["x y"]),
+        (["--input-text=x=1", "y"], ["x=1", "y"]),
+        (["--input-text", "x_1", "-1", "- item", ""], ["x_1", "-1", "- item", ""]),
+        (["--input-text=--not-an-option"], ["--not-an-option"]),
+        (["--use-logits", "--input-text", "a", "--no-greedy"], ["a"]),
+        (["--input-text", "a", "--"], ["a"]),
+        ([], []),
+    ],
+)
+def test_list_options_take_several_words(args: list[str], texts: list[str]) -> None:
+    assert parse(*args).input_text == texts
+
+
+@pytest.mark.parametrize(
+    "args", [["--input-text"], ["--input-text", "--use-logits"], ["--input_text", "--"]]
+)
+def test_list_option_without_a_word_is_refused(args: list[str]) -> None:
+    done = run_toy(*args)
+    assert done.returncode == 2
+    assert "requires an argument" in read_error_lines(done.stderr)[0]
+
+
+def test_switches() -> None:
+    assert parse() == ToySettings()
+    settings = parse("--no_greedy", "--use_logits", "--context-fmha", "disable")
+    assert (settings.greedy, settings.use_logits, settings.context_fmha) == (False, True, False)
+    assert parse("--greedy", "--random-seed", "-3").random_seed == -3
+
+
+def test_untyped_flags_do_not_hide_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("run: {use_logits: true, greedy: false, input_text: [a], random_seed: 4}\n")
+    settings = parse("--config", str(recipe), "--random-seed", "5")
+    assert settings == ToySettings(use_logits=True, greedy=False, input_text=["a"], random_seed=5)
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "error"),
+    [
+        (["--action", "fail"], 1, "3 heads do not split"),
+        (["--action", "usage"], 2, "wrong"),
+        (["--action", "missing-file"], 1, "No such file or directory: /nonexistent/file"),
+        (["--action", "interrupt"], 130, "interrupted"),
+        (["--action", "eof"], 1, "unexpected EOFError"),
+        (["--action", "bug"], 1, "unexpected ZeroDivisionError"),
+        (["--action", "memory"], 1, "out of memory"),
+        (["--max-outptu-len", "3"], 2, "no such option --max-outptu-len (did you mean --max-out"),
+        (["--max-output-len", "x"], 2, "'x' is not a valid integer"),
+        (["--max-output-len", "0"], 2, "--max-output-len: expected at least 1, got 0"),
+        (["--context-fmha", "maybe"], 2, "--context-fmha: expected enable or disable, got 'maybe'"),
+        (
+            ["--speculative-decoding-mode", "draft_tokens_extrenal"],
+            2,
+            "is not one of explicit_draft_tokens, draft_tokens_external (did you mean draft_tok",
+        ),
+        (["stray"], 2, "stray"),
+        (["--", "--input-text", "a"], 2, "--input-text"),
+        (["--config", "/nonexistent.yaml"], 2, "recipe /nonexistent.yaml does not exist"),
+        (["--max-output-len"], 2, "requires an argument"),
+    ],
+)
+def test_failures_end_in_error_and_hint(args: list[str], status: int, error: str) -> None:
+    done = run_toy(*args)
+    assert done.returncode == status, done.stderr
+    fact, hint = read_error_lines(done.stderr)
+    assert error in fact
+    assert hint
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("action", "status"), [("fail", 1), ("usage", 2), ("bug", 1)])
+def test_debug_adds_the_traceback_above(action: str, status: int) -> None:
+    done = run_toy("--action", action, "--debug")
+    assert done.returncode == status
+    assert "Traceback (most recent call last)" in done.stderr
+    read_error_lines(done.stderr)
+
+
+def test_stdout_carries_the_product_alone() -> None:
+    done = run_toy("--input-text", "a", "b")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["input_text"] == ["a", "b"]
+    assert done.stderr == "working\n"
+
+
+def test_closed_pipe_is_silent() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = run_toy("--action", "long", stdout=write_end)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, "working\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("action", ["print", "long"])
+def test_full_disk_on_stdout_is_an_error(action: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = run_toy("--action", action, stdout=full.fileno())
+    assert done.returncode == 1
+    assert read_error_lines(done.stderr)[0].startswith("No space left on device")
+
+
+def test_help_lists_options_and_defaults() -> None:
+    done = run_toy("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for text in ("--input-text TEXT...", "--greedy / --no-greedy", "[default: 0]", "--config FILE"):
+        assert text in done.stdout
+
+
+def test_specdec_lists_its_stages() -> None:
+    for args in ([], ["--help"]):
+        done = run_cli(*args)
+        assert done.returncode == 0, done.stderr
+        for stage in ("convert", "build", "run", "train"):
+            assert f"\n  {stage} " in done.stdout
+    assert run_cli("--version").stdout.startswith("specdec ")
+
+
+def test_unknown_stage_is_refused_with_the_nearest() -> None:
+    done = run_cli("covnert")
+    assert done.returncode == 2
+    assert "no such command 'covnert' (did you mean convert?)" in read_error_lines(done.stderr)[0]

@@ -1,0 +1,152 @@
+"""Checkpoint configurations: what is read, and a message with the numbers for what is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.errors import SpecDecError
+from specdec.methods import METHODS, ReDrafterParams, find_method
+from specdec.schema import parse_checkpoint_config, read_checkpoint_config
+
+LLAMA: dict[str, Any] = {
+    "architecture": "LlamaForCausalLM", "dtype": "float16", "vocab_size": 128, "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 112, "norm_epsilon": 1e-5, "max_position_embeddings": 256,
+    "hidden_act": "silu", "rotary_base": 10000, "mapping": {"tp_size": 1, "world_size": 1},
+}  # fmt: skip
+REDRAFTER: dict[str, Any] = {
+    "architecture": "ReDrafterForLLaMALM", "redrafter_num_layers": 2, "redrafter_hidden_size": 64,
+    "redrafter_exit_dim": 96, "redrafter_is_rnn": True, "redrafter_num_beams": 5,
+    "redrafter_draft_len_per_beam": 4, "redrafter_greedy_search": True,
+}  # fmt: skip
+
+
+def test_plain_target_is_read_with_its_defaults() -> None:
+    config = parse_checkpoint_config({**LLAMA, "num_key_value_heads": None})
+    model = config.model
+    assert (model.num_key_value_heads, model.head_size, model.tp_size) == (4, 16, 1)
+    assert (config.method, config.drafter, config.mode) == (None, None, None)
+    assert config.raw["intermediate_size"] == 112
+
+
+@pytest.mark.parametrize("architecture", METHODS["redrafter"].architectures)
+def test_redrafter_is_read(architecture: str) -> None:
+    config = parse_checkpoint_config({**LLAMA, **REDRAFTER, "architecture": architecture})
+    assert config.mode == "explicit_draft_tokens"
+    assert config.model.architecture == "LlamaForCausalLM"
+    assert config.drafter == ReDrafterParams(
+        num_layers=2, hidden_size=64, exit_dim=96, is_rnn=True, num_beams=5,
+        draft_len_per_beam=4, greedy_search=True,
+    )  # fmt: skip
+    assert config.drafter.to_checkpoint().items() <= REDRAFTER.items()
+    assert (config.drafter.max_draft_tokens, config.drafter.max_draft_depth) == (20, 4)
+
+
+def test_input_projection_is_there_unless_sizes_agree() -> None:
+    drafter = parse_checkpoint_config({**LLAMA, **REDRAFTER}).drafter
+    wide = parse_checkpoint_config({**LLAMA, **REDRAFTER, "redrafter_exit_dim": 128}).drafter
+    assert drafter is not None
+    assert wide is not None
+    assert drafter.has_input_proj
+    assert not wide.has_input_proj
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        ({"architecture": "LlamaForCausalLMM"}, ["'LlamaForCausalLMM'", "did you mean LlamaFor"]),
+        ({"architecture": None}, ["architecture None is not supported"]),
+        ({"architecture": ["LlamaForCausalLM"]}, ["is not supported"]),
+        ({"vocab_size": None}, ["vocab_size is None"]),
+        ({"vocab_size": "128"}, ["vocab_size is '128'"]),
+        ({"hidden_size": True}, ["hidden_size is True"]),
+        ({"hidden_size": 64.0, "dtype": 16}, ["2 problems", "hidden_size is 64.0", "dtype is 16"]),
+        ({"dtype": "int8"}, ["dtype 'int8'"]),
+        ({"vocab_size": 0, "num_hidden_layers": -1}, ["vocab_size=0", "num_hidden_layers=-1"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads=0"]),
+        ({"norm_epsilon": 0}, ["norm_epsilon=0"]),
+        ({"norm_epsilon": float("nan")}, ["norm_epsilon=nan"]),
+        ({"rotary_base": -1.0}, ["rotary_base=-1.0"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
+        ({"num_key_value_heads": True}, ["num_key_value_heads is True"]),
+        ({"head_size": 15}, ["head_size=15 is odd"]),
+        ({"head_size": "16"}, ["head_size is '16'"]),
+        ({"attn_bias": 1}, ["attn_bias is 1"]),
+        ({"rotary_scaling": "linear"}, ["rotary_scaling is 'linear'"]),
+        ({"embedding_sharding_dim": 2}, ["embedding_sharding_dim=2"]),
+        ({"mapping": 4}, ["mapping is 4, not an object"]),
+        ({"mapping": {"tp_size": "2"}}, ["mapping.tp_size is '2'"]),
+        ({"mapping": {"tp_size": 0}}, ["tp_size=0"]),
+        ({"mapping": {"pp_size": 2}}, ["pp_size=2"]),
+        ({"mapping": {"tp_size": 3}}, ["num_attention_heads=4", "=112", "over tp_size=3"]),
+        ({"mapping": {"tp_size": 4}, "intermediate_size": 110}, ["=110", "over tp_size=4"]),
+        (
+            {
+                "mapping": {"tp_size": 2}, "use_parallel_embedding": True,
+                "embedding_sharding_dim": 1, "hidden_size": 63, "head_size": 16,
+            },
+            ["hidden_size=63", "over tp_size=2"],
+        ),
+    ],
+)  # fmt: skip
+def test_inconsistent_target_is_refused_with_its_numbers(
+    change: dict[str, Any], messages: list[str]
+) -> None:
+    with pytest.raises(SpecDecError) as caught:
+        parse_checkpoint_config({**LLAMA, **change})
+    for message in messages:
+        assert message in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        ({"redrafter_num_beams": 0}, ["redrafter_num_beams is 0"]),
+        ({"redrafter_num_layers": -1}, ["redrafter_num_layers is -1"]),
+        ({"redrafter_exit_dim": None}, ["redrafter_exit_dim is None"]),
+        ({"redrafter_exit_dim": True}, ["redrafter_exit_dim is True"]),
+        ({"redrafter_is_rnn": 1}, ["redrafter_is_rnn is 1, not true or false"]),
+        ({"redrafter_num_beam": 3}, ["unknown keys redrafter_num_beam"]),
+        ({"redrafter_hidden_size": 32}, ["hidden_size=32 differs from the target's 64"]),
+        ({"redrafter_exit_dim": 97, "mapping": {"tp_size": 2}}, ["exit_dim=97", "tp_size=2"]),
+        ({"base_model_architecture": "Falcon"}, ["'Falcon' is not supported"]),
+    ],
+)
+def test_inconsistent_drafter_is_refused_with_its_numbers(
+    change: dict[str, Any], messages: list[str]
+) -> None:
+    with pytest.raises(SpecDecError) as caught:
+        parse_checkpoint_config({**LLAMA, **REDRAFTER, **change})
+    for message in messages:
+        assert message in caught.value.message
+
+
+def test_split_hint_lists_sizes_that_do_split() -> None:
+    with pytest.raises(SpecDecError) as caught:
+        parse_checkpoint_config({**LLAMA, "mapping": {"tp_size": 3}})
+    assert caught.value.hint == "use a tp_size of 1, 2, 4"
+    for tp_size in (1, 2, 4):
+        parse_checkpoint_config({**LLAMA, "mapping": {"tp_size": tp_size}})
+
+
+def test_every_architecture_belongs_to_one_method() -> None:
+    owners = [(a, m.name) for m in METHODS.values() for a in m.architectures]
+    assert len({architecture for architecture, _ in owners}) == len(owners)
+    for architecture, name in owners:
+        found = find_method({"architecture": architecture})
+        assert found is not None
+        assert (found.name, METHODS[name]) == (name, found)
+
+
+def test_folder_is_read(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="absent is not a folder"):
+        read_checkpoint_config(tmp_path / "absent")
+    with pytest.raises(SpecDecError, match=r"config.json does not exist"):
+        read_checkpoint_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert read_checkpoint_config(tmp_path).model.vocab_size == 128

@@ -1,0 +1,151 @@
+"""Settings: defaults, recipes and typed flags, and the messages about wrong ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.errors import SpecDecError, UsageError, raise_problems, suggest
+from specdec.settings import (
+    check_value,
+    get_flags,
+    read_recipe,
+    require,
+    resolve_settings,
+    setting,
+    to_plain,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToySettings:
+    output_dir: Path | None = setting(help="where", kind="path")
+    max_len: int = setting(10, help="length", kind="int", minimum=1)
+    rate: float = setting(0.5, help="rate", kind="float")
+    mode: str = setting("draft_tokens", help="mode", choices=("draft_tokens", "eagle"))
+    use_fmha: bool | None = setting(help="plugin", kind="enable")
+    verbose: bool = setting(False, help="talk", kind="flag")
+    texts: list[str] = setting([], help="texts", kind="list")
+
+
+def resolve(recipe: Path | None = None, **typed: Any) -> ToySettings:
+    return resolve_settings(ToySettings, "run", typed, recipe)
+
+
+def write_recipe(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_typed_flag_beats_recipe_beats_default(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, "run: {max_len: 20, rate: 0.25}\nbuild: {anything: 1}\n")
+    settings = resolve(recipe, max_len=30)
+    assert (settings.max_len, settings.rate, settings.mode) == (30, 0.25, "draft_tokens")
+
+
+def test_list_default_is_not_shared() -> None:
+    resolve().texts.append("x")
+    assert resolve().texts == []
+
+
+def test_recipe_values_take_their_types(tmp_path: Path) -> None:
+    recipe = write_recipe(
+        tmp_path,
+        "run:\n  output-dir: out/x\n  max_len: '7'\n  rate: 1e-4\n  use_fmha: disable\n"
+        "  verbose: true\n  texts: one\n  mode: draft-tokens\n",
+    )
+    settings = resolve(recipe)
+    assert settings == ToySettings(
+        output_dir=Path("out/x"), max_len=7, rate=1e-4, use_fmha=False, verbose=True,
+        texts=["one"], mode="draft_tokens",
+    )  # fmt: skip
+    assert to_plain(settings)["output_dir"] == "out/x"
+
+
+@pytest.mark.parametrize("empty", ["", "run:\n", "run: {}\n", "run:\n  max_len:\n"])
+def test_empty_recipe_leaves_defaults(tmp_path: Path, empty: str) -> None:
+    assert resolve(write_recipe(tmp_path, empty)) == ToySettings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {max_lne: 3}", "unknown key 'max_lne' in section run (did you mean max_len?)"),
+        ("runn: {max_len: 3}", "unknown section 'runn' (did you mean run?)"),
+        ("1: {max_len: 3}", "unknown section 1"),
+        ("[1, 2]", "holds a list, not sections"),
+        ("run: 3", "section run is not a mapping"),
+        ("run: []", "section run is not a mapping"),
+        ("run: {max_len: 3, max-len: 4}", "max_len is given twice"),
+        ("run: {max_len: [1]}", "max_len: expected a whole number, got [1]"),
+        ("run: {max_len: 2.5}", "max_len: expected a whole number, got 2.5"),
+        ("run: {max_len: true}", "max_len: expected a whole number, got True"),
+        ("run: {max_len: 0}", "max_len: expected at least 1, got 0"),
+        ("run: {rate: fast}", "rate: expected a number, got 'fast'"),
+        ("run: {verbose: 1}", "verbose: expected true or false, got 1"),
+        ("run: {use_fmha: maybe}", "use_fmha: expected enable or disable, got 'maybe'"),
+        ("run: {texts: {a: 1}}", "texts: expected a text or a list of texts"),
+        ("run: {texts: [true]}", "texts: expected a text or a list of texts"),
+        ("run: {output_dir: ''}", "output_dir: expected a path, got ''"),
+        ("run: {mode: eagel}", "'eagel' is not one of draft_tokens, eagle (did you mean eagle?)"),
+        ("run: {mode: [eagle]}", "mode: expected a text"),
+        ("run: {max_len: 3", "is not readable"),
+        ("run: {max_len: 2020-13-45}", "is not readable"),
+        ("run: !!python/object:os.system {}", "is not readable"),
+        ("run: {texts: " + "[" * 3000, "is not readable"),
+    ],
+)
+def test_wrong_recipe_is_a_usage_error(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(write_recipe(tmp_path, text))
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_unreadable_recipes(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        read_recipe(tmp_path / "absent.yaml", "run")
+    with pytest.raises(UsageError, match="not readable"):
+        read_recipe(tmp_path, "run")
+    (tmp_path / "latin.yaml").write_bytes(b"run: {mode: \xe9}")
+    with pytest.raises(UsageError, match="not readable"):
+        read_recipe(tmp_path / "latin.yaml", "run")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("enable", True), ("disable", False), (True, True), (False, False)]
+)
+def test_enable_words_and_booleans(value: Any, expected: bool) -> None:
+    assert resolve(use_fmha=value).use_fmha is expected
+
+
+@pytest.mark.parametrize("value", [10**400, "nan", float("nan")])
+def test_numbers_that_are_none(value: Any) -> None:
+    flag = dataclasses.replace(get_flags(ToySettings)["rate"][0], minimum=0)
+    with pytest.raises(UsageError, match="rate: expected"):
+        check_value("rate", value, flag)
+
+
+def test_require_names_every_missing_flag() -> None:
+    require(ToySettings(texts=["a"]), "texts", "max_len")
+    with pytest.raises(UsageError, match="missing --output-dir, --texts$"):
+        require(ToySettings(), "output_dir", "texts", "max_len")
+
+
+def test_problems_are_reported_together() -> None:
+    raise_problems([])
+    with pytest.raises(SpecDecError, match="^one$"):
+        raise_problems([("one", "do this")])
+    with pytest.raises(SpecDecError) as caught:
+        raise_problems([("one", "do this"), ("two", "do that")])
+    assert caught.value.message == "2 problems: (1) one; (2) two"
+    assert caught.value.hint == "(1) do this; (2) do that"
+
+
+def test_suggest_only_near_names() -> None:
+    assert suggest("redraftr", ["medusa", "redrafter"]) == " (did you mean redrafter?)"
+    assert suggest("zzz", ["medusa", "redrafter"]) == ""

@@ -1,0 +1,529 @@
+"""Tensor files and output folders: bytes, casts, damage, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from specdec import __version__, storage
+from specdec.errors import SpecDecError
+from specdec.storage import (
+    DTYPES,
+    TensorFile,
+    TensorInfo,
+    cast,
+    check_output_dir,
+    describe_file,
+    hash_file,
+    read_json,
+    stage_folder,
+    write_manifest,
+    write_tensor_file,
+)
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def to_storage(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor's bits in the numpy type that stores them."""
+    dtype = np.dtype(DTYPES[str(tensor.dtype).removeprefix("torch.")][1])
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    stored: np.ndarray[Any, Any] = raw.view(dtype).reshape(tuple(tensor.shape))
+    return stored
+
+
+def write_torch(path: Path, tensors: dict[str, torch.Tensor], **metadata: str) -> str:
+    infos = {
+        name: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape))
+        for name, t in tensors.items()
+    }
+    return write_tensor_file(path, infos, lambda name: to_storage(tensors[name]), metadata)
+
+
+def make_tensors(*dtypes: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for i, dtype in enumerate(dtypes):
+        values = torch.rand(40, generator=generator) * 100
+        parts = {"z.matrix": values.reshape(5, 8), "a.vector": values[:3], "m.scalar": values[0]}
+        parts["e.empty"] = values[:0].reshape(0, 4)
+        for name, part in parts.items():
+            tensors[f"{name}.{i}"] = part.clone().to(dtype)
+    tensors['größe.\n"quoted"'] = torch.zeros(2, 2, dtype=dtypes[0])
+    return tensors
+
+
+ALL_TYPES = tuple(getattr(torch, name) for name in DTYPES)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32,), (torch.float16,), (torch.bfloat16,), ALL_TYPES[::-1]], ids=str
+)
+def test_bytes_equal_the_library_s(tmp_path: Path, dtypes: tuple[torch.dtype, ...]) -> None:
+    tensors = make_tensors(*dtypes)
+    save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
+    reordered = dict(sorted(tensors.items(), key=lambda item: hash_text(item[0])))
+    digest = write_torch(tmp_path / "ours", reordered, format="pt")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "library").read_bytes()
+    assert digest == hash_file(tmp_path / "ours")
+
+
+def hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_round_trips_with_the_library(tmp_path: Path) -> None:
+    tensors = make_tensors(*ALL_TYPES)
+    write_torch(tmp_path / "ours", tensors)
+    loaded = load_file(tmp_path / "ours")
+    save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
+    read = TensorFile(tmp_path / "library")
+    assert read.metadata == {"format": "pt"}
+    assert set(read.tensors) == set(loaded) == set(tensors)
+    for name, tensor in tensors.items():
+        expected = to_storage(tensor)
+        assert to_storage(loaded[name]).tobytes() == expected.tobytes()
+        assert loaded[name].dtype == tensor.dtype
+        array = read.read(name)
+        assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
+        assert array.tobytes() == expected.tobytes()
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+
+
+def test_hash_is_the_same_without_file_digest(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abc" * 700_000)
+    with (tmp_path / "f").open("rb") as file:
+        by_hand = storage._hash_stream(file)
+    assert by_hand == hash_file(tmp_path / "f") == hashlib.sha256(b"abc" * 700_000).hexdigest()
+
+
+def list_hard_values(dtype: str) -> torch.Tensor:
+    """Every 16-bit pattern, or for wider types: ties, limits, subnormals, and their neighbours."""
+    torch_type = getattr(torch, dtype)
+    if torch_type.itemsize == 2:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch_type)
+    patterns = np.arange(2**16, dtype=np.uint16)
+    with np.errstate(all="ignore"):
+        halves = patterns.view(np.float16).astype(np.float64)
+        brains = (patterns.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        points = [halves, brains]
+        # Midpoints between neighbours are the ties; a hair to either side is not.
+        for grid in (halves, brains):
+            middle = (grid[:-1] + grid[1:]) / 2
+            points += [middle, middle * (1 + 2.0**-40), middle * (1 - 2.0**-40)]
+        points.append(np.array([1e-320, 5e-324, 1e300, -1e300, 3.4028235677973366e38, 65519.999]))
+        values = np.concatenate(points)
+        singles = values.astype(np.float32)
+        near = [np.nextafter(singles, np.float32(sign * np.inf)) for sign in (-1, 1)]
+        if dtype == "float32":
+            return torch.from_numpy(np.concatenate([singles, *near]))
+        return torch.from_numpy(np.concatenate([values, *(n.astype(np.float64) for n in near)]))
+
+
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_cast_is_bit_exact_with_torch(source: str, target: str) -> None:
+    values = list_hard_values(source)
+    expected = values.to(getattr(torch, target))
+    ours = cast(to_storage(values), source, target)
+    bits = np.dtype(f"u{ours.dtype.itemsize}")
+    is_nan = expected.isnan().numpy()
+    assert 0 < is_nan.sum() < is_nan.size / 10
+    assert torch.equal(as_torch(ours, target).isnan(), expected.isnan())
+    # A NaN stays one; which of its bit patterns differs between torch's own vector and scalar code.
+    np.testing.assert_array_equal(
+        ours.view(bits)[~is_nan], to_storage(expected).view(bits)[~is_nan]
+    )
+    for value in (values[:1].reshape(()), values[:0].reshape(3, 0)):
+        converted = cast(to_storage(value), source, target)
+        assert converted.shape == tuple(value.shape)
+        assert converted.dtype == np.dtype(DTYPES[target][1])
+
+
+def as_torch(array: np.ndarray[Any, Any], dtype: str) -> torch.Tensor:
+    return torch.from_numpy(array.view(np.uint8)).view(getattr(torch, dtype))
+
+
+def test_cast_takes_non_contiguous_arrays_and_refuses_integers() -> None:
+    values = torch.arange(12.0).reshape(3, 4) / 7
+    ours = cast(values.numpy().T, "float32", "bfloat16")
+    np.testing.assert_array_equal(ours, to_storage(values.T.to(torch.bfloat16)))
+    with pytest.raises(SpecDecError, match="cannot convert int64 to float32"):
+        cast(np.zeros(2, np.int64), "int64", "float32")
+
+
+# --- damaged files -------------------------------------------------------------------------------
+
+
+def pack(header: Any, data: bytes = b"", claimed: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if claimed is None else claimed).to_bytes(8, "little") + text + data
+
+
+def entry(begin: Any, end: Any, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+DAMAGE: list[tuple[str, bytes, str]] = [
+    ("empty", b"", "has 0 bytes"),
+    ("seven bytes", b"\0" * 7, "has 7 bytes"),
+    ("no header", pack(b""), "not JSON"),
+    ("header past the end", pack({}, claimed=1000), "claims a header of 1000 bytes"),
+    ("absurd header", pack({}, claimed=2**64 - 1), "claims a header of 18446744073709551615"),
+    ("not utf-8", pack(b'{"\xff": 1}'), "not JSON"),
+    ("not json", pack(b"{"), "not JSON"),
+    ("deep", pack(b"[" * 100_000), "not JSON"),
+    ("endless number", pack(b'{"a":' + b"9" * 5000 + b"}"), "not JSON"),
+    ("list", pack([1]), "not an object"),
+    ("twin names", pack(b'{"a": {}, "a": {}}'), "not JSON"),
+    ("twin keys", pack(b'{"a": {"dtype": "F32", "dtype": "F16"}}'), "not JSON"),
+    ("no entry", pack({"a": 3}), "unreadable entry for 'a'"),
+    ("no dtype", pack({"a": {"shape": [1], "data_offsets": [0, 4]}}, b"0" * 4), "unreadable"),
+    ("strange dtype", pack({"a": entry(0, 4, dtype="F3")}, b"0" * 4), "'F3', which is not supp"),
+    ("list dtype", pack({"a": entry(0, 4, dtype=[])}, b"0" * 4), "unreadable"),
+    ("negative offset", pack({"a": entry(-4, 0)}, b"0" * 4), "unreadable"),
+    ("negative shape", pack({"a": entry(0, 4, [-1])}, b"0" * 4), "unreadable"),
+    ("boolean shape", pack({"a": entry(0, 4, [True])}, b"0" * 4), "unreadable"),
+    ("float shape", pack({"a": entry(0, 4, [1.0])}, b"0" * 4), "unreadable"),
+    ("three offsets", pack({"a": entry(0, 4) | {"data_offsets": [0, 4, 8]}}), "unreadable"),
+    ("text offsets", pack({"a": entry("0", "4")}, b"0" * 4), "unreadable"),
+    ("backwards", pack({"a": entry(4, 0)}, b"0" * 4), "gives 'a' -4 bytes"),
+    ("wrong size", pack({"a": entry(0, 4, [2])}, b"0" * 4), "4 bytes, its shape [2] needs 8"),
+    ("hole", pack({"a": entry(0, 4), "b": entry(8, 12)}, b"0" * 12), "byte 8, expected 4"),
+    ("overlap", pack({"a": entry(0, 4), "b": entry(0, 4)}, b"0" * 4), "byte 0, expected 4"),
+    ("truncated", pack({"a": entry(0, 4)}, b"0" * 3), "describes 4 bytes of tensors but holds 3"),
+    ("trailing", pack({"a": entry(0, 4)}, b"0" * 5), "describes 4 bytes of tensors but holds 5"),
+    ("huge empty", pack({"a": entry(0, 0, [0, 2**62, 2**62])}), "unreadable"),
+    ("many axes", pack({"a": entry(0, 4, [1] * 65)}, b"0" * 4), "unreadable"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [d[1:] for d in DAMAGE], ids=[d[0] for d in DAMAGE]
+)
+def test_damaged_file_is_named_with_its_fault(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(SpecDecError) as caught:
+        TensorFile(path)
+    assert caught.value.message.startswith(str(path))
+    assert message in caught.value.message
+
+
+def test_absent_file(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="does not exist"):
+        TensorFile(tmp_path / "x.safetensors")
+
+
+def open_and_read(path: Path) -> bool:
+    """Read every tensor of a file; False when it is refused, as damaged ones must be."""
+    try:
+        file = TensorFile(path)
+        for name, info in file.tensors.items():
+            assert file.read(name).shape == info.shape
+    except SpecDecError:
+        return False
+    return True
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["dtype", "shape", "data_offsets", "x"]), inner, max_size=4
+        )
+    ),
+    max_leaves=6,
+)
+ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BF16", "U8"]) | JSON_VALUES,
+        "shape": st.lists(st.integers(0, 3) | st.integers(0, 2**70), max_size=3) | JSON_VALUES,
+        "data_offsets": st.lists(st.integers(0, 12), min_size=2, max_size=2) | JSON_VALUES,
+    }
+)
+FUZZ = settings(
+    max_examples=300,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@FUZZ
+@given(
+    st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), ENTRIES), st.binary(max_size=12)
+)
+def test_fuzzed_headers_are_read_or_refused(
+    tmp_path: Path, header: dict[str, Any], data: bytes
+) -> None:
+    path = tmp_path / "fuzz"
+    path.write_bytes(pack(header, data))
+    open_and_read(path)
+
+
+@FUZZ
+@given(st.data())
+def test_flipped_and_cut_bytes_are_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    good = pack({"a": entry(0, 4), "b": entry(4, 8, [2, 1], "BF16")}, bytes(8))
+    path = tmp_path / "fuzz"
+    path.write_bytes(good)
+    assert open_and_read(path)
+    content = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    open_and_read(path)
+    path.write_bytes(good[: data.draw(st.integers(0, len(good) - 1))])
+    assert not open_and_read(path)
+
+
+# --- output folders ------------------------------------------------------------------------------
+
+
+def list_tree(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_output_appears_only_when_complete(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with stage_folder(out, force=False) as partial:
+        (partial / "x").write_text("new")
+        assert not out.exists()
+        assert partial.parent == out.parent  # the same file system, so that renaming is atomic
+    assert list_tree(tmp_path) == ["deep", "deep/out", "deep/out/x"]
+
+
+@pytest.mark.parametrize(
+    "error", [SpecDecError("no", "yes"), KeyboardInterrupt(), OSError(28, "x")]
+)
+def test_failure_leaves_the_old_output(tmp_path: Path, error: BaseException) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "x").write_text("old")
+
+    def work() -> None:
+        with stage_folder(out, force=True) as partial:
+            (partial / "x").write_text("half")
+            raise error
+
+    with pytest.raises(type(error)):
+        work()
+    assert list_tree(tmp_path) == ["out", "out/x"]
+    assert (out / "x").read_text() == "old"
+
+
+def test_force_replaces_everything(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "stale").write_text("old")
+    with (
+        pytest.raises(SpecDecError, match="exists and is not empty") as caught,
+        stage_folder(out, force=False),
+    ):
+        pytest.fail("entered")
+    assert "--force" in caught.value.hint
+    with stage_folder(out, force=True) as partial:
+        (partial / "x").write_text("new")
+        assert list_tree(out) == ["stale"]
+    assert list_tree(tmp_path) == ["out", "out/x"]
+
+
+def test_empty_folder_needs_no_force(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with stage_folder(tmp_path / "out", force=False) as partial:
+        (partial / "x").write_text("new")
+    assert list_tree(tmp_path) == ["out", "out/x"]
+
+
+def test_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(SpecDecError, match="out is a file"):
+        check_output_dir(tmp_path / "out", force=True)
+
+
+def test_inputs_and_current_folder_are_never_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "models" / "llama"
+    model.mkdir(parents=True)
+    for out in (model, tmp_path / "models", tmp_path / "x" / ".." / "models"):
+        with pytest.raises(SpecDecError, match="which it would replace"):
+            check_output_dir(out, force=True, inputs=[model])
+    check_output_dir(model / "engine", force=True, inputs=[model])
+    monkeypatch.chdir(model)
+    for out in (Path("."), Path("..")):
+        with pytest.raises(SpecDecError, match="which it would replace"):
+            check_output_dir(out, force=True)
+
+
+def test_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    with stage_folder(tmp_path / "out", force=False) as partial:
+        (partial / "x").write_text("new")
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "x").read_text() == "new"
+
+
+def test_second_writer_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with stage_folder(out, force=False) as partial:
+        (partial / "x").write_text("first")
+        with (
+            pytest.raises(SpecDecError, match="another process is writing"),
+            stage_folder(out, force=True),
+        ):
+            pytest.fail("entered")
+    assert (out / "x").read_text() == "first"
+    with stage_folder(out, force=True) as partial:
+        (partial / "x").write_text("second")
+    assert (out / "x").read_text() == "second"
+
+
+def test_finished_meanwhile_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may finish the same output until we hold the lock."""
+    out = tmp_path / "out"
+    original = storage._hold_lock
+
+    def finish_first(path: Path) -> Any:
+        out.mkdir()
+        (out / "x").write_text("theirs")
+        return original(path)
+
+    monkeypatch.setattr(storage, "_hold_lock", finish_first)
+    with (
+        pytest.raises(SpecDecError, match="exists and is not empty"),
+        stage_folder(out, force=False),
+    ):
+        pytest.fail("entered")
+    assert (out / "x").read_text() == "theirs"
+
+
+def test_many_writers_never_mix(tmp_path: Path) -> None:
+    """Writers that race for one output are refused or alone in their folder."""
+    out = tmp_path / "out"
+
+    def write(number: int) -> int:
+        num_written = 0
+        for _ in range(30):
+            try:
+                with stage_folder(out, force=True) as partial:
+                    (partial / str(number)).write_text("")
+                    assert list_tree(partial) == [str(number)]
+                    num_written += 1
+            except SpecDecError as error:
+                if "another process" not in error.message:
+                    raise
+        return num_written
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(write, range(4))) > 0
+    assert len(list_tree(out)) == 1
+    assert list_tree(tmp_path) == ["out", f"out/{list_tree(out)[0]}"]
+
+
+def run_killed(target: Callable[[Path], None], out: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(out,))
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+
+
+def die_while_writing(out: Path) -> None:
+    with stage_folder(out, force=True) as partial:
+        (partial / "junk").write_text("half")
+        os._exit(9)
+
+
+def die_between_renames(out: Path) -> None:
+    with stage_folder(out, force=True) as partial:
+        (partial / "x").write_text("new")
+        out.rename(out.parent / ".out.old")
+        os._exit(9)
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_killed(die_while_writing, out)
+    assert not out.exists()
+    assert any("partial" in name for name in list_tree(tmp_path))
+    with stage_folder(out, force=False) as partial:
+        (partial / "x").write_text("new")
+    assert list_tree(tmp_path) == ["out", "out/x"]
+
+
+def test_output_of_a_process_killed_while_renaming_comes_back(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "x").write_text("old")
+    run_killed(die_between_renames, out)
+    assert not out.exists()
+    with (
+        pytest.raises(SpecDecError, match="exists and is not empty"),
+        stage_folder(out, force=False),
+    ):
+        pytest.fail("entered")
+    assert (out / "x").read_text() == "old"
+
+
+# --- JSON and manifests --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist"),
+        (b"{", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[1]", "holds no JSON object"),
+    ],
+)
+def test_unreadable_json_names_the_file(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SpecDecError, match=message) as caught:
+        read_json(path)
+    assert str(path) in caught.value.message
+
+
+def test_manifest_describes_every_file_but_itself(tmp_path: Path) -> None:
+    source = tmp_path / "source.txt"
+    source.write_text("source")
+    out = tmp_path / "out"
+    (out / "sub").mkdir(parents=True)
+    (out / "b.bin").write_bytes(b"12345")
+    (out / "sub" / "a.txt").write_text("hello")
+    for _ in range(2):  # the second time a manifest is there already
+        write_manifest(
+            out, kind="toy", settings={"n": 1}, sources=[describe_file(source)],
+            hashes={"b.bin": "known"}, note="extra",
+        )  # fmt: skip
+    manifest = read_json(out / "manifest.json")
+    assert manifest["outputs"] == [
+        {"path": "b.bin", "bytes": 5, "sha256": "known"},
+        {"path": "sub/a.txt", "bytes": 5, "sha256": hash_text("hello")},
+    ]
+    assert manifest["sources"] == [{"path": str(source), "bytes": 6, "sha256": hash_text("source")}]
+    assert (manifest["kind"], manifest["note"], manifest["settings"]) == ("toy", "extra", {"n": 1})
+    assert manifest["format_version"] == storage.FORMAT_VERSION
+    assert (manifest["tool"], manifest["tool_version"]) == ("specdec", __version__)

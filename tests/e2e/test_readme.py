@@ -1,0 +1,71 @@
+"""The README's commands, run as typed, on the shipped pycode models."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.conftest import ROOT
+
+README = ROOT / "README.md"
+
+
+def read_commands() -> list[str]:
+    """The lines of the README's bash blocks, continuation lines joined."""
+    blocks = re.findall(r"```bash\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    text = "\n".join(blocks).replace("\\\n", " ")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def test_readme_shows_the_three_commands() -> None:
+    stages = [shlex.split(command)[0] for command in read_commands()]
+    assert stages == ["specdec-convert", "specdec-build", "specdec-run"]
+
+
+def test_readme_commands_work_as_typed(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    for stage in ("convert", "build", "run"):
+        script = bin_dir / f"specdec-{stage}"
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m specdec {stage} "$@"\n')
+        script.chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    outputs = []
+    for command in read_commands():
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        outputs.append(done)
+    run = outputs[-1]
+    assert 'Input [Text 0]: "def read_lines(path):"' in run.stdout
+    assert 'Output [Text 1 Beam 0]: "' in run.stdout
+    per_step = re.search(r"([0-9.]+) tokens per verify step", run.stderr)
+    assert per_step is not None
+    assert float(per_step[1]) > 1.2, "the shipped drafter is accepted"
+
+
+@pytest.mark.parametrize("name", ["docs/build.md", "docs/run.md", "docs/methods/redrafter.md"])
+def test_pages_name_only_flags_that_exist(name: str) -> None:
+    import importlib
+
+    from specdec.settings import get_flags
+
+    known = {"--config", "--debug", "--version", "--help"}
+    for stage in ("convert", "build", "run", "train"):
+        settings = importlib.import_module(f"specdec.{stage}.settings")
+        for value in vars(settings).values():
+            if isinstance(value, type) and value.__name__.endswith("Settings"):
+                known |= {"--" + flag.replace("_", "-") for flag in get_flags(value)}
+    text = (ROOT / name).read_text()
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
+    assert used - known == set()

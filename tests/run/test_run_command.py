@@ -1,0 +1,225 @@
+"""specdec-run as a process: text and JSON, prompts, limits, damaged engines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
+from tests.engines import call, make_engine
+
+from specdec.errors import SpecDecError, UsageError
+from specdec.storage import read_json, write_json
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer, and an engine of 512 positions and 3 requests a batch."""
+    parent = tmp_path_factory.mktemp("run")
+    target, drafter = make_llama(parent), make_drafter(parent, exit_dim=96, scale=3.0)
+    make_tokenizer(parent / "tokenizer")
+    make_engine(
+        parent, target, drafter, beams=3, length=3,
+        build=["--max-batch-size", 3, "--max-input-len", 60],
+    ).rename(parent / "engine")  # fmt: skip
+    return parent
+
+
+def run(folder: Path, *args: object) -> dict[str, Any]:
+    done = run_cli(
+        "run", "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
+        "--json", *args,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def test_json_report(folder: Path) -> None:
+    flags = ["--input_text", "def a", "class", "x", "return", "--max_output_len", 12]
+    report = run(folder, *flags)
+    assert [o["index"] for o in report["outputs"]] == [0, 1, 2, 3]
+    assert [o["input_text"] for o in report["outputs"]] == ["def a", "class", "x", "return"]
+    for output in report["outputs"]:
+        stats = output["stats"]
+        assert len(output["output_ids"]) == stats["num_output_tokens"] <= 12
+        assert output["finish_reason"] in ("length", "eos")
+        assert sum(stats["accepted_histogram"]) == stats["num_verify_steps"]
+        assert len(stats["accepted_histogram"]) == 4
+        assert output["output_text"]
+    stats = report["stats"]
+    assert stats["method"] == "redrafter"
+    assert stats["num_output_tokens"] == sum(len(o["output_ids"]) for o in report["outputs"])
+    plain = run(folder, *flags, "--no-speculation")
+    assert [o["output_ids"] for o in plain["outputs"]] == [
+        o["output_ids"] for o in report["outputs"]
+    ]
+    assert plain["stats"]["method"] == "plain"
+    assert plain["stats"]["acceptance_length"] == 1.0
+    assert plain["outputs"][0]["stats"]["num_draft_tokens"] == 0
+
+
+def test_text_form_and_output_file(folder: Path, tmp_path: Path) -> None:
+    done = run_cli(
+        "run", "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
+        "--input-text", "ab", "cd", "--max-output-len", 5, "--output-file", tmp_path / "out.txt",
+        "--run-profiling",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert 'Input [Text 0]: "ab"\nOutput [Text 0 Beam 0]: "' in done.stdout
+    assert 'Input [Text 1]: "cd"\nOutput [Text 1 Beam 0]: "' in done.stdout
+    assert (tmp_path / "out.txt").read_text() == done.stdout
+    assert "tokens per verify step" in done.stderr
+    assert "draft " in done.stderr
+
+
+def test_jsonl_requests(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "ab", "max_output_len": 3}, {"input_ids": [5, 6, 7]}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = run(folder, "--input-file", file, "--max-output-len", 6, "--end-id", 0)
+    assert len(report["outputs"][0]["output_ids"]) == 3
+    assert report["outputs"][1]["input_ids"] == [5, 6, 7]
+    assert report["outputs"][1]["stats"]["num_output_tokens"] == 6
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [5, 6, 7], "max_output_len": 6}\n')
+    done = run_cli(
+        "run", "--engine-dir", folder / "engine", "--input-file", tmp_path / "ids.jsonl", "--json"
+    )
+    assert json.loads(done.stdout)["outputs"][0]["output_ids"] == (
+        report["outputs"][1]["output_ids"]
+    ), "token ids need no tokenizer"
+
+
+def test_end_tokens_of_the_generation_config(folder: Path, tmp_path: Path) -> None:
+    free = run(folder, "--input-text", "ab", "--max-output-len", 10, "--end-id", 0)
+    ids = free["outputs"][0]["output_ids"]
+    shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
+    write_json(tmp_path / "tokenizer" / "generation_config.json", {"eos_token_id": [0, ids[4]]})
+    done = run_cli(
+        "run", "--engine-dir", folder / "engine", "--tokenizer-dir", tmp_path / "tokenizer",
+        "--input-text", "ab", "--max-output-len", 10, "--json",
+    )  # fmt: skip
+    output = json.loads(done.stdout)["outputs"][0]
+    assert output["output_ids"] == ids[: ids.index(ids[4]) + 1]
+    assert output["finish_reason"] == "eos"
+
+
+def test_limits_name_every_prompt(folder: Path) -> None:
+    done = run_cli(
+        "run", "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
+        "--input-text", "ab", "y " * 40, "cd", "--max-output-len", 511,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stdout == ""
+    error, hint = read_error_lines(done.stderr)
+    assert "prompt 0 has 2 tokens and asks for 511 more, the engine's max_seq_len is 512" in error
+    assert "max_input_len is 60" in error
+    assert "prompt 2" in error
+    assert "--max-output-len to 510" in hint
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("{", "line 1 is not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"promt": "a"}', r"unknown key 'promt' \(did you mean prompt\?\)"),
+        ('{"prompt": "a", "temperature": 0.5}', "unknown key 'temperature'"),
+        ('{"prompt": "a", "input_ids": [1]}', "exactly one of prompt and input_ids"),
+        ('{"max_output_len": 3}', "exactly one of prompt and input_ids"),
+        ('{"prompt": 3}', "prompt is no text"),
+        ('{"input_ids": [1.5]}', "no list of whole numbers"),
+        ('{"prompt": "a", "max_output_len": 0}', "max_output_len is 0"),
+        ('{"input_ids": [500]}', "holds token 500, the model's vocabulary has 128"),
+        ('{"input_ids": []}', "prompt 0 is empty"),
+        ("", "holds no prompt"),
+    ],
+)
+def test_bad_prompt_lines(folder: Path, tmp_path: Path, line: str, match: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(SpecDecError, match=match):
+        call(
+            "run", "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
+            "--input-file", file,
+        )  # fmt: skip
+
+
+def test_prompt_sources_are_exclusive(folder: Path, tmp_path: Path) -> None:
+    engine = ["--engine-dir", folder / "engine"]
+    with pytest.raises(UsageError, match="exactly one of --input-text and --input-file"):
+        call("run", *engine)
+    with pytest.raises(UsageError, match="text prompts need --tokenizer-dir"):
+        call("run", *engine, "--input-text", "a")
+    with pytest.raises(SpecDecError, match=r"neither \.txt nor \.jsonl"):
+        (tmp_path / "p.csv").write_text("a")
+        call("run", *engine, "--input-file", tmp_path / "p.csv")
+    with pytest.raises(SpecDecError, match="no tokenizer in"):
+        call("run", *engine, "--input-text", "a", "--tokenizer-dir", tmp_path)
+
+
+def damage(folder: Path, name: str) -> None:
+    if name == "missing config":
+        (folder / "config.json").unlink()
+    elif name == "a checkpoint":
+        config = read_json(folder / "config.json")
+        write_json(folder / "config.json", config["pretrained_config"])
+    elif name == "other backend":
+        config = read_json(folder / "config.json")
+        write_json(folder / "config.json", {**config, "backend": "tensorrt-llm"})
+    elif name == "truncated weights":
+        data = (folder / "weights.safetensors").read_bytes()
+        (folder / "weights.safetensors").write_bytes(data[:-1000])
+    elif name == "other layers":
+        config = read_json(folder / "config.json")
+        config["pretrained_config"]["num_hidden_layers"] = 3
+        write_json(folder / "config.json", config)
+    elif name == "no kernels":
+        (folder / "kernels.so").unlink()
+    else:
+        (folder / "kernels.so").write_bytes(b"not a library")
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("missing config", "config.json does not exist"),
+        ("a checkpoint", "is not an engine"),
+        ("other backend", "built for the backend 'tensorrt-llm'"),
+        ("truncated weights", "weights.safetensors describes"),
+        ("other layers", "missing: transformer.layers.2"),
+        ("no kernels", "kernels.so is missing"),
+        ("bad kernels", "does not load"),
+    ],
+)
+def test_damaged_engines(folder: Path, tmp_path: Path, name: str, match: str) -> None:
+    shutil.copytree(folder / "engine", tmp_path / "engine")
+    if "kernels" in name and not (tmp_path / "engine" / "kernels.so").exists():
+        pytest.skip("built without a C++ compiler")
+    damage(tmp_path / "engine", name)
+    with pytest.raises(SpecDecError, match=match):
+        call(
+            "run", "--engine-dir", tmp_path / "engine", "--tokenizer-dir", folder / "tokenizer",
+            "--input-text", "a", "--device", "cpu",
+        )  # fmt: skip
+
+
+def test_kernels_of_another_cpu_are_not_used(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(folder / "engine", tmp_path / "engine")
+    config = read_json(tmp_path / "engine" / "config.json")
+    if config["torch_config"]["kernels"] is None:
+        pytest.skip("built without a C++ compiler")
+    config["torch_config"]["kernels"]["cpu"] = "another"
+    write_json(tmp_path / "engine" / "config.json", config)
+    done = run_cli(
+        "run", "--engine-dir", tmp_path / "engine", "--tokenizer-dir", folder / "tokenizer",
+        "--input-text", "ab", "--max-output-len", 12, "--json", "--device", "cpu",
+    )  # fmt: skip
+    assert "compiled for another CPU and are not used" in done.stderr
+    expected = run(folder, "--input-text", "ab", "--max-output-len", 12)
+    assert json.loads(done.stdout)["outputs"] == expected["outputs"]

@@ -1,0 +1,55 @@
+"""`--help` stays quick: no heavy library is imported before it is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from specdec.command import STAGES
+from tests.conftest import ROOT
+
+HEAVY = (
+    "torch", "transformers", "tokenizers", "safetensors", "accelerate", "tensorrt_llm",
+    "huggingface_hub", "datasets", "sympy", "numpy", "yaml",
+)  # fmt: skip
+
+
+def list_heavy_imports(code: str) -> list[str]:
+    """Run `code` in a new process until it exits and list what it imported of HEAVY."""
+    report = f"print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]), file=sys.stderr)"
+    program = f"import atexit, json, sys\natexit.register(lambda: {report})\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage: " in done.stdout
+    found: list[str] = json.loads(done.stderr.splitlines()[-1])
+    return found
+
+
+def test_the_check_sees_an_import() -> None:
+    assert list_heavy_imports("import yaml; print('Usage: ')") == ["yaml"]
+
+
+def test_help_of_specdec_imports_nothing_heavy() -> None:
+    code = "sys.argv = ['specdec', '--help']; from specdec.command import main; main()"
+    assert list_heavy_imports(code) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("form", ["specdec {}", "specdec-{}"])
+def test_help_of_a_stage_imports_nothing_heavy(stage: str, form: str) -> None:
+    words = form.format(stage).split()
+    module = "specdec.command" if len(words) == 2 else STAGES[stage][0]
+    code = f"sys.argv = {[*words, '--help']!r}; from {module} import main; main()"
+    assert list_heavy_imports(code) == []

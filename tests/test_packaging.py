@@ -1,0 +1,101 @@
+"""What an installed specdec holds: every package folder, the type marker, no stray top level."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = None
+
+SOURCES = ("specdec", "convert", "build", "run", "train", "configs")
+
+
+def list_package_folders() -> dict[str, str]:
+    """Map each folder that holds modules to the package name it is installed under."""
+    packages = {}
+    for source in SOURCES:
+        for path in sorted((ROOT / source).rglob("*.py")):
+            folder = path.parent.relative_to(ROOT).as_posix()
+            name = folder.replace("/", ".")
+            packages[folder] = name if source == "specdec" else f"specdec.{name}"
+    return packages
+
+
+@pytest.mark.skipif(tomllib is None, reason="reading pyproject.toml needs Python 3.11")
+def test_every_package_folder_is_listed() -> None:
+    tool: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    listed = tool["setuptools"]["packages"]
+    assert sorted(listed) == sorted(set(list_package_folders().values()))
+    for folder in list_package_folders():
+        assert (ROOT / folder / "__init__.py").is_file(), f"{folder} lacks __init__.py"
+
+
+def test_wheel_holds_what_it_should(tmp_path: Path) -> None:
+    setuptools = importlib.util.find_spec("setuptools")
+    if setuptools is None:
+        pytest.skip("setuptools is not installed")
+    # From a copy: building leaves a folder of its own beside the sources.
+    copy = tmp_path / "copy"
+    ignored = shutil.ignore_patterns("__pycache__", ".*", "*.safetensors", "work", "out", "dist")
+    for name in (*SOURCES, "pyproject.toml", "setup.cfg", "LICENSE", "README.md"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    command = [
+        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+        "--no-index", "--wheel-dir", str(tmp_path), str(copy),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("specdec-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    top_level = {name.split("/")[0] for name in names}
+    assert {name for name in top_level if not name.endswith(".dist-info")} == {"specdec"}
+    expected = {"specdec/py.typed", "specdec/convert/cli.py"}
+    for folder, package in list_package_folders().items():
+        expected |= {
+            f"{package.replace('.', '/')}/{path.name}" for path in (ROOT / folder).glob("*.py")
+        }
+    expected |= {f"specdec/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
+    # Whatever else the sources carry beside the modules is needed at run time too.
+    for source in SOURCES:
+        for path in (ROOT / source).rglob("*.cpp"):
+            relative = path.relative_to(ROOT).as_posix()
+            expected.add(relative if source == "specdec" else f"specdec/{relative}")
+    assert expected - names == set()
+
+
+def test_commands_of_the_wheel_start_without_a_checkout(tmp_path: Path) -> None:
+    """The stages are found inside the package when no pyproject.toml lies beside it."""
+    site = tmp_path / "site"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "specdec", site / "specdec", ignore=ignored)
+    for stage in SOURCES[1:]:
+        shutil.copytree(ROOT / stage, site / "specdec" / stage, ignore=ignored)
+    code = "import specdec.convert.cli as c, specdec; print(c.__file__, list(specdec.__path__))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(ROOT) not in done.stdout
+    assert done.stdout.startswith(str(site / "specdec" / "convert" / "cli.py"))

@@ -1,0 +1,94 @@
+"""A tiny target with its tokenizer, a data file, and a way to run the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PARAGRAPH = (
+    "def add(first, second):\n    return first + second\n\n"
+    "for number in range(10):\n    print(add(number, number))\n"
+)
+
+
+@dataclasses.dataclass
+class Finished:
+    """What a command left: exit status and the two streams."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def last_lines(self) -> list[str]:
+        return self.err.strip().splitlines()[-2:]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<eos>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator([PARAGRAPH], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="session")
+def target_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+    )
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    rows = [{"path": f"{i}.py", "text": PARAGRAPH.replace("10", str(i))} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def run_train(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Finished]]:
+    """Run `specdec-train` in this process."""
+    from specdec.command import run_command
+    from specdec.train.cli import command
+
+    def run(*args: object) -> Finished:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        with pytest.raises(SystemExit) as exit_info:
+            run_command(command, [str(a) for a in args])
+        captured = capsys.readouterr()
+        return Finished(int(exit_info.value.code or 0), captured.out, captured.err)
+
+    return run

@@ -1,0 +1,322 @@
+"""`specdec-train` as users run it: the folder it writes, resuming, errors, several processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAIN = "from specdec.train.cli import main; main()"
+BASIC = ("--dtype", "float32", "--model-max-length", "32", "--batch-size", "2", "--seed", "3")
+
+
+def read_weights(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture
+def inputs(target_dir: Path, data_file: Path) -> tuple[str, ...]:
+    return ("--model-dir", str(target_dir), "--data", str(data_file), *BASIC)
+
+
+@pytest.mark.parametrize("command", [["train"], []])
+def test_help_is_quick_to_import(command: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from specdec.train.cli import command\n"
+        "command.main(['--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    if command:
+        code = code.replace("specdec.train.cli import command", "specdec.command import group")
+        code = code.replace("command.main(['--help']", "group.main(['train', '--help']")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--redrafter-predict-n-tokens" in done.stdout
+
+
+def test_the_output_is_complete(
+    run_train: Any, inputs: Any, target_dir: Path, data_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "drafter"
+    done = run_train(
+        *inputs, "--output_dir", out, "--max_steps", 6, "--logging-steps", 2, "--eval-steps", 4,
+        "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    report = json.loads(done.out)
+    assert done.out.count("\n") == 1
+    assert (report["steps"], report["method"]) == (6, "redrafter")
+    assert len(report["eval"]["top_k_accuracy"]) == 5
+    assert report["tokens"] <= 6 * 2 * 32
+    assert "held out" in done.err
+    assert "step 6/6" in done.err
+
+    assert sorted(p.name for p in out.iterdir()) == [
+        "README.md", "config.json", "manifest.json", "model.safetensors", "training_log.jsonl",
+    ]  # fmt: skip
+    config = json.loads((out / "config.json").read_text())
+    assert config == {
+        "architectures": ["Drafter"],
+        "model_type": "recurrent_drafting_drafter",
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "exit_dim": 64,
+        "num_draft_layers": 2,
+        "num_lookback_tokens": -1,
+        "rnn": True,
+        "predict_n_tokens": 5,
+        "dtype": "float32",
+    }
+    shapes = {name: tuple(t.shape) for name, t in read_weights(out).items()}
+    assert shapes == {
+        "lm_head.0.linear.weight": (64, 64),
+        "lm_head.0.linear.bias": (64,),
+        "lm_head.1.linear.weight": (64, 64),
+        "lm_head.1.linear.bias": (64,),
+        "lm_head.2.weight": (320, 64),
+        "rnn_u.weight": (32, 32),
+        "rnn_u.bias": (32,),
+        "rnn_w.weight": (32, 32),
+    }
+    log = [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [1, 2, 4, 4, 6, 6]
+    assert [line["step"] for line in log if "eval" in line] == [4, 6]
+    assert log[-1]["eval"] == report["eval"]
+
+    card = (out / "README.md").read_text()
+    sha256 = hashlib.sha256(data_file.read_bytes()).hexdigest()
+    assert f"`data.jsonl` {data_file.stat().st_size} bytes, sha256 `{sha256}`" in card
+    assert f"{report['tokens']} tokens" in card
+    assert f"{100 * report['eval']['top_k_accuracy'][0][0]:.1f}%" in card
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["kind"] == "drafter"
+    assert {Path(s["path"]).name for s in manifest["sources"]} == {
+        "config.json", "model.safetensors", "tokenizer.json", "data.jsonl",
+    }  # fmt: skip
+    for entry in manifest["outputs"]:
+        assert hashlib.sha256((out / entry["path"]).read_bytes()).hexdigest() == entry["sha256"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter"]
+
+
+def test_one_sample_is_learned_by_heart(run_train: Any, target_dir: Path, tmp_path: Path) -> None:
+    data = tmp_path / "one.jsonl"
+    words = "if (x==y): return [3*z, 'ab', 7-q] # done"
+    data.write_text(json.dumps({"text": words}) + "\n")
+    done = run_train(
+        "--model-dir", target_dir, "--data", data, "--output-dir", tmp_path / "out", *BASIC,
+        "--batch-size", 1, "--max-steps", 150, "--learning-rate", "0.01", "--json",
+        "--model-max-length", 64, "--logging-steps", 50, "--redrafter-num-layers", 1,
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    assert "the evaluation is on the training data" in done.err
+    evaluation = json.loads(done.out)["eval"]
+    assert evaluation["loss"] < 0.1
+    assert [row[0] for row in evaluation["top_k_accuracy"]] == [1.0] * 5
+    assert evaluation["chain_length"] == 6.0
+
+
+def test_learning_beats_guessing_on_held_out_rows(
+    run_train: Any, inputs: Any, data_file: Path, tmp_path: Path
+) -> None:
+    done = run_train(
+        *inputs, "--output-dir", tmp_path / "out", "--max-steps", 120, "--learning-rate", "0.01",
+        "--eval-steps", 20, "--logging-steps", 60, "--no-redrafter-rnn", "--save-dtype",
+        "bfloat16", "--redrafter-exit-dim", 48, "--redrafter-predict-n-tokens", 3, "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    log = [json.loads(t) for t in (tmp_path / "out/training_log.jsonl").read_text().splitlines()]
+    first, *_, last = [line["eval"] for line in log if "eval" in line]
+    assert last["loss"] < first["loss"] - 1
+    assert last["top_k_accuracy"][0][0] > 0.8
+    assert last["chain_length"] > 2
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["exit_dim"], config["rnn"], config["dtype"]) == (48, False, "bfloat16")
+    weights = read_weights(tmp_path / "out")
+    assert {str(t.dtype) for t in weights.values()} == {"torch.bfloat16"}
+    assert "input_proj.weight" in weights
+    assert "rnn_u.weight" not in weights
+
+
+def test_a_killed_training_resumes_to_the_same_bytes(
+    run_train: Any, inputs: Any, tmp_path: Path
+) -> None:
+    options = (
+        *inputs, "--max-steps", 150, "--save-steps", 5, "--logging-steps", 5,
+        "--gradient-accumulation-steps", 2,
+    )  # fmt: skip
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run_train(*options, "--output-dir", whole).status == 0
+
+    arguments = [str(a) for a in (*options, "--output-dir", killed)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, *arguments], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 25/"):
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    process.stderr.close()
+    assert process.wait() == -signal.SIGKILL
+    state = tmp_path / ".killed.training"
+    assert (state / "checkpoint.pt").is_file()
+    assert not killed.exists()
+
+    refused = run_train(*options, "--output-dir", killed)
+    assert refused.status == 1
+    assert refused.last_lines == [
+        f"error: an unfinished training is in {state}",
+        "hint: continue it with --resume, or start anew with --force",
+    ]
+    changed = run_train(*options, "--output-dir", killed, "--resume", "--learning-rate", "0.002")
+    assert changed.status == 1
+    assert "--learning-rate is 0.002, was 0.001" in changed.last_lines[0]
+
+    resumed = run_train(*options, "--output-dir", killed, "--resume", "--save-steps", 40)
+    assert resumed.status == 0, resumed.err
+    assert "resumed at step 2" in resumed.err
+    for name in ("model.safetensors", "config.json"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    steps = [
+        [json.loads(t)["step"] for t in (f / "training_log.jsonl").read_text().splitlines()]
+        for f in (whole, killed)
+    ]
+    assert steps[0] == steps[1]
+    assert not state.exists()
+
+
+def test_a_damaged_checkpoint_is_refused_and_force_starts_anew(
+    run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specdec.train import loop
+
+    def stop(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    options = (*inputs, "--output-dir", tmp_path / "out", "--max-steps", 4, "--save-steps", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Loop, "_report_evaluation", stop)
+        assert run_train(*options).status == 130
+    checkpoint = tmp_path / ".out.training" / "checkpoint.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-2000])
+    damaged = run_train(*options, "--resume")
+    assert damaged.status == 1
+    assert damaged.last_lines == [
+        f"error: {checkpoint} is damaged",
+        "hint: start anew with --force",
+    ]
+    assert run_train(*options, "--force").status == 0
+    existing = run_train(*options)
+    assert existing.status == 1
+    assert "exists and is not empty" in existing.last_lines[0]
+
+
+def test_resuming_nothing_starts_a_training(run_train: Any, inputs: Any, tmp_path: Path) -> None:
+    done = run_train(*inputs, "--output-dir", tmp_path / "out", "--max-steps", 1, "--resume")
+    assert done.status == 0
+    assert "nothing to resume" in done.err
+
+
+def test_a_loss_that_is_not_finite_stops_the_training(
+    run_train: Any, inputs: Any, tmp_path: Path
+) -> None:
+    done = run_train(
+        *inputs, "--output-dir", tmp_path / "out", "--max-steps", 40, "--learning-rate", "1e30"
+    )
+    assert done.status == 1
+    assert "error: the loss is " in done.last_lines[0]
+    assert " at step " in done.last_lines[0]
+    assert done.last_lines[1].startswith("hint: lower --learning-rate")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        (("--model-dir", "/no/where"), 1, "/no/where does not exist"),
+        (("--model-dir", "{tmp}"), 1, "{tmp} has no config.json"),
+        (("--data", "/no/where.jsonl"), 1, "--data /no/where.jsonl does not exist"),
+        (("--eval-data", "/no/where.txt"), 1, "--eval-data /no/where.txt does not exist"),
+        (("--model-max-length", "65"), 1, "--model-max-length 65 is more than the 64 positions"),
+        (("--max-steps", "3", "--num-epochs", "1"), 2, "both --max-steps and --num-epochs"),
+        (("--num-epochs", "0"), 2, "--num-epochs is 0"),
+        (("--learning-rate", "nan"), 2, "--learning-rate: expected at least 0"),
+        (("--warmup-ratio", "1.5"), 2, "--warmup-ratio is 1.5"),
+        (("--method", "meduza"), 2, "meduza"),
+        (("--max-step", "3"), 2, "--max-step"),
+    ],
+)
+def test_mistakes_are_named(
+    run_train: Any, inputs: Any, tmp_path: Path, changes: tuple[str, ...], status: int, words: str
+) -> None:
+    changes = tuple(c.format(tmp=tmp_path) for c in changes)
+    done = run_train(*inputs, "--output-dir", tmp_path / "out", *changes)
+    assert done.status == status, done.err
+    assert done.last_lines[0].startswith("error: ")
+    assert words.format(tmp=tmp_path) in done.last_lines[0]
+    assert done.last_lines[1].startswith("hint: ")
+    assert done.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_missing_is_named(run_train: Any) -> None:
+    done = run_train()
+    assert done.status == 2
+    assert done.last_lines[0] == "error: missing --model-dir, --data, --output-dir"
+
+
+def test_a_tokenizer_with_too_many_tokens_is_refused(
+    run_train: Any, inputs: Any, target_dir: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(target_dir, folder)
+    document = json.loads((folder / "tokenizer.json").read_text())
+    vocab = document["model"]["vocab"]
+    vocab.update({f"word{i}": len(vocab) + i for i in range(40)})
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    done = run_train(*inputs, "--model-dir", folder, "--output-dir", tmp_path / "out")
+    assert done.status == 1
+    assert f"the tokenizer has {len(vocab)} tokens, the target's vocabulary only 320" in done.err
+
+
+def test_two_processes_learn_what_one_does(
+    run_train: Any, inputs: Any, target_dir: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    options = ("--max-steps", 8, "--save-steps", 3, "--json")
+    one = run_train(*inputs, "--output-dir", tmp_path / "one", "--batch-size", 4, *options)
+    assert one.status == 0, one.err
+    script = tmp_path / "main.py"
+    script.write_text(MAIN)
+    arguments = [str(a) for a in (*inputs, "--output-dir", tmp_path / "two", *options)]
+    began = time.monotonic()
+    two = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+            "--master-port", "0", str(script), *arguments,
+        ],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert two.returncode == 0, (time.monotonic() - began, two.stderr)
+    assert two.stdout.count("\n") == 1
+    reports = json.loads(one.out), json.loads(two.stdout)
+    assert reports[0]["tokens"] == reports[1]["tokens"]
+    assert reports[0]["eval"]["num_labels"] == reports[1]["eval"]["num_labels"]
+    assert abs(reports[0]["eval"]["loss"] - reports[1]["eval"]["loss"]) < 1e-3
+    weights = read_weights(tmp_path / "one"), read_weights(tmp_path / "two")
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,267 @@
+"""Data files -> rows of tokens and the mask of their labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from specdec.errors import SpecDecError
+from specdec.train import chat
+from specdec.train.data import (
+    Rows,
+    check_data_file,
+    choose_heldout_lines,
+    choose_rows,
+    prepare_rows,
+    read_rows,
+)
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Like several real ones: the reasoning of earlier answers is dropped.
+FORGETFUL = (
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('#')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TURNS = [
+    {"role": "user", "content": "add 1 and 2"},
+    {"role": "assistant", "content": "it is 3"},
+    {"role": "user", "content": "it is 3"},
+    {"role": "assistant", "content": "yes, 3\n"},
+]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def write_lines(*rows: Any, name: str = "data.jsonl") -> Path:
+        path = tmp_path / name
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    return write_lines
+
+
+@pytest.fixture
+def with_template(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], Any]:
+    def set_template(template: str | None) -> Any:
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        return tokenizer
+
+    return set_template
+
+
+def get_rows(rows: Rows) -> list[list[int]]:
+    return [part.tolist() for part in np.split(rows.tokens, rows.bounds[1:-1])]
+
+
+def get_labels(rows: Rows, tokenizer: Any) -> list[str]:
+    """The label tokens of each row, as text."""
+    pairs = zip(
+        np.split(rows.tokens, rows.bounds[1:-1]),
+        np.split(rows.mask, rows.bounds[1:-1]),
+        strict=True,
+    )
+    return [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in pairs]
+
+
+def test_texts_are_packed_with_end_tokens_between(write: Any, tokenizer: Any) -> None:
+    texts = ["def one", "print(2)", "for x in y"]
+    rows, heldout = read_rows(write(*({"text": t, "other": 1} for t in texts)), tokenizer, 8)
+    stream = [tokenizer.eos_token_id]
+    for text in texts:
+        stream += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    packed = get_rows(rows)
+    assert [len(row) for row in packed[:-1]] == [8] * (len(packed) - 1)
+    assert sum(packed, []) == stream[: len(packed[-1]) + 8 * (len(packed) - 1)]
+    assert len(stream) - len(rows.tokens) < 3
+    assert rows.mask.all()
+    assert len(heldout) == 0
+
+
+def test_a_text_file_is_one_document(write: Any, tokenizer: Any) -> None:
+    path = write("first line", "", "third line", name="data.txt")
+    rows, _ = read_rows(path, tokenizer, 1000)
+    assert tokenizer.decode(get_rows(rows)[0]) == f"<eos>{path.read_text()}<eos>"
+
+
+@pytest.mark.parametrize("style", ["messages", "conversations", "from-value", "parts"])
+def test_only_the_assistant_is_learned(write: Any, with_template: Any, style: str) -> None:
+    tokenizer = with_template(CHATML)
+    names = {"user": "human", "assistant": "gpt"}
+    row: dict[str, Any] = {"messages": TURNS}
+    if style == "conversations":
+        row = {"conversations": TURNS, "id": 7}
+    elif style == "from-value":
+        turns = [{"from": names[t["role"]], "value": t["content"]} for t in TURNS]
+        row = {"conversations": turns}
+    elif style == "parts":
+        parts = [
+            {**t, "content": [{"type": "text", "text": t["content"]}]} for t in TURNS
+        ]
+        row = {"messages": parts}
+    rows, _ = read_rows(write(row), tokenizer, 1000)
+    # The same words from the user are not labels; the token that ends a turn is one.
+    assert get_labels(rows, tokenizer) == ["it is 3<|im_end|>yes, 3\n<|im_end|>"]
+    text = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert tokenizer.decode(get_rows(rows)[0]) == text
+
+
+def test_a_template_that_rewrites_history_gives_a_row_per_answer(
+    write: Any, with_template: Any
+) -> None:
+    tokenizer = with_template(FORGETFUL)
+    turns = [dict(t) for t in TURNS]
+    turns[1]["content"] = "think#three"
+    rows, _ = read_rows(write({"messages": turns}), tokenizer, 1000)
+    assert get_labels(rows, tokenizer) == ["think#three</s>", "yes, 3\n</s>"]
+    assert "think" not in tokenizer.decode(get_rows(rows)[1])
+
+
+def test_without_a_template_the_plain_one_is_used(write: Any, with_template: Any) -> None:
+    tokenizer = with_template(None)
+    turns = [{"role": "system", "content": "Be brief."}, *TURNS[:2]]
+    rows, _ = read_rows(write({"messages": turns}), tokenizer, 1000)
+    text = "Be brief. USER: add 1 and 2 ASSISTANT: it is 3<eos>"
+    assert tokenizer.decode(get_rows(rows)[0]) == text
+    assert get_labels(rows, tokenizer) == [" it is 3<eos>"]
+
+
+def test_an_emoji_of_several_tokens_is_learned_whole(write: Any, with_template: Any) -> None:
+    tokenizer = with_template(CHATML)
+    turns = [{"role": "user", "content": "🙂"}, {"role": "assistant", "content": "🙃é"}]
+    rows, _ = read_rows(write({"messages": turns}), tokenizer, 1000)
+    assert get_labels(rows, tokenizer) == ["🙃é<|im_end|>"]
+
+
+def test_long_conversations_are_cut_and_empty_ones_left_out(
+    write: Any, with_template: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = with_template(CHATML)
+    only_user = {"messages": TURNS[:1]}
+    late = {"messages": [{"role": "user", "content": "x " * 60}, TURNS[1]]}
+    long = {"messages": [TURNS[0], {"role": "assistant", "content": "y " * 60}]}
+    path = write(only_user, {"messages": []}, late, long)
+    import logging
+
+    logging.getLogger("specdec").propagate = True
+    rows, _ = read_rows(path, tokenizer, 80)
+    assert [len(row) for row in get_rows(rows)] == [80]
+    assert rows.mask.any()
+    assert "3 conversations" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2 cannot be used: Expecting property name"),
+        ("[1]", "line 2 cannot be used: it is a list, not an object"),
+        ('{"path": "x", "body": "y"}', "none of the keys text, messages or conversations, only"),
+        ('{"text": 3}', "text is a int"),
+        ('{"messages": "hello"}', "messages is a str, not a list of turns"),
+        ('{"messages": ["hello"]}', "turn 1 is a str"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "turn 1 has role 'robot'"),
+        ('{"messages": [{"role": "user"}]}', "turn 1 has no text"),
+    ],
+)
+def test_a_bad_line_is_named(write: Any, tokenizer: Any, line: str, words: str) -> None:
+    path = write({"text": "fine"}, line)
+    with pytest.raises(SpecDecError) as error:
+        read_rows(path, tokenizer, 100)
+    assert f"{path} line 2" in error.value.message
+    assert words in error.value.message
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n{"text": "\xff"}\n')
+    with pytest.raises(SpecDecError, match="line 3 is not UTF-8"):
+        read_rows(path, tokenizer, 100)
+
+
+def test_what_a_template_refuses_is_named(write: Any, with_template: Any) -> None:
+    tokenizer = with_template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(SpecDecError, match="line 1 .*template refuses it: roles must alternate"):
+        read_rows(write({"messages": TURNS}), tokenizer, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", "[]", "neither .txt nor .jsonl"),
+        ("a.jsonl", "", "is empty"),
+        ("a.jsonl", None, "does not exist"),
+    ],
+)
+def test_unusable_files_are_refused(
+    tmp_path: Path, name: str, content: str | None, words: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(SpecDecError, match=words):
+        check_data_file(tmp_path / name, "--data")
+
+
+def test_about_two_percent_are_held_out_and_none_is_in_both(write: Any, tokenizer: Any) -> None:
+    path = write(*({"text": f"text number {i}"} for i in range(2000)))
+    chosen = choose_heldout_lines(path)
+    assert 20 <= len(chosen) <= 65
+    train, heldout = prepare_rows(path, None, tokenizer, 32)
+    both, _ = read_rows(path, tokenizer, 32)
+    total = len(both.tokens) + 1  # two streams, two opening end tokens
+    assert abs(len(train.tokens) + len(heldout.tokens) - total) < 6
+    text = tokenizer.decode(heldout.tokens.tolist())
+    assert all(f"text number {number - 1}<eos>" in text for number in list(chosen)[:-1])
+
+
+def test_a_single_document_gives_its_end_away(write: Any, tokenizer: Any) -> None:
+    path = write("word " * 600, name="data.txt")
+    whole, _ = read_rows(path, tokenizer, 16)
+    train, heldout = prepare_rows(path, None, tokenizer, 16)
+    assert len(heldout) == max(1, round(0.02 * len(whole)))
+    assert get_rows(train) + get_rows(heldout) == get_rows(whole)
+
+
+def test_data_without_labels_is_refused(write: Any, tokenizer: Any) -> None:
+    with pytest.raises(SpecDecError, match="no row to learn from"):
+        prepare_rows(write({"messages": TURNS[:1]}), None, tokenizer, 32)
+
+
+def test_every_epoch_visits_every_row_in_a_new_order() -> None:
+    epochs = [choose_rows(10, 5, 10 * e, 10) for e in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    pieces = sum((choose_rows(10, 5, start, 4) for start in range(0, 28, 4)), [])
+    assert pieces == sum(epochs, [])[:28]
+    assert choose_rows(10, 6, 0, 10) != epochs[0]
+    assert choose_rows(3, 0, 2, 7)[1:] == choose_rows(3, 0, 3, 6)
+
+
+def test_batches_are_padded_at_the_end_without_labels(write: Any, tokenizer: Any) -> None:
+    rows, _ = read_rows(write({"text": "some words to pack"}), tokenizer, 4)
+    tokens, mask = rows.make_batch([len(rows) - 1, 0])
+    last = get_rows(rows)[-1]
+    assert tokens.shape == (2, 4)
+    assert tokens[0].tolist() == last + [0] * (4 - len(last))
+    assert mask[0].tolist() == [True] * len(last) + [False] * (4 - len(last))
+
+
+def test_rows_survive_saving(tmp_path: Path, write: Any, tokenizer: Any) -> None:
+    rows, _ = read_rows(write({"text": "some words to pack"}), tokenizer, 4)
+    rows.save(tmp_path, "x")
+    again = Rows.load(tmp_path, "x")
+    assert get_rows(again) == get_rows(rows)
+    assert again.mask.tolist() == rows.mask.tolist()
+
+
+def test_tokens_are_marked_by_where_they_start() -> None:
+    offsets = [(0, 2), (2, 5), (5, 5), (5, 8), (8, 9)]
+    assert chat.mask_tokens(offsets, [(2, 4), (7, 9)]).tolist() == [False, True, False, False, True]

@@ -1,0 +1,26 @@
+"""`specdec-train`: data and a Hugging Face target -> a drafter folder."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from specdec.command import run_command, stage_command
+
+from .settings import TrainSettings
+
+
+@stage_command("train", TrainSettings)
+def command(settings: TrainSettings) -> None:
+    """Train a drafter for a target, which stays as it is."""
+    from .pipeline import train_drafter
+
+    report = train_drafter(settings)
+    if settings.json and report is not None:
+        click.echo(json.dumps(report))
+
+
+def main() -> None:
+    """Entry point of `specdec-train`."""
+    run_command(command)

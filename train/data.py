@@ -1,0 +1,263 @@
+"""Training data: files of text or conversations -> rows of tokens with a mask of the labels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.errors import SpecDecError
+from specdec.logs import get_logger
+
+from .chat import mask_tokens, parse_messages, render_conversation
+
+HELDOUT_PART = 0.02
+MIN_ROW_TOKENS = 3  # the first label of a row is its third token
+TOKENIZER_BATCH = 64
+KEYS = "text, messages or conversations"
+
+logger = get_logger(__name__)
+Array = npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of different lengths, one after another in flat arrays."""
+
+    tokens: Array  # [sum of lengths] uint16 or int32
+    mask: Array  # [sum of lengths] bool: may this token be a label?
+    bounds: Array  # [num_rows + 1] int64: row r is tokens[bounds[r]:bounds[r + 1]]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def take(self, start: int, stop: int) -> Rows:
+        """Return the rows from `start` to before `stop`."""
+        low, high = self.bounds[start], self.bounds[stop]
+        bounds = self.bounds[start : stop + 1] - low
+        return Rows(self.tokens[low:high], self.mask[low:high], bounds)
+
+    def make_batch(self, indices: list[int]) -> tuple[Array, Array]:
+        """Pad the given rows at their ends -> tokens int64, mask bool, both [B, longest]."""
+        lengths = [int(self.bounds[i + 1] - self.bounds[i]) for i in indices]
+        tokens = np.zeros((len(indices), max(lengths)), np.int64)
+        mask = np.zeros(tokens.shape, bool)
+        for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
+            start = self.bounds[index]
+            tokens[row, :length] = self.tokens[start : start + length]
+            mask[row, :length] = self.mask[start : start + length]
+        return tokens, mask
+
+    def save(self, folder: Path, name: str) -> None:
+        """Write the arrays into `folder`."""
+        for field in dataclasses.fields(self):
+            np.save(folder / f"{name}.{field.name}.npy", getattr(self, field.name))
+
+    @staticmethod
+    def load(folder: Path, name: str) -> Rows:
+        """Map the arrays that `save` wrote."""
+        return Rows(
+            *(
+                np.load(folder / f"{name}.{f.name}.npy", mmap_mode="r", allow_pickle=False)
+                for f in dataclasses.fields(Rows)
+            )
+        )
+
+
+class RowBuilder:
+    """Collects documents and conversations into rows of at most `max_length` tokens."""
+
+    def __init__(self, tokenizer: Any, max_length: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
+        self.num_unusable = 0
+        self._texts: list[str] = []
+        end = tokenizer.eos_token_id
+        # The stream of documents begins with an end token, as every later document sees one.
+        self._stream: list[Array] = [np.asarray([] if end is None else [end], self.dtype)]
+        self._chats: list[tuple[Array, Array]] = []
+
+    def add_text(self, text: str) -> None:
+        """Add a document; all its tokens are labels."""
+        self._texts.append(text)
+        if len(self._texts) >= TOKENIZER_BATCH:
+            self._tokenize_texts()
+
+    def _tokenize_texts(self) -> None:
+        if not self._texts:
+            return
+        end = self.tokenizer.eos_token_id
+        for ids in self.tokenizer(self._texts, verbose=False)["input_ids"]:
+            closing = [] if end is None or ids[-1:] == [end] else [end]
+            self._stream.append(np.asarray([*ids, *closing], self.dtype))
+        self._texts.clear()
+
+    def add_conversation(self, messages: list[dict[str, str]]) -> None:
+        """Add a conversation; the assistant's tokens are labels. What is too long is cut."""
+        rendered = render_conversation(self.tokenizer, messages)
+        usable = False
+        for text, spans in ((r.text, r.spans) for r in rendered):
+            encoded = self.tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            mask = mask_tokens(encoded["offset_mapping"], spans)[: self.max_length]
+            if mask[2:].any():
+                ids = np.asarray(encoded["input_ids"][: self.max_length], self.dtype)
+                self._chats.append((ids, mask))
+                usable = True
+        self.num_unusable += not usable
+
+    def finish(self) -> Rows:
+        """Cut the stream of documents into full rows and a last shorter one; add conversations."""
+        self._tokenize_texts()
+        stream = np.concatenate(self._stream)
+        lengths = [self.max_length] * (len(stream) // self.max_length)
+        if len(stream) % self.max_length >= MIN_ROW_TOKENS:
+            lengths.append(len(stream) % self.max_length)
+        stream = stream[: sum(lengths)]
+        lengths += [len(ids) for ids, _ in self._chats]
+        return Rows(
+            tokens=np.concatenate([stream, *(ids for ids, _ in self._chats)]),
+            mask=np.concatenate([np.ones(len(stream), bool), *(mask for _, mask in self._chats)]),
+            bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        )
+
+
+def check_data_file(path: Path, flag: str) -> None:
+    """Raise SpecDecError for a data file that is absent, empty or of another kind."""
+    if path.suffix not in (".txt", ".jsonl"):
+        raise SpecDecError(
+            f"{flag} {path} is neither .txt nor .jsonl",
+            "`jq -c '.[]' FILE.json > FILE.jsonl` turns a JSON list into one object a line",
+        )
+    if not path.is_file():
+        raise SpecDecError(f"{flag} {path} does not exist", "check the path")
+    if path.stat().st_size == 0:
+        raise SpecDecError(f"{flag} {path} is empty", "give a file with text or conversations")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that hold something, with their numbers; of a .txt file, all of it as one."""
+    if path.suffix == ".txt":
+        yield 1, path.read_bytes()
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                yield number, line
+
+
+def read_rows(
+    path: Path, tokenizer: Any, max_length: int, heldout_lines: frozenset[int] = frozenset()
+) -> tuple[Rows, Rows]:
+    """Tokenize a data file -> (rows, rows of the lines in `heldout_lines`)."""
+    builders = RowBuilder(tokenizer, max_length), RowBuilder(tokenizer, max_length)
+    for number, line in read_lines(path):
+        try:
+            _add_line(builders[number in heldout_lines], line, is_text=path.suffix == ".txt")
+        except UnicodeDecodeError as error:
+            raise _bad_line(path, number, f"is not UTF-8 ({error.reason})") from None
+        except RecursionError:
+            raise _bad_line(path, number, "is nested too deeply") from None
+        except ValueError as error:
+            raise _bad_line(path, number, f"cannot be used: {error}") from None
+    num_unusable = sum(b.num_unusable for b in builders)
+    if num_unusable:
+        logger.warning(
+            "%s: %d conversations have no assistant's turn within %d tokens; they are left out",
+            path, num_unusable, max_length,
+        )  # fmt: skip
+    return builders[0].finish(), builders[1].finish()
+
+
+def _bad_line(path: Path, number: int, what: str) -> SpecDecError:
+    return SpecDecError(
+        f"{path} line {number} {what}", f"write one JSON object a line, with the key {KEYS}"
+    )
+
+
+def _add_line(builder: RowBuilder, line: bytes, *, is_text: bool) -> None:
+    text = line.decode("utf-8")
+    if is_text:
+        builder.add_text(text)
+        return
+    row = json.loads(text)
+    if not isinstance(row, dict):
+        raise ValueError(f"it is a {type(row).__name__}, not an object")
+    if "messages" in row or "conversations" in row:
+        builder.add_conversation(parse_messages(row))
+    elif isinstance(row.get("text"), str):
+        builder.add_text(row["text"])
+    elif "text" in row:
+        raise ValueError(f"text is a {type(row['text']).__name__}")
+    else:
+        raise ValueError(f"it has none of the keys {KEYS}, only {', '.join(row) or 'none at all'}")
+
+
+def choose_heldout_lines(path: Path) -> frozenset[int]:
+    """Choose about 2% of the lines by their hashes; at least one, unless there is but one."""
+    hashes = {
+        number: int.from_bytes(hashlib.sha256(line).digest()[:8], "big")
+        for number, line in read_lines(path)
+    }
+    chosen = {number for number, value in hashes.items() if value < HELDOUT_PART * 2**64}
+    if len(hashes) < 2 or len(chosen) == len(hashes):
+        return frozenset()
+    return frozenset(chosen or {min(hashes, key=lambda number: hashes[number])})
+
+
+def prepare_rows(
+    data: Path, eval_data: Path | None, tokenizer: Any, max_length: int
+) -> tuple[Rows, Rows]:
+    """Tokenize the data -> (training rows, held-out rows)."""
+    if eval_data is not None:
+        train, _ = read_rows(data, tokenizer, max_length)
+        heldout, _ = read_rows(eval_data, tokenizer, max_length)
+        _require_rows(heldout, eval_data)
+    else:
+        train, heldout = read_rows(data, tokenizer, max_length, choose_heldout_lines(data))
+        if len(heldout):
+            logger.info("no --eval-data: %d rows of %s are held out", len(heldout), data)
+        elif len(train) > 1:
+            kept = len(train) - max(1, round(HELDOUT_PART * len(train)))
+            train, heldout = train.take(0, kept), train.take(kept, len(train))
+            logger.info("no --eval-data: the last %d rows of %s are held out", len(heldout), data)
+        else:
+            heldout = train
+            logger.warning("%s makes one row only: the evaluation is on the training data", data)
+    _require_rows(train, data)
+    return train, heldout
+
+
+def _require_rows(rows: Rows, path: Path) -> None:
+    if not len(rows):
+        raise SpecDecError(
+            f"{path} has no row to learn from",
+            f"give at least {MIN_ROW_TOKENS} tokens of text, or conversations with an assistant",
+        )
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffle(num_rows: int, seed: int, epoch: int) -> Array:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+def choose_rows(num_rows: int, seed: int, start: int, count: int) -> list[int]:
+    """Return rows `start` to `start + count` of the endless order that reshuffles every epoch."""
+    chosen: list[int] = []
+    while count > 0:
+        epoch, offset = divmod(start, num_rows)
+        part = _shuffle(num_rows, seed, epoch)[offset : offset + count]
+        chosen += [int(i) for i in part]
+        start, count = start + len(part), count - len(part)
+    return chosen

@@ -1,0 +1,249 @@
+"""The training loop: batches, losses, evaluation, progress. Knows no method and no file format."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecDecError
+from specdec.logs import get_logger
+
+from .data import Rows, choose_rows
+from .loss import Measures
+from .methods.base import Drafter
+from .settings import TrainSettings
+from .target import Target
+
+logger = get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """Where the loop reports to; they do nothing on other processes than the main one."""
+
+    log: Callable[[dict[str, Any]], None]
+    save: Callable[[dict[str, Any]], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a training came to."""
+
+    num_steps: int
+    num_tokens: int
+    evaluation: dict[str, Any]
+
+
+class Loop:
+    """One training. `accelerator` spreads it over the devices it was launched on."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        accelerator: Any,
+        target: Target,
+        drafter: Drafter,
+        train: Rows,
+        heldout: Rows,
+        hooks: Hooks,
+    ) -> None:
+        self.settings = settings
+        self.accelerator = accelerator
+        self.target = target
+        self.drafter = drafter
+        self.train_rows = train
+        self.heldout_rows = heldout
+        self.hooks = hooks
+        optimizer = torch.optim.AdamW(
+            drafter.parameters(),
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+        )
+        self.model, self.optimizer = accelerator.prepare(drafter, optimizer)
+        self.rows_per_step = (
+            settings.batch_size * settings.gradient_accumulation_steps * accelerator.num_processes
+        )
+        self.num_steps = count_steps(settings, len(train), self.rows_per_step)
+        self.step = 0
+        self.num_tokens = 0
+
+    def restore(self, checkpoint: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.drafter.load_state_dict(checkpoint["drafter"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.step = int(checkpoint["step"])
+        self.num_tokens = int(checkpoint["num_tokens"])
+
+    def _make_checkpoint(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "drafter": self.drafter.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def run(self) -> Outcome:
+        """Train to the last step and evaluate."""
+        settings = self.settings
+        recent: list[float] = []
+        began, tokens_then = time.monotonic(), self.num_tokens
+        start_step = self.step
+        while self.step < self.num_steps:
+            step = self.step + 1
+            is_last = step == self.num_steps
+            logs_now = step % settings.logging_steps == 0 or is_last or step == 1
+            measures = self._take_step(step, measure=logs_now)
+            recent.append(measures.summarize()["loss"])
+            self.step = step
+            if logs_now:
+                now = time.monotonic()
+                line = {
+                    "step": step,
+                    "tokens": self.num_tokens,
+                    "learning_rate": compute_learning_rate(settings, step - 1, self.num_steps),
+                    "mean_loss": round(sum(recent) / len(recent), 4),
+                    **measures.summarize(),
+                    "tokens_per_second": round((self.num_tokens - tokens_then) / (now - began)),
+                }
+                self.hooks.log(line)
+                self._show(line, (now - began) / len(recent), is_start=step == start_step + 1)
+                recent.clear()
+                began, tokens_then = now, self.num_tokens
+            if settings.eval_steps and step % settings.eval_steps == 0 and not is_last:
+                self._report_evaluation()
+                began, tokens_then = time.monotonic(), self.num_tokens
+                recent.clear()
+            if settings.save_steps and step % settings.save_steps == 0 and not is_last:
+                self.hooks.save(self._make_checkpoint())
+                self.accelerator.wait_for_everyone()
+        return Outcome(self.num_steps, self.num_tokens, self._report_evaluation())
+
+    def _take_step(self, step: int, *, measure: bool) -> Measures:
+        """Do one optimizer step over `rows_per_step` rows."""
+        settings, accelerator = self.settings, self.accelerator
+        batches = [
+            self._load_batch(step - 1, i) for i in range(settings.gradient_accumulation_steps)
+        ]
+        counts = torch.stack([self.drafter.count_labels(mask) for _, mask, _ in batches]).sum(0)
+        num_tokens = counts.new_tensor([sum(count for _, _, count in batches)])
+        totals = accelerator.reduce(torch.cat([counts, num_tokens]), reduction="sum")
+        # The processes' gradients will be averaged, but their losses have to be added up.
+        num_labels = totals[:-1].float() / accelerator.num_processes
+        self.num_tokens += int(totals[-1])
+        sums: Tensor | float = 0.0
+        for i, (tokens, mask, _) in enumerate(batches):
+            features = self.target.read(tokens)
+            is_last = i == len(batches) - 1
+            with contextlib.nullcontext() if is_last else accelerator.no_sync(self.model):
+                loss, packed = self.model(features, mask, num_labels, measure)
+                accelerator.backward(loss)
+            sums = sums + packed.detach()
+        measures = Measures.unpack(
+            accelerator.reduce(sums, reduction="sum"), self.drafter.num_positions
+        )
+        if not math.isfinite(float(measures.loss.sum())):
+            self._refuse_to_continue(step, float(measures.loss.sum()))
+        if settings.max_grad_norm:
+            accelerator.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = compute_learning_rate(settings, step - 1, self.num_steps)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return measures
+
+    def _refuse_to_continue(self, step: int, loss: float) -> None:
+        raise SpecDecError(
+            f"the loss is {loss} at step {step}",
+            "lower --learning-rate or raise --warmup-ratio; with --dtype float32 the target's own"
+            " overflow can be told apart",
+        )
+
+    def _load_batch(self, step: int, part: int) -> tuple[Tensor, Tensor, int]:
+        """Return this process's tokens and mask [B, T] of a part of a step, and its token count."""
+        size = self.settings.batch_size
+        start = step * self.rows_per_step + part * size * self.accelerator.num_processes
+        start += size * self.accelerator.process_index
+        rows = choose_rows(len(self.train_rows), self.settings.seed, start, size)
+        return self._to_device(self.train_rows, rows)
+
+    def _to_device(self, rows: Rows, indices: list[int]) -> tuple[Tensor, Tensor, int]:
+        tokens, mask = rows.make_batch(indices)
+        num = sum(int(rows.bounds[i + 1] - rows.bounds[i]) for i in indices)
+        device = self.accelerator.device
+        return torch.from_numpy(tokens).to(device), torch.from_numpy(mask).to(device), num
+
+    def evaluate(self) -> dict[str, Any]:
+        """Measure loss and accuracies on the held-out rows, shared among the processes."""
+        num_rows = len(self.heldout_rows)
+        wanted = min(self.settings.eval_rows, num_rows)
+        chosen = [i * num_rows // wanted for i in range(wanted)]
+        mine = chosen[self.accelerator.process_index :: self.accelerator.num_processes]
+        size = self.settings.batch_size
+        ones = torch.ones(self.drafter.num_positions, device=self.accelerator.device)
+        sums: Tensor | float = 0.0
+        self.model.eval()
+        with torch.no_grad():
+            for start in range(0, len(mine), size):
+                tokens, mask, _ = self._to_device(self.heldout_rows, mine[start : start + size])
+                sums = sums + self.model(self.target.read(tokens), mask, ones, True)[1]
+        self.model.train()
+        total = self.accelerator.reduce(sums, reduction="sum")
+        return Measures.unpack(total, self.drafter.num_positions).summarize() | {"rows": wanted}
+
+    def _report_evaluation(self) -> dict[str, Any]:
+        evaluation = self.evaluate()
+        self.hooks.log({"step": self.step, "tokens": self.num_tokens, "eval": evaluation})
+        logger.info(
+            "step %d held out: loss %.3f  top-1 %s  top-5 %s  chain %.2f",
+            self.step, evaluation["loss"], *_format_accuracies(evaluation),
+            evaluation["chain_length"],
+        )  # fmt: skip
+        return evaluation
+
+    def _show(self, line: dict[str, Any], seconds_per_step: float, *, is_start: bool) -> None:
+        # The first step warms things up and says nothing about the time that is left.
+        left = (
+            ""
+            if is_start
+            else f"  {_format_time((self.num_steps - self.step) * seconds_per_step)} left"
+        )
+        logger.info(
+            "step %d/%d  loss %.3f  top-1 %s  lr %.2e  %d tokens/s%s",
+            line["step"], self.num_steps, line["mean_loss"], _format_accuracies(line)[0],
+            line["learning_rate"], line["tokens_per_second"], left,
+        )  # fmt: skip
+
+
+def _format_accuracies(measured: Mapping[str, Any]) -> tuple[str, str]:
+    """Format the top-1 and the top-K accuracies of each position, in percent."""
+    rows = measured["top_k_accuracy"]
+    return tuple(" ".join(f"{100 * row[k]:.1f}" for row in rows) for k in (0, -1))  # type: ignore[return-value]
+
+
+def _format_time(seconds: float) -> str:
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else "< 1 min"
+
+
+def count_steps(settings: TrainSettings, num_rows: int, rows_per_step: int) -> int:
+    """Optimizer steps of the whole training."""
+    if settings.max_steps is not None:
+        return settings.max_steps
+    num_epochs = 2.0 if settings.num_epochs is None else settings.num_epochs
+    return max(1, math.ceil(num_epochs * num_rows / rows_per_step))
+
+
+def compute_learning_rate(settings: TrainSettings, step: int, num_steps: int) -> float:
+    """Linear warm-up, then half a cosine down to zero. The first step is 0."""
+    num_warmup = round(settings.warmup_ratio * num_steps)
+    if step < num_warmup:
+        return settings.learning_rate * (step + 1) / num_warmup
+    done = (step - num_warmup) / max(1, num_steps - num_warmup)
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * done))

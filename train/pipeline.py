@@ -1,0 +1,229 @@
+"""Training, in order: check, load the target, tokenize, train, write the drafter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecDecError, UsageError
+from specdec.logs import get_logger
+from specdec.settings import require
+from specdec.storage import check_output_dir, describe_file, stage_folder
+
+from .settings import TrainSettings
+
+DEFAULT_MAX_LENGTH = 2048
+
+logger = get_logger(__name__)
+
+
+def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
+    """Train a drafter as `settings` say; return the results on the main process, else None."""
+    check_settings(settings)
+    accelerator = start_accelerator(settings)
+    # torch and transformers take seconds to import: not before the cheap checks.
+    import torch
+
+    from .loop import Hooks, Loop
+    from .methods import load_method
+    from .output import write_drafter
+    from .state import TrainingState, collect_facts
+    from .target import (
+        describe_target,
+        get_stored_dtype,
+        load_config,
+        load_target,
+    )  # fmt: skip
+
+    assert settings.model_dir
+    assert settings.data
+    assert settings.output_dir
+    is_main = bool(accelerator.is_main_process)
+    dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
+    config = load_config(settings.model_dir)
+    max_length = choose_max_length(settings, config)
+    state = TrainingState(settings.output_dir)
+    with open_output(settings, is_main=is_main) as folder:
+        target_files = describe_target(settings.model_dir) if is_main else []
+        files = [f for f in (settings.data, settings.eval_data) if f]
+        data_files = [describe_file(f) for f in files] if is_main else []
+        if is_main:
+            facts = collect_facts(
+                settings,
+                dtype=dtype,
+                num_processes=accelerator.num_processes,
+                target_files=target_files,
+                data_files=data_files,
+            )
+            state.open(facts, resume=settings.resume, force=settings.force)
+        accelerator.wait_for_everyone()
+        target = load_target(settings.model_dir, config, dtype, accelerator.device)
+        train, heldout = load_rows(settings, state, target, max_length, accelerator)
+        torch.manual_seed(settings.seed)
+        method = load_method(settings.method)
+        drafter = method.build(settings, target.shape).to(accelerator.device)
+        hooks = Hooks(
+            log=state.add_log if is_main else _ignore,
+            save=state.save_checkpoint if is_main else _ignore,
+        )
+        loop = Loop(settings, accelerator, target, drafter, train, heldout, hooks)
+        checkpoint = state.load_checkpoint()
+        if checkpoint is not None:
+            loop.restore(checkpoint)
+            logger.info("resumed at step %d", loop.step)
+        if is_main:
+            state.cut_log(loop.step)
+        logger.info(
+            "%d parameters, %d rows of up to %d tokens, %d rows a step, %d steps, %s on %s",
+            sum(p.numel() for p in drafter.parameters()), len(train), max_length,
+            loop.rows_per_step, loop.num_steps, dtype, accelerator.device.type,
+        )  # fmt: skip
+        began = time.monotonic()
+        outcome = loop.run()
+        if folder is None:
+            return None
+        report = {
+            "method": settings.method,
+            "output_dir": str(settings.output_dir),
+            "steps": outcome.num_steps,
+            "tokens": outcome.num_tokens,
+            "seconds": round(time.monotonic() - began, 1),
+            "eval": outcome.evaluation,
+        }
+        save_dtype = settings.save_dtype
+        if save_dtype == "auto":
+            save_dtype = "bfloat16" if get_stored_dtype(config) == "bfloat16" else "float32"
+        write_drafter(
+            folder,
+            drafter,
+            method.describe(drafter),
+            settings=settings,
+            save_dtype=save_dtype,
+            log=state.read_log(),
+            report=report,
+            target_files=target_files,
+            data_files=data_files,
+            compute={
+                "dtype": dtype,
+                "device": accelerator.device.type,
+                "processes": accelerator.num_processes,
+                "rows_per_step": loop.rows_per_step,
+                "model_max_length": max_length,
+            },
+        )
+    state.remove()
+    logger.info("the drafter is in %s", settings.output_dir)
+    return report
+
+
+def _ignore(_: Any) -> None:
+    pass
+
+
+def check_settings(settings: TrainSettings) -> None:
+    """Raise for what can be seen to be wrong before anything is loaded."""
+    from .data import check_data_file
+
+    require(settings, "model_dir", "data", "output_dir")
+    if settings.max_steps is not None and settings.num_epochs is not None:
+        raise UsageError("both --max-steps and --num-epochs are given", "give one of them")
+    for name in ("num_epochs", "learning_rate"):
+        if getattr(settings, name) == 0:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is 0", "nothing would be learned: give more than 0"
+            )
+    if settings.warmup_ratio > 1:
+        raise UsageError(f"--warmup-ratio is {settings.warmup_ratio:g}", "give 0 to 1")
+    assert settings.data
+    assert settings.output_dir
+    check_data_file(settings.data, "--data")
+    if settings.eval_data is not None:
+        check_data_file(settings.eval_data, "--eval-data")
+    check_output_dir(settings.output_dir, force=settings.force)
+
+
+def choose_max_length(settings: TrainSettings, config: Any) -> int:
+    """Return the row length in tokens, or raise where the target cannot read that many."""
+    from .target import get_max_length
+
+    limit = get_max_length(config)
+    wanted = settings.model_max_length
+    if wanted is None:
+        return min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
+    if limit is not None and wanted > limit:
+        raise SpecDecError(
+            f"--model-max-length {wanted} is more than the {limit} positions of the target",
+            f"use at most {limit}",
+        )
+    return wanted
+
+
+def start_accelerator(settings: TrainSettings) -> Any:
+    """Set up the devices: those of `accelerate launch` or `torchrun`, else one GPU or the CPU."""
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        raise SpecDecError("accelerate is not installed", "pip install 'specdec[train]'") from None
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    use_bf16 = settings.dtype == "bfloat16" or settings.dtype == "auto" and _has_fast_bf16()
+    return Accelerator(
+        cpu=not has_gpu and not torch.backends.mps.is_available(),
+        mixed_precision="bf16" if use_bf16 else "no",
+    )
+
+
+def _has_fast_bf16() -> bool:
+    """Tell whether the processor multiplies bfloat16 matrices in hardware."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_capability() >= (8, 0)
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return any(f" {name}" in flags for name in ("avx512_bf16", "amx_bf16"))
+
+
+@contextlib.contextmanager
+def open_output(settings: TrainSettings, *, is_main: bool) -> Iterator[Path | None]:
+    """Yield the folder to write the drafter into; None on other processes than the main one."""
+    assert settings.output_dir
+    if not is_main:
+        yield None
+        return
+    with stage_folder(settings.output_dir, force=settings.force) as folder:
+        yield folder
+
+
+def load_rows(
+    settings: TrainSettings, state: Any, target: Any, max_length: int, accelerator: Any
+) -> tuple[Any, Any]:
+    """Tokenize on the main process; map the result, from which all processes read."""
+    from .data import Rows, prepare_rows
+    from .target import load_tokenizer
+
+    assert settings.model_dir
+    assert settings.data
+    if accelerator.is_main_process and not state.has_rows():
+        # transformers warns when a process that has used it forks, which ours does not do.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        tokenizer = load_tokenizer(settings.model_dir, target.shape.vocab_size)
+        rows = prepare_rows(settings.data, settings.eval_data, tokenizer, max_length)
+        state.data_folder.mkdir(exist_ok=True)
+        for name, part in zip(("train", "heldout"), rows, strict=True):
+            part.save(state.data_folder, name)
+        state.finish_rows()
+    accelerator.wait_for_everyone()
+    if not state.has_rows():
+        raise SpecDecError(
+            f"{state.data_folder} is not there on process {accelerator.process_index}",
+            "let --output-dir be in a folder that all machines share",
+        )
+    return Rows.load(state.data_folder, "train"), Rows.load(state.data_folder, "heldout")

@@ -1,0 +1,99 @@
+"""Settings of the train stage: a field here is a flag, a recipe key and its help text."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from specdec.settings import setting
+
+from .methods import TRAINABLE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """What `specdec-train` takes; options of one method carry its name."""
+
+    method: str = setting("redrafter", help="Kind of drafter.", choices=TRAINABLE)
+    model_dir: str | None = setting(
+        help="The target: a Hugging Face folder or Hub id; it is not changed.", metavar="BASE"
+    )
+    data: Path | None = setting(
+        help="Training data: FILE.txt, or FILE.jsonl with `text`, `messages` or `conversations`.",
+        kind="path",
+        metavar="FILE",
+    )
+    output_dir: Path | None = setting(help="Folder for the drafter.", kind="path", metavar="OUT")
+    eval_data: Path | None = setting(
+        help="Held-out data in the same formats; without it 2% of --data is held out.",
+        kind="path",
+        metavar="FILE",
+    )
+    max_steps: int | None = setting(help="Optimizer steps.", kind="int", minimum=1, metavar="N")
+    num_epochs: float | None = setting(
+        help="Passes over the data, instead of --max-steps; 2 if neither is given.",
+        kind="float",
+        minimum=0,
+        metavar="X",
+    )
+    learning_rate: float = setting(
+        1e-3, help="Highest learning rate of AdamW.", kind="float", minimum=0
+    )
+    batch_size: int = setting(4, help="Rows per device and forward pass.", kind="int", minimum=1)
+    gradient_accumulation_steps: int = setting(
+        1, help="Forward passes per optimizer step.", kind="int", minimum=1
+    )
+    model_max_length: int | None = setting(
+        help="Tokens per row; default: the target's limit, at most 2048.", kind="int", minimum=8
+    )
+    warmup_ratio: float = setting(
+        0.1, help="Part of the steps in which the learning rate rises.", kind="float", minimum=0
+    )
+    weight_decay: float = setting(0.0, help="AdamW's weight decay.", kind="float", minimum=0)
+    max_grad_norm: float = setting(1.0, help="Gradient clipping; 0: none.", kind="float", minimum=0)
+    seed: int = setting(0, help="Of the first weights and of the data's order.", kind="int")
+    dtype: str = setting(
+        "auto",
+        help="Type to compute in; the weights being trained stay float32. auto: bfloat16 where"
+        " the processor has it.",
+        choices=("auto", "bfloat16", "float32"),
+    )
+    save_dtype: str = setting(
+        "auto",
+        help="Type of the written weights. auto: bfloat16 if the target is, else float32.",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    save_steps: int = setting(
+        500, help="Steps between checkpoints; 0: none.", kind="int", minimum=0
+    )
+    eval_steps: int = setting(
+        500, help="Steps between evaluations; 0: at the end only.", kind="int", minimum=0
+    )
+    eval_rows: int = setting(128, help="Most rows per evaluation.", kind="int", minimum=1)
+    logging_steps: int = setting(10, help="Steps between progress lines.", kind="int", minimum=1)
+    redrafter_num_layers: int = setting(
+        2, help="Residual blocks in the drafter's head.", kind="int", minimum=0
+    )
+    redrafter_predict_n_tokens: int = setting(
+        5, help="Draft tokens that the loss covers.", kind="int", minimum=1
+    )
+    redrafter_exit_dim: int | None = setting(
+        help="Width of the residual blocks; default: twice the target's hidden size.",
+        kind="int",
+        minimum=1,
+    )
+    redrafter_rnn: bool = setting(
+        True, help="Learned recurrence; else the sum of the token embeddings.", kind="flag"
+    )
+    redrafter_top_k: int = setting(5, help="Report top-1 to top-K accuracy.", kind="int", minimum=1)
+    redrafter_loss_decay: float = setting(
+        1.0, help="Weight of each draft position relative to the one before.", kind="float",
+        minimum=0,
+    )  # fmt: skip
+    resume: bool = setting(
+        False, help="Continue an interrupted training from its last checkpoint.", kind="flag"
+    )
+    force: bool = setting(False, help="Replace the output, or start anew.", kind="flag")
+    json: bool = setting(
+        False, help="Print the measured results on stdout as a JSON object.", kind="flag"
+    )

@@ -1,0 +1,167 @@
+"""What an interrupted training leaves behind, in `.NAME.training` beside the output folder.
+
+    settings.json     what the weights depend on; a resumed training must agree with it
+    data/             the tokenized rows
+    checkpoint.pt     weights, optimizer, step (torch.save; loaded with weights_only)
+    log.jsonl         one line per progress line
+
+Data order and learning rate are functions of the step and the seed, so they need no saving.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecDecError
+from specdec.logs import get_logger
+from specdec.settings import to_plain
+from specdec.storage import read_json, write_json
+
+from .settings import TrainSettings
+
+# Settings that do not touch the weights, or that are compared by what they name.
+FREE = frozenset(
+    "model_dir data eval_data output_dir save_steps eval_steps eval_rows logging_steps"
+    " save_dtype redrafter_top_k resume force json".split()
+)
+
+logger = get_logger(__name__)
+
+
+class TrainingState:
+    """The folder of an unfinished training. Only the main process writes into it."""
+
+    def __init__(self, output_dir: Path) -> None:
+        output_dir = output_dir.resolve()
+        self.folder = output_dir.parent / f".{output_dir.name}.training"
+        self.data_folder = self.folder / "data"
+        self._checkpoint = self.folder / "checkpoint.pt"
+        self._settings = self.folder / "settings.json"
+        self._log = self.folder / "log.jsonl"
+
+    def open(self, facts: Mapping[str, Any], *, resume: bool, force: bool) -> None:
+        """Start anew, or check that what is there belongs to the same training.
+
+        `facts` are the settings and hashes that the weights depend on.
+        """
+        if self._settings.is_file():
+            if resume:
+                self._compare(facts)
+                return
+            if not force:
+                raise SpecDecError(
+                    f"an unfinished training is in {self.folder}",
+                    "continue it with --resume, or start anew with --force",
+                )
+        elif resume:
+            logger.info("nothing to resume: a new training begins")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self._write_aside(self._settings, lambda path: write_json(path, facts))
+
+    def _compare(self, facts: Mapping[str, Any]) -> None:
+        before = read_json(self._settings)
+        changed = [
+            f"{name} is {facts.get(name)!r}, was {before.get(name)!r}"
+            for name in dict.fromkeys([*before, *facts])
+            if before.get(name) != facts.get(name)
+        ]
+        if changed:
+            raise SpecDecError(
+                f"--resume: not the same training: {'; '.join(changed)}",
+                "give what it was started with, or start anew with --force",
+            )
+
+    def _write_aside(self, path: Path, write: Any) -> None:
+        partial = path.with_name(path.name + ".partial")
+        write(partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+    def has_rows(self) -> bool:
+        """Tell whether the tokenized data is complete."""
+        return (self.data_folder / "complete").is_file()
+
+    def finish_rows(self) -> None:
+        """Mark the tokenized data as complete."""
+        (self.data_folder / "complete").touch()
+
+    def save_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Replace the checkpoint; a kill at any moment leaves the old or the new one."""
+        import torch
+
+        self._write_aside(self._checkpoint, lambda path: torch.save(dict(checkpoint), path))
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """Return the checkpoint on the CPU, or None; drop the log lines that came after it."""
+        if not self._checkpoint.is_file():
+            return None
+        import pickle
+
+        import torch
+
+        try:
+            loaded: dict[str, Any] = torch.load(
+                self._checkpoint, map_location="cpu", weights_only=True
+            )
+            loaded["step"], loaded["drafter"], loaded["optimizer"]
+        except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
+            raise SpecDecError(
+                f"{self._checkpoint} is damaged", "start anew with --force"
+            ) from None
+        return loaded
+
+    def cut_log(self, step: int) -> None:
+        """Drop the log lines after `step`, which are about to be written again."""
+        kept = [line for line in self.read_log() if line["step"] <= step]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        self._write_aside(self._log, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def add_log(self, line: Mapping[str, Any]) -> None:
+        """Append one line to the log."""
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def read_log(self) -> list[dict[str, Any]]:
+        """Return the log's lines; a last one that was cut off by a kill is left out."""
+        lines = []
+        if self._log.is_file():
+            for text in self._log.read_text(encoding="utf-8").splitlines():
+                try:
+                    lines.append(json.loads(text))
+                except ValueError:
+                    break
+        return lines
+
+    def remove(self) -> None:
+        """Remove the folder once the drafter is written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def collect_facts(
+    settings: TrainSettings,
+    *,
+    dtype: str,
+    num_processes: int,
+    target_files: list[dict[str, Any]],
+    data_files: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Gather everything that the weights depend on, under names a user can act on."""
+    facts = {
+        "--" + name.replace("_", "-"): value
+        for name, value in to_plain(settings).items()
+        if name not in FREE
+    }
+    facts["--dtype"] = dtype
+    facts["number of processes"] = num_processes
+    for flag, entry in zip(("--data", "--eval-data"), data_files, strict=False):
+        facts[f"sha256 of {flag}"] = entry["sha256"]
+    for entry in target_files:
+        facts[f"sha256 of the target's {Path(entry['path']).name}"] = entry["sha256"]
+    return facts

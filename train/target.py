@@ -1,0 +1,138 @@
+"""The frozen target: loaded once, read without gradients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecDecError
+from specdec.storage import describe_file
+
+from .methods.base import Features, TargetShape
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Target:
+    """A transformers model without its output layer, frozen. Legend as in methods/base.py."""
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.config = config
+        embedding = model.get_input_embeddings()
+        self.embedding: torch.nn.Module = embedding
+        self.shape = TargetShape(
+            hidden_size=int(embedding.weight.shape[1]), vocab_size=int(embedding.weight.shape[0])
+        )
+
+    def read(self, tokens: Tensor) -> Features:
+        """Run the target over rows [B, T].
+
+        Rows are padded at their ends, where causal attention hides the padding from the tokens, so
+        no attention mask is needed.
+        """
+        with torch.no_grad():
+            output = self.model(input_ids=tokens, use_cache=False, return_dict=True)
+            embedded = self.embedding(tokens)
+        return Features(tokens=tokens, hidden=output.last_hidden_state, embedded=embedded)
+
+
+def load_config(model_dir: str) -> Any:
+    """Read the target's configuration; a multimodal target's text part."""
+    from transformers import AutoConfig
+
+    folder = Path(model_dir)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise SpecDecError(
+            f"{folder} has no config.json", "--model-dir takes a Hugging Face model folder"
+        )
+    # A Hub id is `name` or `owner/name`; anything else that is absent can only be a wrong path.
+    if not folder.is_dir() and (len(folder.parts) > 2 or model_dir.startswith((".", "/", "~"))):
+        raise SpecDecError(
+            f"{folder} does not exist", "--model-dir takes a Hugging Face model folder or a Hub id"
+        )
+    try:
+        config = AutoConfig.from_pretrained(model_dir)
+    except (OSError, ValueError, KeyError) as error:
+        raise _cannot_load(model_dir, error) from None
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _cannot_load(model_dir: str, error: Exception) -> SpecDecError:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return SpecDecError(
+        f"cannot load the target {model_dir}: {lines[0]}",
+        "check --model-dir: a folder made by save_pretrained, or a Hub id and a connection",
+    )
+
+
+def get_stored_dtype(config: Any) -> str:
+    """Name the type in which the target's weights are stored."""
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    return str(dtype or "float32").removeprefix("torch.")
+
+
+def get_max_length(config: Any) -> int | None:
+    """Most tokens that the target can read, or None where its configuration does not say."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def load_target(model_dir: str, config: Any, dtype: str, device: torch.device) -> Target:
+    """Load the target's weights in `dtype` onto `device`."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    options: dict[str, Any] = {"dtype": DTYPES[dtype]}
+    if tuple(int(x) for x in transformers.__version__.split(".")[:2]) < (4, 56):
+        options = {"torch_dtype": DTYPES[dtype]}
+    try:
+        model = transformers.AutoModel.from_pretrained(model_dir, **options)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _cannot_load(model_dir, error) from None
+    return Target(model.to(device), config)
+
+
+def load_tokenizer(model_dir: str, vocab_size: int) -> Any:
+    """Load the target's tokenizer and check that the target knows all of its tokens."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise SpecDecError(
+            f"cannot load the tokenizer of {model_dir}: {lines[0]}",
+            "save the tokenizer beside the target's weights (tokenizer.json)",
+        ) from None
+    if len(tokenizer) > vocab_size:
+        raise SpecDecError(
+            f"the tokenizer has {len(tokenizer)} tokens, the target's vocabulary only {vocab_size}",
+            "use the tokenizer that the target was trained with",
+        )
+    return tokenizer
+
+
+def describe_target(model_dir: str) -> list[dict[str, Any]]:
+    """List the files that make up the target, with their sha256; a Hub id's are in the cache."""
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        from transformers.utils import cached_file
+
+        folder = Path(str(cached_file(model_dir, "config.json"))).parent
+    names = {"config.json", "tokenizer.json", "tokenizer.model"}
+    for index in folder.glob("*.index.json"):
+        weights = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+        names.update(weights.values())
+    names.update(p.name for p in folder.glob("model*.safetensors"))
+    if not any(name.endswith(".safetensors") for name in names):
+        names.update(p.name for p in folder.glob("pytorch_model*.bin"))
+    return [describe_file(folder / n) for n in sorted(names) if (folder / n).is_file()]
