@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$index \
 		-c constraints.txt -e '.[dev]' setuptools
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c \
-		'import torch, accelerate; from transformers import LlamaForCausalLM, PreTrainedTokenizerFast'
+		'import click, hypothesis, pytest, torch, yaml, accelerate; from transformers import LlamaForCausalLM, PreTrainedTokenizerFast'
 	@touch $@
 
 demo: $(READY)

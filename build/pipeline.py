@@ -34,7 +34,7 @@ def build_engine(settings: BuildSettings) -> dict[str, Any]:
     folder: Path = settings.checkpoint_dir
     checkpoint = read_checkpoint_config(folder)
     limits = resolve_limits(settings, checkpoint)
-    check_output_dir(settings.output_dir, force=settings.force)
+    check_output_dir(settings.output_dir, force=settings.force, inputs=[folder])
     plan = plan_build(settings, checkpoint, folder)
     report = {
         "engine_dir": str(settings.output_dir),
@@ -44,7 +44,7 @@ def build_engine(settings: BuildSettings) -> dict[str, Any]:
     if settings.dry_run:
         return {"dry_run": True, **report}
     sources = [describe_file(folder / name) for name in ("config.json", "rank0.safetensors")]
-    with stage_folder(settings.output_dir, force=settings.force) as staged:
+    with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
         hashes = write_engine(plan, checkpoint, limits, staged)
         write_manifest(
             staged, kind="engine", settings=to_plain(settings), sources=sources, hashes=hashes

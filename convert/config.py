@@ -111,9 +111,10 @@ def adapt_config(config: Mapping[str, Any], version: str) -> dict[str, Any]:
         if not isinstance(values, dict):
             continue
         telling = {
-            k: v for k, v in values.items() if k not in known and v not in (None, False, 1, -1, {})
+            key: value
+            for key, value in values.items()
+            if key not in known and not _says_nothing(key, value, values)
         }
-        telling.pop("mamba_ssm_cache_dtype", None)  # Llama-like models have no such cache
         if telling:
             raise SpecDecError(
                 f"the checkpoint's {section} has {telling}, which TensorRT-LLM 0.14 cannot express",
@@ -121,6 +122,16 @@ def adapt_config(config: Mapping[str, Any], version: str) -> dict[str, Any]:
             )
         adapted[section] = {k: v for k, v in values.items() if k in known}
     return adapted
+
+
+def _says_nothing(key: str, value: Any, section: Mapping[str, Any]) -> bool:
+    """Whether a key that only 1.x has holds what 0.14 does without it."""
+    if key == "mamba_ssm_cache_dtype":  # Llama-like models have no such cache
+        return True
+    if isinstance(value, bool) or not value:
+        return not value
+    neutral = [1, -1] + [section.get("tp_size")] * (key == "attn_tp_size")
+    return value in neutral
 
 
 def drop_default_keys(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

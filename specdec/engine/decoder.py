@@ -127,7 +127,7 @@ class Decoder:
         return self.lm_head(hidden)
 
     def forward(self, step: Step, cache: KVCache) -> Tensor:
-        """Run a step, write its keys and values, return the normalized last hidden state [B, T, D]."""
+        """Run a step, write its keys and values, return the normed last hidden state [B, T, D]."""
         if self.kernels is not None and step.tokens.shape[1] <= MAX_NATIVE_TOKENS:
             return self._forward_native(step, cache, self.kernels)
         model, device = self.model, self.device

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import make_drafter, make_llama, read_error_lines, run_cli
-from tests.engines import call
 
 from specdec.errors import SpecDecError
 from specdec.storage import TensorFile, hash_file, read_json, write_json, write_tensor_file
+from tests.conftest import make_drafter, make_llama, read_error_lines, run_cli
+from tests.engines import call
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,9 @@ def test_engine_folder(checkpoint: Path, tmp_path: Path) -> None:
     assert build["max_seq_len"] == 512
     assert build["max_input_len"] == 511
     assert build["speculative_decoding_mode"] == "explicit_draft_tokens"
-    source, weights = TensorFile(checkpoint / "rank0.safetensors"), TensorFile(
-        engine / "weights.safetensors"
+    source, weights = (
+        TensorFile(checkpoint / "rank0.safetensors"),
+        TensorFile(engine / "weights.safetensors"),
     )
     stacked = weights.read("transformer.layers.1.mlp.gate_up.weight")
     parts = [source.read(f"transformer.layers.1.mlp.{n}.weight") for n in ("fc", "gate")]
@@ -187,9 +188,7 @@ def test_no_compiler_is_said_and_survived(checkpoint: Path, tmp_path: Path) -> N
     assert done.returncode == 0
     assert "no C++ compiler found" in done.stderr
     assert read_json(tmp_path / "engine" / "config.json")["torch_config"]["kernels"] is None
-    demanded = run_cli(
-        *args, "--force", "--optimize", "native", env={"CXX": "no-such-compiler"}
-    )
+    demanded = run_cli(*args, "--force", "--optimize", "native", env={"CXX": "no-such-compiler"})
     assert demanded.returncode == 1
     assert "no C++ compiler" in read_error_lines(demanded.stderr)[0]
     assert (tmp_path / "engine" / "config.json").is_file(), "the earlier engine is still there"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -12,65 +11,13 @@ from pathlib import Path
 import pytest
 
 from specdec.command import stage_command
-from specdec.settings import setting
 from tests.conftest import ROOT, read_error_lines, run_cli
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ToySettings:
-    input_text: list[str] = setting([], help="prompts", kind="list")
-    max_output_len: int = setting(100, help="length", kind="int", minimum=1)
-    random_seed: int = setting(0, help="seed", kind="int")
-    speculative_decoding_mode: str | None = setting(
-        help="mode", choices=("explicit_draft_tokens", "draft_tokens_external")
-    )
-    context_fmha: bool | None = setting(help="plugin", kind="enable")
-    greedy: bool = setting(True, help="greedy", kind="flag")
-    use_logits: bool = setting(False, help="logits", kind="flag")
-    action: str = setting("print", help="what the toy does")
-
-
-# A command in a file of its own, so that each test sees a whole process: streams and exit status.
-TOY = """
-import json, sys
-from specdec.command import run_command, stage_command
-from specdec.errors import SpecDecError, UsageError
-from specdec.logs import get_logger, show_progress
-from specdec.settings import to_plain
-from tests.core.test_command_line import ToySettings
-
-def work(settings):
-    '''Do what --action says.'''
-    get_logger("toy").info("working")
-    list(show_progress(range(3), label="steps", total=3))
-    action = settings.action
-    if action == "print":
-        print(json.dumps(to_plain(settings)))
-    elif action == "fail":
-        raise SpecDecError("3 heads\\ndo not split", "use 4")
-    elif action == "usage":
-        raise UsageError("wrong", "right")
-    elif action == "eof":
-        raise EOFError("Ran out of input")
-    elif action == "interrupt":
-        raise KeyboardInterrupt
-    elif action == "missing-file":
-        open("/nonexistent/file")
-    elif action == "bug":
-        raise ZeroDivisionError("oh no")
-    elif action == "memory":
-        raise MemoryError
-    elif action == "long":
-        for i in range(100000):
-            print("line", i)
-
-run_command(stage_command("run", ToySettings)(work))
-"""
+from tests.core.toy import ToySettings
 
 
 def run_toy(*args: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", TOY, *args],
+        [sys.executable, "-m", "tests.core.toy", *args],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=stdout,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
-from tests.engines import call, make_engine
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.storage import read_json, write_json
+from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
+from tests.engines import call, make_engine
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,8 @@ def test_jsonl_requests(folder: Path, tmp_path: Path) -> None:
     done = run_cli(
         "run", "--engine-dir", folder / "engine", "--input-file", tmp_path / "ids.jsonl", "--json"
     )
-    assert json.loads(done.stdout)["outputs"][0]["output_ids"] == (
-        report["outputs"][1]["output_ids"]
+    assert (
+        json.loads(done.stdout)["outputs"][0]["output_ids"] == (report["outputs"][1]["output_ids"])
     ), "token ids need no tokenizer"
 
 
@@ -154,8 +154,8 @@ def test_prompt_sources_are_exclusive(folder: Path, tmp_path: Path) -> None:
         call("run", *engine)
     with pytest.raises(UsageError, match="text prompts need --tokenizer-dir"):
         call("run", *engine, "--input-text", "a")
+    (tmp_path / "p.csv").write_text("a")
     with pytest.raises(SpecDecError, match=r"neither \.txt nor \.jsonl"):
-        (tmp_path / "p.csv").write_text("a")
         call("run", *engine, "--input-file", tmp_path / "p.csv")
     with pytest.raises(SpecDecError, match="no tokenizer in"):
         call("run", *engine, "--input-text", "a", "--tokenizer-dir", tmp_path)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from specdec.train import loss as loss_module
 from specdec.train.loss import Measures, compute_loss, measure_positions, rank_labels
 from specdec.train.methods.base import Features, TargetShape
 from specdec.train.methods.redrafter import ReDrafter
-from torch import Tensor
 
 HIDDEN, VOCAB, STEPS = 6, 11, 3
 SHAPE = TargetShape(hidden_size=HIDDEN, vocab_size=VOCAB)
@@ -185,9 +186,7 @@ def test_recurrence_reads_one_token_a_step() -> None:
 
 def test_equal_logits_rank_by_id() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
-    ranks = [
-        int(rank_labels(logits, logits[:, i : i + 1], torch.tensor([[i]]))) for i in range(5)
-    ]
+    ranks = [int(rank_labels(logits, logits[:, i : i + 1], torch.tensor([[i]]))) for i in range(5)]
     assert ranks == [3, 0, 1, 2, 4]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from specdec.errors import SpecDecError
 from specdec.train import chat
 from specdec.train.data import (
@@ -104,9 +105,7 @@ def test_only_the_assistant_is_learned(write: Any, with_template: Any, style: st
         turns = [{"from": names[t["role"]], "value": t["content"]} for t in TURNS]
         row = {"conversations": turns}
     elif style == "parts":
-        parts = [
-            {**t, "content": [{"type": "text", "text": t["content"]}]} for t in TURNS
-        ]
+        parts = [{**t, "content": [{"type": "text", "text": t["content"]}]} for t in TURNS]
         row = {"messages": parts}
     rows, _ = read_rows(write(row), tokenizer, 1000)
     # The same words from the user are not labels; the token that ends a turn is one.

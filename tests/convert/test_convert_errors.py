@@ -1,0 +1,478 @@
+"""What is wrong is named with its numbers, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.errors import UsageError
+from tests.conftest import read_error_lines, run_cli
+from tests.convert.conftest import Converter, Source
+from tests.convert.golden_models import read_tensors, rewrite
+
+Edit = Callable[[dict[str, Any]], Any]
+MODEL = "llama_mha_f32"  # one file, float32: numpy can rewrite it
+DRAFTER = "drafter_A_rnn_e96"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def copy(source: Source, tmp_path: Path) -> Callable[..., Path]:
+    """Copy a golden input folder, change its config or tensors, and return the copy."""
+
+    def make(name: str, *, config: dict[str, Any] | None = None, edit: Edit | None = None) -> Path:
+        folder = tmp_path / f"copy-{name}"
+        shutil.copytree(source(name), folder)
+        if config is not None:
+            values = json.loads((folder / "config.json").read_text()) | config
+            values = {key: value for key, value in values.items() if value != "ABSENT"}
+            (folder / "config.json").write_text(json.dumps(values))
+        if edit is not None:
+            tensors = read_tensors(folder / "model.safetensors")
+            edit(tensors)
+            rewrite(folder / "model.safetensors", tensors)
+        return folder
+
+    return make
+
+
+Copy = Callable[..., Path]
+
+
+# ---- The target's folder.
+
+
+def test_missing_tensors_are_all_named(copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL, edit=lambda t: (t.pop(Q_PROJ), t.pop("model.norm.weight")))
+    error = convert.fail(model_dir=folder)
+    assert error.message == f"{folder} lacks 2 tensors: {Q_PROJ}, model.norm.weight"
+
+
+def test_an_untied_model_without_head(copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL, edit=lambda t: t.pop("lm_head.weight"))
+    assert "lacks 1 tensor: lm_head.weight" in convert.fail(model_dir=folder).message
+
+
+def test_unread_tensors_are_named(copy: Copy, convert: Converter) -> None:
+    extra = "model.layers.0.self_attn.q_proj.bias"
+    folder = copy(MODEL, edit=lambda t: t.update({extra: np.ones(64, np.float32)}))
+    error = convert.fail(model_dir=folder)
+    assert f"holds 1 tensor that the conversion would not use: {extra}" in error.message
+
+
+def test_a_layer_more_than_the_config_says(copy: Copy, convert: Converter) -> None:
+    error = convert.fail(model_dir=copy(MODEL, config={"num_hidden_layers": 1}))
+    assert "9 tensors that the conversion would not use: model.layers.1." in error.message
+
+
+def test_misshapen_tensors_are_named_with_both_shapes(copy: Copy, convert: Converter) -> None:
+    def edit(tensors: dict[str, Any]) -> None:
+        tensors[Q_PROJ] = tensors[Q_PROJ][:, :32].copy()
+
+    error = convert.fail(model_dir=copy(MODEL, edit=edit))
+    assert f"{Q_PROJ} has shape [64, 32], not [64, 64]" in error.message
+
+
+def test_rows_moved_from_one_fused_tensor_to_the_next(copy: Copy, convert: Converter) -> None:
+    """The fused qkv would have the right shape."""
+
+    def edit(tensors: dict[str, Any]) -> None:
+        k_proj = Q_PROJ.replace("q_proj", "k_proj")
+        both = np.concatenate([tensors[Q_PROJ], tensors[k_proj]])
+        tensors[Q_PROJ], tensors[k_proj] = both[:56].copy(), both[56:].copy()
+
+    message = convert.fail(model_dir=copy(MODEL, edit=edit)).message
+    assert f"{Q_PROJ} has shape [56, 64], not [64, 64]" in message
+    assert "k_proj.weight has shape [72, 64], not [64, 64]" in message
+
+
+def test_all_problems_come_in_one_message(copy: Copy, source: Source, convert: Converter) -> None:
+    def edit(tensors: dict[str, Any]) -> None:
+        del tensors["model.norm.weight"]
+        tensors["stray"] = np.ones(1, np.float32)
+        tensors[Q_PROJ] = tensors[Q_PROJ].T[:8].copy()
+
+    drafter = copy(DRAFTER, edit=lambda t: t.pop("rnn_w.weight"))
+    error = convert.fail(model_dir=copy(MODEL, edit=edit), drafter_model_dir=drafter)
+    assert error.message.startswith("4 problems: (1) ")
+    for text in ("lacks 1 tensor: model.norm.weight", "use: stray", "[8, 64], not [64, 64]",
+                 "lacks 1 tensor: rnn_w.weight"):  # fmt: skip
+        assert text in error.message
+
+
+def test_many_names_are_counted(copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL, edit=lambda t: [t.pop(name) for name in list(t)[:12]])
+    assert "lacks 12 tensors: " in (message := convert.fail(model_dir=folder).message)
+    assert message.endswith(" and 2 more")
+
+
+def test_integer_weights_are_refused(copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL, edit=lambda t: t.update({Q_PROJ: np.ones((64, 64), np.int8)}))
+    message = convert.fail(model_dir=folder).message
+    assert f"{Q_PROJ} is int8, which cannot be converted to float32" in message
+
+
+def test_truncated_file(copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-100])
+    error = convert.fail(model_dir=folder)
+    assert "bytes of tensors but holds" in error.message
+    assert "truncated" in error.hint
+    path.write_bytes(data[:100])
+    assert "claims a header of" in convert.fail(model_dir=folder).message
+
+
+def test_no_config_and_no_weights(copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "holds pytorch_model.bin but no safetensors" in convert.fail(model_dir=folder).message
+    (folder / "pytorch_model.bin").unlink()
+    assert "holds neither model.safetensors nor" in convert.fail(model_dir=folder).message
+    (folder / "config.json").unlink()
+    assert f"{folder / 'config.json'} does not exist" in convert.fail(model_dir=folder).message
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["LLaMAForCausalLM"]}, "'LLaMAForCausalLM' is not supported"
+         " (did you mean LlamaForCausalLM?)"),
+        ({"architectures": [["x"]]}, "is not supported"),
+        ({"architectures": None, "model_type": "t5"}, "names no architecture, and model_type 't5'"),
+        ({"hidden_size": "ABSENT"}, "hidden_size is missing"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, not a whole number of at least 1"),
+        ({"vocab_size": "128"}, "vocab_size is '128', not a whole number"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1, not a positive number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not a boolean"),
+        ({"num_hidden_layers": 10**9}, "is said to have 1000000000 layers, but holds 21 tensors"),
+        ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size 64 is no multiple of"
+         " num_attention_heads 7"),
+        ({"num_key_value_heads": 3}, "is no multiple of num_key_value_heads=3"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', not an object"),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta is 5.0 and in"
+         " rope_parameters 6.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"torch_dtype": "float8_e4m3fn"}, "gives torch_dtype 'float8_e4m3fn'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantized"),
+        ({"vocab_size": 100}, "has shape [128, 64], not [100, 64]"),
+    ],
+)  # fmt: skip
+def test_wrong_config(config: dict[str, Any], message: str, copy: Copy, convert: Converter) -> None:
+    assert message in convert.fail(model_dir=copy(MODEL, config=config)).message
+
+
+def test_two_wrong_fields_come_together(copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL, config={"hidden_size": None, "vocab_size": -1})
+    message = convert.fail(model_dir=folder).message
+    assert "hidden_size is missing" in message
+    assert "vocab_size is -1" in message
+
+
+@pytest.mark.parametrize("tp_size", [3, 16])
+def test_tp_size_that_does_not_divide(tp_size: int, source: Source, convert: Converter) -> None:
+    error = convert.fail(model_dir=source(MODEL), tp_size=tp_size)
+    assert f"do not split over tp_size={tp_size}" in error.message
+    assert "1, 2, 4, 8" in error.hint
+
+
+def test_intermediate_size_that_tp_size_does_not_divide(source: Source, convert: Converter) -> None:
+    error = convert.fail(model_dir=source("llama_inter110"), tp_size=4)
+    assert "intermediate_size=110" in error.message
+    assert "do not split over tp_size=4" in error.message
+
+
+# ---- The index of a sharded folder.
+
+
+@pytest.mark.parametrize(
+    "filename", ["../llama_gqa/model-00001-of-00003.safetensors", "/etc/passwd", "a/../../b", ""]
+)
+def test_index_pointing_outside_the_folder(filename: str, copy: Copy, convert: Converter) -> None:
+    folder = copy("llama_gqa")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = filename
+    path.write_text(json.dumps(index))
+    assert "names files outside the folder" in convert.fail(model_dir=folder).message
+
+
+def test_index_naming_absent_files(copy: Copy, convert: Converter) -> None:
+    folder = copy("llama_gqa")
+    for number in (1, 3):
+        (folder / f"model-0000{number}-of-00003.safetensors").unlink()
+    message = convert.fail(model_dir=folder).message
+    assert "names 2 of 3 files that are not there" in message
+    assert "model-00001-of-00003.safetensors, model-00003-of-00003.safetensors" in message
+
+
+def test_index_at_odds_with_its_files(copy: Copy, convert: Converter) -> None:
+    folder = copy("llama_gqa")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["model.norm.weight"]
+    index["weight_map"]["no.such"] = "model-00001-of-00003.safetensors"
+    path.write_text(json.dumps(index))
+    message = convert.fail(model_dir=folder).message
+    assert "lacks tensors that the index places there: no.such" in message
+    assert "holds tensors that the index does not place there: model.norm.weight" in message
+
+
+@pytest.mark.parametrize("content", ['{"weight_map": {"a": 1}}', "{}", "[]", "{"])
+def test_unreadable_index(content: str, copy: Copy, convert: Converter) -> None:
+    folder = copy("llama_gqa")
+    (folder / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json" in convert.fail(model_dir=folder).message
+
+
+# ---- The drafter.
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": 32}, "the drafter's hidden_size is 32, the target's 64"),
+        ({"vocab_size": 131}, "the drafter's vocab_size is 131, the target's 128"),
+        ({"vocab_size": 131, "hidden_size": 32}, "the drafter's vocab_size is 131"),
+        ({"exit_dim": 80}, "input_proj.weight has shape [96, 128], not [80, 128]"),
+        ({"exit_dim": "ABSENT"}, "exit_dim is missing"),
+        ({"exit_dim": 128}, "needs no input projection, but there is input_proj.bias"),
+        ({"num_draft_layers": 1}, "would not use: lm_head.1.linear.bias"),
+        ({"num_draft_layers": 3}, "lacks 3 tensors: lm_head.2.linear.weight"),
+        ({"num_draft_layers": 10**9}, "is said to have 1000000000 layers"),
+        ({"rnn": False}, "says rnn is false, but there is rnn_u.bias, rnn_u.weight, rnn_w.weight"),
+        ({"rnn": "yes"}, "rnn is 'yes', not a boolean"),
+        ({"predict_n_tokens": 4}, "draft_len_per_beam is 5, but the drafter was trained to predict"
+         " 4 tokens (predict_n_tokens)"),
+        ({"num_draft_tokens": 3}, "trained to predict 3 tokens (num_draft_tokens)"),
+    ],
+)  # fmt: skip
+def test_drafter_config_at_odds(
+    config: dict[str, Any], message: str, copy: Copy, source: Source, convert: Converter
+) -> None:
+    error = convert.fail(model_dir=source(MODEL), drafter_model_dir=copy(DRAFTER, config=config))
+    assert message in error.message
+
+
+def test_trained_length_allows_as_much(copy: Copy, source: Source, convert: Converter) -> None:
+    drafter = copy(DRAFTER, config={"predict_n_tokens": 4, "num_draft_tokens": None})
+    convert(model_dir=source(MODEL), drafter_model_dir=drafter, redrafter_draft_len_per_beam=4)
+    assert convert.report["config"]["redrafter_draft_len_per_beam"] == 4
+
+
+def test_drafter_without_rnn_tensors(copy: Copy, source: Source, convert: Converter) -> None:
+    drafter = copy("drafter_A_norn_e96", config={"rnn": True})
+    message = convert.fail(model_dir=source(MODEL), drafter_model_dir=drafter).message
+    assert "lacks 3 tensors: rnn_u.weight, rnn_u.bias, rnn_w.weight" in message
+
+
+def rename(prefix: str, new: str, *, keep: bool = False) -> Edit:
+    def edit(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            tensors[new + name.removeprefix(prefix)] = tensors[name] if keep else tensors.pop(name)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (rename("lm_head.", "lm_heads.", keep=True), "under 2 names: lm_head.*, lm_heads.*"),
+        (rename("lm_head.", "0.", keep=True), "under 2 names: lm_head.*, 0.*"),
+        (rename("lm_head.", "lm_heads."), "mixes two namings: lm_heads.* and input_proj.bias"),
+        (rename("input_proj.", "input_projs."), "mixes two namings: lm_head.* and input_projs"),
+        (
+            rename("lm_head.", "head."),
+            "holds no tensor of the drafter's layers and head, lm_head.*",
+        ),
+        (rename("rnn_u.", "rnn."), "would not use: rnn.bias, rnn.weight"),
+    ],
+)
+def test_drafter_namings_are_not_guessed(
+    edit: Edit, message: str, copy: Copy, source: Source, convert: Converter
+) -> None:
+    error = convert.fail(model_dir=source(MODEL), drafter_model_dir=copy(DRAFTER, edit=edit))
+    assert message in error.message
+
+
+def test_tp_size_that_does_not_divide_the_drafter(
+    copy: Copy, source: Source, convert: Converter
+) -> None:
+    def edit(tensors: dict[str, Any]) -> None:
+        for name in tensors:
+            if not name.startswith("rnn"):
+                tensors[name] = tensors[name][tuple(
+                    slice(0, 94 if size == 96 else size) for size in tensors[name].shape
+                )].copy()  # fmt: skip
+
+    drafter = copy(DRAFTER, config={"exit_dim": 94}, edit=edit)
+    convert(model_dir=source(MODEL), drafter_model_dir=drafter, tp_size=2)
+    error = convert.fail(
+        model_dir=source(MODEL), drafter_model_dir=drafter, tp_size=4,
+        output_dir=convert.output.parent / "other",
+    )  # fmt: skip
+    assert "exit_dim=94 do not split over tp_size=4" in error.message
+
+
+# ---- An existing checkpoint as the target.
+
+
+@pytest.fixture
+def base(source: Source, convert: Converter, tmp_path: Path) -> Path:
+    return convert(model_dir=source(MODEL), output_dir=tmp_path / "base", tp_size=2)
+
+
+def change_config(folder: Path, change: Edit) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_rank(folder: Path, rank: int, change: Edit) -> None:
+    tensors = read_tensors(folder / f"rank{rank}.safetensors")
+    change(tensors)
+    rewrite(folder / f"rank{rank}.safetensors", tensors)
+
+
+def test_base_with_other_flags(base: Path, source: Source, convert: Converter) -> None:
+    flags: dict[str, Any] = {
+        "base_model_checkpoint_dir": base, "drafter_model_dir": source(DRAFTER),
+    }  # fmt: skip
+    message = convert.fail(**flags, tp_size=4).message
+    assert message == f"--tp-size is 4, but {base} has tp_size 2"
+    message = convert.fail(**flags, use_parallel_embedding=True).message
+    assert "has use_parallel_embedding false, embedding_sharding_dim 0" in message
+    convert(**flags, tp_size=2)
+
+
+def test_base_rank_files_are_checked(base: Path, source: Source, convert: Converter) -> None:
+    norm = "transformer.ln_f.weight"
+
+    def change(tensors: dict[str, Any]) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:10].copy()
+        tensors["transformer.stray"] = tensors.pop(norm)
+        bias = "transformer.layers.0.input_layernorm.weight"
+        tensors[bias] = tensors[bias].astype(np.float16)
+
+    change_rank(base, 1, change)
+    flags: dict[str, Any] = {
+        "base_model_checkpoint_dir": base, "drafter_model_dir": source(DRAFTER),
+    }  # fmt: skip
+    message = convert.fail(**flags).message
+    rank1 = base / "rank1.safetensors"
+    assert f"{rank1} lacks 1 tensor: {norm}" in message
+    assert f"{rank1} holds 1 tensor that the conversion would not use: transformer.stray" in message
+    assert "lm_head.weight has shape [10, 64], not [64, 64]" in message
+    assert "input_layernorm.weight is float16, config.json says float32" in message
+    rank1.unlink()
+    message = convert.fail(**flags).message
+    assert message == f"{base} has tp_size 2 but lacks rank1.safetensors"
+    shutil.copy(base / "rank0.safetensors", rank1)
+    shutil.copy(base / "rank0.safetensors", base / "rank2.safetensors")
+    message = convert.fail(**flags).message
+    assert message == f"{base} has tp_size 2 but also holds rank2.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["mapping"].update(pp_size=2), "pp_size=2"),
+        (lambda c: c["mapping"].update(tp_size=8, world_size=8), "has tp_size 8 but lacks rank2"),
+        (lambda c: c["quantization"].update(quant_algo="W8A16"), "is quantized with W8A16"),
+        (lambda c: c.update(architecture="OPTForCausalLM"), "'OPTForCausalLM' is not supported"),
+        (lambda c: c.update(num_hidden_layers=10**9), "is said to have 1000000000 layers"),
+        (lambda c: c.pop("vocab_size"), "vocab_size is None"),
+    ],
+)
+def test_base_config(
+    change: Edit, message: str, base: Path, source: Source, convert: Converter
+) -> None:
+    change_config(base, change)
+    flags = {"base_model_checkpoint_dir": base, "drafter_model_dir": source(DRAFTER)}
+    assert message in convert.fail(**flags).message
+
+
+def test_base_that_has_a_drafter_already(
+    source: Source, convert: Converter, tmp_path: Path
+) -> None:
+    flags = {"drafter_model_dir": source(DRAFTER)}
+    base = convert(model_dir=source(MODEL), output_dir=tmp_path / "base", **flags)
+    message = convert.fail(base_model_checkpoint_dir=base, **flags).message
+    assert message == f"{base} already holds a redrafter drafter"
+
+
+# ---- Flags and folders.
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "missing --model-dir"),
+        ({"model_dir": "a", "base_model_checkpoint_dir": Path("b")}, "both given"),
+        ({"base_model_checkpoint_dir": Path("b")}, "leaves nothing to convert"),
+        ({"model_dir": "a", "redrafter_num_beams": 4}, "--redrafter-num-beams has no effect"),
+        ({"model_dir": "a", "redrafter_draft_len_per_beam": 4}, "--redrafter-draft-len-per-beam"),
+        ({"model_dir": "a", "redrafter_no_greedy_search": True}, "--redrafter-no-greedy-search"),
+        ({"model_dir": "a", "embedding_sharding_dim": 0}, "without --use-parallel-embedding"),
+        ({"model_dir": "a", "embedding_sharding_dim": 2, "use_parallel_embedding": True},
+         "--embedding-sharding-dim is 2"),
+        ({"model_dir": "a", "output_dir": None}, "missing --output-dir"),
+    ],
+)  # fmt: skip
+def test_flags_that_contradict_or_have_no_effect(
+    flags: dict[str, Any], message: str, convert: Converter
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        convert(**flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./no/such/folder", "--model-dir ./no/such/folder does not exist"),
+        ("nobody/nothing", "is no local folder, and the Hub gave"),
+        (__file__, "is a file"),
+    ],
+)
+def test_model_that_is_not_there(name: str, message: str, convert: Converter) -> None:
+    assert message in convert.fail(model_dir=name).message
+
+
+def test_output_in_use(source: Source, convert: Converter) -> None:
+    convert(model_dir=source(MODEL))
+    error = convert.fail(model_dir=source(MODEL), dtype="float16")
+    assert "exists and is not empty" in error.message
+    assert "--force" in error.hint
+    convert(model_dir=source(MODEL), dtype="float16", force=True)
+    assert convert.report["dtype"] == "float16"
+
+
+def test_output_that_would_replace_an_input(copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL)
+    error = convert.fail(model_dir=folder, output_dir=folder, force=True)
+    assert "which it would replace" in error.message
+
+
+def test_the_command_prints_two_lines_and_the_status(
+    copy: Copy, source: Source, tmp_path: Path
+) -> None:
+    folder = copy(MODEL, edit=lambda t: t.pop(Q_PROJ))
+    done = run_cli("convert", "--model-dir", folder, "--output-dir", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (1, "")
+    message, hint = read_error_lines(done.stderr)
+    assert message == f"{folder} lacks 1 tensor: {Q_PROJ}"
+    assert hint
+    assert "Traceback" not in done.stderr
+    done = run_cli(
+        "convert", "--model-dir", folder, "--output-dir", tmp_path / "out",
+        "--redrafter-num-beams", "5",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--redrafter-num-beams has no effect" in read_error_lines(done.stderr)[0]

@@ -1,0 +1,528 @@
+"""Kinds of models: as transformers saves them, tied, biased, scaled, quantized, in torch files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdec.convert import families
+from specdec.convert.families.base import Family
+from specdec.convert.sharding import join
+from specdec.schema import TARGET_ARCHITECTURES, ModelConfig, read_checkpoint_config
+from specdec.storage import hash_file
+from specdec.tensors import get_rank_shape, list_target_tensors, list_tensors
+from tests.conftest import ROOT, make_drafter, make_llama, run_cli
+from tests.convert.conftest import Converter, Source
+from tests.convert.golden_models import GOLDEN, read_tensors, summarize_rank
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def set_config(folder: Path, **values: Any) -> Path:
+    config = {**read_config(folder), **values}
+    config = {key: value for key, value in config.items() if value != "ABSENT"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def join_checkpoint(folder: Path) -> dict[str, Any]:
+    """The whole tensors of a checkpoint, put together from its ranks."""
+    checkpoint = read_checkpoint_config(folder)
+    ranks = [
+        read_tensors(folder / f"rank{rank}.safetensors") for rank in range(checkpoint.model.tp_size)
+    ]
+    specs = list_tensors(checkpoint.model, checkpoint.drafter)
+    assert all(rank.keys() == specs.keys() for rank in ranks)
+    return {
+        name: join([rank[name] for rank in ranks], spec, checkpoint.model)
+        for name, spec in specs.items()
+    }
+
+
+def read_hugging_face(folder: Path) -> dict[str, Any]:
+    """Canonical tensors of a Llama as transformers loads it, fused as TensorRT-LLM documents."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    names = {
+        "self_attn.o_proj": "attention.dense", "mlp.gate_proj": "mlp.fc", "mlp.up_proj": "mlp.gate",
+        "mlp.down_proj": "mlp.proj", "post_attention_layernorm": "post_layernorm",
+        "model.embed_tokens": "transformer.vocab_embedding", "model.norm": "transformer.ln_f",
+        "model.layers": "transformer.layers",
+    }  # fmt: skip
+    tensors = {}
+    for name, value in state.items():
+        if "k_proj" in name or "v_proj" in name:
+            continue
+        new = name
+        for old, ours in names.items():
+            new = new.replace(old, ours)
+        if "q_proj" in name:
+            parts = [state[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            new, value = new.replace("self_attn.q_proj", "attention.qkv"), np.concatenate(parts)
+        tensors[new] = value
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        ({"attention_bias": True, "mlp_bias": True}, {"tp_size": 2}),
+        ({"kv_heads": 1, "attention_bias": True}, {"tp_size": 4, "use_parallel_embedding": True}),
+        ({"tied": True, "vocab": 131}, {"tp_size": 4}),
+        ({"tied": True, "vocab": 131},
+         {"tp_size": 2, "use_parallel_embedding": True, "embedding_sharding_dim": 1}),
+        ({"head_dim": 32, "heads": 8, "kv_heads": 4, "rope_scaling": LLAMA3}, {"tp_size": 8}),
+        ({"intermediate": 96, "heads": 6, "kv_heads": 3, "head_dim": 8}, {"tp_size": 3}),
+    ],
+)  # fmt: skip
+def test_what_transformers_saves_comes_through(
+    config: dict[str, Any], flags: dict[str, Any], tmp_path: Path, convert: Converter
+) -> None:
+    """Tensor by tensor, joined again from every tp_size."""
+    folder = make_llama(tmp_path, **config)
+    joined = join_checkpoint(convert(model_dir=folder, **flags))
+    expected = read_hugging_face(folder)
+    assert joined.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(joined[name], value), name
+    written = read_config(convert.output)
+    assert written["attn_bias"] is config.get("attention_bias", False)
+    assert written["mlp_bias"] is config.get("mlp_bias", False)
+    assert written["rotary_scaling"] == config.get("rope_scaling")
+
+
+@pytest.mark.parametrize(
+    ("values", "base", "scaling"),
+    [
+        ({}, 10000.0, None),
+        ({"rope_theta": 500000}, 500000.0, None),
+        ({"rope_theta": "ABSENT"}, 10000.0, None),
+        ({"rope_scaling": LLAMA3}, 10000.0, LLAMA3),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000.0,
+         {"type": "linear", "factor": 2.0}),
+        ({"rope_theta": "ABSENT", "rope_scaling": "ABSENT",
+          "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, 5e5, LLAMA3),
+        ({"rope_theta": "ABSENT", "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+         5e5, None),
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 10000.0, **LLAMA3}}, 10000.0,
+         LLAMA3),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("version", ["1.2", "0.14"])
+def test_rotary_base_and_scaling_are_never_lost(
+    values: dict[str, Any],
+    base: float,
+    scaling: dict[str, Any] | None,
+    version: str,
+    source: Source,
+    tmp_path: Path,
+    convert: Converter,
+) -> None:
+    """In both places where transformers writes them, and with a drafter, where 0.14's own lost
+    the scaling."""
+    folder = tmp_path / "model"
+    shutil.copytree(source("llama_mha"), folder)
+    set_config(folder, **values)
+    convert(model_dir=folder, drafter_model_dir=source("drafter_A_rnn_e96"), trtllm_version=version)
+    config = read_config(convert.output)
+    assert config["rotary_base"] == base
+    assert config["rotary_scaling"] == scaling
+
+
+def test_biases_are_told_to_0_14_with_a_drafter(tmp_path: Path, convert: Converter) -> None:
+    """Its config goes without these keys as long as they hold the default."""
+    folder = make_llama(tmp_path, attention_bias=True)
+    convert(model_dir=folder, drafter_model_dir=make_drafter(tmp_path), trtllm_version="0.14")
+    config = read_config(convert.output)
+    assert config["attn_bias"] is True
+    assert "mlp_bias" not in config
+
+
+def test_stored_rotary_frequencies_are_ignored(
+    source: Source, tmp_path: Path, convert: Converter
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(source("llama_mha"), folder)
+    expected = summarize_rank(convert(model_dir=folder) / "rank0.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, folder / "model.safetensors")
+    convert(model_dir=folder, force=True)
+    assert summarize_rank(convert.output / "rank0.safetensors") == expected
+
+
+def test_tied_model_stored_under_the_heads_name(
+    source: Source, tmp_path: Path, convert: Converter
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(source("llama_tied"), folder)
+    expected = summarize_rank(convert(model_dir=folder) / "rank0.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors")
+    convert(model_dir=folder, force=True)
+    assert summarize_rank(convert.output / "rank0.safetensors") == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "dtype"),
+    [
+        ("llama_gqa_f16", {}, "float16"),
+        ("llama_mha_f32", {}, "float32"),
+        ("llama_gqa_notorchdtype", {}, "float16"),  # the weights'
+        ("llama_mha_f32", {"torch_dtype": "ABSENT", "dtype": "bfloat16"}, "bfloat16"),
+        ("llama_mha_f32", {"torch_dtype": "ABSENT", "dtype": "torch.float16"}, "float16"),
+    ],
+)
+def test_dtype_auto(
+    model: str, config: dict[str, Any], dtype: str, source: Source, tmp_path: Path,
+    convert: Converter,
+) -> None:  # fmt: skip
+    folder = tmp_path / "model"
+    shutil.copytree(source(model), folder)
+    set_config(folder, **config)
+    drafter = source("drafter_A_rnn_e96")  # float32: follows the target
+    convert(model_dir=folder, drafter_model_dir=drafter)
+    ranks = summarize_rank(convert.output / "rank0.safetensors")
+    assert {dtype for dtype, _, _ in ranks.values()} == {dtype}
+    assert read_config(convert.output)["dtype"] == convert.report["dtype"] == dtype
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("target", ["float32", "float16", "bfloat16"])
+def test_special_values_are_cast_as_torch_does(
+    stored: torch.dtype, target: str, source: Source, tmp_path: Path, convert: Converter
+) -> None:
+    """NaN, infinities, signed zeros, subnormals, ties and overflow, through the whole pipeline."""
+    folder = tmp_path / "model"
+    shutil.copytree(source("llama_mha_f32"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    bits = np.random.default_rng(0).integers(0, 2**32, 128 * 64, dtype=np.uint32)
+    special = [
+        float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 6e-8, 2.98e-8, 65504.0,
+        65519.9, 65520.0, 3.4e38, 1.00390625, 1.01171875, 2.0**-24, 2.0**-25, 2.0**-133,
+    ]  # fmt: skip
+    values = torch.from_numpy(bits.view(np.float32).copy())
+    values[: len(special)] = torch.tensor(special)
+    tensors["lm_head.weight"] = values.reshape(128, 64)
+    tensors = {name: value.to(stored) for name, value in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    convert(model_dir=folder, dtype=target)
+    ours = load_file(convert.output / "rank0.safetensors")["lm_head.weight"]
+    expected = tensors["lm_head.weight"].to(getattr(torch, target))
+    same = torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
+    if not same:  # the payload of a NaN is the processor's choice; all else is not
+        assert torch.equal(ours.isnan(), expected.isnan())
+        assert torch.equal(ours.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+# ---- Drafters.
+
+
+def test_apples_own_drafter(convert: Converter, tmp_path: Path) -> None:
+    """The layout that Apple's trainer saves, with its config.json as it is."""
+    target = make_llama(tmp_path, vocab=512)
+    drafter = make_drafter(tmp_path, vocab=512)
+    config = json.loads((GOLDEN / "sources" / "apple_redrafter.config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(config))
+    joined = join_checkpoint(convert(model_dir=target, drafter_model_dir=drafter, tp_size=2))
+    stored = load_file(drafter / "model.safetensors")
+    pairs = {
+        "drafter.layers.0.linear.weight": "lm_head.0.linear.weight",
+        "drafter.layers.1.linear.bias": "lm_head.1.linear.bias",
+        "drafter.lm_head.weight": "lm_head.2.weight",
+        "drafter.rnn_u.bias": "rnn_u.bias",
+        "drafter.rnn_w.weight": "rnn_w.weight",
+    }
+    for ours, theirs in pairs.items():
+        assert np.array_equal(joined[ours], stored[theirs].numpy())
+    assert read_config(convert.output)["redrafter_exit_dim"] == 128
+
+
+@pytest.mark.parametrize("input_name", ["input_proj", "input_projs"])
+def test_naming_c_with_an_input_projection(
+    input_name: str, convert: Converter, tmp_path: Path
+) -> None:
+    target = make_llama(tmp_path)
+    drafter = make_drafter(tmp_path, exit_dim=96)
+    expected = convert(model_dir=target, drafter_model_dir=drafter) / "rank0.safetensors"
+    summary = summarize_rank(expected)
+    tensors = {
+        name.replace("lm_head", "0").replace("input_proj", input_name): value
+        for name, value in load_file(drafter / "model.safetensors").items()
+    }
+    save_file(tensors, drafter / "model.safetensors")
+    convert(model_dir=target, drafter_model_dir=drafter, force=True)
+    assert summarize_rank(expected) == summary
+
+
+def test_drafter_vocabulary_is_padded_like_the_head(convert: Converter, tmp_path: Path) -> None:
+    target = make_llama(tmp_path, vocab=131)
+    drafter = make_drafter(tmp_path, vocab=131)
+    convert(model_dir=target, drafter_model_dir=drafter, tp_size=4)
+    ranks = [read_tensors(convert.output / f"rank{rank}.safetensors") for rank in range(4)]
+    for name in ("lm_head.weight", "drafter.lm_head.weight"):
+        assert [len(rank[name]) for rank in ranks] == [33] * 4
+        assert not ranks[3][name][32:].any()
+        assert ranks[3][name][31].any()
+    assert read_config(convert.output)["vocab_size"] == 131
+
+
+@pytest.mark.parametrize("filename", ["model.pt", "pytorch_model.bin"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drafter_in_a_torch_file(
+    filename: str, dtype: torch.dtype, convert: Converter, tmp_path: Path
+) -> None:
+    target = make_llama(tmp_path)
+    drafter = make_drafter(tmp_path, exit_dim=96, dtype=str(dtype).removeprefix("torch."))
+    expected = convert(model_dir=target, drafter_model_dir=drafter) / "rank0.safetensors"
+    summary = summarize_rank(expected)
+    stored = drafter / "model.safetensors"
+    torch.save(load_file(stored), drafter / filename)
+    stored.unlink()
+    convert(model_dir=target, drafter_model_dir=drafter, force=True)
+    assert summarize_rank(expected) == summary
+
+
+class Unwanted:
+    """Stands for code in a pickle."""
+
+
+def test_torch_files_that_hold_more_than_weights(convert: Converter, tmp_path: Path) -> None:
+    target, drafter = make_llama(tmp_path), make_drafter(tmp_path)
+    (drafter / "model.safetensors").unlink()
+    for content, message in (
+        ({"a": Unwanted()}, "cannot be read as weights alone"),
+        ({"state_dict": {"a": torch.ones(1)}}, "is not a flat dictionary of tensors"),
+    ):
+        torch.save(content, drafter / "model.pt")
+        assert message in convert.fail(model_dir=target, drafter_model_dir=drafter).message
+    (drafter / "model.pt").write_bytes(b"no such format")
+    error = convert.fail(model_dir=target, drafter_model_dir=drafter)
+    assert "cannot be read as weights alone" in error.message
+
+
+# ---- Quantized targets.
+
+
+def make_fp8_checkpoint(folder: Path, **quantization: Any) -> Path:
+    """Write a checkpoint as ModelOpt writes FP8, tp_size 2, with its config.json as it is."""
+    folder.mkdir()
+    config = json.loads((GOLDEN / "sources" / "modelopt_fp8_tp2.config.json").read_text())
+    config["quantization"] |= quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    model = read_checkpoint_config(folder).model
+    generator = torch.Generator().manual_seed(0)
+    for rank in range(2):
+        tensors: dict[str, torch.Tensor] = {}
+        for name, spec in list_target_tensors(model).items():
+            module = name.removesuffix(".weight")
+            value = torch.randn(get_rank_shape(spec, model), generator=generator)
+            is_linear = ".attention." in name or ".mlp." in name
+            tensors[name] = value.to(torch.float8_e4m3fn if is_linear else torch.bfloat16)
+            if is_linear:
+                tensors[module + ".weights_scaling_factor"] = torch.rand(1)
+                tensors[module + ".activation_scaling_factor"] = torch.rand(())
+            if name.endswith("qkv.weight"):
+                attention = module.removesuffix(".qkv")
+                tensors[attention + ".kv_cache_scaling_factor"] = torch.ones(1)
+        save_file(tensors, folder / f"rank{rank}.safetensors")
+    return folder
+
+
+DRAFTER_MODULES = [
+    "drafter", "drafter.layers", "drafter.lm_head", "drafter.rnn_u", "drafter.rnn_w",
+    "drafter.layers.0", "drafter.layers.0.linear", "drafter.layers.1", "drafter.layers.1.linear",
+    "drafter.input_proj",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "starts"), [(["lm_head"], ["lm_head"]), (None, None), ([], None)]
+)
+@pytest.mark.parametrize("version", ["1.2", "0.14"])
+def test_fp8_target_keeps_its_bytes_and_excludes_the_drafter(
+    before: list[str] | None,
+    starts: list[str] | None,
+    version: str,
+    convert: Converter,
+    tmp_path: Path,
+) -> None:
+    base = make_fp8_checkpoint(tmp_path / "base", exclude_modules=before)
+    drafter = make_drafter(tmp_path, vocab=512, exit_dim=96)
+    convert(base_model_checkpoint_dir=base, drafter_model_dir=drafter, trtllm_version=version)
+    defaults = [
+        "*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*block_embedding",
+        "*shared_expert_gate",
+    ]  # fmt: skip
+    config = read_config(convert.output)
+    assert config["quantization"]["exclude_modules"] == (starts or defaults) + DRAFTER_MODULES
+    assert config["quantization"]["quant_algo"] == "FP8"
+    for rank in range(2):
+        ours = summarize_rank(convert.output / f"rank{rank}.safetensors")
+        theirs = summarize_rank(base / f"rank{rank}.safetensors")
+        added = {name: ours.pop(name) for name in list(ours) if name.startswith("drafter.")}
+        assert ours == theirs
+        assert {dtype for dtype, _, _ in added.values()} == {"bfloat16"}
+        assert len(added) == 10
+
+
+def test_fp8_weight_without_its_scale(convert: Converter, tmp_path: Path) -> None:
+    base = make_fp8_checkpoint(tmp_path / "base")
+    tensors = load_file(base / "rank1.safetensors")
+    scale = "transformer.layers.1.mlp.fc.weights_scaling_factor"
+    del tensors[scale]
+    save_file(tensors, base / "rank1.safetensors")
+    error = convert.fail(
+        base_model_checkpoint_dir=base, drafter_model_dir=make_drafter(tmp_path, vocab=512)
+    )
+    assert error.message == f"{base / 'rank1.safetensors'} lacks 1 tensor: {scale}"
+
+
+def test_config_of_a_1_x_target_is_cut_down_for_0_14(convert: Converter, tmp_path: Path) -> None:
+    """0.14's loader fails on a key it does not know in `mapping` or `quantization`."""
+    target, drafter = make_llama(tmp_path), make_drafter(tmp_path)
+    base = convert(model_dir=target, output_dir=tmp_path / "base")
+    config = read_config(base)
+    config["mapping"] |= {"moe_cluster_size": 1, "attn_tp_size": -1, "cp_config": {},
+                          "enable_attention_dp": False}  # fmt: skip
+    config["quantization"] |= {"use_meta_recipe": False, "mamba_ssm_cache_dtype": "auto"}
+    set_config(base, **config)
+    flags: dict[str, Any] = {"base_model_checkpoint_dir": base, "drafter_model_dir": drafter}
+    convert(**flags, trtllm_version="0.14")
+    old = read_config(convert.output)
+    assert len(old["mapping"]) == 7
+    assert len(old["quantization"]) == 8
+    assert old["architecture"] == "ReDrafterForCausalLM"
+    convert(**flags, force=True)
+    assert read_config(convert.output)["mapping"] == config["mapping"]
+    config["mapping"]["enable_attention_dp"] = True
+    set_config(base, **config)
+    error = convert.fail(**flags, trtllm_version="0.14", output_dir=tmp_path / "other")
+    assert "'enable_attention_dp': True" in error.message
+
+
+def test_rotary_buffers_of_a_target_are_left_out(
+    source: Source, convert: Converter, tmp_path: Path
+) -> None:
+    base = convert(model_dir=source("llama_mha"), output_dir=tmp_path / "base")
+    flags = {"base_model_checkpoint_dir": base, "drafter_model_dir": source("drafter_A_rnn_e96")}
+    expected = summarize_rank(convert(**flags) / "rank0.safetensors")
+    tensors = load_file(base / "rank0.safetensors")
+    for name in ("embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention"):
+        tensors[f"transformer.{name}"] = torch.ones(4)
+    save_file(tensors, base / "rank0.safetensors")
+    convert(**flags, force=True)
+    assert summarize_rank(convert.output / "rank0.safetensors") == expected
+
+
+# ---- The command's product.
+
+
+def test_manifest_and_report(source: Source, convert: Converter) -> None:
+    target, drafter = source("llama_gqa"), source("drafter_A_rnn_e96")
+    convert(model_dir=target, drafter_model_dir=drafter, tp_size=2, redrafter_num_beams=3)
+    manifest = json.loads((convert.output / "manifest.json").read_text())
+    for entry in manifest["sources"]:
+        assert entry["sha256"] == hash_file(Path(entry["path"]))
+    assert {entry["path"] for entry in manifest["sources"]} == {
+        str(path) for folder in (target, drafter) for path in folder.iterdir()
+    }
+    outputs = {entry["path"]: entry["sha256"] for entry in manifest["outputs"]}
+    assert outputs == {
+        name: hash_file(convert.output / name)
+        for name in ("config.json", "rank0.safetensors", "rank1.safetensors")
+    }
+    assert manifest["settings"]["redrafter_num_beams"] == 3
+    assert convert.report["config"]["redrafter_num_beams"] == 3
+    assert convert.report["method"] == "redrafter"
+
+
+def test_dry_run_tells_the_sizes_and_writes_nothing(
+    source: Source, convert: Converter, tmp_path: Path
+) -> None:
+    target = source("llama_gqa")
+    words = ("convert", "--model-dir", target, "--tp-size", 2, "--output-dir", tmp_path / "out")
+    done = run_cli(*words, "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(run_cli(*words, "--dry-run", "--json").stdout)
+    assert report["dry_run"] is True
+    assert not (tmp_path / "out").exists()
+    convert(model_dir=target, tp_size=2)
+    for rank in range(2):
+        size = (convert.output / f"rank{rank}.safetensors").stat().st_size
+        assert f"write rank{rank}.safetensors" in done.stdout
+        assert f"{size:,} bytes" in done.stdout
+    assert "LlamaForCausalLM (plain) for TensorRT-LLM 1.2" in done.stdout
+    assert report["total_bytes"] == 2 * size
+
+
+def test_outputs_do_not_depend_on_workers(source: Source, convert: Converter) -> None:
+    contents = []
+    for workers in (1, 5):
+        convert(model_dir=source("llama_gqa"), tp_size=4, workers=workers, force=True)
+        contents.append([path.read_bytes() for path in sorted(convert.output.glob("rank*"))])
+    assert contents[0] == contents[1]
+
+
+def test_conversion_imports_no_torch(source: Source, tmp_path: Path) -> None:
+    program = (
+        "import sys; from specdec.convert.cli import command\n"
+        f"command.main(['--model-dir', {str(source('llama_gqa'))!r}, '--drafter-model-dir',"
+        f" {str(source('drafter_A_rnn_e96'))!r}, '--output-dir', {str(tmp_path / 'out')!r}],"
+        " standalone_mode=False)\n"
+        "print([name for name in ('torch', 'transformers', 'safetensors') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("family", families.FAMILIES.values(), ids=lambda family: family.name)
+def test_every_family_names_every_tensor(family: Family) -> None:
+    """A family's table covers the tensors of its models and nothing else."""
+    assert set(family.architectures) <= set(families.FAMILIES)
+    model = ModelConfig(
+        architecture=TARGET_ARCHITECTURES[0], dtype="float16", vocab_size=8, hidden_size=8,
+        num_hidden_layers=11, num_attention_heads=2, num_key_value_heads=2, head_size=4,
+        intermediate_size=8, norm_epsilon=1e-5, max_position_embeddings=8, attn_bias=True,
+        mlp_bias=True,
+    )  # fmt: skip
+    sources = family.find_sources(list_target_tensors(model))
+    parts = [name for names in sources.values() for name in names]
+    assert len(parts) == len(set(parts))
+    assert not any("{" in name for name in parts)
+    assert any(".10." in name for name in sources["transformer.layers.10.attention.qkv.bias"])
+
+
+def test_a_new_family_file_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text(
+        "from specdec.convert.families.llama import FAMILY as LLAMA\n"
+        "import dataclasses\n"
+        "FAMILY = dataclasses.replace(LLAMA, name='toy', architectures=('ToyForCausalLM',))\n"
+    )
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    assert {family.name for family in families._list_families()} >= {"llama", "toy"}
+    sys.modules.pop("specdec.convert.families.toy")

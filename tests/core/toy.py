@@ -1,0 +1,55 @@
+"""A toy command, run by the tests as a process of its own: `python -m tests.core.toy ARGS`.
+
+It imports nothing of the tests, so that it starts quickly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+from specdec.command import run_command, stage_command
+from specdec.errors import SpecDecError, UsageError
+from specdec.logs import get_logger, show_progress
+from specdec.settings import setting, to_plain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToySettings:
+    input_text: list[str] = setting([], help="prompts", kind="list")
+    max_output_len: int = setting(100, help="length", kind="int", minimum=1)
+    random_seed: int = setting(0, help="seed", kind="int")
+    speculative_decoding_mode: str | None = setting(
+        help="mode", choices=("explicit_draft_tokens", "draft_tokens_external")
+    )
+    context_fmha: bool | None = setting(help="plugin", kind="enable")
+    greedy: bool = setting(True, help="greedy", kind="flag")
+    use_logits: bool = setting(False, help="logits", kind="flag")
+    action: str = setting("print", help="what the toy does")
+
+
+def do_action(settings: ToySettings) -> None:
+    """Do what --action says."""
+    get_logger("toy").info("working")
+    list(show_progress(range(3), label="steps", total=3))
+    errors: dict[str, BaseException] = {
+        "fail": SpecDecError("3 heads\ndo not split", "use 4"),
+        "usage": UsageError("wrong", "right"),
+        "eof": EOFError("Ran out of input"),
+        "interrupt": KeyboardInterrupt(),
+        "bug": ZeroDivisionError("oh no"),
+        "memory": MemoryError(),
+    }
+    if settings.action in errors:
+        raise errors[settings.action]
+    if settings.action == "missing-file":
+        open("/nonexistent/file")
+    elif settings.action == "long":
+        sys.stdout.writelines(f"line {i}\n" for i in range(100_000))
+    else:
+        print(json.dumps(to_plain(settings)))
+
+
+if __name__ == "__main__":
+    run_command(stage_command("run", ToySettings)(do_action))
