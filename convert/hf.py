@@ -36,6 +36,7 @@ class HfFolder:
         self.files: list[Path] = [path / "config.json"]
         self.tensors: dict[str, TensorInfo] = {}
         self._holders: dict[str, TensorFile | TorchFile] = {}
+        self._open_files: list[TensorFile | TorchFile] = []
         if (path / SINGLE_NAME).is_file():
             if (path / INDEX_NAME).is_file():  # as transformers chooses
                 logger.warning("%s: reading %s, not %s", path, SINGLE_NAME, INDEX_NAME)
@@ -48,6 +49,11 @@ class HfFolder:
     def read(self, name: str) -> Array:
         """Return a tensor in its storage type (bfloat16 as uint16)."""
         return self._holders[name].read(name)
+
+    def release(self) -> None:
+        """Let go of the memory of what was read."""
+        for holder in self._open_files:
+            holder.release()
 
     def find_dtype(self) -> str:
         """Return the dtype that config.json names, or else the one that most weights have."""
@@ -74,6 +80,7 @@ class HfFolder:
 
     def _add_file(self, file: TensorFile | TorchFile) -> None:
         self.files.append(file.path)
+        self._open_files.append(file)
         for name, info in file.tensors.items():
             self.tensors[name] = info
             self._holders[name] = file
@@ -190,6 +197,9 @@ class TorchFile:
             value = value.view(torch.uint16)
         array: Array = value.numpy()
         return array
+
+    def release(self) -> None:
+        """Do nothing: torch has read the whole file, which for a drafter is small."""
 
 
 def open_model(name: str, flag: str, *, allow_torch: bool = False) -> HfFolder:

@@ -367,7 +367,10 @@ def write_rank(path: Path, tensors: RankPlan, cutters: Executor) -> str:
     """Write one rank's file and return its sha256."""
 
     def produce(name: str) -> Iterator[Array]:
-        return run_ahead(tensors[name].list_chunks(), cutters)
+        # Mapped pages count as this process's memory for as long as they are not let go.
+        for chunk in run_ahead(tensors[name].list_chunks(), cutters):
+            yield chunk
+            tensors[name].release()
 
     return write_tensor_file(path, get_infos(tensors), produce, METADATA)
 

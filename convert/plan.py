@@ -41,6 +41,8 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> Array: ...
 
+    def release(self) -> None: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -76,6 +78,11 @@ class PlannedTensor:
         for start in range(num_rows, num_wanted, height):
             shape = (min(height, num_wanted - start), *columns)
             yield _fill_later(shape, DTYPES[self.info.dtype][1])
+
+    def release(self) -> None:
+        """Let go of the sources' memory after a chunk has been used."""
+        for source in {id(piece.source): piece.source for piece in self.pieces}.values():
+            source.release()
 
     def _cut_later(self, piece: Piece, block: Block | None) -> Callable[[], Array]:
         dtype = piece.source.tensors[piece.name].dtype

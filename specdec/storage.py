@@ -148,6 +148,11 @@ class TensorFile:
         count = math.prod(info.shape)
         return np.frombuffer(self._map, storage, count, start).reshape(info.shape)
 
+    def release(self) -> None:
+        """Let go of the memory of what was read; views stay valid and are read from disk again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
 
 def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object; a key given twice is an error, not the last one's victory."""

@@ -127,6 +127,132 @@ void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t H) 
   }
 }
 
+// Attention of one query head's worth of work: plain dot products, for steps of one or two tokens.
+// queries: `count` rows [H], already scaled; out: rows [H].
+template <typename E>
+void attend_few(const float *queries, int64_t num_queries, const E *keys, const E *values,
+                const int64_t *visible, int64_t count, int64_t H, float *scores, float *row,
+                float *sums) {
+  for (int64_t i = 0; i < num_queries * H; ++i) sums[i] = 0.0f;
+  for (int64_t v = 0; v < count; ++v) {
+    const E *from = keys + visible[v] * H;
+#pragma omp simd
+    for (int64_t i = 0; i < H; ++i) row[i] = to_float(from[i]);
+    for (int64_t g = 0; g < num_queries; ++g) {
+      const float *q = queries + g * H;
+      float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+      for (int64_t i = 0; i < H; ++i) dot += q[i] * row[i];
+      scores[g * count + v] = dot;
+    }
+  }
+  for (int64_t g = 0; g < num_queries; ++g) {
+    float *s = scores + g * count;
+    float top = s[0], total = 0.0f;
+#pragma omp simd reduction(max : top)
+    for (int64_t v = 0; v < count; ++v) top = s[v] > top ? s[v] : top;
+#pragma omp simd reduction(+ : total)
+    for (int64_t v = 0; v < count; ++v) {
+      s[v] = exp_fast(s[v] - top);
+      total += s[v];
+    }
+    const float inverse = 1.0f / total;
+#pragma omp simd
+    for (int64_t v = 0; v < count; ++v) s[v] *= inverse;
+  }
+  for (int64_t v = 0; v < count; ++v) {
+    const E *from = values + visible[v] * H;
+#pragma omp simd
+    for (int64_t i = 0; i < H; ++i) row[i] = to_float(from[i]);
+    for (int64_t g = 0; g < num_queries; ++g) {
+      const float weight = scores[g * count + v];
+      float *sum = sums + g * H;
+#pragma omp simd
+      for (int64_t i = 0; i < H; ++i) sum[i] += weight * row[i];
+    }
+  }
+}
+
+// Queries side by side in the lanes of a vector: no sums across lanes, keys and values broadcast.
+constexpr int64_t kLanes = 16, kRows = 8;
+
+template <typename E>
+const float *load_floats(const E *from, float *scratch, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) scratch[i] = to_float(from[i]);
+  return scratch;
+}
+
+inline const float *load_floats(const float *from, float *, int64_t) { return from; }
+
+// C[r][lane] = sum over i of A[r][i] B[i][lane]; A: [R, depth] rows `stride` apart.
+template <int R>
+inline void multiply_rows(const float *A, int64_t stride, const float *B, int64_t depth, float *C) {
+  float sums[R][kLanes] = {};
+  for (int64_t i = 0; i < depth; ++i)
+    for (int r = 0; r < R; ++r)
+#pragma omp simd
+      for (int64_t lane = 0; lane < kLanes; ++lane)
+        sums[r][lane] += A[r * stride + i] * B[i * kLanes + lane];
+  std::memcpy(C, sums, sizeof sums);
+}
+
+// C[r][lane] = sum over i of A[i][r] B[i][lane]; A: [depth, R] rows `stride` apart.
+template <int R>
+inline void multiply_columns(const float *A, int64_t stride, const float *B, int64_t depth,
+                             float *C) {
+  float sums[R][kLanes] = {};
+  for (int64_t i = 0; i < depth; ++i)
+    for (int r = 0; r < R; ++r)
+#pragma omp simd
+      for (int64_t lane = 0; lane < kLanes; ++lane)
+        sums[r][lane] += A[i * stride + r] * B[i * kLanes + lane];
+  std::memcpy(C, sums, sizeof sums);
+}
+
+// Attention of kLanes queries that share keys. queries: [H, kLanes], scaled; hidden: [count, kLanes]
+// for the last `num_tree` positions, nonzero where a query does not see the position;
+// keys, values: [count, H]; scores: [count, kLanes]; out: [H, kLanes]; scratch: [count, H].
+template <typename E>
+void attend_lanes(const float *queries, const E *keys, const E *values, const uint8_t *hidden,
+                  int64_t num_tree, int64_t count, int64_t H, float *scores, float *scratch,
+                  float *out) {
+  const float *K = load_floats(keys, scratch, count * H);
+  int64_t s = 0;
+  for (; s + kRows <= count; s += kRows)
+    multiply_rows<kRows>(K + s * H, H, queries, H, scores + s * kLanes);
+  for (; s < count; ++s) multiply_rows<1>(K + s * H, H, queries, H, scores + s * kLanes);
+  float *tree = scores + (count - num_tree) * kLanes;
+  for (int64_t i = 0; i < num_tree * kLanes; ++i)
+    if (hidden[i]) tree[i] = -1e30f;
+  float top[kLanes], total[kLanes] = {};
+  for (int64_t lane = 0; lane < kLanes; ++lane) top[lane] = scores[lane];
+  for (int64_t v = 1; v < count; ++v)
+#pragma omp simd
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      float x = scores[v * kLanes + lane];
+      top[lane] = x > top[lane] ? x : top[lane];
+    }
+  for (int64_t v = 0; v < count; ++v)
+#pragma omp simd
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      float e = exp_fast(scores[v * kLanes + lane] - top[lane]);
+      scores[v * kLanes + lane] = e;
+      total[lane] += e;
+    }
+  // A hidden position's weight is exp(-87) of the largest, not nothing: take it out exactly.
+  for (int64_t i = 0; i < num_tree * kLanes; ++i)
+    if (hidden[i]) tree[i] = 0.0f;
+  const float *V = load_floats(values, scratch, count * H);
+  int64_t h = 0;
+  for (; h + kRows <= H; h += kRows)
+    multiply_columns<kRows>(V + h, H, scores, count, out + h * kLanes);
+  for (; h < H; ++h) multiply_columns<1>(V + h, H, scores, count, out + h * kLanes);
+  for (h = 0; h < H; ++h)
+#pragma omp simd
+    for (int64_t lane = 0; lane < kLanes; ++lane) out[h * kLanes + lane] /= total[lane];
+}
+
 // qkv: [B, T, (N + 2K) H], rotated in place; cache: keys [R, K, S, H] then values of one layer;
 // cosine, sine: [positions, H]; tree_mask: [B, T, T]; out: [B, T, N H].
 template <typename E>
@@ -152,67 +278,52 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
   for (int64_t b = 0; b < B; ++b) longest = past[b] + T > longest ? past[b] + T : longest;
   const float scale = 1.0f / std::sqrt(static_cast<float>(H));
   const bool parallel_attend = B * T * N * H * longest > kParallelWork;
+  // The queries of a K/V head are numbered q = t * group + g.
+  const int64_t num_queries = T * group, tiles = (num_queries + kLanes - 1) / kLanes;
+  const bool few = num_queries < kLanes / 2;
 #pragma omp parallel if (parallel_attend)
   {
-    // Per thread: queries and sums [group, H], scores [group, S], one key or value row [H].
-    std::vector<float> queries(group * H), sums(group * H), scores(group * longest), row(H);
+    std::vector<float> queries(kLanes * H), sums(kLanes * H), row(H);
+    std::vector<float> scores(longest * kLanes), scratch(few ? 0 : longest * H);
+    std::vector<uint8_t> hidden(T * kLanes);
     std::vector<int64_t> visible(longest);
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < B * K * T; ++item) {
-      const int64_t b = item / (K * T), k = item / T % K, t = item % T;
-      const uint8_t *mask = tree_mask + (b * T + t) * T;
+    for (int64_t item = 0; item < B * K * (few ? T : tiles); ++item) {
+      const int64_t per_head = few ? T : tiles;
+      const int64_t b = item / (K * per_head), k = item / per_head % K, part = item % per_head;
       const E *keys = key_cache + (rows[b] * K + k) * head;
       const E *values = value_cache + (rows[b] * K + k) * head;
-      const E *query = qkv + (b * T + t) * stride + k * group * H;
-      int64_t count = past[b];
-      for (int64_t s = 0; s < count; ++s) visible[s] = s;
-      for (int64_t j = 0; j < T; ++j)
-        if (mask[j]) visible[count++] = past[b] + j;
-      for (int64_t i = 0; i < group * H; ++i) {
-        queries[i] = to_float(query[i]) * scale;
-        sums[i] = 0.0f;
+      if (few) {
+        const uint8_t *mask = tree_mask + (b * T + part) * T;
+        const E *query = qkv + (b * T + part) * stride + k * group * H;
+        int64_t count = past[b];
+        for (int64_t s = 0; s < count; ++s) visible[s] = s;
+        for (int64_t j = 0; j < T; ++j)
+          if (mask[j]) visible[count++] = past[b] + j;
+        for (int64_t i = 0; i < group * H; ++i) queries[i] = to_float(query[i]) * scale;
+        attend_few(queries.data(), group, keys, values, visible.data(), count, H, scores.data(),
+                   row.data(), sums.data());
+        E *to = out + ((b * T + part) * N + k * group) * H;
+        for (int64_t i = 0; i < group * H; ++i) store(to[i], sums[i]);
+        continue;
       }
-      for (int64_t v = 0; v < count; ++v) {
-        const E *from = keys + visible[v] * H;
-        float *to = row.data();
-#pragma omp simd
-        for (int64_t i = 0; i < H; ++i) to[i] = to_float(from[i]);
-        for (int64_t g = 0; g < group; ++g) {
-          const float *q = queries.data() + g * H;
-          float dot = 0.0f;
-#pragma omp simd reduction(+ : dot)
-          for (int64_t i = 0; i < H; ++i) dot += q[i] * to[i];
-          scores[g * longest + v] = dot;
-        }
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const int64_t q = part * kLanes + lane;
+        const int64_t used = q < num_queries ? q : 0;  // idle lanes repeat the first query
+        const int64_t t = used / group, n = k * group + used % group;
+        const E *query = qkv + (b * T + t) * stride + n * H;
+        for (int64_t i = 0; i < H; ++i) queries[i * kLanes + lane] = to_float(query[i]) * scale;
+        const uint8_t *mask = tree_mask + (b * T + t) * T;
+        for (int64_t j = 0; j < T; ++j) hidden[j * kLanes + lane] = !mask[j];
       }
-      for (int64_t g = 0; g < group; ++g) {
-        float *s = scores.data() + g * longest;
-        float top = -std::numeric_limits<float>::infinity(), total = 0.0f;
-#pragma omp simd reduction(max : top)
-        for (int64_t v = 0; v < count; ++v) top = s[v] > top ? s[v] : top;
-#pragma omp simd reduction(+ : total)
-        for (int64_t v = 0; v < count; ++v) {
-          s[v] = exp_fast(s[v] - top);
-          total += s[v];
-        }
-        const float inverse = 1.0f / total;
-#pragma omp simd
-        for (int64_t v = 0; v < count; ++v) s[v] *= inverse;
+      attend_lanes(queries.data(), keys, values, hidden.data(), T, past[b] + T, H, scores.data(),
+                   scratch.data(), sums.data());
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const int64_t q = part * kLanes + lane;
+        if (q >= num_queries) break;
+        E *to = out + ((b * T + q / group) * N + k * group + q % group) * H;
+        for (int64_t i = 0; i < H; ++i) store(to[i], sums[i * kLanes + lane]);
       }
-      for (int64_t v = 0; v < count; ++v) {
-        const E *from = values + visible[v] * H;
-        float *to = row.data();
-#pragma omp simd
-        for (int64_t i = 0; i < H; ++i) to[i] = to_float(from[i]);
-        for (int64_t g = 0; g < group; ++g) {
-          const float weight = scores[g * longest + v];
-          float *sum = sums.data() + g * H;
-#pragma omp simd
-          for (int64_t i = 0; i < H; ++i) sum[i] += weight * to[i];
-        }
-      }
-      E *to = out + ((b * T + t) * N + k * group) * H;
-      for (int64_t i = 0; i < group * H; ++i) store(to[i], sums[i]);
     }
   }
 }

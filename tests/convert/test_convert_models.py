@@ -526,3 +526,64 @@ def test_a_new_family_file_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
     assert {family.name for family in families._list_families()} >= {"llama", "toy"}
     sys.modules.pop("specdec.convert.families.toy")
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Peak memory of the process for a model of 32 MB and one of 224 MB, sparse on disk.
+
+    Mapped pages of the source count too.
+    """
+    peaks = []
+    for num_layers in (1, 7):
+        folder = make_sparse_llama(tmp_path / f"model{num_layers}", num_layers)
+        program = (
+            "import resource; from specdec.convert.cli import command\n"
+            f"command.main(['--model-dir', {str(folder)!r}, '--workers', '2', '--output-dir',"
+            f" {str(tmp_path / f'out{num_layers}')!r}], standalone_mode=False)\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60,
+            check=True,
+        )  # fmt: skip
+        peaks.append(int(done.stdout))
+        shutil.rmtree(tmp_path / f"out{num_layers}")
+    small, large = peaks
+    assert large < small + 60  # in MB; the models differ by 192
+    assert large < 400
+
+
+def make_sparse_llama(folder: Path, num_layers: int) -> Path:
+    """Write a Llama whose tensors are all holes: 32 MB a layer."""
+    hidden, inner = 1024, 4096
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": num_layers, "num_attention_heads": 8, "vocab_size": 64,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    shapes: dict[str, list[int]] = {
+        "model.embed_tokens.weight": [64, hidden],
+        "lm_head.weight": [64, hidden],
+        "model.norm.weight": [hidden],
+    }
+    for layer in range(num_layers):
+        for name, shape in {
+            "input_layernorm": [hidden], "post_attention_layernorm": [hidden],
+            "mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden],
+            "mlp.down_proj": [hidden, inner],
+            **{f"self_attn.{part}_proj": [hidden, hidden] for part in "qkvo"},
+        }.items():  # fmt: skip
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+    header: dict[str, Any] = {}
+    position = 0
+    for name, shape in shapes.items():
+        end = position + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + position)
+    return folder

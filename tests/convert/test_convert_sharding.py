@@ -114,6 +114,9 @@ class ArraySource:
     def read(self, name: str) -> Any:
         return self.arrays[name]
 
+    def release(self) -> None:
+        self.arrays = dict(self.arrays)
+
 
 @given(draw_cases(), st.sampled_from([1, 16, 64, 1 << 20]))
 def test_planned_chunks_laid_end_to_end_are_the_part(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_cli
 
 README = ROOT / "README.md"
 
@@ -53,6 +54,22 @@ def test_readme_commands_work_as_typed(tmp_path: Path) -> None:
     per_step = re.search(r"([0-9.]+) tokens per verify step", run.stderr)
     assert per_step is not None
     assert float(per_step[1]) > 1.2, "the shipped drafter is accepted"
+
+
+def test_recipe_runs_and_a_typed_flag_wins(tmp_path: Path) -> None:
+    for name in ("examples", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    recipe = ("--config", "configs/redrafter-pycode.yaml")
+    for stage in ("convert", "build"):
+        done = run_cli(stage, *recipe, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    done = run_cli("run", *recipe, "--max_output_len", 8, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    num_prompts = len((ROOT / "examples/pycode/prompts.jsonl").read_text().splitlines())
+    assert len(report["outputs"]) == num_prompts
+    assert {len(o["output_ids"]) for o in report["outputs"]} <= set(range(1, 9))
+    assert report["stats"]["method"] == "redrafter"
 
 
 @pytest.mark.parametrize("name", ["docs/build.md", "docs/run.md", "docs/methods/redrafter.md"])
