@@ -33,6 +33,7 @@ class TorchPlan:
 
     source: TensorFile
     tensors: dict[str, TensorInfo]
+    prepack: bool
     compile_kernels: bool
 
     @property
@@ -100,7 +101,12 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         )
         compile_kernels = False
     tensors = {name: TensorInfo(model.dtype, shape) for name, shape in shapes.items()}
-    return TorchPlan(source=source, tensors=tensors, compile_kernels=compile_kernels)
+    return TorchPlan(
+        source=source,
+        tensors=tensors,
+        prepack=settings.optimize != "none",
+        compile_kernels=compile_kernels,
+    )
 
 
 def write_engine(
@@ -123,7 +129,7 @@ def write_engine(
         version=__version__,
         checkpoint=checkpoint,
         build=limits,
-        optimize="native" if kernels else "none",
+        prepack=plan.prepack,
         kernels=kernels,
     )
     write_json(folder / "config.json", write_engine_config(config))
@@ -134,7 +140,8 @@ def describe_plan(plan: TorchPlan, limits: BuildConfig) -> dict[str, Any]:
     """What `--dry-run` and `--json` report."""
     return {
         "backend": "torch",
-        "optimize": "native" if plan.compile_kernels else "none",
+        "prepack": plan.prepack,
+        "native_kernels": plan.compile_kernels,
         "weights_bytes": plan.num_bytes,
         "num_tensors": len(plan.tensors),
         "build_config": dataclasses.asdict(limits),

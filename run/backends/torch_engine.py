@@ -55,7 +55,7 @@ class TorchEngine:
             weights,
             num_positions=build.max_seq_len + depth + 1,
             device=self.device,
-            prepack=self.config.optimize != "none",
+            prepack=self.config.prepack,
             kernels=_load_kernels(self.config, folder, self.device),
         )
         self.method = "plain"

@@ -40,7 +40,7 @@ class EngineConfig:
     version: str
     checkpoint: CheckpointConfig
     build: BuildConfig
-    optimize: str  # "native" or "none"
+    prepack: bool
     kernels: dict[str, str] | None
 
 
@@ -67,7 +67,7 @@ def write_engine_config(config: EngineConfig) -> dict[str, Any]:
         "backend": "torch",
         "pretrained_config": config.checkpoint.raw,
         "build_config": dataclasses.asdict(config.build),
-        "torch_config": {"optimize": config.optimize, "kernels": config.kernels},
+        "torch_config": {"prepack": config.prepack, "kernels": config.kernels},
     }
 
 
@@ -98,7 +98,7 @@ def read_engine_config(folder: Path) -> EngineConfig:
         version=str(document.get("version")),
         checkpoint=parse_checkpoint_config(document.get("pretrained_config") or {}),
         build=BuildConfig(**build),
-        optimize=str(options.get("optimize")),
+        prepack=bool(options.get("prepack")),
         kernels=options.get("kernels"),
     )
 

@@ -187,7 +187,8 @@ def test_no_compiler_is_said_and_survived(checkpoint: Path, tmp_path: Path) -> N
     done = run_cli(*args, env={"CXX": "no-such-compiler"})
     assert done.returncode == 0
     assert "no C++ compiler found" in done.stderr
-    assert read_json(tmp_path / "engine" / "config.json")["torch_config"]["kernels"] is None
+    options = read_json(tmp_path / "engine" / "config.json")["torch_config"]
+    assert options == {"prepack": True, "kernels": None}
     demanded = run_cli(*args, "--force", "--optimize", "native", env={"CXX": "no-such-compiler"})
     assert demanded.returncode == 1
     assert "no C++ compiler" in read_error_lines(demanded.stderr)[0]

@@ -528,19 +528,21 @@ def test_a_new_family_file_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     sys.modules.pop("specdec.convert.families.toy")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Peak memory of the process for a model of 32 MB and one of 224 MB, sparse on disk.
+    """Peak memory of the process for a model of 32 MB and one of 128 MB, sparse on disk.
 
     Mapped pages of the source count too.
     """
     peaks = []
-    for num_layers in (1, 7):
+    for num_layers in (1, 4):
         folder = make_sparse_llama(tmp_path / f"model{num_layers}", num_layers)
         program = (
-            "import resource; from specdec.convert.cli import command\n"
+            "from specdec.convert.cli import command\n"
             f"command.main(['--model-dir', {str(folder)!r}, '--workers', '2', '--output-dir',"
             f" {str(tmp_path / f'out{num_layers}')!r}], standalone_mode=False)\n"
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+            "status = dict(line.split(':') for line in open('/proc/self/status'))\n"
+            "print(int(status['VmHWM'].split()[0]) // 1024)"
         )
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60,
@@ -549,8 +551,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         peaks.append(int(done.stdout))
         shutil.rmtree(tmp_path / f"out{num_layers}")
     small, large = peaks
-    assert large < small + 60  # in MB; the models differ by 192
-    assert large < 400
+    assert large < small + 40  # in MB; the models differ by 96
+    assert large < 200
 
 
 def make_sparse_llama(folder: Path, num_layers: int) -> Path:

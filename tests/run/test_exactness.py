@@ -167,17 +167,20 @@ def test_more_prompts_than_the_batch(target: Path, drafter: Path, tmp_path: Path
     assert outputs_of(results) == expected
 
 
-def test_bfloat16_differs_only_at_near_ties(target: Path, drafter: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
+def test_half_precision_differs_only_at_near_ties(
+    target: Path, drafter: Path, tmp_path: Path, dtype: str, bits: int
+) -> None:
     """The first difference, if any, is where the reference's two best logits nearly tie.
 
-    bfloat16 keeps 8 bits: logits of size x are spaced x / 256, and rounding through the layers
-    moves them by a few spacings. 8 spacings is the bound; a wrong token would lie far beyond.
+    bfloat16 keeps 8 bits, float16 keeps 11: logits of size x are spaced x / 2**bits, and rounding
+    through the layers moves them by a few spacings. 8 spacings is the bound.
     """
     from transformers import AutoModelForCausalLM
 
-    prompts, expected = reference(target, "bfloat16")
-    folder = make_engine(tmp_path, target, drafter, beams=4, length=4, dtype="bfloat16")
-    model = AutoModelForCausalLM.from_pretrained(target).to(torch.bfloat16).eval()
+    prompts, expected = reference(target, dtype)
+    folder = make_engine(tmp_path, target, drafter, beams=4, length=4, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(target).to(getattr(torch, dtype)).eval()
     results = TorchEngine(folder, device="cpu").generate(make_requests(prompts))
     for prompt, own, theirs in zip(prompts, outputs_of(results), expected, strict=True):
         at = next((i for i, (a, b) in enumerate(zip(own, theirs, strict=True)) if a != b), None)
@@ -185,9 +188,9 @@ def test_bfloat16_differs_only_at_near_ties(target: Path, drafter: Path, tmp_pat
             continue
         with torch.no_grad():
             logits = model(torch.tensor([prompt + theirs[:at]])).logits[0, -1].float()
-        margin = float(logits[theirs[at]] - logits[own[at]])
-        spacing = float(logits.abs().max()) / 256
-        assert 0 <= margin <= 8 * spacing, f"token {at}: margin {margin}, spacing {spacing}"
+        margin = abs(float(logits[theirs[at]] - logits[own[at]]))
+        spacing = float(logits.abs().max()) / 2**bits
+        assert margin <= 8 * spacing, f"token {at}: margin {margin}, spacing {spacing}"
 
 
 def test_accepting_a_wrong_token_is_noticed(
