@@ -147,6 +147,11 @@ class HfFolder:
                 "load it with transformers and save it with save_pretrained, which writes"
                 f" {SINGLE_NAME}",
             )
+        if (self.path / "rank0.safetensors").is_file():
+            raise SpecDecError(
+                f"{self.path} is a checkpoint, not a Hugging Face folder",
+                "give it as --base-model-checkpoint-dir",
+            )
         raise SpecDecError(
             f"{self.path} holds neither {SINGLE_NAME} nor {INDEX_NAME}",
             "give the folder that holds the model's weights",

@@ -61,6 +61,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
     plan = make_plan(settings)
     report = describe_plan(plan, settings)
+    check_free_space(settings.output_dir, report["total_bytes"])
     if settings.dry_run:
         return {"dry_run": True, **report}
     with stage_folder(
@@ -289,7 +290,6 @@ def describe_plan(plan: Plan, settings: ConvertSettings) -> dict[str, Any]:
         for rank, tensors in enumerate(plan.ranks)
     ]
     total = sum(int(str(file["bytes"])) for file in files)
-    check_free_space(settings.output_dir, total)
     checkpoint = plan.checkpoint
     model = checkpoint.model
     summary: dict[str, Any] = {

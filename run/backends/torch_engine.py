@@ -20,13 +20,12 @@ from specdec.engine.layout import (
     read_engine_config,
 )
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, describe_cpu
-from specdec.engine.redrafter import ReDrafterHead
 from specdec.errors import SpecDecError, raise_problems
 from specdec.storage import TensorFile
 
 from ..loop import Timing, generate
+from ..methods import make_proposer
 from ..methods.base import PlainProposer, Proposer
-from ..methods.redrafter import ReDrafterProposer
 from ..requests import Request, Result
 
 logger = logs.get_logger(__name__)
@@ -46,8 +45,7 @@ class TorchEngine:
         file = TensorFile(folder / WEIGHTS_NAME)
         shapes = list_engine_tensors(model, drafter)
         check_inventory(file, shapes, "engine")
-        uses_drafter = drafter is not None and speculate
-        names = [n for n in shapes if uses_drafter or not n.startswith("drafter.")]
+        names = [n for n in shapes if speculate or not n.startswith("drafter.")]
         weights = load_tensors(file, names, self.device)
         depth = drafter.max_draft_depth if drafter else 0
         self.decoder = Decoder(
@@ -60,13 +58,9 @@ class TorchEngine:
         )
         self.method = "plain"
         self.proposer: Proposer = PlainProposer()
-        if drafter is not None and uses_drafter:
-            assert checkpoint.method is not None
+        if checkpoint.method is not None and speculate:
             self.method = checkpoint.method.name
-            head = ReDrafterHead(
-                drafter, weights, self.decoder.embedding, prepack=self.decoder.is_prepacked
-            )
-            self.proposer = ReDrafterProposer(head)
+            self.proposer = make_proposer(checkpoint, weights, self.decoder)
         self.load_seconds = time.perf_counter() - began
         self.timing = Timing()
 

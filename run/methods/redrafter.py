@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.decoder import Decoder
 from specdec.engine.redrafter import ReDrafterHead
 from specdec.engine.tree import Tree, pack_beams
+from specdec.methods import ReDrafterParams
+
+
+def make_proposer(
+    params: ReDrafterParams, weights: Mapping[str, Tensor], decoder: Decoder
+) -> ReDrafterProposer:
+    """Lay out the drafter beside the target whose embedding it shares."""
+    head = ReDrafterHead(params, weights, decoder.embedding, prepack=decoder.is_prepacked)
+    return ReDrafterProposer(head)
 
 
 class ReDrafterProposer:

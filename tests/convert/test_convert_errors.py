@@ -445,6 +445,12 @@ def test_model_that_is_not_there(name: str, message: str, convert: Converter) ->
     assert message in convert.fail(model_dir=name).message
 
 
+def test_checkpoint_in_place_of_a_model(base: Path, convert: Converter) -> None:
+    error = convert.fail(model_dir=base)
+    assert error.message == f"{base} is a checkpoint, not a Hugging Face folder"
+    assert "--base-model-checkpoint-dir" in error.hint
+
+
 def test_output_in_use(source: Source, convert: Converter) -> None:
     convert(model_dir=source(MODEL))
     error = convert.fail(model_dir=source(MODEL), dtype="float16")

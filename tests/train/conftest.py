@@ -76,6 +76,17 @@ def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True, scope="session")
+def use_one_thread() -> Iterator[None]:
+    """On sizes like these, threads only wait for each other; on a busy machine, for long."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture
 def run_train(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Finished]]:
     """Run `specdec-train` in this process."""

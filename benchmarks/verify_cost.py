@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""What a verify step costs by its number of tokens, at the size of a real model.
+
+    python benchmarks/verify_cost.py [--layers 22] [--hidden 2048] [--dtype bfloat16]
+
+Random weights of a Llama shape (the default has 986M parameters and needs 2 GB), batch 1, 256
+positions in the cache. Times one target forward with logits; sizes alternate, medians. The bytes of
+the weights over the time of a one-token step is the bandwidth reached, to be held against what the
+machine can read, which is measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from specdec.engine.decoder import Decoder, Step
+from specdec.engine.layers import TORCH_DTYPES
+from specdec.engine.layout import list_engine_tensors
+from specdec.engine.native import LIBRARY_NAME, NativeKernels, compile_kernels, find_compiler
+from specdec.schema import ModelConfig
+
+SIZES = (1, 4, 8, 16, 32)
+PAST_LEN = 256
+
+
+def make_decoder(model: ModelConfig, kernels: NativeKernels | None) -> tuple[Decoder, int]:
+    """A decoder with random weights, and the bytes that one step reads."""
+    dtype = TORCH_DTYPES[model.dtype]
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in list_engine_tensors(model, None).items():
+        # One small block repeated: making a billion normal numbers would take a minute.
+        block = torch.randn(min(4096, int(np.prod(shape))), generator=generator) * 0.02
+        repeats = -(-int(np.prod(shape)) // block.numel())
+        weights[name] = block.repeat(repeats)[: int(np.prod(shape))].view(shape).to(dtype)
+    embedding = weights["transformer.vocab_embedding.weight"]
+    num_bytes = sum(w.numel() * w.element_size() for w in weights.values())
+    num_bytes -= embedding.numel() * embedding.element_size()
+    decoder = Decoder(
+        model, weights, num_positions=1024, device=torch.device("cpu"), kernels=kernels
+    )
+    return decoder, num_bytes
+
+
+def measure_bandwidth() -> float:
+    """GB/s of reading 1 GB, the best of several."""
+    data = torch.ones(1 << 28)
+    best = 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        data.sum()
+        best = max(best, data.numel() * 4 / (time.perf_counter() - began) / 1e9)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=5632)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    model = ModelConfig(
+        architecture="LlamaForCausalLM", dtype=args.dtype, vocab_size=args.vocab,
+        hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads, head_size=args.hidden // args.heads,
+        intermediate_size=args.intermediate, norm_epsilon=1e-5, max_position_embeddings=1024,
+    )  # fmt: skip
+    kernels = None
+    if find_compiler() is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            compile_kernels(Path(folder))
+            kernels = NativeKernels(Path(folder) / LIBRARY_NAME, TORCH_DTYPES[args.dtype])
+    decoder, num_bytes = make_decoder(model, kernels)
+    cache = decoder.make_cache(1, PAST_LEN + max(SIZES))
+    cache.past_lens[0] = PAST_LEN
+    times: dict[int, list[float]] = {size: [] for size in SIZES}
+    with torch.inference_mode():
+        for index in range(args.repeat + 2):
+            for size in SIZES:
+                step = Step(
+                    rows=np.zeros(1, np.int64),
+                    tokens=np.full((1, size), 5, np.int64),
+                    positions=PAST_LEN + np.arange(size)[None],
+                    tree_mask=np.tril(np.ones((1, size, size), np.bool_)),
+                )
+                began = time.perf_counter()
+                decoder.compute_logits(decoder.forward(step, cache)).argmax(-1)
+                if index >= 2:
+                    times[size].append(1000 * (time.perf_counter() - began))
+    medians = {size: statistics.median(values) for size, values in times.items()}
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "dtype": args.dtype,
+        "layers": args.layers,
+        "hidden": args.hidden,
+        "native_kernels": kernels is not None,
+        "weight_gb_per_step": round(num_bytes / 1e9, 3),
+        "step_ms_by_tokens": {size: round(value, 2) for size, value in medians.items()},
+        "relative_to_one_token": {s: round(v / medians[1], 2) for s, v in medians.items()},
+        "one_token_gb_per_second": round(num_bytes / medians[1] / 1e6, 1),
+        "machine_gb_per_second": round(measure_bandwidth(), 1),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    print(json.dumps(report, indent=2))
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
