@@ -125,7 +125,7 @@ def write_card(
         "",
         f"A greedy chain of {len(accuracies)} draft tokens would yield"
         f" {evaluation['chain_length']:.2f} tokens per verify step on this text if the target wrote"
-        " exactly it. What an engine accepts is for `specdec-bench` to measure.",
+        " exactly it. What an engine accepts is shown by `specdec-run --json`.",
         "",
     ]
     return "\n".join(lines)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.logs import get_logger
@@ -15,6 +16,13 @@ from specdec.settings import require
 from specdec.storage import check_output_dir, describe_file, stage_folder
 
 from .settings import TrainSettings
+
+if TYPE_CHECKING:
+    from .data import Rows
+    from .loop import Loop
+    from .methods.base import TrainingMethod
+    from .state import TrainingState
+    from .target import Target
 
 DEFAULT_MAX_LENGTH = 2048
 
@@ -24,109 +32,152 @@ logger = get_logger(__name__)
 def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     """Train a drafter as `settings` say; return the results on the main process, else None."""
     check_settings(settings)
-    accelerator = start_accelerator(settings)
     # torch and transformers take seconds to import: not before the cheap checks.
-    import torch
-
-    from .loop import Hooks, Loop
-    from .methods import load_method
     from .output import write_drafter
+
+    accelerator = start_accelerator(settings)
+    report = None
+    with open_output(settings, is_main=accelerator.is_main_process) as folder:
+        job = prepare_job(settings, accelerator)
+        loop = start_loop(job)
+        began = time.monotonic()
+        outcome = loop.run()
+        if folder is not None:
+            report = {
+                "method": settings.method,
+                "output_dir": str(settings.output_dir),
+                "steps": outcome.num_steps,
+                "tokens": outcome.num_tokens,
+                "seconds": round(time.monotonic() - began, 1),
+                "eval": outcome.evaluation,
+            }
+            write_drafter(
+                folder,
+                loop.drafter,
+                job.method.describe(loop.drafter),
+                settings=settings,
+                save_dtype=choose_save_dtype(settings, job.target.config),
+                log=job.state.read_log(),
+                report=report,
+                target_files=job.target_files,
+                data_files=job.data_files,
+                compute={
+                    "dtype": job.dtype,
+                    "device": accelerator.device.type,
+                    "processes": accelerator.num_processes,
+                    "rows_per_step": loop.rows_per_step,
+                    "model_max_length": job.max_length,
+                },
+            )
+    if report is not None:
+        job.state.remove()
+        logger.info("the drafter is in %s", settings.output_dir)
+    # A process that leaves while another still talks to it makes that one abort.
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return report
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Everything a training works with, loaded and checked. File lists: main process only."""
+
+    settings: TrainSettings
+    accelerator: Any
+    method: TrainingMethod
+    state: TrainingState
+    target: Target
+    train: Rows
+    heldout: Rows
+    dtype: str
+    max_length: int
+    target_files: list[dict[str, Any]]
+    data_files: list[dict[str, Any]]
+
+
+def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
+    """Load the target, open the training's state, and load or make the rows."""
+    from .methods import load_method
     from .state import TrainingState, collect_facts
-    from .target import (
-        describe_target,
-        get_stored_dtype,
-        load_config,
-        load_target,
-    )  # fmt: skip
+    from .target import describe_target, load_config, load_target
 
     assert settings.model_dir
-    assert settings.data
     assert settings.output_dir
     is_main = bool(accelerator.is_main_process)
     dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
     config = load_config(settings.model_dir)
     max_length = choose_max_length(settings, config)
+    target = load_target(settings.model_dir, config, dtype, accelerator.device)
     state = TrainingState(settings.output_dir)
-    with open_output(settings, is_main=is_main) as folder:
-        target_files = describe_target(settings.model_dir) if is_main else []
-        files = [f for f in (settings.data, settings.eval_data) if f]
-        data_files = [describe_file(f) for f in files] if is_main else []
-        if is_main:
-            facts = collect_facts(
-                settings,
-                dtype=dtype,
-                num_processes=accelerator.num_processes,
-                target_files=target_files,
-                data_files=data_files,
-            )
-            state.open(facts, resume=settings.resume, force=settings.force)
-        accelerator.wait_for_everyone()
-        target = load_target(settings.model_dir, config, dtype, accelerator.device)
-        train, heldout = load_rows(settings, state, target, max_length, accelerator)
-        torch.manual_seed(settings.seed)
-        method = load_method(settings.method)
-        drafter = method.build(settings, target.shape).to(accelerator.device)
-        hooks = Hooks(
-            log=state.add_log if is_main else _ignore,
-            save=state.save_checkpoint if is_main else _ignore,
-        )
-        loop = Loop(settings, accelerator, target, drafter, train, heldout, hooks)
-        checkpoint = state.load_checkpoint()
-        if checkpoint is not None:
-            loop.restore(checkpoint)
-            logger.info("resumed at step %d", loop.step)
-        if is_main:
-            state.cut_log(loop.step)
-        logger.info(
-            "%d parameters, %d rows of up to %d tokens, %d rows a step, %d steps, %s on %s",
-            sum(p.numel() for p in drafter.parameters()), len(train), max_length,
-            loop.rows_per_step, loop.num_steps, dtype, accelerator.device.type,
-        )  # fmt: skip
-        began = time.monotonic()
-        outcome = loop.run()
-        if folder is None:
-            return None
-        report = {
-            "method": settings.method,
-            "output_dir": str(settings.output_dir),
-            "steps": outcome.num_steps,
-            "tokens": outcome.num_tokens,
-            "seconds": round(time.monotonic() - began, 1),
-            "eval": outcome.evaluation,
-        }
-        save_dtype = settings.save_dtype
-        if save_dtype == "auto":
-            save_dtype = "bfloat16" if get_stored_dtype(config) == "bfloat16" else "float32"
-        write_drafter(
-            folder,
-            drafter,
-            method.describe(drafter),
-            settings=settings,
-            save_dtype=save_dtype,
-            log=state.read_log(),
-            report=report,
+    files = [f for f in (settings.data, settings.eval_data) if f and is_main]
+    data_files = [describe_file(f) for f in files]
+    target_files = describe_target(settings.model_dir) if is_main else []
+    if is_main:
+        facts = collect_facts(
+            settings,
+            dtype=dtype,
+            num_processes=accelerator.num_processes,
             target_files=target_files,
             data_files=data_files,
-            compute={
-                "dtype": dtype,
-                "device": accelerator.device.type,
-                "processes": accelerator.num_processes,
-                "rows_per_step": loop.rows_per_step,
-                "model_max_length": max_length,
-            },
         )
-    state.remove()
-    logger.info("the drafter is in %s", settings.output_dir)
-    return report
+        state.open(facts, resume=settings.resume)
+    accelerator.wait_for_everyone()
+    train, heldout = load_rows(settings, state, target, max_length, accelerator)
+    return Job(
+        settings=settings,
+        accelerator=accelerator,
+        method=load_method(settings.method),
+        state=state,
+        target=target,
+        train=train,
+        heldout=heldout,
+        dtype=dtype,
+        max_length=max_length,
+        target_files=target_files,
+        data_files=data_files,
+    )
 
 
-def _ignore(_: Any) -> None:
-    pass
+def start_loop(job: Job) -> Loop:
+    """Make the drafter, with fresh weights or those of the checkpoint, and its training loop."""
+    import torch
+
+    from .loop import Hooks, Loop
+
+    settings, accelerator, state = job.settings, job.accelerator, job.state
+    torch.manual_seed(settings.seed)
+    drafter = job.method.build(settings, job.target.shape).to(accelerator.device)
+    hooks = Hooks(log=state.add_log, save=state.save_checkpoint)
+    if not accelerator.is_main_process:
+        hooks = Hooks(log=lambda _: None, save=lambda _: None)
+    loop = Loop(settings, accelerator, job.target, drafter, job.train, job.heldout, hooks)
+    checkpoint = state.load_checkpoint()
+    if checkpoint is not None:
+        loop.restore(checkpoint)
+        logger.info("resumed at step %d", loop.step)
+    if accelerator.is_main_process:
+        state.cut_log(loop.step)
+    logger.info(
+        "%d parameters, %d rows of up to %d tokens, %d rows a step, %d steps, %s on %s",
+        sum(p.numel() for p in drafter.parameters()), len(job.train), job.max_length,
+        loop.rows_per_step, loop.num_steps, job.dtype, accelerator.device.type,
+    )  # fmt: skip
+    return loop
+
+
+def choose_save_dtype(settings: TrainSettings, config: Any) -> str:
+    """Return the type to write the weights in."""
+    from .target import get_stored_dtype
+
+    if settings.save_dtype != "auto":
+        return settings.save_dtype
+    return "bfloat16" if get_stored_dtype(config) == "bfloat16" else "float32"
 
 
 def check_settings(settings: TrainSettings) -> None:
     """Raise for what can be seen to be wrong before anything is loaded."""
     from .data import check_data_file
+    from .state import TrainingState
 
     require(settings, "model_dir", "data", "output_dir")
     if settings.max_steps is not None and settings.num_epochs is not None:
@@ -144,6 +195,9 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.eval_data is not None:
         check_data_file(settings.eval_data, "--eval-data")
     check_output_dir(settings.output_dir, force=settings.force)
+    TrainingState(settings.output_dir).refuse_unfinished(
+        resume=settings.resume, force=settings.force
+    )
 
 
 def choose_max_length(settings: TrainSettings, config: Any) -> int:
@@ -203,8 +257,12 @@ def open_output(settings: TrainSettings, *, is_main: bool) -> Iterator[Path | No
 
 
 def load_rows(
-    settings: TrainSettings, state: Any, target: Any, max_length: int, accelerator: Any
-) -> tuple[Any, Any]:
+    settings: TrainSettings,
+    state: TrainingState,
+    target: Target,
+    max_length: int,
+    accelerator: Any,
+) -> tuple[Rows, Rows]:
     """Tokenize on the main process; map the result, from which all processes read."""
     from .data import Rows, prepare_rows
     from .target import load_tokenizer

@@ -44,21 +44,23 @@ class TrainingState:
         self._settings = self.folder / "settings.json"
         self._log = self.folder / "log.jsonl"
 
-    def open(self, facts: Mapping[str, Any], *, resume: bool, force: bool) -> None:
+    def refuse_unfinished(self, *, resume: bool, force: bool) -> None:
+        """Raise SpecDecError where a training was interrupted and nothing was said about it."""
+        if self._settings.is_file() and not resume and not force:
+            raise SpecDecError(
+                f"an unfinished training is in {self.folder}",
+                "continue it with --resume, or start anew with --force",
+            )
+
+    def open(self, facts: Mapping[str, Any], *, resume: bool) -> None:
         """Start anew, or check that what is there belongs to the same training.
 
         `facts` are the settings and hashes that the weights depend on.
         """
-        if self._settings.is_file():
-            if resume:
-                self._compare(facts)
-                return
-            if not force:
-                raise SpecDecError(
-                    f"an unfinished training is in {self.folder}",
-                    "continue it with --resume, or start anew with --force",
-                )
-        elif resume:
+        if self._settings.is_file() and resume:
+            self._compare(facts)
+            return
+        if resume:
             logger.info("nothing to resume: a new training begins")
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)

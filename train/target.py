@@ -72,8 +72,7 @@ def _cannot_load(model_dir: str, error: Exception) -> SpecDecError:
 
 def get_stored_dtype(config: Any) -> str:
     """Name the type in which the target's weights are stored."""
-    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    return str(dtype or "float32").removeprefix("torch.")
+    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
 
 
 def get_max_length(config: Any) -> int | None:
@@ -91,11 +90,8 @@ def load_target(model_dir: str, config: Any, dtype: str, device: torch.device) -
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    options: dict[str, Any] = {"dtype": DTYPES[dtype]}
-    if tuple(int(x) for x in transformers.__version__.split(".")[:2]) < (4, 56):
-        options = {"torch_dtype": DTYPES[dtype]}
     try:
-        model = transformers.AutoModel.from_pretrained(model_dir, **options)
+        model = transformers.AutoModel.from_pretrained(model_dir, dtype=DTYPES[dtype])
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _cannot_load(model_dir, error) from None
     return Target(model.to(device), config)
@@ -122,7 +118,7 @@ def load_tokenizer(model_dir: str, vocab_size: int) -> Any:
 
 
 def describe_target(model_dir: str) -> list[dict[str, Any]]:
-    """List the files that make up the target, with their sha256; a Hub id's are in the cache."""
+    """List the files of a target that has been loaded, with their sha256; a Hub id's are cached."""
     folder = Path(model_dir)
     if not folder.is_dir():
         from transformers.utils import cached_file

@@ -18,7 +18,13 @@ def make_proposer(
     params: ReDrafterParams, weights: Mapping[str, Tensor], decoder: Decoder
 ) -> ReDrafterProposer:
     """Lay out the drafter beside the target whose embedding it shares."""
-    head = ReDrafterHead(params, weights, decoder.embedding, prepack=decoder.is_prepacked)
+    head = ReDrafterHead(
+        params,
+        weights,
+        decoder.embedding,
+        prepack=decoder.is_prepacked,
+        kernels=decoder.kernels,
+    )
     return ReDrafterProposer(head)
 
 

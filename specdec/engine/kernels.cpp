@@ -7,10 +7,11 @@
 // Legend: B rows, T tokens a row, N query heads, K key/value heads, H head size, S positions,
 // R cache rows, D hidden, I inner size.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -328,12 +329,167 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
   }
 }
 
+// y[M][N] = x[M][depth] W^T + bias, W packed as [ceil(N / 32)][depth][32]; x, y are float32 and y has
+// room for N rounded up to 32. A tile's outputs stay in registers over the whole depth.
+constexpr int64_t kTile = 32;
+
+template <typename E, int M>
+void multiply_tile(const float *x, int64_t depth, const E *tile, float *y, int64_t y_stride) {
+  float sums[M][kTile] = {};
+  for (int64_t i = 0; i < depth; ++i) {
+    const E *w = tile + i * kTile;
+    for (int m = 0; m < M; ++m) {
+      const float a = x[m * depth + i];
+#pragma omp simd
+      for (int64_t j = 0; j < kTile; ++j) sums[m][j] += a * to_float(w[j]);
+    }
+  }
+  for (int m = 0; m < M; ++m) std::memcpy(y + m * y_stride, sums[m], sizeof sums[m]);
+}
+
+template <typename E>
+void multiply_few(const float *x, int64_t M, int64_t depth, const E *packed, const E *bias,
+                  int64_t N, float *y) {
+  const int64_t tiles = (N + kTile - 1) / kTile, stride = tiles * kTile;
+#pragma omp parallel for schedule(static) if (M * N * depth > kParallelWork)
+  for (int64_t t = 0; t < tiles; ++t) {
+    const E *tile = packed + t * depth * kTile;
+    for (int64_t m = 0; m < M;) {
+      const float *rows = x + m * depth;
+      float *to = y + m * stride + t * kTile;
+      switch (M - m) {
+        case 1: multiply_tile<E, 1>(rows, depth, tile, to, stride); m += 1; break;
+        case 2: multiply_tile<E, 2>(rows, depth, tile, to, stride); m += 2; break;
+        case 3: multiply_tile<E, 3>(rows, depth, tile, to, stride); m += 3; break;
+        case 4: multiply_tile<E, 4>(rows, depth, tile, to, stride); m += 4; break;
+        case 5: multiply_tile<E, 5>(rows, depth, tile, to, stride); m += 5; break;
+        default: multiply_tile<E, 6>(rows, depth, tile, to, stride); m += 6; break;
+      }
+    }
+    if (bias != nullptr)
+      for (int64_t m = 0; m < M; ++m)
+        for (int64_t j = t * kTile; j < (t + 1) * kTile && j < N; ++j)
+          y[m * stride + j] += to_float(bias[j]);
+  }
+}
+
+inline int64_t pad(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
+
+inline float silu(float x) {
+  float e = exp_fast(-(x < 0 ? -x : x));
+  return x * (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+// The best `width` of `count` logits, best first, as (log-probability among the best `kept`, token).
+void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width,
+                 std::vector<std::pair<float, int64_t>> &heap) {
+  auto above = [](const std::pair<float, int64_t> &a, const std::pair<float, int64_t> &b) {
+    return a.first > b.first || (a.first == b.first && a.second < b.second);
+  };
+  heap.clear();
+  for (int64_t v = 0; v < count; ++v) {
+    if (static_cast<int64_t>(heap.size()) < kept) {
+      heap.emplace_back(logits[v], v);
+      std::push_heap(heap.begin(), heap.end(), above);
+    } else if (logits[v] > heap.front().first) {
+      std::pop_heap(heap.begin(), heap.end(), above);
+      heap.back() = {logits[v], v};
+      std::push_heap(heap.begin(), heap.end(), above);
+    }
+  }
+  std::sort_heap(heap.begin(), heap.end(), above);
+  const float top = heap[0].first;
+  float total = 0.0f;
+  for (const auto &entry : heap) total += std::exp(entry.first - top);
+  heap.resize(width);
+  for (auto &entry : heap) entry.first -= top + std::log(total);
+}
+
+// ReDrafter's beam search, see specdec/engine/redrafter.py. Matrices are packed for multiply_few;
+// absent ones are null. hidden: [B, H]; tokens: [B]; blocks: weight and bias of each residual block
+// by turns; beams: [B, W, L]. X is the exit dimension, V the vocabulary, C the candidates kept.
+template <typename E>
+void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, const E *rnn_w,
+                  const E *rnn_u, const E *rnn_u_bias, const E *input_proj, const E *input_bias,
+                  const E *const *blocks, int64_t num_blocks, const E *lm_head, int64_t *beams,
+                  int64_t B, int64_t W, int64_t L, int64_t V, int64_t H, int64_t X, int64_t C) {
+  const int64_t most = B * W, wide = pad(2 * H > X ? 2 * H : X);
+  std::vector<float> state(most * H), next(most * H), embedded(most * H), x(most * wide);
+  std::vector<float> first(most * wide), second(most * wide), logits(most * pad(V));
+  std::vector<float> scores(B, 0.0f), next_scores(most);
+  std::vector<int64_t> last(tokens, tokens + B), paths(most * L), next_paths(most * L);
+  std::vector<std::vector<std::pair<float, int64_t>>> ranked(most);
+  for (auto &heap : ranked) heap.reserve(C);
+  int64_t width = 1;  // all beams start from one token: the first step needs one of them
+  for (int64_t step = 0; step < L; ++step) {
+    const int64_t M = B * width;
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t i = 0; i < H; ++i) embedded[m * H + i] = to_float(embedding[last[m] * H + i]);
+    if (rnn_w != nullptr) {
+      multiply_few(embedded.data(), M, H, rnn_w, static_cast<const E *>(nullptr), H, first.data());
+      if (step > 0) multiply_few(state.data(), M, H, rnn_u, rnn_u_bias, H, second.data());
+      for (int64_t m = 0; m < M; ++m)
+        for (int64_t i = 0; i < H; ++i) {
+          const float recurrent = step > 0 ? second[m * pad(H) + i] : to_float(rnn_u_bias[i]);
+          next[m * H + i] = silu(first[m * pad(H) + i] + recurrent);
+        }
+    } else {
+      for (int64_t i = 0; i < M * H; ++i) next[i] = embedded[i] + (step > 0 ? state[i] : 0.0f);
+    }
+    state.swap(next);
+    for (int64_t m = 0; m < M; ++m) {
+      const E *context = hidden + m / width * H;
+      for (int64_t i = 0; i < H; ++i) x[m * 2 * H + i] = to_float(context[i]);
+      std::memcpy(&x[m * 2 * H + H], &state[m * H], sizeof(float) * H);
+    }
+    if (input_proj != nullptr) {
+      multiply_few(x.data(), M, 2 * H, input_proj, input_bias, X, first.data());
+      for (int64_t m = 0; m < M; ++m)
+        std::memcpy(&x[m * X], &first[m * pad(X)], sizeof(float) * X);
+    }
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      multiply_few(x.data(), M, X, blocks[2 * block], blocks[2 * block + 1], X, first.data());
+      for (int64_t m = 0; m < M; ++m)
+#pragma omp simd
+        for (int64_t i = 0; i < X; ++i) x[m * X + i] += silu(first[m * pad(X) + i]);
+    }
+    multiply_few(x.data(), M, X, lm_head, static_cast<const E *>(nullptr), V, logits.data());
+#pragma omp parallel for if (M * V > kParallelWork)
+    for (int64_t m = 0; m < M; ++m) rank_tokens(&logits[m * pad(V)], V, C, W, ranked[m]);
+    for (int64_t b = 0; b < B; ++b) {
+      // Each beam's best W tokens hold the best W of all.
+      std::vector<std::pair<float, int64_t>> grown;
+      for (int64_t w = 0; w < width; ++w)
+        for (int64_t j = 0; j < W; ++j)
+          grown.emplace_back(scores[b * width + w] + ranked[b * width + w][j].first, w * W + j);
+      std::partial_sort(grown.begin(), grown.begin() + W, grown.end(),
+                        [](const auto &a, const auto &c) {
+                          return a.first > c.first || (a.first == c.first && a.second < c.second);
+                        });
+      for (int64_t w = 0; w < W; ++w) {
+        const int64_t source = b * width + grown[w].second / W, to = b * W + w;
+        next_scores[to] = grown[w].first;
+        std::memcpy(&next_paths[to * L], &paths[source * L], sizeof(int64_t) * step);
+        next_paths[to * L + step] = ranked[source][grown[w].second % W].second;
+        std::memcpy(&next[to * H], &state[source * H], sizeof(float) * H);
+      }
+    }
+    width = W;
+    paths.swap(next_paths);
+    state.swap(next);
+    scores.assign(next_scores.begin(), next_scores.end());
+    last.resize(most);
+    for (int64_t m = 0; m < most; ++m) last[m] = paths[m * L + step];
+  }
+  std::memcpy(beams, paths.data(), sizeof(int64_t) * most * L);
+}
+
 }  // namespace
 
 extern "C" {
 
 // Bumped with every change of a signature below; checked when an engine is loaded.
-int64_t specdec_abi_version() { return 1; }
+int64_t specdec_abi_version() { return 2; }
 
 #define SPECDEC_EXPORT(E, suffix)                                                                 \
   void specdec_rms_norm_##suffix(const E *x, const E *weight, E *out, int64_t rows, int64_t D,    \
@@ -353,6 +509,14 @@ int64_t specdec_abi_version() { return 1; }
                                int64_t T, int64_t N, int64_t K, int64_t H, int64_t R,             \
                                int64_t S) {                                                       \
     attend(qkv, cache, cosine, sine, rows, positions, past, tree_mask, out, B, T, N, K, H, R, S); \
+  }                                                                                               \
+  void specdec_search_beams_##suffix(                                                             \
+      const E *embedding, const E *hidden, const int64_t *tokens, const E *rnn_w, const E *rnn_u, \
+      const E *rnn_u_bias, const E *input_proj, const E *input_bias, const E *const *blocks,      \
+      int64_t num_blocks, const E *lm_head, int64_t *beams, int64_t B, int64_t W, int64_t L,      \
+      int64_t V, int64_t H, int64_t X, int64_t C) {                                               \
+    search_beams(embedding, hidden, tokens, rnn_w, rnn_u, rnn_u_bias, input_proj, input_bias,     \
+                 blocks, num_blocks, lm_head, beams, B, W, L, V, H, X, C);                        \
   }
 
 SPECDEC_EXPORT(float, f32)

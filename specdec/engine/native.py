@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from specdec.errors import SpecDecError
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 1
+ABI_VERSION = 2
+TILE = 32  # outputs side by side in a packed matrix, kTile in kernels.cpp
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -115,6 +117,10 @@ class NativeKernels:
         )
         self._silu_mul = self._bind(f"specdec_silu_mul_{suffix}", [_POINTER] * 2 + [_INT] * 2)
         self._attend = self._bind(f"specdec_attend_{suffix}", [_POINTER] * 9 + [_INT] * 7)
+        self._search_beams = self._bind(
+            f"specdec_search_beams_{suffix}",
+            [_POINTER] * 9 + [_INT] + [_POINTER] * 2 + [_INT] * 7,
+        )
 
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:
@@ -185,3 +191,65 @@ class NativeKernels:
             cache.shape[1], cache.shape[3],
         )  # fmt: skip
         return out
+
+    @staticmethod
+    def pack_matrix(weight: Tensor) -> Tensor:
+        """Lay out a matrix [N, depth] for `search_beams`: [ceil(N / TILE), depth, TILE]."""
+        num_rows, depth = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_rows % TILE))
+        return padded.view(-1, TILE, depth).transpose(1, 2).contiguous()
+
+    def search_beams(
+        self, drafter: PackedDrafter, hidden: Tensor, tokens: Tensor, width: int, length: int
+    ) -> Tensor:
+        """ReDrafter's beam search in one call: hidden [B, D], tokens [B] -> drafts [B, W, L]."""
+        batch = tokens.shape[0]
+        hidden = hidden.contiguous()
+        beams = torch.empty((batch, width, length), dtype=torch.int64)
+        vocab_size, size = drafter.embedding.shape
+        self._search_beams(
+            drafter.embedding.data_ptr(), hidden.data_ptr(), tokens.data_ptr(),
+            _get_pointer(drafter.rnn_w), _get_pointer(drafter.rnn_u),
+            _get_pointer(drafter.rnn_u_bias), _get_pointer(drafter.input_proj),
+            _get_pointer(drafter.input_bias), ctypes.addressof(drafter.block_pointers),
+            len(drafter.blocks), drafter.lm_head.data_ptr(), beams.data_ptr(),
+            batch, width, length, vocab_size, size, drafter.exit_dim, drafter.num_candidates,
+        )  # fmt: skip
+        return beams
+
+
+def _get_pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class PackedDrafter:
+    """A ReDrafter drafter's weights as `NativeKernels.search_beams` takes them.
+
+    `weights` are a checkpoint's `drafter.*` tensors; absent ones are those the drafter has not.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], embedding: Tensor, *, num_layers: int,
+        exit_dim: int, num_candidates: int,
+    ) -> None:  # fmt: skip
+        def pack(name: str) -> Tensor | None:
+            weight = weights.get(f"drafter.{name}.weight")
+            return None if weight is None else NativeKernels.pack_matrix(weight)
+
+        self.embedding = embedding
+        self.exit_dim = exit_dim
+        self.num_candidates = num_candidates
+        self.rnn_w, self.rnn_u = pack("rnn_w"), pack("rnn_u")
+        self.rnn_u_bias = weights.get("drafter.rnn_u.bias")
+        self.input_proj = pack("input_proj")
+        self.input_bias = weights.get("drafter.input_proj.bias")
+        self.lm_head = NativeKernels.pack_matrix(weights["drafter.lm_head.weight"])
+        self.blocks = [
+            (
+                NativeKernels.pack_matrix(weights[f"drafter.layers.{i}.linear.weight"]),
+                weights[f"drafter.layers.{i}.linear.bias"],
+            )
+            for i in range(num_layers)
+        ]
+        pointers = [tensor.data_ptr() for pair in self.blocks for tensor in pair]
+        self.block_pointers = (ctypes.c_void_p * max(1, len(pointers)))(*pointers)

@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 from specdec.engine.layers import Linear, can_prepack
+from specdec.engine.native import NativeKernels, PackedDrafter
 from specdec.methods import ReDrafterParams
 
 # Candidates of a beam are its most probable tokens; the published search keeps 50.
 NUM_CANDIDATES = 50
+# Where a drafter is small, the calls cost more than the arithmetic: the whole search is then one
+# native call, for as many beams as keep it cheaper than oneDNN's products.
+MAX_NATIVE_BYTES = 64 << 20
+MAX_NATIVE_BEAMS = 32
 
 
 class ReDrafterHead:
@@ -28,6 +33,7 @@ class ReDrafterHead:
         embedding: Tensor,
         *,
         prepack: bool = True,
+        kernels: NativeKernels | None = None,
     ) -> None:
         prepack = prepack and can_prepack(embedding.dtype, embedding.device)
 
@@ -40,6 +46,16 @@ class ReDrafterHead:
         self.input_proj = linear("input_proj") if params.has_input_proj else None
         self.blocks = [linear(f"layers.{i}.linear") for i in range(params.num_layers)]
         self.lm_head = linear("lm_head")
+        self.num_candidates = min(max(NUM_CANDIDATES, params.num_beams), embedding.shape[0])
+        self.kernels = kernels
+        self.packed: PackedDrafter | None = None
+        own = {name: weight for name, weight in weights.items() if name.startswith("drafter.")}
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in own.values())
+        if kernels is not None and num_bytes <= MAX_NATIVE_BYTES:
+            self.packed = PackedDrafter(
+                own, embedding, num_layers=params.num_layers, exit_dim=params.exit_dim,
+                num_candidates=self.num_candidates,
+            )  # fmt: skip
         self.rnn_w = linear("rnn_w") if params.is_rnn else None
         self.rnn_u = linear("rnn_u") if params.is_rnn else None
 
@@ -63,16 +79,19 @@ class ReDrafterHead:
             x = x + torch.nn.functional.silu(block(x))
         return self.lm_head(x)
 
-    def search_beams(self, hidden: Tensor, tokens: Tensor, length: int | None = None) -> Tensor:
+    def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Beam search after `tokens` [B], which follow `hidden` [B, D]. Returns drafts [B, W, L].
 
         Scores are sums of log-probabilities, normalized over each beam's best candidates.
         """
-        params = self.params
-        width = params.num_beams
-        length = params.draft_len_per_beam if length is None else length
-        batch, vocab_size = tokens.shape[0], self.embedding.shape[0]
-        num_candidates = min(max(NUM_CANDIDATES, width), vocab_size)
+        width, length = self.params.num_beams, self.params.draft_len_per_beam
+        batch, num_candidates = tokens.shape[0], self.num_candidates
+        if (
+            self.kernels is not None
+            and self.packed is not None
+            and batch * width <= MAX_NATIVE_BEAMS
+        ):
+            return self.kernels.search_beams(self.packed, hidden, tokens, width, length)
         # All beams start from the same token, so the first step needs one of them only.
         state = self.update_state(tokens[:, None], None)  # [B, 1, D]
         context = hidden[:, None]  # [B, 1, D]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.engine import native
 from specdec.engine.redrafter import NUM_CANDIDATES, ReDrafterHead
 from specdec.methods import ReDrafterParams
 from specdec.tensors import list_redrafter_tensors
@@ -13,8 +14,23 @@ from specdec.tensors import list_redrafter_tensors
 HIDDEN, VOCAB = 16, 90
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> native.NativeKernels:
+    if native.find_compiler() is None:
+        pytest.skip("no C++ compiler here")
+    folder = tmp_path_factory.mktemp("kernels")
+    native.compile_kernels(folder)
+    return native.NativeKernels(folder / native.LIBRARY_NAME, torch.float32)
+
+
 def make_head(
-    *, beams: int, length: int, rnn: bool, exit_dim: int, vocab: int = VOCAB
+    *,
+    beams: int,
+    length: int,
+    rnn: bool,
+    exit_dim: int,
+    vocab: int = VOCAB,
+    kernels: native.NativeKernels | None = None,
 ) -> tuple[ReDrafterHead, dict[str, torch.Tensor], torch.Tensor]:
     params = ReDrafterParams(
         num_layers=2, hidden_size=HIDDEN, exit_dim=exit_dim, is_rnn=rnn, num_beams=beams,
@@ -26,7 +42,7 @@ def make_head(
         for name, spec in list_redrafter_tensors(params, vocab).items()
     }
     embedding = torch.randn(vocab, HIDDEN, generator=generator)
-    return ReDrafterHead(params, weights, embedding), weights, embedding
+    return ReDrafterHead(params, weights, embedding, kernels=kernels), weights, embedding
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -76,10 +92,23 @@ def search_slowly(
 @pytest.mark.parametrize("rnn", [True, False])
 @pytest.mark.parametrize("exit_dim", [2 * HIDDEN, 24])
 @pytest.mark.parametrize(("beams", "length"), [(1, 1), (1, 4), (3, 3), (5, 5)])
+@pytest.mark.parametrize("is_native", [False, True])
 def test_search_equals_the_slow_reference(
-    rnn: bool, exit_dim: int, beams: int, length: int
+    rnn: bool,
+    exit_dim: int,
+    beams: int,
+    length: int,
+    is_native: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
-    head, weights, embedding = make_head(beams=beams, length=length, rnn=rnn, exit_dim=exit_dim)
+    head, weights, embedding = make_head(
+        beams=beams,
+        length=length,
+        rnn=rnn,
+        exit_dim=exit_dim,
+        kernels=request.getfixturevalue("kernels") if is_native else None,
+    )
+    assert (head.packed is not None) == is_native
     hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
     tokens = torch.tensor([4, 80, 33])
     found = head.search_beams(hidden, tokens)
@@ -97,3 +126,16 @@ def test_more_beams_than_candidates() -> None:
     head, _, _ = make_head(beams=60, length=2, rnn=True, exit_dim=24, vocab=64)
     found = head.search_beams(torch.zeros(1, HIDDEN), torch.tensor([1]))
     assert len({tuple(beam) for beam in found[0].tolist()}) == 60
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 16])
+def test_native_search_equals_torch_for_any_batch(
+    batch: int, kernels: native.NativeKernels
+) -> None:
+    """Batches on both sides of the limit; a vocabulary and sizes that fill no tile."""
+    shape = {"beams": 3, "length": 4, "rnn": True, "exit_dim": 37, "vocab": 211}
+    plain, _, _ = make_head(**shape)  # type: ignore[arg-type]
+    fast, _, _ = make_head(**shape, kernels=kernels)  # type: ignore[arg-type]
+    hidden = torch.randn(batch, HIDDEN, generator=torch.Generator().manual_seed(batch))
+    tokens = torch.arange(batch)
+    assert torch.equal(fast.search_beams(hidden, tokens), plain.search_beams(hidden, tokens))
