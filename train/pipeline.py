@@ -72,7 +72,10 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     if report is not None:
         job.state.remove()
         logger.info("the drafter is in %s", settings.output_dir)
-    # A process that leaves while another still talks to it makes that one abort.
+    # In this order: what uses the connections, everybody's last word, the connections. A process
+    # that leaves them to its own end now and then aborts there.
+    del job, loop
+    accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return report

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the acceptance of an engine on held-out prompts, and its speed beside plain decoding.
+"""Measure the acceptance of an engine on held-out prompts.
 
     python evaluate.py --engine-dir ENGINE --tokenizer-dir target \
                        --prompts prompts.jsonl --output evaluation.json
@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 
-def run_engine(args: argparse.Namespace, *flags: str) -> dict[str, Any]:
+def run_engine(args: argparse.Namespace, max_output_len: int, *flags: str) -> dict[str, Any]:
     """Return what `specdec-run --json` prints."""
     command = [
         sys.executable, "-m", "specdec", "run", "--engine-dir", str(args.engine_dir),
         "--tokenizer-dir", str(args.tokenizer_dir), "--input-file", str(args.prompts),
-        "--max-output-len", str(args.max_output_len), "--json", *flags,
+        "--max-output-len", str(max_output_len), "--json", *flags,
     ]  # fmt: skip
     report: dict[str, Any] = json.loads(
         subprocess.run(command, check=True, capture_output=True).stdout
@@ -46,38 +45,48 @@ def measure_acceptance(outputs: list[dict[str, Any]]) -> float | None:
     return round(tokens / steps, 4) if steps else None
 
 
+def evaluate(args: argparse.Namespace, max_output_len: int) -> dict[str, Any]:
+    """Acceptance with outputs of at most `max_output_len` tokens."""
+    drafted = run_engine(args, max_output_len)
+    plain = run_engine(args, max_output_len, "--no-speculation")
+    outputs = drafted["outputs"]
+    steps = sum(o["stats"]["num_verify_steps"] for o in outputs)
+    histograms = [o["stats"]["accepted_histogram"] for o in outputs]
+    histogram = [sum(counts) for counts in zip(*histograms, strict=True)]
+    return {
+        "max_output_len": max_output_len,
+        "prompts": len(outputs),
+        "same_text_as_plain": sum(
+            o["output_ids"] == p["output_ids"]
+            for o, p in zip(outputs, plain["outputs"], strict=True)
+        ),
+        "looping": sum(is_looping(o["output_ids"]) for o in outputs),
+        "acceptance_length": measure_acceptance(outputs),
+        "acceptance_length_without_loops": measure_acceptance(
+            [o for o in outputs if not is_looping(o["output_ids"])]
+        ),
+        "accepted_histogram": histogram,
+        # Share of steps in which at least n draft tokens were accepted, n = 1, 2, ...
+        "accepted_by_position": [
+            round(sum(histogram[n:]) / steps, 4) for n in range(1, len(histogram))
+        ],
+        "dtype": drafted["stats"]["dtype"],
+        "device": drafted["stats"]["device"],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine-dir", type=Path, required=True)
     parser.add_argument("--tokenizer-dir", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--max-output-len", type=int, default=128)
+    parser.add_argument("--max-output-len", type=int, nargs="+", default=[16, 32, 64, 128])
     args = parser.parse_args()
-    drafted, plain = run_engine(args), run_engine(args, "--no-speculation")
-    pairs = list(zip(drafted["outputs"], plain["outputs"], strict=True))
-    steps = sum(o["stats"]["num_verify_steps"] for o, _ in pairs)
-    histograms = [o["stats"]["accepted_histogram"] for o, _ in pairs]
-    histogram = [sum(counts) for counts in zip(*histograms, strict=True)]
-    # Share of steps in which at least n draft tokens were accepted, n = 1, 2, ...
-    by_position = [round(sum(histogram[n:]) / steps, 4) for n in range(1, len(histogram))]
-    report = {
-        "prompts": len(pairs),
-        "max_output_len": args.max_output_len,
-        "same_text": sum(o["output_ids"] == p["output_ids"] for o, p in pairs),
-        "looping": sum(is_looping(o["output_ids"]) for o, _ in pairs),
-        "acceptance_length": measure_acceptance([o for o, _ in pairs]),
-        "acceptance_length_without_loops": measure_acceptance(
-            [o for o, _ in pairs if not is_looping(o["output_ids"])]
-        ),
-        "accepted_histogram": histogram,
-        "accepted_by_position": by_position,
-        "speculation": drafted["stats"],
-        "plain": plain["stats"],
-        "machine": platform.machine(),
-    }
+    report = [evaluate(args, length) for length in args.max_output_len]
     args.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report))
+    for row in report:
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ def cut_prompt(path: str, text: str) -> str | None:
         return None
     choice = int(hashlib.sha256(path.encode()).hexdigest(), 16)
     start = starts[choice % len(starts)]
-    prompt = "".join(lines[start : start + PROMPT_LINES])
+    # No newline at the end: the tokenizer joins it with the next line's indentation.
+    prompt = "".join(lines[start : start + PROMPT_LINES]).rstrip()
     return prompt if prompt.isascii() and len(prompt) <= MAX_CHARS else None
 
 
