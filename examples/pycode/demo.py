@@ -2,8 +2,8 @@
 """`make demo`: convert, build and run the pycode model with its ReDrafter drafter.
 
 Runs the three commands as a user would type them, shows a continuation, and measures the same
-prompts with and without speculation on the same engine, alternating. The texts must be equal, and
-equal to what transformers writes; the script fails if they are not.
+prompts with and without speculation on the same engine, by turns, for two beam shapes. Texts must
+be equal, and equal to what transformers writes; the script fails if they are not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SAMPLE = 'def read_lines(path):\n    """Return the lines of a file."""'
+TARGET, DRAFTER = "examples/pycode/target", "examples/pycode/redrafter"
 NUM_PROMPTS, NUM_CHECKED, OUTPUT_LEN, REPEATS = 12, 3, 120, 3
+# (beams, tokens a beam): the published kind of shape, and the one that pays best at this size.
+BEAM_SHAPES = ((4, 5), (1, 3))
 
 
 def run_stage(stage: str, *args: str) -> str:
@@ -56,67 +59,88 @@ def generate_with_transformers(prompts: list[str], limit: int) -> list[list[int]
     return outputs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work-dir", default="out/demo", help="relative to the project's root")
-    work_dir: str = parser.parse_args().work_dir
-    checkpoint, engine = f"{work_dir}/checkpoint", f"{work_dir}/engine"
-    model = "examples/pycode"
-
-    print("1. Two Hugging Face folders become one checkpoint.")
+def make_engine(work_dir: str, beams: int, length: int) -> str:
+    """Convert and build with one beam shape; return the engine folder."""
+    checkpoint, engine = (
+        f"{work_dir}/checkpoint-{beams}x{length}",
+        f"{work_dir}/engine-{beams}x{length}",
+    )
+    print("Two Hugging Face folders become one checkpoint, the checkpoint an engine:")
     run_stage(
-        "convert", "--model-dir", f"{model}/target", "--drafter-model-dir", f"{model}/redrafter",
-        "--output-dir", checkpoint, "--dtype", "float32", "--redrafter-num-beams", "4",
-        "--redrafter-draft-len-per-beam", "5", "--force",
+        "convert", "--model-dir", TARGET, "--drafter-model-dir", DRAFTER,
+        "--output-dir", checkpoint, "--dtype", "float32", "--redrafter-num-beams", str(beams),
+        "--redrafter-draft-len-per-beam", str(length), "--force",
     )  # fmt: skip
-    print("2. The checkpoint becomes an engine for this machine.")
     # One request at a time is what speculation is for: a batch of 8 fills this CPU without it.
     run_stage(
         "build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--max-batch-size", "1",
         "--force",
     )  # fmt: skip
+    return engine
 
-    print("3. The engine writes Python, several tokens a step.")
-    prompts = [json.loads(line)["prompt"] for line in (HERE / "prompts.jsonl").open()]
-    prompts = prompts[:NUM_PROMPTS]
-    prompt_file = ROOT / work_dir / "prompts.jsonl"
-    prompt_file.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
-    common = [
-        "--engine-dir", engine, "--tokenizer-dir", f"{model}/target",
-        "--max-output-len", str(OUTPUT_LEN),
+
+def measure(engine: str, prompts: list[str], prompt_file: str) -> tuple[list[list[int]], str]:
+    """Run with and without speculation by turns; return the tokens and a line of figures."""
+    args = [
+        "--engine-dir", engine, "--tokenizer-dir", TARGET, "--max-output-len", str(OUTPUT_LEN),
+        "--input-file", prompt_file, "--json",
     ]  # fmt: skip
-    print(run_stage("run", *common, "--input-text", SAMPLE))
-
-    print("4. The same prompts with and without speculation, alternating.")
     reports: dict[str, list[dict[str, Any]]] = {"speculation": [], "plain": []}
     for _ in range(REPEATS):
-        for name, flags in (("speculation", []), ("plain", ["--no-speculation"])):
-            args = [*common, "--input-file", str(prompt_file.relative_to(ROOT)), "--json", *flags]
-            reports[name].append(json.loads(run_stage("run", *args)))
+        reports["speculation"].append(json.loads(run_stage("run", *args)))
+        reports["plain"].append(json.loads(run_stage("run", *args, "--no-speculation")))
     texts = {
-        tuple(tuple(o["output_ids"]) for o in report["outputs"])
+        tuple(tuple(output["output_ids"]) for output in report["outputs"])
         for runs in reports.values()
         for report in runs
     }
     if len(texts) != 1:
         sys.exit("FAILED: the text with speculation differs from the text without")
-    own = [list(ids) for ids in next(iter(texts))[:NUM_CHECKED]]
-    if own != generate_with_transformers(prompts[:NUM_CHECKED], OUTPUT_LEN):
-        sys.exit("FAILED: the text differs from what transformers generates")
     speed = {
-        name: statistics.median(r["stats"]["tokens_per_second"] for r in runs)
+        name: statistics.median(report["stats"]["tokens_per_second"] for report in runs)
         for name, runs in reports.items()
     }
-    stats = reports["speculation"][0]["stats"]
+    acceptance = reports["speculation"][0]["stats"]["acceptance_length"]
+    return [list(ids) for ids in next(iter(texts))], (
+        f"acceptance length {acceptance:.2f} tokens per verify step;"
+        f" {speed['speculation']:.0f} tokens/s with speculation, {speed['plain']:.0f} without:"
+        f" {speed['speculation'] / speed['plain']:.2f} times"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work-dir", default="out/demo", help="relative to the project's root")
+    work_dir: str = parser.parse_args().work_dir
+    prompts = [json.loads(line)["prompt"] for line in (HERE / "prompts.jsonl").open()]
+    prompts = prompts[:NUM_PROMPTS]
+    (ROOT / work_dir).mkdir(parents=True, exist_ok=True)
+    prompt_file = f"{work_dir}/prompts.jsonl"
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+    (ROOT / prompt_file).write_text("".join(lines))
+
+    figures: dict[str, str] = {}
+    for beams, length in BEAM_SHAPES:
+        engine = make_engine(work_dir, beams, length)
+        if not figures:
+            print("The engine writes Python, several tokens a step:")
+            sample = [
+                "--engine-dir", engine, "--tokenizer-dir", TARGET,
+                "--max-output-len", "80", "--input-text", SAMPLE,
+            ]  # fmt: skip
+            print(run_stage("run", *sample))
+        print("The same prompts with and without speculation, by turns:")
+        ids, line = measure(engine, prompts, prompt_file)
+        figures[f"{beams} beams x {length} tokens"] = line
+    if ids[:NUM_CHECKED] != generate_with_transformers(prompts[:NUM_CHECKED], OUTPUT_LEN):
+        sys.exit("FAILED: the text differs from what transformers generates")
     print(
         f"\nThe text is the target's own: {len(prompts)} prompts equal with and without"
         f" speculation, {NUM_CHECKED} of them compared with transformers, token for token."
     )
-    print(f"acceptance length: {stats['acceptance_length']:.2f} tokens per verify step")
-    print(
-        f"speed (median of {REPEATS}): {speed['speculation']:.0f} tokens/s with speculation,"
-        f" {speed['plain']:.0f} without: {speed['speculation'] / speed['plain']:.2f} times"
-    )
+    print(f"Medians of {REPEATS}, one request at a time, float32:")
+    for name, line in figures.items():
+        print(f"  {name}: {line}")
 
 
 if __name__ == "__main__":

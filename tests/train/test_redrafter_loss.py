@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from specdec.train.methods.redrafter import ReDrafter
 
 HIDDEN, VOCAB, STEPS = 6, 11, 3
 SHAPE = TargetShape(hidden_size=HIDDEN, vocab_size=VOCAB)
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "rnn": dict(is_rnn=True, num_layers=2),
     "sum": dict(is_rnn=False, num_layers=1),
     "projected": dict(is_rnn=True, num_layers=1, exit_dim=7),
@@ -95,7 +97,7 @@ def test_loss_and_gradients_match_the_formulas(
     drafter = make_drafter(kind)
     features, mask = make_batch()
     expected, details = compute_reference(drafter, features, mask)
-    expected.backward()
+    torch.autograd.backward(expected)
     gradients = {n: p.grad.clone() for n, p in drafter.named_parameters()}
     drafter.zero_grad()
 
@@ -201,6 +203,8 @@ def test_bfloat16_inputs_give_float32_gradients_of_the_weight() -> None:
     )
     torch.testing.assert_close(losses, exact, rtol=0.03, atol=0.03)
     loss.backward()
+    assert weight.grad is not None
+    assert x.grad is not None
     assert weight.grad.dtype == torch.float32
     assert x.grad.dtype == torch.bfloat16
     assert weight.grad.any()
@@ -222,7 +226,7 @@ def test_measures_survive_packing() -> None:
 def test_parameters_have_the_published_names_and_shapes(kind: str) -> None:
     drafter = make_drafter(kind)
     width, layers = drafter.exit_dim, drafter.num_layers
-    expected = {f"lm_head.{layers}.weight": (VOCAB, width)}
+    expected: dict[str, tuple[int, ...]] = {f"lm_head.{layers}.weight": (VOCAB, width)}
     for j in range(layers):
         expected[f"lm_head.{j}.linear.weight"] = (width, width)
         expected[f"lm_head.{j}.linear.bias"] = (width,)

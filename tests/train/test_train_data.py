@@ -238,8 +238,8 @@ def test_every_epoch_visits_every_row_in_a_new_order() -> None:
     epochs = [choose_rows(10, 5, 10 * e, 10) for e in range(3)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    pieces = sum((choose_rows(10, 5, start, 4) for start in range(0, 28, 4)), [])
-    assert pieces == sum(epochs, [])[:28]
+    pieces = [row for start in range(0, 28, 4) for row in choose_rows(10, 5, start, 4)]
+    assert pieces == [row for epoch in epochs for row in epoch][:28]
     assert choose_rows(10, 6, 0, 10) != epochs[0]
     assert choose_rows(3, 0, 2, 7)[1:] == choose_rows(3, 0, 3, 6)
 
