@@ -13,6 +13,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
+import copy
 import itertools
 import json
 import subprocess
@@ -69,7 +70,8 @@ def make_llama(
         intermediate_size=intermediate,
         head_dim=head_dim,
         tie_word_embeddings=tied,
-        **{"max_position_embeddings": 512, **config},
+        # A copy: transformers 5 writes into the dictionaries that it is given.
+        **copy.deepcopy({"max_position_embeddings": 512, **config}),
     )
     model = LlamaForCausalLM(settings)
     generator = torch.Generator().manual_seed(seed)

@@ -70,18 +70,19 @@ def read_rotary(reader: ConfigReader, default_base: float) -> tuple[float, dict[
     """
     parameters = reader.get_object("rope_parameters")
     old = _drop_default(reader.get_object("rope_scaling"))
-    new = _drop_default({k: v for k, v in parameters.items() if k != "rope_theta"})
+    new = _drop_default(parameters)
     if old and new and old != new:
         reader.refuse(
             f"rope_scaling {old} and rope_parameters {new} disagree", "remove the wrong one"
         )
-    theta, nested = reader.config.get("rope_theta"), parameters.get("rope_theta")
+    nested = parameters.get("rope_theta", reader.get_object("rope_scaling").get("rope_theta"))
+    theta = reader.config.get("rope_theta")
     if theta is not None and nested is not None and theta != nested:
         reader.refuse(
             f"rope_theta is {theta} and in rope_parameters {nested}", "remove the wrong one"
         )
     if nested is not None:
-        inner = ConfigReader(parameters, reader.path)
+        inner = ConfigReader({"rope_theta": nested}, reader.path)
         base = inner.get_float("rope_theta")
         reader.problems += inner.problems
     else:
@@ -90,5 +91,7 @@ def read_rotary(reader: ConfigReader, default_base: float) -> tuple[float, dict[
 
 
 def _drop_default(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    kind = scaling.get("rope_type", scaling.get("type"))
-    return {} if kind == "default" else dict(scaling)
+    """The scaling alone: transformers 5 keeps the base in the same object."""
+    if scaling.get("rope_type", scaling.get("type")) == "default":
+        return {}
+    return {key: value for key, value in scaling.items() if key != "rope_theta"}

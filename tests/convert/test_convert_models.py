@@ -91,7 +91,8 @@ def read_hugging_face(folder: Path) -> dict[str, Any]:
         ({"tied": True, "vocab": 131},
          {"tp_size": 2, "use_parallel_embedding": True, "embedding_sharding_dim": 1}),
         ({"head_dim": 32, "heads": 8, "kv_heads": 4, "rope_scaling": LLAMA3}, {"tp_size": 8}),
-        ({"intermediate": 96, "heads": 6, "kv_heads": 3, "head_dim": 8}, {"tp_size": 3}),
+        ({"hidden": 96, "intermediate": 96, "heads": 6, "kv_heads": 3, "head_dim": 8},
+         {"tp_size": 3}),
     ],
 )  # fmt: skip
 def test_what_transformers_saves_comes_through(

@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # as in this process, see conftest.py
+from tests.conftest import ROOT
+
+# As in this process, see conftest.py; and without an installed specdec.
+ONE_THREAD = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 MAIN = "from specdec.train.cli import main; main()"
 BASIC = ("--dtype", "float32", "--model-max-length", "32", "--batch-size", "2", "--seed", "3")
 
