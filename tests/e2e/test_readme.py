@@ -72,18 +72,32 @@ def test_recipe_runs_and_a_typed_flag_wins(tmp_path: Path) -> None:
     assert report["stats"]["method"] == "redrafter"
 
 
-@pytest.mark.parametrize("name", ["docs/build.md", "docs/run.md", "docs/methods/redrafter.md"])
+PAGES = [
+    "docs/convert.md",
+    "docs/build.md",
+    "docs/run.md",
+    "docs/train.md",
+    "docs/methods/redrafter.md",
+]
+LAUNCHER_FLAGS = {"--nproc-per-node", "--num-processes"}
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_pages_name_only_flags_that_exist(name: str) -> None:
     import importlib
 
     from specdec.settings import get_flags
 
-    known = {"--config", "--debug", "--version", "--help"}
+    known = {"--config", "--debug", "--version", "--help", *LAUNCHER_FLAGS}
     for stage in ("convert", "build", "run", "train"):
         settings = importlib.import_module(f"specdec.{stage}.settings")
         for value in vars(settings).values():
             if isinstance(value, type) and value.__name__.endswith("Settings"):
-                known |= {"--" + flag.replace("_", "-") for flag in get_flags(value)}
+                for flag, (_, default) in get_flags(value).items():
+                    known.add("--" + flag.replace("_", "-"))
+                    if default is True:
+                        known.add("--no-" + flag.replace("_", "-"))
     text = (ROOT / name).read_text()
-    used = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
+    used = {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", text)}
+    assert used, "a page that names no flag"
     assert used - known == set()
