@@ -114,16 +114,7 @@ def stage_command(
         params.append(
             click.Option(["--debug"], is_flag=True, help="Show tracebacks and debug messages.")
         )
-        params.append(
-            click.Option(
-                ["--version"],
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                callback=_print_version,
-                help="Print the version and exit.",
-            )
-        )
+        params.append(_make_version_option())
         command = StageCommand(
             f"specdec-{name}",
             params=params,
@@ -138,6 +129,17 @@ def stage_command(
         return command
 
     return decorate
+
+
+def _make_version_option() -> click.Option:
+    return click.Option(
+        ["--version"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_print_version,
+        help="Print the version and exit.",
+    )
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -253,14 +255,7 @@ group = StageGroup(
     help="Speculative decoding from a Hugging Face checkpoint to a running engine.",
     context_settings=dict(CONTEXT),
     params=[
-        click.Option(
-            ["--version"],
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_print_version,
-            help="Print the version and exit.",
-        )
+        _make_version_option(),
     ],
 )
 
