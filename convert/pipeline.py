@@ -20,6 +20,7 @@ from specdec.storage import (
     Array,
     check_output_dir,
     describe_file,
+    list_local,
     measure_tensor_file,
     stage_folder,
     write_json,
@@ -125,10 +126,9 @@ def check_flags(settings: ConvertSettings) -> None:
 
 def list_inputs(settings: ConvertSettings) -> list[Path]:
     """The local folders that are read."""
-    given = (
-        settings.model_dir, settings.base_model_checkpoint_dir, settings.drafter_model_dir,
-    )  # fmt: skip
-    return [Path(path) for path in given if path is not None and Path(path).exists()]
+    return list_local(
+        settings.model_dir, settings.base_model_checkpoint_dir, settings.drafter_model_dir
+    )
 
 
 def count_workers(settings: ConvertSettings) -> int:

@@ -258,18 +258,10 @@ def _encode_header(
 
 def hash_file(path: Path) -> str:
     """Return the sha256 of a file."""
-    with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest()
-            if sys.version_info >= (3, 11)
-            else (_hash_stream(file))
-        )
-
-
-def _hash_stream(file: Any) -> str:
     digest = hashlib.sha256()
-    while chunk := file.read(1 << 20):
-        digest.update(chunk)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -312,6 +304,11 @@ def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = 
             f"{output_dir} exists and is not empty",
             "choose another folder, or replace it with --force",
         )
+
+
+def list_local(*given: Path | str | None) -> list[Path]:
+    """Those of some inputs that are files or folders here; hub ids and absent ones are not."""
+    return [Path(path) for path in given if path is not None and Path(path).exists()]
 
 
 @contextlib.contextmanager

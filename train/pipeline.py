@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import SpecDecError, UsageError
 from specdec.logs import get_logger
 from specdec.settings import require
-from specdec.storage import check_output_dir, describe_file, stage_folder
+from specdec.storage import check_output_dir, describe_file, list_local, stage_folder
 
 from .settings import TrainSettings
 
@@ -197,10 +197,15 @@ def check_settings(settings: TrainSettings) -> None:
     check_data_file(settings.data, "--data")
     if settings.eval_data is not None:
         check_data_file(settings.eval_data, "--eval-data")
-    check_output_dir(settings.output_dir, force=settings.force)
+    check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
     TrainingState(settings.output_dir).refuse_unfinished(
         resume=settings.resume, force=settings.force
     )
+
+
+def list_inputs(settings: TrainSettings) -> list[Path]:
+    """The local folders and files that are read: --force may not replace them."""
+    return list_local(settings.model_dir, settings.data, settings.eval_data)
 
 
 def choose_max_length(settings: TrainSettings, config: Any) -> int:
@@ -255,7 +260,9 @@ def open_output(settings: TrainSettings, *, is_main: bool) -> Iterator[Path | No
     if not is_main:
         yield None
         return
-    with stage_folder(settings.output_dir, force=settings.force) as folder:
+    with stage_folder(
+        settings.output_dir, force=settings.force, inputs=list_inputs(settings)
+    ) as folder:
         yield folder
 
 

@@ -326,3 +326,11 @@ def test_two_processes_learn_what_one_does(
     weights = read_weights(tmp_path / "one"), read_weights(tmp_path / "two")
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_force_does_not_replace_what_is_read(run_train: Any, inputs: Any, target_dir: Path) -> None:
+    for output in (target_dir, target_dir.parent):
+        done = run_train(*inputs, "--output-dir", output, "--max-steps", 1, "--force")
+        assert done.status == 1
+        assert "is or holds" in done.err
+    assert (target_dir / "model.safetensors").is_file()
