@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from specdec.engine.decoder import Decoder, Step
-from specdec.engine.layers import TORCH_DTYPES
 from specdec.engine.layout import list_engine_tensors
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, compile_kernels, find_compiler
 from specdec.schema import ModelConfig
+from specdec.torch_tensors import TORCH_DTYPES
 
 SIZES = (1, 4, 8, 16, 32)
 PAST_LEN = 256

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specdec import logs
-from specdec.errors import SpecDecError, raise_problems
+from specdec.errors import SpecDecError, raise_problems, summarize
 from specdec.schema import FLOAT_DTYPES
 from specdec.storage import Array, TensorFile, TensorInfo, read_json
 
@@ -176,9 +176,8 @@ class TorchFile:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # noqa: BLE001 - damaged files make torch raise any kind
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise SpecDecError(
-                f"{path} cannot be read as weights alone: {reason}",
+                f"{path} cannot be read as weights alone: {summarize(error)}",
                 "save it again as model.safetensors",
             ) from None
         if not isinstance(state, dict) or not all(
@@ -195,13 +194,9 @@ class TorchFile:
         }
 
     def read(self, name: str) -> Array:
-        import torch
+        from specdec.torch_tensors import to_array
 
-        value = self._state[name].contiguous()
-        if value.dtype == torch.bfloat16:  # numpy has no such type
-            value = value.view(torch.uint16)
-        array: Array = value.numpy()
-        return array
+        return to_array(self._state[name])
 
     def release(self) -> None:
         """Do nothing: torch has read the whole file, which for a drafter is small."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.decoder import Decoder, Step
+from specdec.engine.decoder import MAX_CHUNK_TOKENS, Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.tree import Tree, build_tree_mask
 
@@ -84,7 +84,7 @@ def generate(
         for row, request in enumerate(requests)
     ]
     proposer.start([r.input_ids for r in requests])
-    hidden = read_prompts(decoder, cache, requests, max_num_tokens)
+    hidden = fill_cache(decoder, cache, requests, max_num_tokens)
     for sequence, token in zip(sequences, _choose(decoder, hidden), strict=True):
         sequence.emit([int(token)])
     proposer.observe(np.arange(len(requests)), hidden[:, None], [[0]] * len(requests))
@@ -135,7 +135,7 @@ def _finish(sequence: _Sequence) -> Result:
     )
 
 
-def read_prompts(
+def fill_cache(
     decoder: Decoder, cache: KVCache, requests: Sequence[Request], max_num_tokens: int
 ) -> Tensor:
     """Fill the cache with the prompts; return the hidden state of each one's last token [B, D].
@@ -143,7 +143,7 @@ def read_prompts(
     Rows are padded on the right to the longest in the chunk; padding is never committed.
     """
     lengths = np.array([len(r.input_ids) for r in requests])
-    chunk = max(1, min(decoder.max_chunk_tokens, max_num_tokens // len(requests)))
+    chunk = max(1, min(MAX_CHUNK_TOKENS, max_num_tokens // len(requests)))
     hidden: list[Tensor | None] = [None] * len(requests)
     for start in range(0, int(lengths.max()), chunk):
         rows = np.flatnonzero(lengths > start)

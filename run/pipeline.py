@@ -28,7 +28,6 @@ def run_engine(settings: RunSettings) -> dict[str, Any]:
     )
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
     requests = make_requests(prompts, settings, tokenizer)
-    engine.check_requests(requests)
     model = engine.config.checkpoint.model
     about = {
         "method": engine.method,
@@ -38,6 +37,7 @@ def run_engine(settings: RunSettings) -> dict[str, Any]:
         "tp_size": model.tp_size,
     }
     if settings.dry_run:
+        engine.check_requests(requests)
         longest = max(len(r.input_ids) for r in requests)
         return {"dry_run": True, **about, "num_prompts": len(requests), "longest": longest}
     began = time.perf_counter()

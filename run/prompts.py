@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, UsageError, suggest
+from specdec.errors import SpecDecError, UsageError, suggest, summarize
 
 from .requests import Request
 from .settings import RunSettings
@@ -79,9 +79,8 @@ def load_tokenizer(directory: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise SpecDecError(
-            f"no tokenizer in {directory!r}: {reason}",
+            f"no tokenizer in {directory!r}: {summarize(error)}",
             "give the folder of the Hugging Face base model as --tokenizer-dir",
         ) from None
 

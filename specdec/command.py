@@ -28,7 +28,6 @@ class StageCommand(click.Command):
     """A command whose list options take several words: `--input-text "a" "b"`."""
 
     list_options: frozenset[str] = frozenset()
-    section: str = ""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._repeat_list_options(args))
@@ -122,7 +121,6 @@ def stage_command(
             help=work.__doc__,
             context_settings=dict(CONTEXT),
         )
-        command.section = section or name
         command.list_options = frozenset(
             "--" + key.replace("_", "-") for key, (flag, _) in flags.items() if flag.kind == "list"
         )

@@ -35,3 +35,9 @@ def suggest(name: str, known: Sequence[str]) -> str:
 
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean {matches[0]}?)" if matches else ""
+
+
+def summarize(error: BaseException) -> str:
+    """Return the first line of a foreign exception's text, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -85,3 +85,17 @@ class OracleProposer:
     ) -> None:
         assert states.shape[0] == len(rows) == len(paths)
         self.observed_rows += len(rows)
+
+
+def list_paths(tree: Tree) -> list[list[int]]:
+    """Every root-to-leaf path as node numbers, root included."""
+    inner = set(tree.parents.tolist())
+    paths = []
+    for leaf in range(tree.num_nodes):
+        if leaf not in inner:
+            path, node = [], leaf
+            while node >= 0:
+                path.append(node)
+                node = int(tree.parents[node])
+            paths.append(path[::-1])
+    return paths

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specdec.settings import to_plain
-from specdec.storage import Array, TensorInfo, write_json, write_manifest, write_tensor_file
+from specdec.storage import TensorInfo, write_json, write_manifest, write_tensor_file
+from specdec.torch_tensors import TORCH_DTYPES, to_array
 
 from .methods.base import Drafter
 from .settings import TrainSettings
-from .target import DTYPES
 
 
 def write_drafter(
@@ -32,21 +30,13 @@ def write_drafter(
 ) -> None:
     """Write everything into `folder`; all numbers are those measured in this training."""
     weights = {
-        name: tensor.detach().to("cpu", DTYPES[save_dtype]).contiguous()
+        name: to_array(tensor.detach().to("cpu", TORCH_DTYPES[save_dtype]))
         for name, tensor in drafter.state_dict().items()
     }
 
-    def produce(name: str) -> Array:
-        tensor = weights[name]
-        # numpy has no bfloat16: its bits travel as uint16.
-        array: Array = (
-            tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-        ).numpy()
-        return array
-
     infos = {n: TensorInfo(save_dtype, tuple(t.shape)) for n, t in weights.items()}
     sha256 = write_tensor_file(
-        folder / "model.safetensors", infos, produce, metadata={"format": "pt"}
+        folder / "model.safetensors", infos, weights.__getitem__, metadata={"format": "pt"}
     )
     write_json(folder / "config.json", {**config, "dtype": save_dtype})
     text = "".join(json.dumps(line) + "\n" for line in log)

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, summarize
 from specdec.storage import describe_file
+from specdec.torch_tensors import TORCH_DTYPES
 
 from .methods.base import Features, TargetShape
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Target:
@@ -63,9 +62,8 @@ def load_config(model_dir: str) -> Any:
 
 
 def _cannot_load(model_dir: str, error: Exception) -> SpecDecError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
     return SpecDecError(
-        f"cannot load the target {model_dir}: {lines[0]}",
+        f"cannot load the target {model_dir}: {summarize(error)}",
         "check --model-dir: a folder made by save_pretrained, or a Hub id and a connection",
     )
 
@@ -91,7 +89,7 @@ def load_target(model_dir: str, config: Any, dtype: str, device: torch.device) -
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModel.from_pretrained(model_dir, dtype=DTYPES[dtype])
+        model = transformers.AutoModel.from_pretrained(model_dir, dtype=TORCH_DTYPES[dtype])
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _cannot_load(model_dir, error) from None
     return Target(model.to(device), config)
@@ -104,9 +102,8 @@ def load_tokenizer(model_dir: str, vocab_size: int) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise SpecDecError(
-            f"cannot load the tokenizer of {model_dir}: {lines[0]}",
+            f"cannot load the tokenizer of {model_dir}: {summarize(error)}",
             "save the tokenizer beside the target's weights (tokenizer.json)",
         ) from None
     if len(tokenizer) > vocab_size:

@@ -14,8 +14,8 @@ from specdec.engine.layout import (
     BuildConfig,
     EngineConfig,
     check_inventory,
+    encode_engine_config,
     list_engine_tensors,
-    write_engine_config,
 )
 from specdec.errors import SpecDecError, raise_problems
 from specdec.schema import CheckpointConfig
@@ -44,8 +44,9 @@ class TorchPlan:
 def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Path) -> TorchPlan:
     """Check everything the torch backend needs; raise SpecDecError that lists what is wrong."""
     # Imported here, not above: this module is also what `--help` and `--dry-run` errors load.
-    from specdec.engine.layers import TORCH_DTYPES, compute_inverse_frequencies
+    from specdec.engine.layers import compute_inverse_frequencies
     from specdec.engine.native import NativeKernels, find_compiler
+    from specdec.torch_tensors import TORCH_DTYPES
 
     model, drafter = checkpoint.model, checkpoint.drafter
     problems: list[tuple[str, str]] = []
@@ -132,7 +133,7 @@ def write_engine(
         prepack=plan.prepack,
         kernels=kernels,
     )
-    write_json(folder / "config.json", write_engine_config(config))
+    write_json(folder / "config.json", encode_engine_config(config))
     return {WEIGHTS_NAME: sha256}
 
 

@@ -19,7 +19,6 @@ NAMINGS: dict[str, tuple[str, ...]] = {
     "lm_heads": ("input_projs",),
     "0": ("input_proj", "input_projs"),
 }
-RECURRENT = ("rnn_u.weight", "rnn_u.bias", "rnn_w.weight")
 # Fields in which a trainer records how many tokens the drafter learned to predict.
 TRAINED_LENGTH_FIELDS = ("predict_n_tokens", "num_draft_tokens")
 

@@ -10,7 +10,6 @@ import torch
 
 from specdec import logs
 from specdec.engine.decoder import Decoder
-from specdec.engine.layers import TORCH_DTYPES
 from specdec.engine.layout import (
     WEIGHTS_NAME,
     EngineConfig,
@@ -22,6 +21,7 @@ from specdec.engine.layout import (
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, describe_cpu
 from specdec.errors import SpecDecError, raise_problems
 from specdec.storage import TensorFile
+from specdec.torch_tensors import TORCH_DTYPES
 
 from ..loop import Timing, generate
 from ..methods import make_proposer

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import (
-    TORCH_DTYPES,
     Linear,
     RotaryTable,
     attend,
@@ -27,10 +26,12 @@ from specdec.engine.layers import (
 from specdec.engine.native import NativeKernels
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.schema import ModelConfig
+from specdec.torch_tensors import TORCH_DTYPES
 
 # Tokens of one prompt pass; bounds the memory of its mask and scores.
 MAX_CHUNK_TOKENS = 512
-# The native kernels read keys once a token: right for verify steps, wasteful for prompts.
+# The native attention takes 16 queries at a time over a row's keys: right for verify steps; longer
+# steps are prompts, for which torch's blocked attention is made.
 MAX_NATIVE_TOKENS = 64
 # Cache positions are visited in whole blocks of this many, so that few shapes occur.
 POSITION_BLOCK = 64
@@ -77,7 +78,6 @@ class Decoder:
         self.device = device
         self.dtype = TORCH_DTYPES[model.dtype]
         self.kernels = kernels
-        self.max_chunk_tokens = MAX_CHUNK_TOKENS
         prepack = prepack and can_prepack(self.dtype, device)
         self.is_prepacked = prepack
 

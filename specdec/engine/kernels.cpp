@@ -65,6 +65,11 @@ inline float exp_fast(float x) {
   return p * scale;
 }
 
+inline float silu(float x) {
+  float e = exp_fast(-(x < 0 ? -x : x));  // in (0, 1]: never overflows
+  return x * ((x < 0 ? e : 1.0f) / (1.0f + e));
+}
+
 // Below this many multiply-adds a thread team costs more than it saves.
 constexpr int64_t kParallelWork = 1 << 15;
 
@@ -108,12 +113,8 @@ void silu_mul(const E *gate_up, E *out, int64_t rows, int64_t I) {
     const E *gate = gate_up + r * 2 * I, *up = gate + I;
     E *to = out + r * I;
 #pragma omp simd
-    for (int64_t i = 0; i < I; ++i) {
-      float g = to_float(gate[i]);
-      float e = exp_fast(-(g < 0 ? -g : g));  // in (0, 1]: never overflows
-      float sigmoid = (g < 0 ? e : 1.0f) / (1.0f + e);
-      store(to[i], round_through<E>(g * sigmoid) * to_float(up[i]));
-    }
+    for (int64_t i = 0; i < I; ++i)
+      store(to[i], round_through<E>(silu(to_float(gate[i]))) * to_float(up[i]));
   }
 }
 
@@ -186,28 +187,17 @@ const float *load_floats(const E *from, float *scratch, int64_t count) {
 
 inline const float *load_floats(const float *from, float *, int64_t) { return from; }
 
-// C[r][lane] = sum over i of A[r][i] B[i][lane]; A: [R, depth] rows `stride` apart.
+// C[r][lane] = sum over i of A(r, i) B[i][lane], where A(r, i) lies at r * row + i * column: keys
+// are multiplied by rows, values by columns.
 template <int R>
-inline void multiply_rows(const float *A, int64_t stride, const float *B, int64_t depth, float *C) {
+inline void multiply_lanes(const float *A, int64_t row, int64_t column, const float *B,
+                           int64_t depth, float *C) {
   float sums[R][kLanes] = {};
   for (int64_t i = 0; i < depth; ++i)
     for (int r = 0; r < R; ++r)
 #pragma omp simd
       for (int64_t lane = 0; lane < kLanes; ++lane)
-        sums[r][lane] += A[r * stride + i] * B[i * kLanes + lane];
-  std::memcpy(C, sums, sizeof sums);
-}
-
-// C[r][lane] = sum over i of A[i][r] B[i][lane]; A: [depth, R] rows `stride` apart.
-template <int R>
-inline void multiply_columns(const float *A, int64_t stride, const float *B, int64_t depth,
-                             float *C) {
-  float sums[R][kLanes] = {};
-  for (int64_t i = 0; i < depth; ++i)
-    for (int r = 0; r < R; ++r)
-#pragma omp simd
-      for (int64_t lane = 0; lane < kLanes; ++lane)
-        sums[r][lane] += A[i * stride + r] * B[i * kLanes + lane];
+        sums[r][lane] += A[r * row + i * column] * B[i * kLanes + lane];
   std::memcpy(C, sums, sizeof sums);
 }
 
@@ -221,8 +211,8 @@ void attend_lanes(const float *queries, const E *keys, const E *values, const ui
   const float *K = load_floats(keys, scratch, count * H);
   int64_t s = 0;
   for (; s + kRows <= count; s += kRows)
-    multiply_rows<kRows>(K + s * H, H, queries, H, scores + s * kLanes);
-  for (; s < count; ++s) multiply_rows<1>(K + s * H, H, queries, H, scores + s * kLanes);
+    multiply_lanes<kRows>(K + s * H, H, 1, queries, H, scores + s * kLanes);
+  for (; s < count; ++s) multiply_lanes<1>(K + s * H, H, 1, queries, H, scores + s * kLanes);
   float *tree = scores + (count - num_tree) * kLanes;
   for (int64_t i = 0; i < num_tree * kLanes; ++i)
     if (hidden[i]) tree[i] = -1e30f;
@@ -247,8 +237,8 @@ void attend_lanes(const float *queries, const E *keys, const E *values, const ui
   const float *V = load_floats(values, scratch, count * H);
   int64_t h = 0;
   for (; h + kRows <= H; h += kRows)
-    multiply_columns<kRows>(V + h, H, scores, count, out + h * kLanes);
-  for (; h < H; ++h) multiply_columns<1>(V + h, H, scores, count, out + h * kLanes);
+    multiply_lanes<kRows>(V + h, 1, H, scores, count, out + h * kLanes);
+  for (; h < H; ++h) multiply_lanes<1>(V + h, 1, H, scores, count, out + h * kLanes);
   for (h = 0; h < H; ++h)
 #pragma omp simd
     for (int64_t lane = 0; lane < kLanes; ++lane) out[h * kLanes + lane] /= total[lane];
@@ -374,11 +364,6 @@ void multiply_few(const float *x, int64_t M, int64_t depth, const E *packed, con
 }
 
 inline int64_t pad(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
-
-inline float silu(float x) {
-  float e = exp_fast(-(x < 0 ? -x : x));
-  return x * (x < 0 ? e : 1.0f) / (1.0f + e);
-}
 
 // The best `width` of `count` logits, best first, as (log-probability among the best `kept`, token).
 void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width,

@@ -43,7 +43,3 @@ class KVCache:
             source = torch.tensor(path, device=entries.device) + start
             entries[:, :, :, start : start + len(path)] = entries.index_select(3, source)
         self.past_lens[row] += len(path)
-
-    def clear(self, row: int) -> None:
-        """Free a row for another request."""
-        self.past_lens[row] = 0

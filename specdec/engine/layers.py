@@ -13,12 +13,6 @@ from torch import Tensor
 
 from specdec.errors import SpecDecError
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-
 
 def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether oneDNN takes weights of this type in its own blocked layout on this machine."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.engine.layers import TORCH_DTYPES
 from specdec.errors import SpecDecError
 from specdec.methods import ReDrafterParams
 from specdec.schema import CheckpointConfig, ModelConfig, parse_checkpoint_config
 from specdec.storage import TensorFile, read_json
 from specdec.tensors import list_tensors
+from specdec.torch_tensors import TORCH_DTYPES, to_tensor
 
 WEIGHTS_NAME = "weights.safetensors"
 
@@ -60,7 +60,7 @@ def list_engine_tensors(
     return shapes
 
 
-def write_engine_config(config: EngineConfig) -> dict[str, Any]:
+def encode_engine_config(config: EngineConfig) -> dict[str, Any]:
     """Return the JSON form of an engine's config."""
     return {
         "version": config.version,
@@ -135,6 +135,5 @@ def load_tensors(file: TensorFile, names: list[str], device: torch.device) -> di
                 f"{file.path}: {name} is stored as {info.dtype}",
                 f"the torch backend reads {', '.join(TORCH_DTYPES)}",
             )
-        raw = torch.from_numpy(file.read(name).copy())
-        tensors[name] = raw.view(TORCH_DTYPES[info.dtype]).to(device)
+        tensors[name] = to_tensor(file.read(name), info.dtype).to(device)
     return tensors

@@ -81,17 +81,3 @@ def build_tree_mask(tree: Tree) -> BoolArray:
     for node in range(1, tree.num_nodes):
         mask[node] |= mask[tree.parents[node]]
     return mask
-
-
-def list_paths(tree: Tree) -> list[list[int]]:
-    """Every root-to-leaf path as node numbers, root included."""
-    inner = set(tree.parents.tolist())
-    paths = []
-    for leaf in range(tree.num_nodes):
-        if leaf not in inner:
-            path, node = [], leaf
-            while node >= 0:
-                path.append(node)
-                node = int(tree.parents[node])
-            paths.append(path[::-1])
-    return paths

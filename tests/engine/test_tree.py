@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.tree import Tree, build_tree_mask, list_paths, make_root, pack_beams
+from specdec.engine.tree import Tree, build_tree_mask, make_root, pack_beams
+from tests.engines import list_paths
 
 
 @st.composite
