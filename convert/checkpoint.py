@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from specdec.errors import SpecDecError, raise_problems
@@ -48,7 +49,8 @@ class CheckpointFolder:
                 f"{path} already holds a {checkpoint.method.name} drafter",
                 "give the checkpoint of the target alone",
             )
-        self.model: ModelConfig = checkpoint.model
+        # A shared head is written out: a drafter's engine reads it under its own name.
+        self.model: ModelConfig = dataclasses.replace(checkpoint.model, share_embedding_table=False)
         quantization = self.config.get("quantization")
         algorithm = quantization.get("quant_algo") if isinstance(quantization, dict) else None
         if algorithm not in SUPPORTED_QUANTIZATION:

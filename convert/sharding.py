@@ -41,6 +41,9 @@ def list_blocks(spec: TensorSpec, model: ModelConfig, rank: int) -> list[Block]:
         return _list_qkv_blocks(model, rank)
     if spec.shard is Shard.WHOLE:
         return [Block(0, num_rows)]
+    if spec.shard is Shard.PAIR:
+        half, height = num_rows // 2, num_rows // 2 // tp_size
+        return [Block(s + rank * height, s + (rank + 1) * height) for s in (0, half)]
     height = -(-num_rows // tp_size)  # ROWS divide evenly, VOCAB rounds up
     start, stop = min(rank * height, num_rows), min((rank + 1) * height, num_rows)
     return [Block(start, stop)] if start < stop else []

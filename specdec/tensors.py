@@ -17,6 +17,7 @@ class Shard(Enum):
     COLUMNS = "columns"  # dimension 1, evenly
     QKV = "qkv"  # dimension 0 = [q; k; v], each by heads; few K/V heads are duplicated
     VOCAB = "vocab"  # dimension 0, ceil(V / tp) rows a rank, zero rows at the end
+    PAIR = "pair"  # dimension 0 = two halves, each split evenly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class TensorSpec:
 def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:
     """Shape of one rank's part; the same on every rank."""
     tp_size, first, rest = model.tp_size, spec.shape[0], spec.shape[1:]
-    if spec.shard is Shard.ROWS:
+    if spec.shard in (Shard.ROWS, Shard.PAIR):
         return (first // tp_size, *rest)
     if spec.shard is Shard.COLUMNS:
         return (first, spec.shape[1] // tp_size)
@@ -44,9 +45,7 @@ def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:
 
 def list_target_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
     """Every tensor of the target, whole, by canonical name."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    q_size = model.num_attention_heads * model.head_size
-    qkv_size = q_size + 2 * model.num_key_value_heads * model.head_size
+    arithmetic, hidden = model.arithmetic, model.hidden_size
     embedding_shard = Shard.WHOLE
     if model.use_parallel_embedding:
         embedding_shard = Shard.COLUMNS if model.embedding_sharding_dim == 1 else Shard.VOCAB
@@ -55,32 +54,82 @@ def list_target_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
             (model.vocab_size, hidden), embedding_shard
         )
     }
+    if arithmetic.positions == "learned":
+        tensors["transformer.position_embedding.weight"] = TensorSpec(
+            (model.max_position_embeddings, hidden), embedding_shard
+        )
     for layer in range(model.num_hidden_layers):
         prefix = f"transformer.layers.{layer}."
-        tensors |= {
-            prefix + "input_layernorm.weight": TensorSpec((hidden,), Shard.WHOLE),
-            prefix + "attention.qkv.weight": TensorSpec((qkv_size, hidden), Shard.QKV),
-            prefix + "attention.dense.weight": TensorSpec((hidden, q_size), Shard.COLUMNS),
-            prefix + "post_layernorm.weight": TensorSpec((hidden,), Shard.WHOLE),
-            prefix + "mlp.fc.weight": TensorSpec((inner, hidden), Shard.ROWS),
-            prefix + "mlp.gate.weight": TensorSpec((inner, hidden), Shard.ROWS),
-            prefix + "mlp.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS),
-        }
-        if model.attn_bias:
-            tensors |= {
-                prefix + "attention.qkv.bias": TensorSpec((qkv_size,), Shard.QKV),
-                prefix + "attention.dense.bias": TensorSpec((hidden,), Shard.WHOLE),
-            }
-        if model.mlp_bias:
-            tensors |= {
-                prefix + "mlp.fc.bias": TensorSpec((inner,), Shard.ROWS),
-                prefix + "mlp.gate.bias": TensorSpec((inner,), Shard.ROWS),
-                prefix + "mlp.proj.bias": TensorSpec((hidden,), Shard.WHOLE),
-            }
-    tensors |= {
-        "transformer.ln_f.weight": TensorSpec((hidden,), Shard.WHOLE),
-        "lm_head.weight": TensorSpec((model.vocab_size, hidden), Shard.VOCAB),
+        tensors |= {prefix + name: spec for name, spec in _list_layer_tensors(model).items()}
+    tensors |= _list_norm(model, "transformer.ln_f")
+    if not model.share_embedding_table:
+        tensors["lm_head.weight"] = TensorSpec((model.vocab_size, hidden), Shard.VOCAB)
+    if arithmetic.head_bias:
+        tensors["lm_head.bias"] = TensorSpec((model.vocab_size,), Shard.VOCAB)
+    return tensors
+
+
+def list_rank_names(model: ModelConfig, rank: int) -> dict[str, str]:
+    """Name in a rank's file -> canonical name; rank = pipeline stage * tp_size + tensor rank.
+
+    A pipeline stage holds its share of the layers, counted from 0; the first has the embeddings,
+    the last the final norm and the head.
+    """
+    stage = rank // model.tp_size
+    num_layers = model.num_hidden_layers // model.pp_size
+    first = stage * num_layers
+    names = {}
+    for name in list_target_tensors(model):
+        module, _, rest = name.removeprefix("transformer.").partition(".")
+        if module == "layers":
+            layer, _, rest = rest.partition(".")
+            if first <= int(layer) < first + num_layers:
+                names[f"transformer.layers.{int(layer) - first}.{rest}"] = name
+        elif module in ("vocab_embedding", "position_embedding"):
+            if stage == 0 or (model.share_embedding_table and stage == model.pp_size - 1):
+                names[name] = name
+        elif stage == model.pp_size - 1:
+            names[name] = name
+    return names
+
+
+def _list_layer_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
+    arithmetic, hidden, inner = model.arithmetic, model.hidden_size, model.intermediate_size
+    q_size = model.num_attention_heads * model.head_size
+    qkv_size = q_size + 2 * model.num_key_value_heads * model.head_size
+    fc = TensorSpec((inner, hidden), Shard.ROWS)
+    if arithmetic.mlp == "fused":
+        fc = TensorSpec((2 * inner, hidden), Shard.PAIR)
+    tensors = _list_norm(model, "input_layernorm") | {
+        "attention.qkv.weight": TensorSpec((qkv_size, hidden), Shard.QKV),
+        "attention.dense.weight": TensorSpec((hidden, q_size), Shard.COLUMNS),
+        "mlp.fc.weight": fc,
+        "mlp.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS),
     }
+    if arithmetic.mlp == "gated":
+        tensors["mlp.gate.weight"] = fc
+    if not arithmetic.is_parallel:
+        tensors |= _list_norm(model, "post_layernorm")
+    # A bias behind a sum over ranks is whole on every rank; the others split as their rows do.
+    if model.has_qkv_bias:
+        tensors["attention.qkv.bias"] = TensorSpec((qkv_size,), Shard.QKV)
+    if model.has_dense_bias:
+        tensors["attention.dense.bias"] = TensorSpec((hidden,), Shard.WHOLE)
+    if model.has_mlp_bias:
+        tensors |= {
+            "mlp.fc.bias": TensorSpec(fc.shape[:1], fc.shard),
+            "mlp.proj.bias": TensorSpec((hidden,), Shard.WHOLE),
+        }
+        if arithmetic.mlp == "gated":
+            tensors["mlp.gate.bias"] = TensorSpec(fc.shape[:1], fc.shard)
+    return tensors
+
+
+def _list_norm(model: ModelConfig, name: str) -> dict[str, TensorSpec]:
+    spec = TensorSpec((model.hidden_size,), Shard.WHOLE)
+    tensors = {f"{name}.weight": spec}
+    if model.arithmetic.norm == "layer":
+        tensors[f"{name}.bias"] = spec
     return tensors
 
 

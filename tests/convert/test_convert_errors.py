@@ -386,7 +386,10 @@ def test_base_rank_files_are_checked(base: Path, source: Source, convert: Conver
         (lambda c: c["mapping"].update(pp_size=2), "pp_size=2"),
         (lambda c: c["mapping"].update(tp_size=8, world_size=8), "has tp_size 8 but lacks rank2"),
         (lambda c: c["quantization"].update(quant_algo="W8A16"), "is quantized with W8A16"),
-        (lambda c: c.update(architecture="OPTForCausalLM"), "'OPTForCausalLM' is not supported"),
+        (
+            lambda c: c.update(architecture="BloomForCausalLM"),
+            "'BloomForCausalLM' is not supported",
+        ),
         (lambda c: c.update(num_hidden_layers=10**9), "is said to have 1000000000 layers"),
         (lambda c: c.pop("vocab_size"), "vocab_size is None"),
     ],

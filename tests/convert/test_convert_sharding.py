@@ -46,6 +46,8 @@ def draw_cases(draw: Any) -> tuple[ModelConfig, TensorSpec]:
         return model, TensorSpec((n, tp_size * draw(st.integers(1, 4))), shard)
     if shard is Shard.ROWS:
         return model, TensorSpec((tp_size * n, *rest), shard)
+    if shard is Shard.PAIR:
+        return model, TensorSpec((2 * tp_size * n, *rest), shard)
     return model, TensorSpec((draw(st.integers(1, 30)), *rest), shard)
 
 
@@ -73,6 +75,9 @@ def test_parts_are_what_the_rule_says(case: tuple[ModelConfig, TensorSpec]) -> N
             expected = whole
         elif spec.shard is Shard.ROWS:
             expected = np.split(whole, tp_size, axis=0)[rank]
+        elif spec.shard is Shard.PAIR:
+            halves = [np.split(half, tp_size)[rank] for half in np.split(whole, 2)]
+            expected = np.concatenate(halves)
         elif spec.shard is Shard.COLUMNS:
             expected = np.split(whole, tp_size, axis=1)[rank]
         elif spec.shard is Shard.VOCAB:

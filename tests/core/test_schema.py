@@ -73,7 +73,7 @@ def test_input_projection_is_there_unless_sizes_agree() -> None:
         ({"rotary_base": -1.0}, ["rotary_base=-1.0"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
         ({"num_key_value_heads": True}, ["num_key_value_heads is True"]),
-        ({"head_size": 15}, ["head_size=15 is odd"]),
+        ({"head_size": 15}, ["head_size=15 with rotary_pct=1.0 rotates 15 dimensions"]),
         ({"head_size": "16"}, ["head_size is '16'"]),
         ({"attn_bias": 1}, ["attn_bias is 1"]),
         ({"rotary_scaling": "linear"}, ["rotary_scaling is 'linear'"]),

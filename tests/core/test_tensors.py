@@ -34,9 +34,11 @@ def test_rank_shapes_make_up_the_whole(tp_size: int, kv_heads: int, embedding: i
         use_parallel_embedding=embedding is not None,
         embedding_sharding_dim=embedding or 0,
     )
-    assert model.find_problems() == []
+    fused = dataclasses.replace(model, architecture="Phi3ForCausalLM", hidden_act="swiglu")
+    assert model.find_problems() == fused.find_problems() == []
     seen = set()
-    for name, spec in list_tensors(model, DRAFTER).items():
+    tensors = [*list_tensors(model, DRAFTER).items(), *list_tensors(fused, None).items()]
+    for name, spec in tensors:
         part = get_rank_shape(spec, model)
         seen.add(spec.shard)
         axis = 1 if spec.shard is Shard.COLUMNS else 0
