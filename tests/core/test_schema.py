@@ -81,7 +81,7 @@ def test_input_projection_is_there_unless_sizes_agree() -> None:
         ({"mapping": 4}, ["mapping is 4, not an object"]),
         ({"mapping": {"tp_size": "2"}}, ["mapping.tp_size is '2'"]),
         ({"mapping": {"tp_size": 0}}, ["tp_size=0"]),
-        ({"mapping": {"pp_size": 2}}, ["pp_size=2"]),
+        ({"mapping": {"pp_size": 3}}, ["pp_size=3"]),
         ({"mapping": {"tp_size": 3}}, ["num_attention_heads=4", "=112", "over tp_size=3"]),
         ({"mapping": {"tp_size": 4}, "intermediate_size": 110}, ["=110", "over tp_size=4"]),
         (
