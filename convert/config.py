@@ -7,15 +7,18 @@ builds objects from them and fails on an unknown one. Unknown keys at the top le
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError
 from specdec.schema import ModelConfig
 
-from .families.base import Family
+if TYPE_CHECKING:
+    from .families.base import Family
 
-# The mixture-of-experts settings of a dense model. 1.x renamed two of their keys and refuses the
-# old ones, so there they are left out, which means the same.
+# What 1.x takes no more. There a head that is left out is the embedding; and it renamed keys of
+# `moe` and refuses the old ones, while a dense model may go without.
+KEYS_014_ONLY = ("share_embedding_table", "moe")
+# The mixture-of-experts settings of a dense model.
 MOE_014 = {
     "num_experts": 0,
     "moe_intermediate_size": 0,
@@ -40,10 +43,10 @@ KEYS_014 = {
 
 def describe_target(model: ModelConfig, family: Family, version: str) -> dict[str, Any]:
     """Return the config.json of a plain checkpoint."""
-    config = family.describe(model)
-    if version == "0.14":
-        config |= {"moe": dict(MOE_014)}
-    config |= {
+    problem = family.find_problem_014(model) if version == "0.14" else None
+    if problem is not None:
+        raise SpecDecError(*problem)
+    config: dict[str, Any] = {
         "architecture": model.architecture,
         "dtype": model.dtype,
         "vocab_size": model.vocab_size,
@@ -58,11 +61,11 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
         "num_key_value_heads": model.num_key_value_heads,
         "intermediate_size": model.intermediate_size,
         "mapping": {
-            "world_size": model.tp_size,
+            "world_size": model.tp_size * model.pp_size,
             "gpus_per_node": 8,
             "cp_size": 1,
             "tp_size": model.tp_size,
-            "pp_size": 1,
+            "pp_size": model.pp_size,
             "moe_tp_size": model.tp_size,
             "moe_ep_size": 1,
         },
@@ -78,12 +81,17 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
         },
         "use_parallel_embedding": model.use_parallel_embedding,
         "embedding_sharding_dim": model.embedding_sharding_dim,
-        "share_embedding_table": False,
+        "share_embedding_table": model.share_embedding_table,
         "head_size": model.head_size,
         "qk_layernorm": False,
     }
+    if model.sliding_window is not None:  # which TensorRT-LLM takes when it runs an engine
+        config["sliding_window"] = model.sliding_window
+    if model.original_max_position_embeddings is not None:
+        config["original_max_position_embeddings"] = model.original_max_position_embeddings
+    config = family.describe(model, config)
     if version != "0.14":
-        del config["share_embedding_table"]
+        config = {key: value for key, value in config.items() if key not in KEYS_014_ONLY}
     return config
 
 
@@ -95,6 +103,8 @@ def adapt_config(config: Mapping[str, Any], version: str) -> dict[str, Any]:
     """
     adapted = dict(config)
     adapted.pop("rank", None)  # ModelOpt leaves its last rank's number there
+    if adapted.get("architecture") == "Qwen2ForCausalLM":
+        adapted.setdefault("qwen_type", "qwen2")  # which it leaves out, and the loader reads
     moe = adapted.get("moe")
     if isinstance(moe, dict) and not moe.get("num_experts"):
         if version == "0.14":

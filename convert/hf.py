@@ -3,52 +3,70 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from specdec import logs
-from specdec.errors import SpecDecError, raise_problems, summarize
+from specdec.errors import SpecDecError, UsageError, join_names, raise_problems, shorten
 from specdec.schema import FLOAT_DTYPES
-from specdec.storage import Array, TensorFile, TensorInfo, read_json
+from specdec.storage import MAX_NUMBER, Array, TensorFile, TensorInfo, read_json
 
-from .plan import count_elements, join_names
-
-if TYPE_CHECKING:
-    import torch
+from .plan import count_elements
+from .torch_file import TorchFile
 
 logger = logs.get_logger(__name__)
 
 SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-TORCH_NAMES = ("model.pt", "pytorch_model.bin")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+QUANTIZATION_NAME = "hf_quant_config.json"  # where ModelOpt tells what it did
+INDEX_SUFFIX = ".index.json"
+# The first of these that a folder has is read, as transformers chooses; model.pt is what trainers
+# of drafters write.
+WEIGHT_NAMES = (
+    SINGLE_NAME, SINGLE_NAME + INDEX_SUFFIX,
+    "pytorch_model.bin", "pytorch_model.bin" + INDEX_SUFFIX, "model.pt",
+)  # fmt: skip
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 T = TypeVar("T")
 
 
 class HfFolder:
     """A model folder: `config`, the tensors by name, and the files that hold them."""
 
-    def __init__(self, path: Path, *, allow_torch: bool = False) -> None:
+    def __init__(self, path: Path, *, weight_files: Sequence[str] = ()) -> None:
         self.path = path
         self.config = read_json(path / "config.json")
         self.files: list[Path] = [path / "config.json"]
         self.tensors: dict[str, TensorInfo] = {}
         self._holders: dict[str, TensorFile | TorchFile] = {}
         self._open_files: list[TensorFile | TorchFile] = []
-        if (path / SINGLE_NAME).is_file():
-            if (path / INDEX_NAME).is_file():  # as transformers chooses
-                logger.warning("%s: reading %s, not %s", path, SINGLE_NAME, INDEX_NAME)
-            self._add_file(TensorFile(path / SINGLE_NAME))
-        elif (path / INDEX_NAME).is_file():
-            self._add_shards(read_json(path / INDEX_NAME))
+        # A link that leads nowhere counts as there: it is an error, not a reason to read another.
+        present = [name for name in (*weight_files, *WEIGHT_NAMES) if os.path.lexists(path / name)]
+        if not present:
+            raise _refuse_folder(str(path), [entry.name for entry in path.iterdir()])
+        if len(present) > 1:
+            logger.warning("%s: reading %s, not %s", path, present[0], join_names(present[1:]))
+        if present[0].endswith(INDEX_SUFFIX):
+            self._add_shards(path / present[0])
         else:
-            self._add_torch_file(allow_torch)
+            self._add_file(_open_weights(path / present[0]))
 
     def read(self, name: str) -> Array:
         """Return a tensor in its storage type (bfloat16 as uint16)."""
         return self._holders[name].read(name)
+
+    def read_block(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> Array:
+        """Return a copy of some rows of a tensor, all columns or columns [first, last)."""
+        return self._holders[name].read_block(name, start, stop, columns)
+
+    def locate(self, name: str) -> tuple[Path, int] | None:
+        """Return the file and offset of a tensor's bytes, or None where they are no such run."""
+        return self._holders[name].locate(name)
 
     def release(self) -> None:
         """Let go of the memory of what was read."""
@@ -63,7 +81,7 @@ class HfFolder:
                 dtype = str(value).removeprefix("torch.")
                 if dtype not in FLOAT_DTYPES:
                     raise SpecDecError(
-                        f"{self.path}: config.json gives {key} {value!r}",
+                        f"{self.path}: config.json gives {key} {shorten(value)}",
                         f"choose one of {', '.join(FLOAT_DTYPES)} with --dtype",
                     )
                 return dtype
@@ -85,36 +103,27 @@ class HfFolder:
             self.tensors[name] = info
             self._holders[name] = file
 
-    def _add_shards(self, index: Mapping[str, Any]) -> None:
-        path = self.path / INDEX_NAME
-        self.files.append(path)
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(filename, str) for filename in weight_map.values()
-        ):
-            raise SpecDecError(
-                f"{path} has no weight_map of tensor names to file names",
-                "copy or download the folder again",
-            )
-        filenames = sorted(set(weight_map.values()))
-        outside = [name for name in filenames if not _is_inside(name)]
-        if outside:
-            raise SpecDecError(
-                f"{path} names files outside the folder: {join_names(outside)}",
-                "do not trust this folder; get it from its origin",
-            )
-        absent = [name for name in filenames if not (self.path / name).is_file()]
+    def _add_single_file(self, names: Sequence[str]) -> None:
+        """Add the first of the files, which hold the same drafter."""
+        path = self.path / names[0]
+        if len(names) > 1:
+            logger.warning("%s: reading %s, not %s", self.path, names[0], ", ".join(names[1:]))
+        self._add_file(TensorFile(path) if path.suffix == ".safetensors" else TorchFile(path))
+
+    def _add_shards(self, index: Path) -> None:
+        self.files.append(index)
+        indexed = read_index(index)
+        absent = [name for name in indexed if not _is_there(self.path / name)]
         if absent:
             raise SpecDecError(
-                f"{path} names {len(absent)} of {len(filenames)} files that are not there:"
+                f"{index} names {len(absent)} of {len(indexed)} files that are not there:"
                 f" {join_names(absent)}",
                 "finish the download of the folder",
             )
         problems = []
-        for filename in filenames:
-            file = TensorFile(self.path / filename)
-            indexed = {name for name, holder in weight_map.items() if holder == filename}
-            lacking = sorted(indexed - file.tensors.keys())
+        for filename, names in indexed.items():
+            file = _open_weights(self.path / filename)
+            lacking = sorted(names - file.tensors.keys())
             if lacking:
                 problems.append(
                     (
@@ -123,7 +132,7 @@ class HfFolder:
                         "download the file and the index again",
                     )
                 )
-            unlisted = sorted(file.tensors.keys() - indexed)
+            unlisted = sorted(file.tensors.keys() - names)
             if unlisted:
                 problems.append(
                     (
@@ -135,30 +144,31 @@ class HfFolder:
             self._add_file(file)
         raise_problems(problems)
 
-    def _add_torch_file(self, allow_torch: bool) -> None:
-        found = [name for name in TORCH_NAMES if (self.path / name).is_file()]
-        if allow_torch and found:
-            self._add_file(TorchFile(self.path / found[0]))
-            return
-        bins = sorted(path.name for path in self.path.glob("*.bin"))
-        if bins:
-            raise SpecDecError(
-                f"{self.path} holds {join_names(bins)} but no safetensors file",
-                "load it with transformers and save it with save_pretrained, which writes"
-                f" {SINGLE_NAME}",
-            )
-        if (self.path / "rank0.safetensors").is_file():
-            raise SpecDecError(
-                f"{self.path} is a checkpoint, not a Hugging Face folder",
-                "give it as --base-model-checkpoint-dir",
-            )
+
+def read_index(path: Path) -> dict[str, set[str]]:
+    """Read an index of shards: the files in order, all beside it, and the tensors in each."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(filename, str) for filename in weight_map.values()
+    ):
         raise SpecDecError(
-            f"{self.path} holds neither {SINGLE_NAME} nor {INDEX_NAME}",
-            "give the folder that holds the model's weights",
+            f"{path} has no weight_map of tensor names to file names",
+            "copy or download the folder again",
         )
+    indexed: dict[str, set[str]] = {name: set() for name in sorted(set(weight_map.values()))}
+    outside = [name for name in indexed if not _is_inside(name)]
+    if outside:
+        raise SpecDecError(
+            f"{path} names files outside the folder: {join_names(outside)}",
+            "do not trust this folder; get it from its origin",
+        )
+    for name, filename in weight_map.items():
+        indexed[filename].add(name)
+    return indexed
 
 
 def _is_inside(filename: str) -> bool:
+    """Whether a name stays in its folder; a file that is itself a link is the user's own doing."""
     path = PurePosixPath(filename)
     return (
         bool(filename) and not path.is_absolute() and ".." not in path.parts
@@ -166,76 +176,61 @@ def _is_inside(filename: str) -> bool:
     )  # fmt: skip
 
 
-class TorchFile:
-    """A drafter that a trainer saved with torch.save: a flat dictionary of tensors."""
-
-    def __init__(self, path: Path) -> None:
-        import torch
-
-        self.path = path
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # noqa: BLE001 - damaged files make torch raise any kind
-            raise SpecDecError(
-                f"{path} cannot be read as weights alone: {summarize(error)}",
-                "save it again as model.safetensors",
-            ) from None
-        if not isinstance(state, dict) or not all(
-            isinstance(name, str) and isinstance(value, torch.Tensor)
-            for name, value in state.items()
-        ):
-            raise SpecDecError(
-                f"{path} is not a flat dictionary of tensors", "save the model's state_dict()"
-            )
-        self._state: dict[str, torch.Tensor] = state
-        self.tensors = {
-            name: TensorInfo(str(value.dtype).removeprefix("torch."), tuple(value.shape))
-            for name, value in state.items()
-        }
-
-    def read(self, name: str) -> Array:
-        from specdec.torch_tensors import to_array
-
-        return to_array(self._state[name])
-
-    def release(self) -> None:
-        """Do nothing: torch has read the whole file, which for a drafter is small."""
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that no file can have
+        return False
 
 
-def open_model(name: str, flag: str, *, allow_torch: bool = False) -> HfFolder:
-    """Open a local folder, or a Hub id whose files are fetched or already cached."""
+def _open_weights(path: Path) -> TensorFile | TorchFile:
+    return TensorFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+
+
+def _refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
+    """Return the error for a folder without weights, or none that can be read."""
+    if "rank0.safetensors" in names:
+        return SpecDecError(
+            f"{place} is a checkpoint, not a Hugging Face folder",
+            "give it as --base-model-checkpoint-dir",
+        )
+    others = sorted(name for name in names if name.endswith(WEIGHT_SUFFIXES))
+    found = f"; it holds {join_names(others)}" if others else ""
+    return SpecDecError(
+        f"{place} holds neither {' nor '.join(WEIGHT_NAMES)}{found}",
+        "give the folder that holds the model's weights; other formats are first loaded with"
+        f" transformers and saved with save_pretrained, which writes {SINGLE_NAME}",
+    )
+
+
+def open_model(name: str, flag: str, *, weight_files: Sequence[str] = ()) -> HfFolder:
+    """Open a local folder, or a Hub id whose files are fetched or already cached.
+
+    `weight_files` are read in place of the usual ones where a folder has them.
+    """
+    if not name:
+        raise UsageError(f"{flag} is empty", "give a folder or Hub id")
     path = Path(name)
     if path.is_dir():
-        return HfFolder(path, allow_torch=allow_torch)
+        return HfFolder(path, weight_files=weight_files)
     if path.exists():
         raise SpecDecError(f"{flag} {name} is a file", "give the folder that holds config.json")
     if not HUB_ID.fullmatch(name):
         raise SpecDecError(f"{flag} {name} does not exist", "check the path")
-    patterns = ["config.json", "model*.safetensors", INDEX_NAME]
-    return HfFolder(
-        _fetch(name, flag, patterns + list(TORCH_NAMES if allow_torch else ())),
-        allow_torch=allow_torch,
-    )
+    from .hub import fetch_model
 
+    def choose(present: Sequence[str]) -> list[str]:
+        found = [known for known in (*weight_files, *WEIGHT_NAMES) if known in present]
+        if not found:
+            raise _refuse_folder(f"{flag} {name} on the Hub", present)
+        notes = [QUANTIZATION_NAME] if QUANTIZATION_NAME in present else []
+        return ["config.json", *notes, found[0]]
 
-def _fetch(hub_id: str, flag: str, patterns: Sequence[str]) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise SpecDecError(
-            f"{flag} {hub_id} is not a local folder, and huggingface_hub is not installed",
-            "give a local folder, or pip install huggingface_hub",
-        ) from None
-    logger.info("fetching %s from the Hugging Face Hub", hub_id)
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns), etag_timeout=10))
-    except Exception as error:  # noqa: BLE001 - the library raises many kinds, its HTTP client more
-        reason = " ".join(str(error).split())[:200]
-        raise SpecDecError(
-            f"{flag} {hub_id} is no local folder, and the Hub gave"
-            f" {type(error).__name__}: {reason}",
-            "check the spelling and the network, or download the model and give its folder",
-        ) from None
+    def list_shards(folder: Path, chosen: Sequence[str]) -> list[str]:
+        indexes = [known for known in chosen if known.endswith(INDEX_SUFFIX)]
+        return [shard for index in indexes for shard in read_index(folder / index)]
+
+    return HfFolder(fetch_model(name, flag, choose, list_shards), weight_files=weight_files)
 
 
 class ConfigReader:
@@ -249,7 +244,7 @@ class ConfigReader:
     def get_int(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Return a whole number; without a default the field is required."""
         value = self._get(name, default)
-        if type(value) is int and value >= minimum:
+        if type(value) is int and minimum <= value <= MAX_NUMBER:
             return value
         return self._reject(name, value, f"a whole number of at least {minimum}", minimum)
 
@@ -282,7 +277,7 @@ class ConfigReader:
 
     def finish(self) -> None:
         """Raise SpecDecError if anything was wrong."""
-        raise_problems(self.problems)
+        raise_problems(list(dict.fromkeys(self.problems)))
 
     def _get(self, name: str, default: T | None) -> Any:
         value = self.config.get(name)
@@ -292,5 +287,5 @@ class ConfigReader:
         if value is None:
             self.refuse(f"{name} is missing", f"give {name}, {expected}")
         else:
-            self.refuse(f"{name} is {value!r}, not {expected}", f"mend {name}")
+            self.refuse(f"{name} is {shorten(value)}, not {expected}", f"mend {name}")
         return placeholder

@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import os
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.errors import SpecDecError, UsageError, raise_problems
+from specdec.errors import SpecDecError, UsageError, join_names, raise_problems
 from specdec.schema import ModelConfig, parse_checkpoint_config
 from specdec.settings import require, to_plain
 from specdec.storage import (
-    Array,
     check_output_dir,
-    describe_file,
+    get_partial,
     list_local,
     measure_tensor_file,
     stage_folder,
     write_json,
     write_manifest,
-    write_tensor_file,
 )
-from specdec.tensors import list_redrafter_tensors, list_target_tensors
+from specdec.tensors import HEAD, list_drafter_tensors, list_rank_names, list_target_tensors
+from specdec.vocabulary import read_recorded, read_vocabulary
 
 from . import config as checkpoint_config
+from . import stream
 from .checkpoint import CheckpointFolder
 from .families import find_family
-from .families.base import Family, Layout
-from .hf import HfFolder, open_model
-from .methods import redrafter
+from .families.base import Layout, tie_head
+from .hf import QUANTIZATION_NAME, HfFolder, open_model
+from .methods import CONVERTERS, find_converter, list_drafter_flags, name_flag
+from .methods.base import DrafterConverter
 from .plan import (
-    CHUNK_BYTES,
     Plan,
     Problems,
     RankPlan,
@@ -46,12 +45,15 @@ from .plan import (
     merge_ranks,
     plan_tensors,
 )
+from .quantize import unified
+from .quantize.scales import Quantizer, name_kv_scales, quantize_config
+from .quantize.target import check_flags as check_quantization_flags
+from .quantize.target import quantize_target
 from .settings import ConvertSettings
 
 logger = logs.get_logger(__name__)
 
-METADATA = {"format": "pt"}  # safetensors readers ask for it
-CHUNKS_AHEAD = 2
+MAX_WORKERS = 16  # if not told otherwise: every one has buffers
 
 
 def convert_model(settings: ConvertSettings) -> dict[str, Any]:
@@ -61,17 +63,31 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     assert settings.output_dir is not None
     check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
     plan = make_plan(settings)
+    states = stream.get_states(plan)
     report = describe_plan(plan, settings)
     check_free_space(settings.output_dir, report["total_bytes"])
     if settings.dry_run:
-        return {"dry_run": True, **report}
+        seconds = stream.measure_hash_seconds(plan, count_workers(settings))
+        return {"dry_run": True, **report, "hash_seconds": round(seconds, 2)}
+    if plan.quantizer is not None:
+        plan.quantizer.measure(count_workers(settings))
     with stage_folder(
-        settings.output_dir, force=settings.force, inputs=list_inputs(settings)
-    ) as staged:
-        hashes, sources = write_ranks(plan, staged, workers=count_workers(settings))
+        settings.output_dir, force=settings.force, inputs=list_inputs(settings),
+        resume=settings.resume,
+    ) as staged:  # fmt: skip
+        written = stream.write_plan(
+            plan, staged, workers=count_workers(settings), states=states,
+            resume=settings.resume, allow_nonfinite=settings.allow_nonfinite,
+        )  # fmt: skip
         write_json(staged / "config.json", plan.config)
         write_manifest(
-            staged, kind="checkpoint", settings=to_plain(settings), sources=sources, hashes=hashes
+            staged,
+            kind="checkpoint",
+            settings=to_plain(settings),
+            sources=written.sources,
+            hashes=written.hashes,
+            vocabulary=plan.vocabulary,
+            nonfinite={name: dataclasses.asdict(flaws) for name, flaws in written.flaws.items()},
         )
     for file in report["files"]:
         file["bytes"] = (settings.output_dir / file["path"]).stat().st_size
@@ -97,20 +113,36 @@ def check_flags(settings: ConvertSettings) -> None:
             "give the target: --model-dir, or --base-model-checkpoint-dir for an existing"
             " checkpoint",
         )
-    if settings.drafter_model_dir is None:
-        if settings.base_model_checkpoint_dir is not None:
+    if find_converter(settings) is None and settings.base_model_checkpoint_dir is not None:
+        raise UsageError(
+            "--base-model-checkpoint-dir without a drafter leaves nothing to convert",
+            f"give the drafter to add to the checkpoint: {' or '.join(list_drafter_flags())}",
+        )
+    check_quantization_flags(settings)
+    check_layout_flags(settings)
+
+
+def check_layout_flags(settings: ConvertSettings) -> None:
+    """Raise UsageError for flags of the ranks' layout that are wrong or cannot take effect."""
+    has_drafter = find_converter(settings) is not None
+    if has_drafter and (settings.pp_size or 1) > 1:
+        raise UsageError(
+            f"--pp-size is {settings.pp_size}, but an engine with a drafter has no pipeline stages",
+            "use --tp-size, or leave --pp-size out",
+        )
+    if settings.use_embedding_sharing:
+        if settings.trtllm_version != "0.14":
             raise UsageError(
-                "--base-model-checkpoint-dir without --drafter-model-dir leaves nothing to convert",
-                "give the drafter to add to the checkpoint",
+                f"--use-embedding-sharing is not for --trtllm-version {settings.trtllm_version}:"
+                " since 0.16, TensorRT-LLM itself shares a head that equals the embedding",
+                "leave it out, or convert for 0.14",
             )
-        for name in (
-            "redrafter_num_beams", "redrafter_draft_len_per_beam", "redrafter_no_greedy_search",
-        ):  # fmt: skip
-            if getattr(settings, name):
-                raise UsageError(
-                    f"--{name.replace('_', '-')} has no effect without --drafter-model-dir",
-                    "give the drafter's folder, or leave the option out",
-                )
+        if settings.base_model_checkpoint_dir is not None or settings.drafter_model_dir is not None:
+            raise UsageError(
+                "--use-embedding-sharing has no effect on a checkpoint with a ReDrafter drafter or"
+                " made from another one: their head is always written",
+                "leave it out",
+            )
     if settings.embedding_sharding_dim is not None:
         if settings.embedding_sharding_dim not in (0, 1):
             raise UsageError(
@@ -127,13 +159,17 @@ def check_flags(settings: ConvertSettings) -> None:
 def list_inputs(settings: ConvertSettings) -> list[Path]:
     """The local folders that are read."""
     return list_local(
-        settings.model_dir, settings.base_model_checkpoint_dir, settings.drafter_model_dir
-    )
+        settings.model_dir, settings.base_model_checkpoint_dir, settings.drafter_model_dir,
+        settings.medusa_model_dir, settings.calibration_data,
+    )  # fmt: skip
 
 
 def count_workers(settings: ConvertSettings) -> int:
-    """Threads to use."""
-    return settings.workers or os.cpu_count() or 1
+    """Threads that write, and as many that hash."""
+    if settings.workers is not None:
+        return settings.workers
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(num_cores or 1, MAX_WORKERS)
 
 
 def make_plan(settings: ConvertSettings) -> Plan:
@@ -144,19 +180,24 @@ def make_plan(settings: ConvertSettings) -> Plan:
     else:
         target = plan_target(settings, problems)
     config, ranks, files = target.config, target.ranks, target.files
-    if settings.drafter_model_dir is not None:
-        folder = open_model(settings.drafter_model_dir, "--drafter-model-dir", allow_torch=True)
+    converter = find_converter(settings)
+    if converter is not None:
+        folder = open_drafter(settings, converter)
         with collect(problems):
-            config, drafter_ranks = plan_drafter(settings, folder, target, problems)
+            config, drafter_ranks = plan_drafter(settings, converter, folder, target, problems)
             ranks = merge_ranks(ranks, drafter_ranks)
-        files = [*files, *folder.files]
+        files = [*files, *(path for path in folder.files if path not in files)]
     raise_problems(problems)
     return Plan(
         config=config,
-        checkpoint=parse_checkpoint_config(config),
+        checkpoint=parse_checkpoint_config(
+            config | {"share_embedding_table": target.model.share_embedding_table}
+        ),
         dtype=target.model.dtype,
         ranks=tuple(ranks),
         source_files=tuple(files),
+        vocabulary=target.vocabulary,
+        quantizer=target.quantizer,
     )
 
 
@@ -168,7 +209,9 @@ class Target:
     config: dict[str, Any]
     ranks: list[RankPlan]
     files: list[Path]
+    vocabulary: dict[str, Any] | None
     is_head_quantized: bool = False
+    quantizer: Quantizer | None = None
 
 
 def plan_target(settings: ConvertSettings, problems: Problems) -> Target:
@@ -176,43 +219,70 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> Target:
     assert settings.model_dir is not None
     folder = open_model(settings.model_dir, "--model-dir")
     family = find_family(folder)
-    if folder.config.get("quantization_config") is not None:
+    is_quantized = unified.is_quantized(folder)
+    if is_quantized and settings.quantization is not None:
         raise SpecDecError(
-            f"{folder.path} is quantized (its config.json has quantization_config)",
-            "convert the unquantized model",
+            f"{folder.path} is FP8 already", "leave --quantization and its options out"
         )
     layout = Layout(
         dtype=folder.find_dtype() if settings.dtype == "auto" else settings.dtype,
         tp_size=settings.tp_size or 1,
+        pp_size=settings.pp_size or 1,
         use_parallel_embedding=settings.use_parallel_embedding,
         embedding_sharding_dim=settings.embedding_sharding_dim or 0,
+        share_embedding_table=settings.use_embedding_sharing,
     )
     model, is_tied = family.read_model(folder, layout)
     raise_problems(model.find_problems())
     check_num_layers(model.num_hidden_layers, folder)
     specs = list_target_tensors(model)
-    names, ignored = tie_head(family, folder, family.find_sources(specs), is_tied=is_tied)
-    ranks = plan_tensors(
-        specs, names, folder, model=model, dtype=model.dtype, ignored=ignored, problems=problems
-    )
+    parts, ignored = family.find_sources(specs, folder), list(family.ignored)
+    ignored += ignore_drafter(settings, folder)
+    if is_tied:
+        parts = tie_head(family, folder, parts)
+        ignored.append(HEAD)
     config = checkpoint_config.describe_target(model, family, settings.trtllm_version)
-    return Target(model=model, config=config, ranks=ranks, files=folder.files)
+    if is_quantized:
+        ranks, kept, has_kv_scales = unified.plan_unified(
+            folder, specs, parts, model, ignored=ignored, problems=problems,
+            kv_scales=name_kv_scales(settings.trtllm_version),
+        )  # fmt: skip
+        config = quantize_config(config, has_kv_scales=has_kv_scales, kept=kept)
+    else:
+        ranks = plan_tensors(
+            specs, parts, folder, model=model, dtype=model.dtype, ignored=ignored,
+            problems=problems,
+        )  # fmt: skip
+    files, quantizer = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)], None
+    if settings.quantization is not None and not problems:
+        ranks, config, quantizer = quantize_target(settings, folder, model, parts, ranks, config)
+        files = [*files, *list_local(settings.calibration_data)]
+    return Target(
+        model=model, config=config, ranks=split_stages(model, ranks), files=files,
+        vocabulary=read_vocabulary(folder.path), quantizer=quantizer,
+    )  # fmt: skip
 
 
-def tie_head(
-    family: Family, folder: HfFolder, names: dict[str, tuple[str, ...]], *, is_tied: bool
-) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Let a tied head come from the embedding; return the names and what may stay unread."""
-    ignored = list(family.ignored)
-    if not is_tied:
-        return names, ignored
-    embedding = names["transformer.vocab_embedding.weight"]
-    head = names["lm_head.weight"]
-    if embedding[0] not in folder.tensors and head[0] in folder.tensors:
-        embedding = head  # some writers keep the other name of a shared tensor
-    # transformers lets the embedding stand for a head that is stored as well, and so must we.
-    both = {"transformer.vocab_embedding.weight": embedding, "lm_head.weight": embedding}
-    return names | both, [*ignored, *head]
+def split_stages(model: ModelConfig, ranks: list[RankPlan]) -> list[RankPlan]:
+    """Divide each tensor rank's plan into pipeline stages, whose layers count from 0."""
+    stages = []
+    for rank in range(model.tp_size * model.pp_size):
+        names = {own: name for name, own in list_rank_names(model, rank).items()}
+        layers = {_cut_layer(own): _cut_layer(name) for own, name in names.items()}
+        stage: RankPlan = {}
+        for own, tensor in ranks[rank % model.tp_size].items():
+            layer = _cut_layer(own)
+            if own in names:
+                stage[names[own]] = tensor
+            elif layer in layers:  # a scale goes with its layer
+                stage[layers[layer] + own.removeprefix(layer)] = tensor
+        stages.append(stage)
+    return stages
+
+
+def _cut_layer(name: str) -> str:
+    """`transformer.layers.1` of `transformer.layers.1.mlp.fc.weight`."""
+    return ".".join(name.split(".")[:3])
 
 
 def plan_checkpoint(settings: ConvertSettings, problems: Problems) -> Target:
@@ -233,29 +303,63 @@ def plan_checkpoint(settings: ConvertSettings, problems: Problems) -> Target:
             f" has use_parallel_embedding {str(has[0]).lower()}, embedding_sharding_dim {has[1]}",
             "leave the options out, or convert the target again with them",
         )
+    if folder.is_head_quantized and settings.trtllm_version == "0.14":
+        raise SpecDecError(
+            f"{folder.path} has a quantized lm_head, which TensorRT-LLM 0.14 cannot load",
+            "convert for 1.2, or quantize the target again without its head",
+        )
     return Target(
         model=model,
         config=checkpoint_config.adapt_config(folder.config, settings.trtllm_version),
         ranks=folder.plan(problems),
         files=folder.files,
+        vocabulary=read_recorded(folder.path),
         is_head_quantized=folder.is_head_quantized,
     )
 
 
+def ignore_drafter(settings: ConvertSettings, target: HfFolder) -> Sequence[str]:
+    """Patterns of a drafter's tensors in the target's own folder, which its converter reads."""
+    chosen = find_converter(settings)
+    for converter in CONVERTERS.values():
+        present = [
+            name for name in target.tensors
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in converter.IN_TARGET)
+        ]  # fmt: skip
+        flag = name_flag(converter.FOLDER)
+        if present and converter is not chosen:
+            raise SpecDecError(
+                f"{target.path} holds a drafter besides the target: {join_names(present)}",
+                f"give the folder as {flag} too, to convert both",
+            )
+        if present and getattr(settings, converter.FOLDER) != settings.model_dir:
+            logger.warning(
+                "the drafter saved with %s is left out: the one of %s is converted",
+                target.path, flag,
+            )  # fmt: skip
+    return chosen.IN_TARGET if chosen else ()
+
+
+def open_drafter(settings: ConvertSettings, converter: DrafterConverter) -> HfFolder:
+    """Open the drafter's folder."""
+    return open_model(
+        getattr(settings, converter.FOLDER),
+        name_flag(converter.FOLDER),
+        weight_files=converter.WEIGHT_FILES,
+    )
+
+
 def plan_drafter(
-    settings: ConvertSettings, folder: HfFolder, target: Target, problems: Problems
+    settings: ConvertSettings,
+    converter: DrafterConverter,
+    folder: HfFolder,
+    target: Target,
+    problems: Problems,
 ) -> tuple[dict[str, Any], list[RankPlan]]:
     """Plan the drafter's tensors; return the configuration of both and each rank's tensors."""
     model = target.model
-    params = redrafter.read_params(
-        folder,
-        num_beams=settings.redrafter_num_beams,
-        draft_len_per_beam=settings.redrafter_draft_len_per_beam,
-        greedy_search=not settings.redrafter_no_greedy_search,
-        target_hidden_size=model.hidden_size,
-        target_vocab_size=model.vocab_size,
-    )
-    config = redrafter.add_to_config(
+    params = converter.read_params(folder, settings, model)
+    config = converter.add_to_config(
         target.config, params, settings.trtllm_version, is_head_quantized=target.is_head_quantized
     )
     with collect(problems):
@@ -269,12 +373,11 @@ def plan_drafter(
             " need one dtype: leave --dtype out to have it",
             dtype, model.dtype,
         )  # fmt: skip
-    redrafter.check_disagreements(folder, params)
-    check_num_layers(params.num_layers, folder)
-    specs = list_redrafter_tensors(params, model.vocab_size)
-    names = redrafter.find_sources(folder, params, list(specs))
+    specs = list_drafter_tensors(params, model)
+    parts = converter.find_sources(folder, params, list(specs))
+    ignored = converter.list_ignored(folder, params)
     ranks = plan_tensors(
-        specs, names, folder, model=model, dtype=dtype, ignored=(), problems=problems
+        specs, parts, folder, model=model, dtype=dtype, ignored=ignored, problems=problems
     )
     return config, ranks
 
@@ -284,8 +387,8 @@ def describe_plan(plan: Plan, settings: ConvertSettings) -> dict[str, Any]:
     assert settings.output_dir is not None
     files = [
         {
-            "path": f"rank{rank}.safetensors",
-            "bytes": measure_tensor_file(get_infos(tensors), METADATA),
+            "path": stream.name_rank(rank),
+            "bytes": measure_tensor_file(get_infos(tensors), stream.METADATA),
         }
         for rank, tensors in enumerate(plan.ranks)
     ]
@@ -308,20 +411,17 @@ def describe_plan(plan: Plan, settings: ConvertSettings) -> dict[str, Any]:
         "method": checkpoint.method.name if checkpoint.method else "plain",
         "trtllm_version": settings.trtllm_version,
         "dtype": plan.dtype,
+        "quant_algo": checkpoint.quantization.quant_algo,
+        "kv_cache_quant_algo": checkpoint.quantization.kv_cache_quant_algo,
         "tp_size": model.tp_size,
+        "pp_size": model.pp_size,
         "num_tensors": len(plan.ranks[0]),
         "files": [*files, {"path": "config.json"}, {"path": "manifest.json"}],
         "total_bytes": total,
-        "buffer_bytes": estimate_buffers(plan, count_workers(settings)),
+        "buffer_bytes": stream.measure_buffers(plan, count_workers(settings)),
         "sources": [str(path) for path in plan.source_files],
         "config": summary,
     }
-
-
-def estimate_buffers(plan: Plan, workers: int) -> int:
-    """Bytes of tensor data in memory at once; a cast holds up to four copies of its chunk."""
-    writers = min(workers, len(plan.ranks))
-    return writers * (CHUNKS_AHEAD + 1) * CHUNK_BYTES + workers * 4 * CHUNK_BYTES
 
 
 def check_free_space(output_dir: Path, num_bytes: int) -> None:
@@ -329,7 +429,10 @@ def check_free_space(output_dir: Path, num_bytes: int) -> None:
     folder = output_dir.resolve()
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    # What an interrupted conversion has written is gone on with, or removed first.
+    partial = get_partial(output_dir)
+    used = sum(path.stat().st_size for path in partial.rglob("*")) if partial.is_dir() else 0
+    free = shutil.disk_usage(folder).free + used
     if free < num_bytes:
         raise SpecDecError(
             f"the checkpoint takes {num_bytes / 1e6:.1f} MB, {folder} has {free / 1e6:.1f} MB free",
@@ -337,53 +440,9 @@ def check_free_space(output_dir: Path, num_bytes: int) -> None:
         )
 
 
-def write_ranks(
-    plan: Plan, folder: Path, *, workers: int
-) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Write every rank's file; return their sha256 by name and the sources' manifest entries."""
-    # Cutters make chunks and wait for nobody, so the writers that wait for them cannot lock up.
-    with ThreadPoolExecutor(workers) as writers, ThreadPoolExecutor(workers) as cutters:
-        ranks = {
-            f"rank{rank}.safetensors": writers.submit(
-                write_rank, folder / f"rank{rank}.safetensors", tensors, cutters
-            )
-            for rank, tensors in enumerate(plan.ranks)
-        }
-        sources = [writers.submit(describe_file, path) for path in plan.source_files]
-        done: Iterable[Future[Any]] = [*ranks.values(), *sources]
-        for task in logs.show_progress(done, label="converting", total=len(ranks) + len(sources)):
-            try:
-                task.result()
-            except BaseException:
-                writers.shutdown(wait=False, cancel_futures=True)
-                raise
-    return (
-        {name: task.result() for name, task in ranks.items()},
-        [task.result() for task in sources],
-    )
-
-
-def write_rank(path: Path, tensors: RankPlan, cutters: Executor) -> str:
-    """Write one rank's file and return its sha256."""
-
-    def produce(name: str) -> Iterator[Array]:
-        # Mapped pages count as this process's memory for as long as they are not let go.
-        for chunk in run_ahead(tensors[name].list_chunks(), cutters):
-            yield chunk
-            tensors[name].release()
-
-    return write_tensor_file(path, get_infos(tensors), produce, METADATA)
-
-
-def run_ahead(tasks: Iterable[Callable[[], Array]], executor: Executor) -> Iterator[Array]:
-    """Yield the tasks' results in order while the next few are being computed."""
-    waiting: deque[Future[Array]] = deque()
-    for task in tasks:
-        waiting.append(executor.submit(task))
-        if len(waiting) > CHUNKS_AHEAD:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+def _describe_quantization(report: dict[str, Any]) -> str:
+    algorithms = {"linears": report["quant_algo"], "K/V cache": report["kv_cache_quant_algo"]}
+    return "".join(f", {what} {name}" for what, name in algorithms.items() if name)
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -391,8 +450,8 @@ def format_report(report: dict[str, Any]) -> str:
     lines = [
         f"{report['architecture']} ({report['method']}) for TensorRT-LLM"
         f" {report['trtllm_version']} -> {report['output_dir']}",
-        f"dtype {report['dtype']}, tp_size {report['tp_size']}, {report['num_tensors']} tensors a"
-        " rank",
+        f"dtype {report['dtype']}{_describe_quantization(report)}, tp_size {report['tp_size']},"
+        f" {report['num_tensors']} tensors a rank",
     ]
     lines += [f"  read  {path}" for path in report["sources"]]
     for file in report["files"]:
@@ -400,6 +459,7 @@ def format_report(report: dict[str, Any]) -> str:
         lines.append(f"  write {file['path']:<22}{size}")
     lines.append(
         f"total {report['total_bytes'] / 1e6:,.1f} MB; buffers up to"
-        f" {report['buffer_bytes'] / 1e6:,.0f} MB; nothing was written"
+        f" {report['buffer_bytes'] / 1e6:,.0f} MB; at least {report['hash_seconds']:,.1f} s, the"
+        " hashes alone at this machine's speed; nothing was written"
     )
     return "\n".join(lines)

@@ -12,19 +12,21 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, join_names
 from specdec.schema import CheckpointConfig, ModelConfig
 from specdec.storage import DTYPES, Array, TensorInfo, cast
 from specdec.tensors import Shard, TensorSpec, get_rank_shape
 
 from .sharding import Block, list_blocks
 
-CHUNK_BYTES = 8 << 20
-MAX_NAMES = 10  # in one message
+if TYPE_CHECKING:
+    from .quantize.scales import Quantizer
+
+CHUNK_BYTES = 4 << 20
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
 
 Problems = list[tuple[str, str]]
@@ -41,16 +43,102 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> Array: ...
 
+    def read_block(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> Array: ...
+
+    def locate(self, name: str) -> tuple[Path, int] | None: ...
+
     def release(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows of a source tensor that make up a planned tensor, alone or below those of others.
+
+    The source is transposed where it is stored as [in, out], then its first `skipped` rows are
+    left out, then one of `num_shares` equal shares of the rows is taken; `added` is added to every
+    element, in float32.
+    """
+
+    name: str
+    is_transposed: bool = False
+    skipped: int = 0
+    share: int = 0
+    num_shares: int = 1
+    added: float = 0.0
+
+    def get_source_shape(self, num_rows: int, rest: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape that the source must have for this part to have `num_rows` rows."""
+        shape = (self.skipped + self.num_shares * num_rows, *rest)
+        return shape[::-1] if self.is_transposed else shape
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
-    """A block of one source tensor; None is all of a tensor that has no dimensions."""
+    """A block of one source tensor; None is all of a tensor that has no dimensions.
+
+    is_transposed: the block is one of the transposed source. added: see `Part`.
+    """
 
     source: TensorSource
     name: str
     block: Block | None
+    is_transposed: bool = False
+    added: float = 0.0
+
+    def read(self, block: Block | None, dtype: str) -> Array:
+        """Return a block of the source in another type, contiguous."""
+        stored = self.source.tensors[self.name].dtype
+        if self.is_transposed:
+            assert block is not None
+            return self._read_transposed(block, stored, dtype)
+        if block is None:
+            return self._finish(self.source.read(self.name), stored, dtype)
+        rows = self.source.read_block(self.name, block.start, block.stop, block.columns)
+        return self._finish(rows, stored, dtype)
+
+    def locate(self, block: Block | None, dtype: str) -> tuple[Path, int] | None:
+        """Return where a block's bytes lie in a file as they are wanted; None where they do not."""
+        info = self.source.tensors[self.name]
+        is_changed = self != Piece(self.source, self.name, self.block)
+        if is_changed or info.dtype != dtype or (block is not None and block.columns is not None):
+            return None
+        place = self.source.locate(self.name)
+        if place is None or block is None:
+            return place
+        row_bytes = info.num_bytes // max(1, info.shape[0])
+        return place[0], place[1] + block.start * row_bytes
+
+    def _read_transposed(self, block: Block, stored: str, dtype: str) -> Array:
+        """Read some stored rows at a time: every one of them holds a bit of each wanted row."""
+        info = self.source.tensors[self.name]
+        first, last = block.columns or (0, info.shape[0])
+        result = np.empty((block.stop - block.start, last - first), DTYPES[dtype][1])
+        row_bytes = info.num_bytes // max(1, info.shape[0])
+        height = max(1, CHUNK_BYTES // max(1, row_bytes))
+        for top in range(first, last, height):
+            bottom = min(top + height, last)
+            tile = self.source.read_block(self.name, top, bottom, (block.start, block.stop))
+            result[:, top - first : bottom - first] = self._finish(tile, stored, dtype).T
+        return result
+
+    def _finish(self, rows: Array, stored: str, dtype: str) -> Array:
+        if self.added:
+            rows, stored = cast(rows, stored, "float32") + np.float32(self.added), "float32"
+        return np.ascontiguousarray(cast(rows, stored, dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The next bytes of a tensor: `make` computes them.
+
+    origin: the file and offset where they lie as they are, for a chunk that is merely copied.
+    """
+
+    num_bytes: int
+    make: Callable[[], Array]
+    origin: tuple[Path, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +148,8 @@ class PlannedTensor:
     info: TensorInfo
     pieces: tuple[Piece, ...]
 
-    def list_chunks(self) -> Iterator[Callable[[], Array]]:
-        """Yield functions that each make the next rows, about CHUNK_BYTES of them."""
+    def list_chunks(self) -> Iterator[Chunk]:
+        """Yield the tensor's rows from the top, about CHUNK_BYTES at a time."""
         columns = self.info.shape[1:]
         num_wanted = self.info.shape[0] if self.info.shape else 0
         row_bytes = max(1, self.info.num_bytes // max(1, num_wanted))
@@ -69,34 +157,25 @@ class PlannedTensor:
         num_rows = 0
         for piece in self.pieces:
             if piece.block is None:
-                yield self._cut_later(piece, None)
+                yield self._cut_later(piece, None, self.info.num_bytes)
                 return
             for start in range(piece.block.start, piece.block.stop, height):
                 stop = min(start + height, piece.block.stop)
-                yield self._cut_later(piece, Block(start, stop, piece.block.columns))
+                block = Block(start, stop, piece.block.columns)
+                yield self._cut_later(piece, block, (stop - start) * row_bytes)
                 num_rows += stop - start
         for start in range(num_rows, num_wanted, height):
             shape = (min(height, num_wanted - start), *columns)
             yield _fill_later(shape, DTYPES[self.info.dtype][1])
 
-    def release(self) -> None:
-        """Let go of the sources' memory after a chunk has been used."""
-        for source in {id(piece.source): piece.source for piece in self.pieces}.values():
-            source.release()
-
-    def _cut_later(self, piece: Piece, block: Block | None) -> Callable[[], Array]:
-        dtype = piece.source.tensors[piece.name].dtype
-
-        def make() -> Array:
-            whole = piece.source.read(piece.name)
-            rows = whole if block is None else block.cut(whole)
-            return np.ascontiguousarray(cast(rows, dtype, self.info.dtype))
-
-        return make
+    def _cut_later(self, piece: Piece, block: Block | None, num_bytes: int) -> Chunk:
+        dtype = self.info.dtype
+        return Chunk(num_bytes, lambda: piece.read(block, dtype), piece.locate(block, dtype))
 
 
-def _fill_later(shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
-    return lambda: np.zeros(shape, dtype)
+def _fill_later(shape: tuple[int, ...], dtype: Any) -> Chunk:
+    num_bytes = math.prod(shape) * int(np.dtype(dtype).itemsize)
+    return Chunk(num_bytes, lambda: np.zeros(shape, dtype))
 
 
 RankPlan = dict[str, PlannedTensor]
@@ -104,18 +183,24 @@ RankPlan = dict[str, PlannedTensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A whole conversion: the config.json, each rank's tensors, and the files that are read."""
+    """A whole conversion: the config.json, each rank's tensors, and the files that are read.
+
+    vocabulary: what the target's tokens mean, as `specdec.vocabulary` tells it.
+    quantizer: finds the scales, where there are any to find, before the tensors can be written.
+    """
 
     config: dict[str, Any]
     checkpoint: CheckpointConfig
     dtype: str
     ranks: tuple[RankPlan, ...]
     source_files: tuple[Path, ...]
+    vocabulary: dict[str, Any] | None
+    quantizer: Quantizer | None = None
 
 
 def plan_tensors(
     specs: Mapping[str, TensorSpec],
-    names: Mapping[str, tuple[str, ...]],
+    parts: Mapping[str, tuple[Part, ...]],
     source: TensorSource,
     *,
     model: ModelConfig,
@@ -125,23 +210,23 @@ def plan_tensors(
 ) -> list[RankPlan]:
     """Plan every rank's tensors from full source tensors, and append what is wrong to `problems`.
 
-    `names` maps a tensor of `specs` to the source tensors that make it, one below the other.
+    `parts` maps a tensor of `specs` to the source rows that make it, one below the other.
     Source tensors that no output uses are problems, unless a pattern of `ignored` matches.
     """
     missing, misshapen, unreadable = [], [], []
     ranks: list[RankPlan] = [{} for _ in range(model.tp_size)]
     for canonical, spec in specs.items():
-        parts = names[canonical]
+        heights = _list_heights(spec, model, len(parts[canonical]))
         is_complete = True
-        for name, num_rows in zip(parts, _list_heights(spec, model, len(parts)), strict=True):
-            expected = (num_rows, *spec.shape[1:])
-            info = source.tensors.get(name)
+        for part, num_rows in zip(parts[canonical], heights, strict=True):
+            expected = part.get_source_shape(num_rows, spec.shape[1:])
+            info = source.tensors.get(part.name)
             if info is None:
-                missing.append(name)
+                missing.append(part.name)
             elif info.shape != expected:
-                misshapen.append(f"{name} has shape {list(info.shape)}, not {list(expected)}")
+                misshapen.append(f"{part.name} has shape {list(info.shape)}, not {list(expected)}")
             elif info.dtype != dtype and info.dtype not in CASTABLE:
-                unreadable.append(f"{name} is {info.dtype}")
+                unreadable.append(f"{part.name} is {info.dtype}")
             else:
                 continue
             is_complete = False
@@ -152,10 +237,10 @@ def plan_tensors(
             pieces = [
                 piece
                 for block in list_blocks(spec, model, rank)
-                for piece in _find_pieces(block, source, parts)
+                for piece in _find_pieces(block, source, parts[canonical], heights)
             ]
             tensors[canonical] = PlannedTensor(rank_info, tuple(pieces))
-    used = {name for parts in names.values() for name in parts}
+    used = {part.name for several in parts.values() for part in several}
     unread = [
         name for name in source.tensors
         if name not in used and not any(fnmatch.fnmatchcase(name, p) for p in ignored)
@@ -232,21 +317,23 @@ def _list_heights(spec: TensorSpec, model: ModelConfig, num_parts: int) -> list[
     return [spec.shape[0] // num_parts] * num_parts
 
 
-def _find_pieces(block: Block, source: TensorSource, names: Sequence[str]) -> Iterator[Piece]:
+def _find_pieces(
+    block: Block, source: TensorSource, parts: Sequence[Part], heights: Sequence[int]
+) -> Iterator[Piece]:
     """Find the rows of a block in the source tensors that lie one below the other."""
     offset = 0
-    for name in names:
-        height = source.tensors[name].shape[0]
+    for part, height in zip(parts, heights, strict=True):
         start, stop = max(block.start - offset, 0), min(block.stop - offset, height)
         if start < stop:
-            yield Piece(source, name, Block(start, stop, block.columns))
+            first = part.skipped + part.share * height
+            yield Piece(
+                source,
+                part.name,
+                Block(first + start, first + stop, block.columns),
+                is_transposed=part.is_transposed and len(source.tensors[part.name].shape) > 1,
+                added=part.added,
+            )
         offset += height
-
-
-def join_names(names: Sequence[str]) -> str:
-    """Return the names as one text, the first few and how many more there are."""
-    shown = ", ".join(names[:MAX_NAMES])
-    return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown
 
 
 def count(items: Sequence[Any], noun: str) -> str:

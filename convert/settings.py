@@ -25,6 +25,9 @@ class ConvertSettings:
     drafter_model_dir: str | None = setting(
         metavar="DRAFTER", help="ReDrafter drafter: a folder or Hub id."
     )
+    medusa_model_dir: str | None = setting(
+        metavar="HEADS", help="Medusa heads, alone or saved with their target: a folder or Hub id."
+    )
     output_dir: Path | None = setting(kind="path", help="Checkpoint folder to write.")
     dtype: str = setting(
         "auto", choices=("auto", "float16", "bfloat16", "float32"),
@@ -34,6 +37,10 @@ class ConvertSettings:
     tp_size: int | None = setting(
         kind="int", minimum=1, metavar="N",
         help="Tensor-parallel ranks; 1, or those of an existing checkpoint, if not given.",
+    )  # fmt: skip
+    pp_size: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Pipeline-parallel stages, without a drafter; 1 if not given.",
     )  # fmt: skip
     workers: int | None = setting(
         kind="int", minimum=1, metavar="N", help="Threads; one per processor core if not given."
@@ -45,6 +52,10 @@ class ConvertSettings:
         kind="int", metavar="[0|1]",
         help="With --use-parallel-embedding: split by vocabulary (0, the default) or hidden"
         " size (1).",
+    )  # fmt: skip
+    use_embedding_sharing: bool = setting(
+        False, kind="flag",
+        help="Store a tied head and embedding once (--trtllm-version 0.14 alone).",
     )  # fmt: skip
     trtllm_version: str = setting(
         "1.2", choices=("1.2", "0.14"),
@@ -60,6 +71,52 @@ class ConvertSettings:
     redrafter_no_greedy_search: bool = setting(
         False, kind="flag", help="Let a TensorRT-LLM engine sample instead of searching greedily."
     )
+    num_medusa_heads: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Medusa heads to take; those that their config.json tells if not given.",
+    )  # fmt: skip
+    num_medusa_layers: int | None = setting(
+        kind="int", minimum=0, metavar="N",
+        help="Residual layers of each Medusa head, where their config.json does not tell.",
+    )  # fmt: skip
+    max_medusa_token_len: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Most draft tokens of a Medusa engine's verify step; 63 if not given.",
+    )  # fmt: skip
+    quantization: str | None = setting(
+        choices=("fp8",), help="Quantize the target's linears; needs --calibration-data."
+    )
+    kv_cache_dtype: str | None = setting(
+        choices=("fp8",), help="With --quantization: also write scales for an FP8 KV cache."
+    )
+    calibration_data: Path | None = setting(
+        kind="path", metavar="FILE",
+        help="Texts like those to be decoded: .txt, one a line, or .jsonl with `text`, `messages`,"
+        " `conversations` or `input_ids`.",
+    )  # fmt: skip
+    calib_size: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Rows of --calibration-data to take; at most 512 if not given.",
+    )  # fmt: skip
+    calib_batch_size: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="Rows of equal length a pass; 1 if not given."
+    )
+    calib_max_seq_length: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="Tokens a row is cut to; 512 if not given."
+    )
+    calib_device: str | None = setting(
+        choices=("auto", "cpu", "cuda"), help="Where the calibration runs; auto if not given."
+    )
+    allow_nonfinite: bool = setting(
+        False, kind="flag",
+        help="Go on where weights are NaN or infinite, or become so by the cast; manifest.json"
+        " counts them.",
+    )  # fmt: skip
+    resume: bool = setting(
+        False, kind="flag",
+        help="Go on with a conversion into this folder that was killed; keep what is written when"
+        " this one fails.",
+    )  # fmt: skip
     dry_run: bool = setting(False, kind="flag", help="Check and print the plan; write nothing.")
     force: bool = setting(False, kind="flag", help="Replace an existing output folder.")
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")

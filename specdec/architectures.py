@@ -22,6 +22,7 @@ class Architecture:
     qkv_bias, dense_bias, mlp_bias: None where the configuration's attn_bias or mlp_bias decides.
     scales_embedding: token embeddings are multiplied by the square root of the hidden size.
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
+    norm_epsilon: where a checkpoint's config.json need not tell it.
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -35,12 +36,13 @@ class Architecture:
     scales_embedding: bool = False
     exact_gelu: bool = True
     activations: tuple[str, ...] = ("silu",)
+    norm_epsilon: float | None = None
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
     "MistralForCausalLM": Architecture(),
-    "Qwen2ForCausalLM": Architecture(dense_bias=False),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, dense_bias=False),
     "PhiForCausalLM": Architecture(
         norm="layer", mlp="plain", is_parallel=True, qkv_bias=True, dense_bias=True,
         mlp_bias=True, head_bias=True, activations=("gelu_new", "gelu", "gelu_fast", "relu"),
@@ -54,7 +56,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "OPTForCausalLM": Architecture(
         norm="layer", positions="learned", mlp="plain", qkv_bias=True, dense_bias=True,
-        mlp_bias=True, activations=("relu", "gelu", "gelu_new"),
+        mlp_bias=True, activations=("relu", "gelu", "gelu_new"), norm_epsilon=1e-5,
     ),
     "GemmaForCausalLM": Architecture(
         scales_embedding=True, exact_gelu=False, activations=("gelu",),

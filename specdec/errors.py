@@ -41,3 +41,18 @@ def summarize(error: BaseException) -> str:
     """Return the first line of a foreign exception's text, or its type where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+MAX_NAMES = 10  # in one message
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return the names as one text, the first few and how many more there are."""
+    shown = ", ".join(names[:MAX_NAMES])
+    return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown
+
+
+def shorten(value: object, limit: int = 60) -> str:
+    """Return the repr of a value out of a foreign file, cut where it is longer than a message."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 4]} ..."

@@ -10,8 +10,9 @@ from typing import Any
 
 from specdec.architectures import ARCHITECTURES, Architecture
 from specdec.errors import SpecDecError, raise_problems, suggest
-from specdec.methods import METHODS, Method, ReDrafterParams, find_method
-from specdec.storage import read_json
+from specdec.methods import METHODS, DrafterParams, Method, find_method
+from specdec.quantization import Quantization, parse_quantization
+from specdec.storage import TensorFile, read_json
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 TARGET_ARCHITECTURES = tuple(ARCHITECTURES)
@@ -110,6 +111,14 @@ class ModelConfig:
                         "use embedding_sharding_dim 0, or store the head",
                     )
                 )
+        if self.share_embedding_table and self.pp_size > 1:
+            problems.append(
+                (
+                    f"share_embedding_table with pp_size={self.pp_size}: the last stage, which has"
+                    " the head, has no embedding",
+                    "store the head, or use pp_size 1",
+                )
+            )
         if problems:
             return problems
         heads, kv_heads, tp_size = (
@@ -177,8 +186,9 @@ class CheckpointConfig:
 
     model: ModelConfig
     method: Method | None
-    drafter: ReDrafterParams | None
+    drafter: DrafterParams | None
     raw: dict[str, Any]
+    quantization: Quantization = Quantization()
 
     @property
     def mode(self) -> str | None:
@@ -189,7 +199,7 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     """Read a checkpoint's config.json; raise SpecDecError that lists everything wrong with it."""
     architecture = config.get("architecture")
     method = find_method(config)
-    base = config.get("base_model_architecture", "LlamaForCausalLM") if method else architecture
+    base = find_target_architecture(config) if method else architecture
     known = [*TARGET_ARCHITECTURES, *(a for m in METHODS.values() for a in m.architectures)]
     if base not in TARGET_ARCHITECTURES:
         raise SpecDecError(
@@ -219,8 +229,10 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     }  # fmt: skip
     values: dict[str, Any] = {}
     problems = []
+    defaults = _list_defaults(config, ARCHITECTURES[base])
     for name, kind in required.items():
         value = config.get(name)
+        value = defaults.get(name) if value is None else value
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -251,42 +263,87 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
         if value is not None and (is_stray_bool or not isinstance(value, kinds)):
             problems.append((f"checkpoint config: {name} is {value!r}", "mend the key"))
         values[name] = default if value is None else value
+    problems += _find_lost_rotary(config, ARCHITECTURES[base])
     raise_problems(problems)
     model = ModelConfig(architecture=base, tp_size=tp_size, pp_size=pp_size, **values)
     raise_problems(model.find_problems())
     drafter = method.params.from_checkpoint(config) if method else None
     if drafter:
-        raise_problems(_find_drafter_problems(drafter, model))
-    return CheckpointConfig(model=model, method=method, drafter=drafter, raw=dict(config))
-
-
-def _find_drafter_problems(drafter: ReDrafterParams, model: ModelConfig) -> list[tuple[str, str]]:
-    if drafter.hidden_size != model.hidden_size:
-        return [
-            (
-                f"the drafter's hidden_size={drafter.hidden_size} differs from the target's"
-                f" {model.hidden_size}",
-                "use the drafter that was trained for this target",
+        raise_problems(
+            drafter.find_problems(
+                hidden_size=model.hidden_size, vocab_size=model.vocab_size, tp_size=model.tp_size
             )
-        ]
-    sizes = {"hidden_size": drafter.hidden_size if drafter.is_rnn else 0}
-    sizes["exit_dim"] = drafter.exit_dim
-    uneven = [f"{name}={size}" for name, size in sizes.items() if size % model.tp_size]
-    if not uneven:
+        )
+    return CheckpointConfig(
+        model=model,
+        method=method,
+        drafter=drafter,
+        raw=dict(config),
+        quantization=parse_quantization(config),
+    )
+
+
+def _find_lost_rotary(config: Mapping[str, Any], arithmetic: Architecture) -> list[tuple[str, str]]:
+    """ModelOpt under transformers 5 loses both rotary keys; every loader then takes 10000."""
+    producer = config.get("producer")
+    is_modelopt = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    is_lost = arithmetic.positions == "rotary" and config.get("rotary_base") is None
+    if not is_modelopt or not is_lost:
         return []
     return [
         (
-            f"the drafter's {', '.join(uneven)} do not split over tp_size={model.tp_size}",
-            "use a tp_size that divides them",
+            "checkpoint config: rotary_base is missing, as ModelOpt leaves it out under"
+            " transformers 5, and rotary_scaling with it",
+            "add rotary_base and rotary_scaling to the checkpoint's config.json: rope_theta and"
+            " rope_scaling of the model's own config.json (null where it has none)",
         )
     ]
+
+
+def _list_defaults(config: Mapping[str, Any], arithmetic: Architecture) -> dict[str, Any]:
+    """What TensorRT-LLM takes for keys that its own writers leave out for some architectures."""
+    defaults: dict[str, Any] = {"norm_epsilon": arithmetic.norm_epsilon}
+    hidden_size = config.get("hidden_size")
+    if arithmetic.mlp == "plain" and type(hidden_size) is int:
+        defaults["intermediate_size"] = 4 * hidden_size
+    return defaults
+
+
+def find_target_architecture(config: Mapping[str, Any]) -> Any:
+    """Return the target's architecture in the config.json of a checkpoint with a drafter.
+
+    ReDrafter's name it. ModelOpt's Medusa names the class that the heads make of the target's,
+    TensorRT-LLM's own tells a Qwen target by its type only. All others are Llama's.
+    """
+    for key in ("base_model_architecture", "base_architecture"):
+        if config.get(key) is not None:
+            name = config[key]
+            return name.removeprefix("Medusa") if isinstance(name, str) else name
+    if any("qwen" in str(config.get(key)) for key in ("model_type", "qwen_type")):
+        return "Qwen2ForCausalLM"
+    return "LlamaForCausalLM"
 
 
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:
     """Read and check `config.json` of a checkpoint folder."""
     if not folder.is_dir():
         raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-convert")
-    return parse_checkpoint_config(read_json(folder / "config.json"))
+    config = read_json(folder / "config.json")
+    return parse_checkpoint_config(config | find_shared_head(folder, config))
+
+
+def find_shared_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `share_embedding_table` as a key where config.json does not have it but it is so.
+
+    1.x has no such key: there a head that is not stored is the embedding.
+    """
+    path = folder / "rank0.safetensors"
+    has_stages = _get_object(config, "mapping").get("pp_size", 1) != 1
+    if config.get("share_embedding_table") is not None or has_stages or not path.is_file():
+        return {}
+    stored = TensorFile(path).tensors
+    is_shared = "transformer.vocab_embedding.weight" in stored and "lm_head.weight" not in stored
+    return {"share_embedding_table": True} if is_shared else {}
 
 
 def _get_object(config: Mapping[str, Any], name: str) -> dict[str, Any]:

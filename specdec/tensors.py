@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from enum import Enum
 
-from specdec.methods import ReDrafterParams
+from specdec.methods import DrafterParams, MedusaParams, ReDrafterParams
 from specdec.schema import ModelConfig
+
+EMBEDDING = "transformer.vocab_embedding.weight"
+HEAD = "lm_head.weight"
 
 
 class Shard(Enum):
@@ -69,6 +72,15 @@ def list_target_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
     return tensors
 
 
+def list_linears(model: ModelConfig) -> list[str]:
+    """Every layer's linears, by canonical name: what is quantized where anything is."""
+    return [
+        name.removesuffix(".weight")
+        for name in list_target_tensors(model)
+        if name.endswith(".weight") and (".attention." in name or ".mlp." in name)
+    ]
+
+
 def list_rank_names(model: ModelConfig, rank: int) -> dict[str, str]:
     """Name in a rank's file -> canonical name; rank = pipeline stage * tp_size + tensor rank.
 
@@ -86,7 +98,7 @@ def list_rank_names(model: ModelConfig, rank: int) -> dict[str, str]:
             if first <= int(layer) < first + num_layers:
                 names[f"transformer.layers.{int(layer) - first}.{rest}"] = name
         elif module in ("vocab_embedding", "position_embedding"):
-            if stage == 0 or (model.share_embedding_table and stage == model.pp_size - 1):
+            if stage == 0:
                 names[name] = name
         elif stage == model.pp_size - 1:
             names[name] = name
@@ -157,9 +169,33 @@ def list_redrafter_tensors(drafter: ReDrafterParams, vocab_size: int) -> dict[st
     return tensors
 
 
-def list_tensors(model: ModelConfig, drafter: ReDrafterParams | None) -> dict[str, TensorSpec]:
+def list_medusa_tensors(
+    drafter: MedusaParams, hidden_size: int, vocab_size: int
+) -> dict[str, TensorSpec]:
+    """Every tensor of Medusa heads, whole, by canonical name; all split on dimension 0."""
+    tensors: dict[str, TensorSpec] = {}
+    for head in range(drafter.num_heads):
+        prefix = f"medusa_heads.{head}."
+        for layer in range(drafter.num_layers):
+            linear = f"{prefix}medusa_layers.{layer}.linear."
+            tensors |= {
+                linear + "weight": TensorSpec((hidden_size, hidden_size), Shard.ROWS),
+                linear + "bias": TensorSpec((hidden_size,), Shard.ROWS),
+            }
+        tensors[prefix + "lm_head.weight"] = TensorSpec((vocab_size, hidden_size), Shard.VOCAB)
+    return tensors
+
+
+def list_drafter_tensors(drafter: DrafterParams, model: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor of a drafter for `model`, whole, by canonical name."""
+    if isinstance(drafter, MedusaParams):
+        return list_medusa_tensors(drafter, model.hidden_size, model.vocab_size)
+    return list_redrafter_tensors(drafter, model.vocab_size)
+
+
+def list_tensors(model: ModelConfig, drafter: DrafterParams | None) -> dict[str, TensorSpec]:
     """Every tensor of a checkpoint, whole, by canonical name."""
     tensors = list_target_tensors(model)
     if drafter is not None:
-        tensors |= list_redrafter_tensors(drafter, model.vocab_size)
+        tensors |= list_drafter_tensors(drafter, model)
     return tensors

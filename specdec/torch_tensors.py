@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.storage import Array
+from specdec.storage import DTYPES, Array
 
 # The types that weights are executed and trained in, by the names in a checkpoint's config.json.
 TORCH_DTYPES = {
@@ -16,14 +17,13 @@ TORCH_DTYPES = {
 
 
 def to_array(tensor: Tensor) -> Array:
-    """Return a CPU tensor in its storage type; the memory is shared where it is contiguous."""
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype == torch.bfloat16:  # numpy has no such type
-        tensor = tensor.view(torch.uint16)
-    array: Array = tensor.numpy()
+    """Return a CPU tensor in its storage type; memory and strides are the tensor's own."""
+    storage = np.dtype(DTYPES[str(tensor.dtype).removeprefix("torch.")][1])
+    array: Array = tensor.detach().view(getattr(torch, storage.name)).numpy()
     return array
 
 
 def to_tensor(array: Array, dtype: str) -> Tensor:
-    """Return a copy of an array in storage type as a tensor. dtype: a key of TORCH_DTYPES."""
-    return torch.from_numpy(array.copy()).view(TORCH_DTYPES[dtype])
+    """Return a copy of an array in storage type as a tensor. dtype: a float type's name."""
+    view: torch.dtype = getattr(torch, dtype)
+    return torch.from_numpy(array.copy()).view(view)

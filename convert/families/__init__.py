@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from specdec.errors import SpecDecError, suggest
+from specdec.errors import SpecDecError, shorten, suggest
 
 from ..hf import HfFolder
 from .base import Family
@@ -25,21 +25,33 @@ FAMILIES: dict[str, Family] = {
 
 def find_family(folder: HfFolder) -> Family:
     """Return the family of a model folder, or raise SpecDecError naming the nearest one."""
-    listed = folder.config.get("architectures")
-    architecture = str(listed[0]) if isinstance(listed, list) and listed else None
+    listed = folder.config.get("architectures") or []
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise SpecDecError(
+            f"{folder.path}: architectures is {shorten(listed)}, not a list of names",
+            "mend architectures in its config.json",
+        )
+    architecture = listed[0] if listed else None
+    remedy = f"the supported architectures are {', '.join(FAMILIES)}"
+    if isinstance(folder.config.get("text_config"), dict):
+        remedy = f"save its language model, the part of text_config, alone; {remedy}"
+    if architecture is not None:  # ModelOpt names so the class of a model that it added heads to
+        architecture = architecture.removeprefix("Medusa")
     if architecture is None:
         model_type = folder.config.get("model_type")
         for family in FAMILIES.values():
             if model_type == family.model_type:
                 return family
+        known = [family.model_type for family in FAMILIES.values()]
         raise SpecDecError(
-            f"{folder.path}: config.json names no architecture, and model_type {model_type!r}",
-            f"the supported architectures are {', '.join(FAMILIES)}",
+            f"{folder.path}: config.json names no architecture, and model_type"
+            f" {shorten(model_type)}{suggest(str(model_type), known)}",
+            remedy,
         )
     if architecture not in FAMILIES:
         raise SpecDecError(
-            f"{folder.path}: architecture {architecture!r} is not supported"
+            f"{folder.path}: architecture {shorten(architecture)} is not supported"
             f"{suggest(architecture, list(FAMILIES))}",
-            f"the supported architectures are {', '.join(FAMILIES)}",
+            remedy,
         )
     return FAMILIES[architecture]

@@ -1,17 +1,28 @@
-"""What a model family is: a table of names and a config reader."""
+"""What a model family is: a table of names and a config reader; and what the readers share."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from specdec import logs
+from specdec.errors import SpecDecError
 from specdec.schema import ModelConfig
+from specdec.tensors import EMBEDDING, HEAD
 
 from ..hf import ConfigReader, HfFolder
+from ..plan import Part
+
+logger = logs.get_logger(__name__)
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+# What every loader computes anew.
+ROTARY_BUFFERS = ("*.rotary_emb.inv_freq",)
+ROTARY_TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope", "su")
+TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,47 +31,274 @@ class Layout:
 
     dtype: str
     tp_size: int
+    pp_size: int
     use_parallel_embedding: bool
     embedding_sharding_dim: int
+    share_embedding_table: bool
+
+    @property
+    def can_share(self) -> bool:
+        """Whether a rank's part of the embedding has its part of the head, or all of it."""
+        splits_columns = self.use_parallel_embedding and self.embedding_sharding_dim == 1
+        return self.pp_size == 1 and not (splits_columns and self.tp_size > 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A Hugging Face model family.
 
-    modules: canonical module -> the family's modules that make it, one below the other;
-    `{layer}` stands for a layer's number, and weight and bias follow their module.
+    modules: canonical module -> the family's modules that make it, one below the other, or `Part`s
+    of them; `{layer}` stands for a layer's number, and weight and bias follow their module.
+    prefixes: what the names of `modules` begin with, then what writers put in its place.
     ignored: patterns of tensors that carry no weights.
-    describe: the keys of a checkpoint's config.json that only this family has.
+    always_shares: TensorRT-LLM's own checkpoints of the family store a tied head as the embedding
+    alone.
+    describe: completes a checkpoint's config.json with the keys that only this family has.
+    find_problem_014: what TensorRT-LLM 0.14 cannot express of a model, with a remedy, or None.
     """
 
     name: str
     model_type: str
     architectures: tuple[str, ...]
-    modules: Mapping[str, tuple[str, ...]]
+    modules: Mapping[str, tuple[str | Part, ...]]
+    prefixes: tuple[str, ...] = ("model.", "")
     ignored: tuple[str, ...] = ()
     is_tied_by_default: bool = False
+    always_shares: bool = False
     read_config: Callable[[ConfigReader, Layout], ModelConfig]
-    describe: Callable[[ModelConfig], dict[str, Any]]
+    describe: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]]
+    find_problem_014: Callable[[ModelConfig], tuple[str, str] | None] = lambda model: None
 
     def read_model(self, folder: HfFolder, layout: Layout) -> tuple[ModelConfig, bool]:
         """Return the model's configuration and whether its head is tied to the embedding."""
         reader = ConfigReader(folder.config, folder.path / "config.json")
         is_tied = reader.get_bool("tie_word_embeddings", self.is_tied_by_default)
+        if self.always_shares and is_tied and layout.can_share:
+            splits = layout.use_parallel_embedding or layout.tp_size > 1
+            layout = dataclasses.replace(
+                layout, share_embedding_table=True, use_parallel_embedding=splits
+            )
+        elif layout.share_embedding_table:
+            layout = self._share(folder, layout, is_tied=is_tied)
         return self.read_config(reader, layout), is_tied
 
-    def find_sources(self, canonical: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Map canonical tensor names to the family's own."""
-        sources = {}
+    def _share(self, folder: HfFolder, layout: Layout, *, is_tied: bool) -> Layout:
+        if not is_tied:
+            logger.warning(
+                "%s: --use-embedding-sharing has no effect: the head is not tied to the embedding",
+                folder.path,
+            )
+            return dataclasses.replace(layout, share_embedding_table=False)
+        if layout.tp_size > 1 and not layout.use_parallel_embedding:
+            logger.warning(
+                "%s: every rank holds the whole shared table, of which a TensorRT-LLM rank's head"
+                " takes a part; with --use-parallel-embedding it holds that part",
+                folder.path,
+            )
+        return layout
+
+    def find_sources(
+        self, canonical: Iterable[str], folder: HfFolder | None = None
+    ) -> dict[str, tuple[Part, ...]]:
+        """Map canonical tensor names to the family's own, under the prefix that a folder has."""
+        canonical = list(canonical)
+        namings = [self._list_parts(canonical, prefix) for prefix in self.prefixes]
+        if folder is None:
+            return namings[0]
+        names = [{part.name for parts in n.values() for part in parts} for n in namings]
+        shared = set.intersection(*names)
+        found = [sorted((own - shared) & folder.tensors.keys()) for own in names]
+        chosen = [naming for naming, own in zip(namings, found, strict=True) if own]
+        if len(chosen) > 1:
+            examples = " and ".join(own[0] for own in found if own)
+            raise SpecDecError(
+                f"{folder.path} has {len(chosen)} namings of one model, as {examples}",
+                "keep one of them: which holds the model's weights cannot be known",
+            )
+        return chosen[0] if chosen else namings[0]
+
+    def _list_parts(self, canonical: Iterable[str], prefix: str) -> dict[str, tuple[Part, ...]]:
+        parts = {}
         for name in canonical:
             module, _, kind = name.rpartition(".")
             match = _LAYER.search(module)
             layer = match.group(1) if match else ""
             generic = _LAYER.sub(".layers.{layer}.", module)
-            sources[name] = tuple(
-                f"{part.format(layer=layer)}.{kind}" for part in self.modules[generic]
+            parts[name] = tuple(
+                self._name_part(part, layer, kind, prefix) for part in self.modules[generic]
             )
-        return sources
+        return parts
+
+    def _name_part(self, part: str | Part, layer: str, kind: str, prefix: str) -> Part:
+        part = Part(part) if isinstance(part, str) else part
+        name = part.name
+        if name.startswith(self.prefixes[0]):
+            name = prefix + name.removeprefix(self.prefixes[0])
+        return dataclasses.replace(part, name=f"{name.format(layer=layer)}.{kind}")
+
+
+def tie_head(
+    family: Family, folder: HfFolder, parts: dict[str, tuple[Part, ...]]
+) -> dict[str, tuple[Part, ...]]:
+    """Let a tied head come from the embedding, or both from the head where it alone is stored.
+
+    transformers lets the embedding stand for a head that is stored as well, and so must we.
+    """
+    embedding, head = parts[EMBEDDING], family.find_sources([HEAD])[HEAD]
+    if embedding[0].name not in folder.tensors and head[0].name in folder.tensors:
+        embedding = (dataclasses.replace(embedding[0], name=head[0].name),)
+    return {name: embedding if name in (EMBEDDING, HEAD) else own for name, own in parts.items()}
+
+
+def read_decoder(
+    reader: ConfigReader,
+    *,
+    norm_epsilon: tuple[str, float],
+    max_positions: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rotary_fraction: float | None = None,
+    hidden_act: str = "silu",
+) -> dict[str, Any]:
+    """Read the fields of a rotary model as `ModelConfig` names them, problems into `reader`.
+
+    The arguments are what transformers takes for an absent field; `norm_epsilon` has the field's
+    name too. rotary_fraction: None where the family rotates whole heads.
+    """
+    num_heads, hidden_size = reader.get_int("num_attention_heads"), reader.get_int("hidden_size")
+    if reader.config.get("head_dim") is None and head_dim is None and hidden_size % num_heads:
+        reader.refuse(
+            f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}",
+            "give head_dim",
+        )
+    if "num_key_value_heads" in reader.config or num_kv_heads is None:
+        num_kv_heads = num_heads  # what null means
+    rotary_base, scaling = read_rotary(reader, 10000.0)
+    values: dict[str, Any] = {
+        "vocab_size": reader.get_int("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": reader.get_int("num_hidden_layers"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": reader.get_int("num_key_value_heads", num_kv_heads),
+        "head_size": reader.get_int("head_dim", head_dim or max(1, hidden_size // num_heads)),
+        "intermediate_size": reader.get_int("intermediate_size"),
+        "norm_epsilon": reader.get_float(*norm_epsilon),
+        "max_position_embeddings": reader.get_int("max_position_embeddings", max_positions),
+        "hidden_act": reader.get_text("hidden_act", hidden_act),
+        "rotary_base": rotary_base,
+        "rotary_scaling": scaling,
+        "rotary_pct": _read_rotary_fraction(reader, rotary_fraction),
+    }
+    if scaling is not None and get_rotary_type(scaling) == "longrope":
+        num_pairs = int(values["head_size"] * values["rotary_pct"]) // 2
+        _check_longrope(reader, scaling, num_pairs)
+        values["original_max_position_embeddings"] = _read_original_length(reader, scaling)
+    return values
+
+
+def make_model(
+    reader: ConfigReader, layout: Layout, architecture: str, values: Mapping[str, Any]
+) -> ModelConfig:
+    """Return the configuration, or raise SpecDecError for what the reader found wrong."""
+    reader.finish()
+    return ModelConfig(architecture=architecture, **values, **dataclasses.asdict(layout))
+
+
+def refuse_unless(reader: ConfigReader, name: str, *allowed: Any, remedy: str) -> None:
+    """Note a problem unless a field is absent, null, or has one of the values."""
+    value = reader.config.get(name)
+    if value is not None and value not in allowed:
+        reader.refuse(f"{name} is {value!r}", remedy)
+
+
+def name_activation(reader: ConfigReader, value: str) -> str:
+    """Return TensorRT-LLM's name of a plain MLP's activation; warn where it computes another."""
+    if value == "gelu":
+        logger.warning(
+            "%s: activation gelu is the exact one; TensorRT-LLM computes its tanh form under this"
+            " name, which differs by up to 5e-4",
+            reader.path,
+        )
+    return "gelu_new" if value == "gelu_pytorch_tanh" else value
+
+
+def read_sliding_window(
+    reader: ConfigReader, num_layers: int, window: int | None, first_layer: int = 0
+) -> int | None:
+    """Return the window of a model whose layers from `first_layer` on have it, None for no window.
+
+    `layer_types`, which newer transformers write, tells the layers itself.
+    """
+    num_sliding = max(0, num_layers - first_layer)
+    types = reader.config.get("layer_types")
+    if isinstance(types, list) and len(types) == num_layers:
+        num_sliding = sum(kind == "sliding_attention" for kind in types)
+    if window is None or num_sliding == 0:
+        return None
+    if num_sliding < num_layers:
+        reader.refuse(
+            f"{num_sliding} of {num_layers} layers have the sliding window of {window} tokens",
+            "models are supported whose layers all have it, or none",
+        )
+    return window
+
+
+def get_window(reader: ConfigReader, default: int | None) -> int | None:
+    """Return the sliding_window field; null means none, an absent one the default."""
+    if "sliding_window" not in reader.config:
+        return default
+    return None if reader.config["sliding_window"] is None else reader.get_int("sliding_window")
+
+
+def _read_rotary_fraction(reader: ConfigReader, default: float | None) -> float:
+    name = "partial_rotary_factor"
+    given = set()
+    for place in (reader.config, reader.get_object("rope_parameters")):
+        if place.get(name) is not None:
+            inner = ConfigReader(place, reader.path)
+            given.add(inner.get_float(name))
+            reader.problems += inner.problems
+    if len(given) > 1:
+        values = " and ".join(f"{value:g}" for value in sorted(given))
+        reader.refuse(f"{name} is given as {values}", "remove the wrong one")
+    fraction = given.pop() if given else default or 1.0
+    if default is None and fraction != 1:
+        reader.refuse(
+            f"{name} is {fraction:g}",
+            "models of this family rotate whole heads; this one is not supported",
+        )
+    return fraction
+
+
+def _check_longrope(reader: ConfigReader, scaling: Mapping[str, Any], num_pairs: int) -> None:
+    """Note a problem unless there is a short and a long factor for each pair of dimensions."""
+    for name in ("short_factor", "long_factor"):
+        factors = scaling.get(name)
+        numbers = factors if isinstance(factors, list) else []
+        numbers = [n for n in numbers if type(n) in (int, float) and 0 < n < math.inf]
+        if len(numbers) != num_pairs or numbers != factors:
+            found = f"{len(factors)} values" if isinstance(factors, list) else repr(factors)
+            reader.refuse(
+                f"{name} of the longrope scaling is {found}, not {num_pairs} positive numbers",
+                "copy the model's config.json again",
+            )
+
+
+def _read_original_length(reader: ConfigReader, scaling: Mapping[str, Any]) -> int:
+    """Length at which longrope switches its factors; in the scaling, or beside it."""
+    name = "original_max_position_embeddings"
+    if scaling.get(name) is None:
+        return reader.get_int(name)
+    inner = ConfigReader(scaling, reader.path)
+    length = inner.get_int(name)
+    reader.problems += inner.problems
+    return length
+
+
+def get_rotary_type(scaling: Mapping[str, Any]) -> str:
+    """Return the type of a rotary scaling, `longrope` also under its first name, `su`."""
+    kind = str(scaling.get("rope_type", scaling.get("type")))
+    return "longrope" if kind == "su" else kind
 
 
 def read_rotary(reader: ConfigReader, default_base: float) -> tuple[float, dict[str, Any] | None]:
@@ -87,11 +325,18 @@ def read_rotary(reader: ConfigReader, default_base: float) -> tuple[float, dict[
         reader.problems += inner.problems
     else:
         base = reader.get_float("rope_theta", default_base)
-    return base, new or old or None
+    scaling = new or old or None
+    if scaling is not None and get_rotary_type(scaling) not in ROTARY_TYPES:
+        reader.refuse(
+            f"rotary scaling {get_rotary_type(scaling)!r} is not known",
+            f"the known types are {', '.join(ROTARY_TYPES)}",
+        )
+    return base, scaling
 
 
 def _drop_default(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling alone: transformers 5 keeps the base in the same object."""
+    """The scaling alone: transformers 5 keeps base and rotated fraction in the same object."""
     if scaling.get("rope_type", scaling.get("type")) == "default":
         return {}
-    return {key: value for key, value in scaling.items() if key != "rope_theta"}
+    beside = ("rope_theta", "partial_rotary_factor")
+    return {key: value for key, value in scaling.items() if key not in beside}

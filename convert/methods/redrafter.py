@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specdec.errors import SpecDecError, raise_problems
+from specdec.errors import SpecDecError, join_names, raise_problems
 from specdec.methods import ReDrafterParams
+from specdec.schema import ModelConfig
 
 from ..config import MOE_014, drop_default_keys
 from ..hf import ConfigReader, HfFolder
-from ..plan import join_names
+from ..plan import Part, check_num_layers
+from .base import exclude_modules
+
+if TYPE_CHECKING:
+    from ..settings import ConvertSettings
+
+FOLDER = "drafter_model_dir"
+OPTIONS = ("redrafter_num_beams", "redrafter_draft_len_per_beam", "redrafter_no_greedy_search")
+WEIGHT_FILES: tuple[str, ...] = ()
+IN_TARGET: tuple[str, ...] = ()
 
 # How the published trainers name the residual layers and the head, `HEADS.0.linear`, ...,
 # `HEADS.N`, and with which name of the input projection each goes together. The first is Apple's.
@@ -22,25 +32,17 @@ NAMINGS: dict[str, tuple[str, ...]] = {
 # Fields in which a trainer records how many tokens the drafter learned to predict.
 TRAINED_LENGTH_FIELDS = ("predict_n_tokens", "num_draft_tokens")
 
-ARCHITECTURES_1X = {"LlamaForCausalLM": "ReDrafterForLLaMALM"}
-ARCHITECTURE_014 = "ReDrafterForCausalLM"
+# Target -> what it is to TensorRT-LLM (a Mistral model is a Llama whose window its runtime sets),
+# and that target's ReDrafter in 1.x.
+TARGETS = {
+    "LlamaForCausalLM": ("LlamaForCausalLM", "ReDrafterForLLaMALM"),
+    "MistralForCausalLM": ("LlamaForCausalLM", "ReDrafterForLLaMALM"),
+    "Qwen2ForCausalLM": ("Qwen2ForCausalLM", "ReDrafterForQWenLM"),
+}
+ARCHITECTURE_014 = "ReDrafterForCausalLM"  # for Llama alone
 
-# What TensorRT-LLM excludes from quantization where a checkpoint lists nothing.
-DEFAULT_EXCLUDED = (
-    "*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*block_embedding",
-    "*shared_expert_gate",
-)  # fmt: skip
 
-
-def read_params(
-    folder: HfFolder,
-    *,
-    num_beams: int | None,
-    draft_len_per_beam: int | None,
-    greedy_search: bool,
-    target_hidden_size: int,
-    target_vocab_size: int,
-) -> ReDrafterParams:
+def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> ReDrafterParams:
     """Read the drafter's config.json; raise SpecDecError where it does not suit the target."""
     reader = ConfigReader(folder.config, folder.path)
     params = ReDrafterParams(
@@ -48,11 +50,11 @@ def read_params(
         hidden_size=reader.get_int("hidden_size"),
         exit_dim=reader.get_int("exit_dim"),
         is_rnn=reader.get_bool("rnn"),
-        num_beams=num_beams or 5,
-        draft_len_per_beam=draft_len_per_beam or 5,
-        greedy_search=greedy_search,
+        num_beams=settings.redrafter_num_beams or 5,
+        draft_len_per_beam=settings.redrafter_draft_len_per_beam or 5,
+        greedy_search=not settings.redrafter_no_greedy_search,
     )
-    vocab_size = reader.get_int("vocab_size", target_vocab_size)
+    vocab_size = reader.get_int("vocab_size", model.vocab_size)
     trained_lengths = {
         name: reader.get_int(name)
         for name in TRAINED_LENGTH_FIELDS
@@ -60,8 +62,8 @@ def read_params(
     }
     reader.finish()
     sizes = (
-        ("hidden_size", params.hidden_size, target_hidden_size),
-        ("vocab_size", vocab_size, target_vocab_size),
+        ("hidden_size", params.hidden_size, model.hidden_size),
+        ("vocab_size", vocab_size, model.vocab_size),
     )
     for name, ours, targets in sizes:
         if ours != targets:
@@ -77,13 +79,15 @@ def read_params(
                 f"give --redrafter-draft-len-per-beam {trained} or less",
             )
     reader.finish()
+    check_num_layers(params.num_layers, folder)
     return params
 
 
 def find_sources(
     folder: HfFolder, params: ReDrafterParams, canonical: Sequence[str]
-) -> dict[str, tuple[str, ...]]:
+) -> dict[str, tuple[Part, ...]]:
     """Map canonical tensor names to the folder's; more than one naming in it is an error."""
+    check_disagreements(folder, params)
     heads = _find_root(folder, tuple(NAMINGS), "layers and head")
     inputs = NAMINGS[heads]
     foreign = {name for names in NAMINGS.values() for name in names} - set(inputs)
@@ -97,14 +101,19 @@ def find_sources(
     if params.has_input_proj and len(inputs) > 1:
         input_proj = _find_root(folder, inputs, "input projection")
     roots = {"input_proj": input_proj, "layers": heads, "rnn_u": "rnn_u", "rnn_w": "rnn_w"}
-    sources: dict[str, tuple[str, ...]] = {}
+    sources: dict[str, tuple[Part, ...]] = {}
     for name in canonical:
         root, _, rest = name.removeprefix("drafter.").partition(".")
         if root == "lm_head":
-            sources[name] = (f"{heads}.{params.num_layers}.{rest}",)
+            sources[name] = (Part(f"{heads}.{params.num_layers}.{rest}"),)
         else:
-            sources[name] = (f"{roots[root]}.{rest}",)
+            sources[name] = (Part(f"{roots[root]}.{rest}"),)
     return sources
+
+
+def list_ignored(folder: HfFolder, params: ReDrafterParams) -> tuple[str, ...]:
+    """Nothing: every tensor of a drafter counts."""
+    return ()
 
 
 def _find_root(folder: HfFolder, known: Sequence[str], what: str) -> str:
@@ -157,14 +166,21 @@ def add_to_config(
     config: Mapping[str, Any], params: ReDrafterParams, version: str, *, is_head_quantized: bool
 ) -> dict[str, Any]:
     """Return a target's config.json with the drafter added."""
-    base = config["architecture"]
-    if base not in ARCHITECTURES_1X:
+    if config["architecture"] not in TARGETS:
         raise SpecDecError(
-            f"TensorRT-LLM has no ReDrafter for {base}",
-            f"the targets it has one for are {', '.join(ARCHITECTURES_1X)}",
+            f"TensorRT-LLM has no ReDrafter for {config['architecture']}",
+            f"the targets it has one for are {', '.join(TARGETS)}",
         )
+    base, architecture = TARGETS[config["architecture"]]
     combined = dict(config)
     if version == "0.14":
+        if base != "LlamaForCausalLM":
+            raise SpecDecError(
+                f"TensorRT-LLM 0.14 has a ReDrafter for Llama alone, which would drop the attention"
+                f" biases of {base}",
+                "convert for 1.2",
+            )
+        architecture = ARCHITECTURE_014
         # That line's ReDrafter config knows no more than these by default.
         combined = drop_default_keys(
             combined,
@@ -178,33 +194,23 @@ def add_to_config(
             },
         )
     combined |= {
-        "architecture": ARCHITECTURE_014 if version == "0.14" else ARCHITECTURES_1X[base],
+        "architecture": architecture,
         "base_model_architecture": base,
         **params.to_checkpoint(),
     }
     quantization = dict(combined.get("quantization") or {})
-    excluded = _list_excluded(quantization, params, is_head_quantized=is_head_quantized)
+    modules = list_modules(params, is_quantized=quantization.get("quant_algo") is not None)
+    excluded = exclude_modules(quantization, modules, is_head_quantized=is_head_quantized)
     if excluded is not None:
         combined["quantization"] = quantization | {"exclude_modules": excluded}
     return combined
 
 
-def _list_excluded(
-    quantization: Mapping[str, Any], params: ReDrafterParams, *, is_head_quantized: bool
-) -> list[str] | None:
-    """Return the modules to leave unquantized, the drafter's among them; None where nothing is.
+def list_modules(params: ReDrafterParams, *, is_quantized: bool) -> list[str]:
+    """The drafter's modules in a list of excluded ones.
 
-    A quantized target needs every drafter module in the list, and where its own list is null or
-    empty, the defaults that the list then replaces.
+    The input projection, which NVIDIA's converter forgets, matters to a quantized target only.
     """
-    listed = quantization.get("exclude_modules")
-    is_quantized = quantization.get("quant_algo") is not None
-    if listed is None and not is_quantized:
-        return None
-    excluded = list(listed or ())
-    if is_quantized and not excluded:
-        skipped = "*lm_head" if is_head_quantized else None
-        excluded = [name for name in DEFAULT_EXCLUDED if name != skipped]
     modules = ["drafter", "drafter.layers", "drafter.lm_head"]
     if params.is_rnn:
         modules += ["drafter.rnn_u", "drafter.rnn_w"]
@@ -212,4 +218,4 @@ def _list_excluded(
         modules += [f"drafter.layers.{layer}", f"drafter.layers.{layer}.linear"]
     if is_quantized and params.has_input_proj:
         modules.append("drafter.input_proj")
-    return excluded + [name for name in modules if name not in excluded]
+    return modules

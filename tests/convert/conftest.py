@@ -59,7 +59,7 @@ class Converter:
         with pytest.raises(SpecDecError) as caught:
             self(**flags)
         assert (sorted(output.rglob("*")) if output.exists() else None) == before
-        assert not list(output.parent.glob(".*.partial"))
+        assert not list(output.parent.glob(f".{output.name}.*")), "no partial folder, no lock"
         assert caught.value.hint
         return caught.value
 

@@ -19,21 +19,10 @@ from specdec.storage import TensorFile, TensorInfo, cast, write_tensor_file
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
-# What the command line has no option for, by design.
-INEXPRESSIBLE = {
-    "share": "one table for embedding and head; we always write the head, as TensorRT-LLM 1.x does",
-    "pp2": "pipeline parallelism, which no ReDrafter engine has",
-}
-
 
 def read_cases() -> list[dict[str, Any]]:
     """Every golden case."""
     return [case for path in sorted(GOLDEN.glob("*.json")) for case in json.loads(path.read_text())]
-
-
-def find_obstacle(case: dict[str, Any]) -> str | None:
-    """The option of a case that cannot be expressed, if it has one."""
-    return next((option for option in case["options"] if option in INEXPRESSIBLE), None)
 
 
 def make_values(seed: str, name: str, shape: list[int], *, is_norm: bool) -> Any:

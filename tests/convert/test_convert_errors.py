@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.errors import UsageError
+from specdec.errors import SpecDecError, UsageError
+from specdec.storage import FOREIGN_BITS, TensorFile
 from tests.conftest import read_error_lines, run_cli
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import read_tensors, rewrite
@@ -132,10 +135,13 @@ def test_truncated_file(copy: Copy, convert: Converter) -> None:
 
 def test_no_config_and_no_weights(copy: Copy, convert: Converter) -> None:
     folder = copy(MODEL)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "holds pytorch_model.bin but no safetensors" in convert.fail(model_dir=folder).message
-    (folder / "pytorch_model.bin").unlink()
-    assert "holds neither model.safetensors nor" in convert.fail(model_dir=folder).message
+    (folder / "model.safetensors").rename(folder / "tf_model.h5")
+    error = convert.fail(model_dir=folder)
+    assert "holds neither model.safetensors nor" in error.message
+    assert error.message.endswith("; it holds tf_model.h5")
+    assert "save_pretrained" in error.hint
+    (folder / "tf_model.h5").unlink()
+    assert convert.fail(model_dir=folder).message.endswith("nor model.pt")
     (folder / "config.json").unlink()
     assert f"{folder / 'config.json'} does not exist" in convert.fail(model_dir=folder).message
 
@@ -145,7 +151,9 @@ def test_no_config_and_no_weights(copy: Copy, convert: Converter) -> None:
     [
         ({"architectures": ["LLaMAForCausalLM"]}, "'LLaMAForCausalLM' is not supported"
          " (did you mean LlamaForCausalLM?)"),
-        ({"architectures": [["x"]]}, "is not supported"),
+        ({"architectures": [["x"]]}, "architectures is [['x']], not a list of names"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', not a list"),
+        ({"architectures": [], "model_type": "lama"}, "'lama' (did you mean llama?)"),
         ({"architectures": None, "model_type": "t5"}, "names no architecture, and model_type 't5'"),
         ({"hidden_size": "ABSENT"}, "hidden_size is missing"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, not a whole number of at least 1"),
@@ -169,6 +177,13 @@ def test_wrong_config(config: dict[str, Any], message: str, copy: Copy, convert:
     assert message in convert.fail(model_dir=copy(MODEL, config=config)).message
 
 
+def test_a_model_of_several_parts(copy: Copy, convert: Converter) -> None:
+    config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"vocab_size": 9}}
+    error = convert.fail(model_dir=copy(MODEL, config=config))
+    assert "'LlavaForConditionalGeneration' is not supported" in error.message
+    assert error.hint.startswith("save its language model, the part of text_config, alone")
+
+
 def test_two_wrong_fields_come_together(copy: Copy, convert: Converter) -> None:
     folder = copy(MODEL, config={"hidden_size": None, "vocab_size": -1})
     message = convert.fail(model_dir=folder).message
@@ -187,6 +202,129 @@ def test_intermediate_size_that_tp_size_does_not_divide(source: Source, convert:
     error = convert.fail(model_dir=source("llama_inter110"), tp_size=4)
     assert "intermediate_size=110" in error.message
     assert "do not split over tp_size=4" in error.message
+
+
+# ---- Files that are not what they should be.
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xef\xbb\xbf{}", "is not JSON: it begins with a byte order mark"),
+        ("{}".encode("utf-16"), "is not JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b'{"hidden_size": NaN}', "is not JSON: NaN is no number of JSON"),
+        (b'{"hidden_size": -Infinity}', "is not JSON: -Infinity is no number of JSON"),
+        (b'{"rms_norm_eps": 1e999}', "is not JSON: the number '1e999' is too large"),
+        (b'{"hidden_size": 1' + b"0" * 5000 + b"}", "is not JSON: a number of 5001 digits"),
+        (b'{"a": 1, "a": 2}', "is not JSON: the key 'a' is given twice"),
+        (b'{"a": "\\ud800"}', "is not JSON: half of a character"),
+        (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", "nested more than 100 deep"),
+        (b'{"a": ' * 5000, "is not JSON: values nested too deeply"),
+        (b"", "is not JSON: Expecting value"),
+        (b"[1]", "holds no JSON object"),
+    ],
+)
+def test_unreadable_config(content: bytes, message: str, copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL)
+    (folder / "config.json").write_bytes(content)
+    assert message in convert.fail(model_dir=folder).message
+
+
+def test_a_config_too_large_to_read(copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL)
+    os.truncate(folder / "config.json", 10**12)  # a hole: no byte of it is on the disk
+    assert "has 1000000000000 bytes, more than the" in convert.fail(model_dir=folder).message
+
+
+@pytest.mark.parametrize("filename", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "broken link", "loop"])
+def test_what_is_no_file(filename: str, kind: str, copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL)
+    path = folder / filename
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("nowhere" if kind == "broken link" else filename)
+    expected = {"broken link": "does not exist", "loop": "cannot be read: "}
+    message = convert.fail(model_dir=folder).message
+    assert f"{path} {expected.get(kind, 'is a folder, pipe or device, not a file')}" in message
+
+
+def test_a_file_that_may_not_be_read(
+    copy: Copy, convert: Converter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copy(MODEL)
+    original = os.open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith("model.safetensors"):
+            raise PermissionError(13, "Permission denied")
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)  # root may read everything
+    message = convert.fail(model_dir=folder).message
+    assert message == f"{folder / 'model.safetensors'} cannot be read: Permission denied"
+
+
+def test_links_to_files_are_followed(copy: Copy, source: Source, convert: Converter) -> None:
+    """As they lie in the Hub's cache."""
+    folder = copy("llama_gqa")
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(Path("..") / "blobs" / str(number))
+    expected = (convert(model_dir=source("llama_gqa")) / "rank0.safetensors").read_bytes()
+    assert (convert(model_dir=folder, force=True) / "rank0.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("name", ["F8_E5M2", "U16", "C64"])
+def test_types_that_are_refused_where_they_are_needed(
+    name: str, copy: Copy, convert: Converter
+) -> None:
+    folder = copy(MODEL)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    begin, end = header[Q_PROJ]["data_offsets"]
+    width = FOREIGN_BITS[name] // 8
+    header[Q_PROJ] |= {"dtype": name, "shape": [64, (end - begin) // 64 // width]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    assert TensorFile(path).tensors[Q_PROJ].dtype == name
+    with pytest.raises(SpecDecError, match=f"as '{name}', which is not supported"):
+        TensorFile(path).read(Q_PROJ)
+    assert Q_PROJ in convert.fail(model_dir=folder).message
+
+
+@pytest.mark.parametrize(
+    "field", ["hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "head_dim"]
+)
+@pytest.mark.parametrize("value", [10**12, 2**63, 10**299, -1, 0, 1.5, True, "x", [[[]]], {}])
+def test_absurd_sizes(field: str, value: Any, copy: Copy, convert: Converter) -> None:
+    began = time.process_time()
+    message = convert.fail(model_dir=copy(MODEL, config={field: value})).message
+    assert len(message) < 3000
+    assert time.process_time() - began < 2
+
+
+def test_many_tensors_are_listed_quickly(tmp_path: Path) -> None:
+    entries = {
+        f"model.layers.{i}.weight": {
+            "dtype": "BF16", "shape": [1, 2], "data_offsets": [4 * i, 4 * i + 4]
+        }
+        for i in range(100_000)
+    }  # fmt: skip
+    text = json.dumps(entries).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(400_000))
+    began = time.process_time()
+    assert len(TensorFile(path).tensors) == 100_000
+    assert time.process_time() - began < 5
 
 
 # ---- The index of a sharded folder.
@@ -440,7 +578,11 @@ def test_flags_that_contradict_or_have_no_effect(
     ("name", "message"),
     [
         ("./no/such/folder", "--model-dir ./no/such/folder does not exist"),
-        ("nobody/nothing", "is no local folder, and the Hub gave"),
+        ("nobody/nothing", "at the Hub nothing was asked: HF_HUB_OFFLINE is set, and no copy is"),
+        ("nothing", "--model-dir nothing is no local folder, and at the Hub nothing was asked"),
+        ("a/b/c", "--model-dir a/b/c does not exist"),
+        ("no\0thing", "does not exist"),
+        ("", "--model-dir is empty"),
         (__file__, "is a file"),
     ],
 )

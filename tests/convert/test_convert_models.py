@@ -14,13 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.convert import families
-from specdec.convert.families.base import Family
-from specdec.convert.sharding import join
-from specdec.schema import TARGET_ARCHITECTURES, ModelConfig, read_checkpoint_config
+from specdec.schema import read_checkpoint_config
 from specdec.storage import hash_file
-from specdec.tensors import get_rank_shape, list_target_tensors, list_tensors
+from specdec.tensors import get_rank_shape, list_target_tensors
 from tests.conftest import ROOT, make_drafter, make_llama, run_cli
+from tests.convert.checkpoints import (
+    join_checkpoint,
+    read_config,
+    read_hugging_face,
+    set_config,
+)
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import GOLDEN, read_tensors, summarize_rank
 
@@ -28,58 +31,6 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }  # fmt: skip
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
-
-
-def set_config(folder: Path, **values: Any) -> Path:
-    config = {**read_config(folder), **values}
-    config = {key: value for key, value in config.items() if value != "ABSENT"}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def join_checkpoint(folder: Path) -> dict[str, Any]:
-    """The whole tensors of a checkpoint, put together from its ranks."""
-    checkpoint = read_checkpoint_config(folder)
-    ranks = [
-        read_tensors(folder / f"rank{rank}.safetensors") for rank in range(checkpoint.model.tp_size)
-    ]
-    specs = list_tensors(checkpoint.model, checkpoint.drafter)
-    assert all(rank.keys() == specs.keys() for rank in ranks)
-    return {
-        name: join([rank[name] for rank in ranks], spec, checkpoint.model)
-        for name, spec in specs.items()
-    }
-
-
-def read_hugging_face(folder: Path) -> dict[str, Any]:
-    """Canonical tensors of a Llama as transformers loads it, fused as TensorRT-LLM documents."""
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
-    state = {name: value.numpy() for name, value in model.state_dict().items()}
-    names = {
-        "self_attn.o_proj": "attention.dense", "mlp.gate_proj": "mlp.fc", "mlp.up_proj": "mlp.gate",
-        "mlp.down_proj": "mlp.proj", "post_attention_layernorm": "post_layernorm",
-        "model.embed_tokens": "transformer.vocab_embedding", "model.norm": "transformer.ln_f",
-        "model.layers": "transformer.layers",
-    }  # fmt: skip
-    tensors = {}
-    for name, value in state.items():
-        if "k_proj" in name or "v_proj" in name:
-            continue
-        new = name
-        for old, ours in names.items():
-            new = new.replace(old, ours)
-        if "q_proj" in name:
-            parts = [state[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
-            new, value = new.replace("self_attn.q_proj", "attention.qkv"), np.concatenate(parts)
-        tensors[new] = value
-    return tensors
 
 
 @pytest.mark.parametrize(
@@ -101,7 +52,7 @@ def test_what_transformers_saves_comes_through(
     """Tensor by tensor, joined again from every tp_size."""
     folder = make_llama(tmp_path, **config)
     joined = join_checkpoint(convert(model_dir=folder, **flags))
-    expected = read_hugging_face(folder)
+    expected = read_hugging_face(folder, "llama")
     assert joined.keys() == expected.keys()
     for name, value in expected.items():
         assert np.array_equal(joined[name], value), name
@@ -228,7 +179,7 @@ def test_special_values_are_cast_as_torch_does(
     tensors["lm_head.weight"] = values.reshape(128, 64)
     tensors = {name: value.to(stored) for name, value in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
-    convert(model_dir=folder, dtype=target)
+    convert(model_dir=folder, dtype=target, allow_nonfinite=True)
     ours = load_file(convert.output / "rank0.safetensors")["lm_head.weight"]
     expected = tensors["lm_head.weight"].to(getattr(torch, target))
     same = torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
@@ -326,11 +277,14 @@ def test_torch_files_that_hold_more_than_weights(convert: Converter, tmp_path: P
 # ---- Quantized targets.
 
 
-def make_fp8_checkpoint(folder: Path, **quantization: Any) -> Path:
+def make_fp8_checkpoint(
+    folder: Path, *, architecture: str = "LlamaForCausalLM", **quantization: Any
+) -> Path:
     """Write a checkpoint as ModelOpt writes FP8, tp_size 2, with its config.json as it is."""
     folder.mkdir()
     config = json.loads((GOLDEN / "sources" / "modelopt_fp8_tp2.config.json").read_text())
     config["quantization"] |= quantization
+    config["architecture"] = architecture
     (folder / "config.json").write_text(json.dumps(config))
     model = read_checkpoint_config(folder).model
     generator = torch.Generator().manual_seed(0)
@@ -339,7 +293,7 @@ def make_fp8_checkpoint(folder: Path, **quantization: Any) -> Path:
         for name, spec in list_target_tensors(model).items():
             module = name.removesuffix(".weight")
             value = torch.randn(get_rank_shape(spec, model), generator=generator)
-            is_linear = ".attention." in name or ".mlp." in name
+            is_linear = module != name and (".attention." in name or ".mlp." in name)
             tensors[name] = value.to(torch.float8_e4m3fn if is_linear else torch.bfloat16)
             if is_linear:
                 tensors[module + ".weights_scaling_factor"] = torch.rand(1)
@@ -386,6 +340,21 @@ def test_fp8_target_keeps_its_bytes_and_excludes_the_drafter(
         assert ours == theirs
         assert {dtype for dtype, _, _ in added.values()} == {"bfloat16"}
         assert len(added) == 10
+
+
+def test_fp8_qwen_target_keeps_its_biases(convert: Converter, tmp_path: Path) -> None:
+    """ModelOpt's config.json says nothing of them, nor gives the type that an engine needs."""
+    base = make_fp8_checkpoint(tmp_path / "base", architecture="Qwen2ForCausalLM")
+    assert "attn_bias" not in read_config(base)
+    convert(base_model_checkpoint_dir=base, drafter_model_dir=make_drafter(tmp_path, vocab=512))
+    config = read_config(convert.output)
+    assert config["architecture"] == "ReDrafterForQWenLM"
+    assert config["qwen_type"] == "qwen2"
+    for rank in range(2):
+        ours = summarize_rank(convert.output / f"rank{rank}.safetensors")
+        theirs = summarize_rank(base / f"rank{rank}.safetensors")
+        assert ours.items() >= theirs.items()
+        assert theirs["transformer.layers.1.attention.qkv.bias"][0] == "bfloat16"
 
 
 def test_fp8_weight_without_its_scale(convert: Converter, tmp_path: Path) -> None:
@@ -499,34 +468,6 @@ def test_conversion_imports_no_torch(source: Source, tmp_path: Path) -> None:
         check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("family", families.FAMILIES.values(), ids=lambda family: family.name)
-def test_every_family_names_every_tensor(family: Family) -> None:
-    """A family's table covers the tensors of its models and nothing else."""
-    assert set(family.architectures) <= set(families.FAMILIES)
-    model = ModelConfig(
-        architecture=TARGET_ARCHITECTURES[0], dtype="float16", vocab_size=8, hidden_size=8,
-        num_hidden_layers=11, num_attention_heads=2, num_key_value_heads=2, head_size=4,
-        intermediate_size=8, norm_epsilon=1e-5, max_position_embeddings=8, attn_bias=True,
-        mlp_bias=True,
-    )  # fmt: skip
-    sources = family.find_sources(list_target_tensors(model))
-    parts = [name for names in sources.values() for name in names]
-    assert len(parts) == len(set(parts))
-    assert not any("{" in name for name in parts)
-    assert any(".10." in name for name in sources["transformer.layers.10.attention.qkv.bias"])
-
-
-def test_a_new_family_file_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "toy.py").write_text(
-        "from specdec.convert.families.llama import FAMILY as LLAMA\n"
-        "import dataclasses\n"
-        "FAMILY = dataclasses.replace(LLAMA, name='toy', architectures=('ToyForCausalLM',))\n"
-    )
-    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
-    assert {family.name for family in families._list_families()} >= {"llama", "toy"}
-    sys.modules.pop("specdec.convert.families.toy")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.convert import plan as plan_module
-from specdec.convert.plan import Piece, PlannedTensor, plan_tensors
+from specdec.convert.plan import Part, Piece, PlannedTensor, plan_tensors
 from specdec.convert.sharding import join, list_blocks, split
 from specdec.schema import ModelConfig
 from specdec.storage import TensorInfo
@@ -119,13 +119,44 @@ class ArraySource:
     def read(self, name: str) -> Any:
         return self.arrays[name]
 
+    def read_block(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> Any:
+        rows = self.arrays[name][start:stop]
+        return rows if columns is None else rows[:, columns[0] : columns[1]]
+
+    def locate(self, name: str) -> None:
+        return None
+
     def release(self) -> None:
         self.arrays = dict(self.arrays)
 
 
-@given(draw_cases(), st.sampled_from([1, 16, 64, 1 << 20]))
+def store(arrays: dict[str, Any], change: str) -> tuple[dict[str, Any], tuple[Part, ...]]:
+    """Return source tensors and the parts of them that are the arrays."""
+    if change == "transposed":
+        stored = {name: np.ascontiguousarray(array.T) for name, array in arrays.items()}
+        return stored, tuple(Part(name, is_transposed=True) for name in arrays)
+    if change == "skipped":
+        stored = {n: np.concatenate([0 * a[:1], 0 * a[:1], a]) for n, a in arrays.items()}
+        return stored, tuple(Part(name, skipped=2) for name in arrays)
+    if change == "added":
+        stored = {name: array - 1 for name, array in arrays.items()}
+        return stored, tuple(Part(name, added=1.0) for name in arrays)
+    if change == "swapped" and [*arrays] == ["only"] and len(arrays["only"]) % 2 == 0:
+        halves = np.split(arrays["only"], 2)
+        parts = (Part("only", share=1, num_shares=2), Part("only", num_shares=2))
+        return {"only": np.concatenate(halves[::-1])}, parts
+    return arrays, tuple(Part(name) for name in arrays)
+
+
+@given(
+    draw_cases(),
+    st.sampled_from([1, 16, 64, 1 << 20]),
+    st.sampled_from(["", "transposed", "skipped", "added", "swapped"]),
+)
 def test_planned_chunks_laid_end_to_end_are_the_part(
-    case: tuple[ModelConfig, TensorSpec], chunk_bytes: int
+    case: tuple[ModelConfig, TensorSpec], chunk_bytes: int, change: str
 ) -> None:
     """Also where pieces come from several tensors, and chunks are smaller than pieces."""
     model, spec = case
@@ -135,10 +166,11 @@ def test_planned_chunks_laid_end_to_end_are_the_part(
         q = model.num_attention_heads * model.head_size
         kv = model.num_key_value_heads * model.head_size
         arrays = {"q": whole[:q], "k": whole[q : q + kv], "v": whole[q + kv :]}
-    source = ArraySource(**arrays)
+    stored, parts = store(arrays, change)
+    source = ArraySource(**stored)
     problems: list[tuple[str, str]] = []
     ranks = plan_tensors(
-        {"name": spec}, {"name": tuple(arrays)}, source, model=model, dtype="float32",
+        {"name": spec}, {"name": parts}, source, model=model, dtype="float32",
         ignored=(), problems=problems,
     )  # fmt: skip
     assert problems == []
@@ -147,7 +179,7 @@ def test_planned_chunks_laid_end_to_end_are_the_part(
     try:
         for rank, tensors in enumerate(ranks):
             planned = tensors["name"]
-            chunks = [make() for make in planned.list_chunks()]
+            chunks = [chunk.make() for chunk in planned.list_chunks()]
             joined = np.concatenate([chunk.reshape(-1) for chunk in chunks])
             part = split(whole, spec, model, rank)
             assert np.array_equal(joined.reshape(planned.info.shape), part)
@@ -160,5 +192,5 @@ def test_planned_chunks_laid_end_to_end_are_the_part(
 def test_a_tensor_without_dimensions_is_one_chunk() -> None:
     source = ArraySource(scale=np.array(2.5, np.float32))
     planned = PlannedTensor(TensorInfo("float32", ()), (Piece(source, "scale", None),))
-    chunks = [make() for make in planned.list_chunks()]
+    chunks = [chunk.make() for chunk in planned.list_chunks()]
     assert [chunk.item() for chunk in chunks] == [2.5]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.command import stage_command
+from specdec.command import print_error, stage_command
 from tests.conftest import ROOT, read_error_lines, run_cli
 from tests.core.toy import ToySettings
 
@@ -177,3 +177,9 @@ def test_unknown_stage_is_refused_with_the_nearest() -> None:
     done = run_cli("covnert")
     assert done.returncode == 2
     assert "no such command 'covnert' (did you mean convert?)" in read_error_lines(done.stderr)[0]
+
+
+def test_names_out_of_files_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error("größe\x1b[2J\ud800 is\nlong", "no\ttabs")
+    shown = capsys.readouterr().err
+    assert shown == "error: größe\\x1b[2J\\ud800 is long\nhint: no tabs\n"

@@ -49,8 +49,8 @@ def test_redrafter_is_read(architecture: str) -> None:
 def test_input_projection_is_there_unless_sizes_agree() -> None:
     drafter = parse_checkpoint_config({**LLAMA, **REDRAFTER}).drafter
     wide = parse_checkpoint_config({**LLAMA, **REDRAFTER, "redrafter_exit_dim": 128}).drafter
-    assert drafter is not None
-    assert wide is not None
+    assert isinstance(drafter, ReDrafterParams)
+    assert isinstance(wide, ReDrafterParams)
     assert drafter.has_input_proj
     assert not wide.has_input_proj
 

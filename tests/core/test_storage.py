@@ -152,6 +152,22 @@ def test_cast_is_bit_exact_with_torch(source: str, target: str) -> None:
         assert converted.dtype == np.dtype(DTYPES[target][1])
 
 
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_cast_of_many_is_the_cast_of_each(
+    source: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks, their last one, and tables in place of arithmetic change nothing."""
+    values = to_storage(list_hard_values(source))
+    monkeypatch.setattr(storage, "CAST_ITEMS", 1 << 30)
+    once = cast(values[: 1 << 16], source, target)
+    monkeypatch.setattr(storage, "CAST_ITEMS", 1000)
+    many = cast(np.tile(values[: 1 << 16], 3)[:-7], source, target)
+    expected = np.tile(once, 3)[:-7]
+    bits = f"u{expected.itemsize}"
+    np.testing.assert_array_equal(many.view(bits), expected.view(bits))
+
+
 def as_torch(array: np.ndarray[Any, Any], dtype: str) -> torch.Tensor:
     return torch.from_numpy(array.view(np.uint8)).view(getattr(torch, dtype))
 
@@ -303,6 +319,46 @@ def test_output_appears_only_when_complete(tmp_path: Path) -> None:
         assert not out.exists()
         assert partial.parent == out.parent  # the same file system, so that renaming is atomic
     assert list_tree(tmp_path) == ["deep", "deep/out", "deep/out/x"]
+
+
+def test_everything_is_on_the_disk_before_it_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    synced = []
+
+    def note(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.relative_to(tmp_path).as_posix(), out.exists()))
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("tells the name of an open file on Linux alone")
+    with stage_folder(out, force=False) as partial:
+        (partial / "sub").mkdir()
+        (partial / "sub" / "x").write_text("new")
+        (partial / storage.JOURNAL_NAME).write_text("")
+        monkeypatch.setattr(os, "fsync", note)
+    assert sorted(synced[:-1]) == [
+        (".out.partial", False), (".out.partial/sub", False), (".out.partial/sub/x", False),
+    ]  # fmt: skip
+    assert synced[-1] == (".", True)
+    assert list_tree(out) == ["sub", "sub/x"]
+
+
+def test_resume_finds_and_keeps_what_is_there(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def fail() -> None:
+        with stage_folder(out, force=False, resume=True) as partial:
+            (partial / "x").write_text("half")
+            raise SpecDecError("no", "yes")
+
+    with pytest.raises(SpecDecError):
+        fail()
+    assert list_tree(tmp_path) == [".out.partial", ".out.partial/x"]
+    with stage_folder(out, force=False, resume=True) as partial:
+        assert list_tree(partial) == ["x"]
+    assert list_tree(tmp_path) == ["out", "out/x"]
 
 
 @pytest.mark.parametrize(

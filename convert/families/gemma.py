@@ -1,0 +1,64 @@
+"""Gemma (the first; Gemma 2 and 3 are other architectures)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.schema import ModelConfig
+
+from ..hf import ConfigReader
+from ..plan import Part
+from . import llama
+from .base import ROTARY_BUFFERS, TANH_GELU, Family, Layout, make_model, read_decoder
+
+_NORMS = ("input_layernorm", "post_layernorm", "ln_f")
+
+# Its norms multiply by one more than their weights.
+MODULES: dict[str, tuple[str | Part, ...]] = {
+    module: tuple(Part(name, added=1.0) for name in names)
+    if module.rpartition(".")[2] in _NORMS
+    else names
+    for module, names in llama.MODULES.items()
+}
+
+
+def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+    """Read a Gemma config.json; an absent optional field has the value transformers gives it."""
+    values = read_decoder(
+        reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=8192, num_kv_heads=16,
+        head_dim=256, hidden_act="gelu_pytorch_tanh",
+    )  # fmt: skip
+    # Gemma was trained with the tanh form, which its first configurations call gelu.
+    activation = reader.get_text("hidden_activation", values["hidden_act"])
+    if activation in ("gelu", *TANH_GELU):
+        activation = "gelu"
+    values |= {
+        "hidden_act": activation,
+        "attn_bias": reader.get_bool("attention_bias", False),
+    }
+    return make_model(reader, layout, "GemmaForCausalLM", values)
+
+
+def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys of TensorRT-LLM's Gemma config."""
+    return config | {
+        "attn_bias": model.attn_bias,
+        "mlp_bias": model.mlp_bias,
+        "rotary_base": model.rotary_base,
+        "rotary_scaling": model.rotary_scaling,
+        "inter_layernorms": False,
+        "quantization": config["quantization"] | {"smoothquant_val": None},
+    }
+
+
+FAMILY = Family(
+    name="gemma",
+    model_type="gemma",
+    architectures=("GemmaForCausalLM",),
+    modules=MODULES,
+    ignored=ROTARY_BUFFERS,
+    is_tied_by_default=True,
+    always_shares=True,
+    read_config=read_config,
+    describe=describe,
+)

@@ -1,0 +1,64 @@
+"""Qwen 1.5, 2 and 2.5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.schema import ModelConfig
+
+from ..config import MOE_014
+from ..hf import ConfigReader
+from . import llama
+from .base import (
+    ROTARY_BUFFERS,
+    Family,
+    Layout,
+    get_window,
+    make_model,
+    read_decoder,
+    read_sliding_window,
+)
+
+
+def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+    """Read a Qwen2 config.json; an absent optional field has the value transformers gives it."""
+    values = read_decoder(
+        reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=32
+    )
+    window = None
+    if reader.get_bool("use_sliding_window", False):
+        window = get_window(reader, 4096)
+    first_layer = reader.get_int("max_window_layers", 28, minimum=0)
+    values |= {
+        "attn_bias": True,
+        "sliding_window": read_sliding_window(
+            reader, values["num_hidden_layers"], window, first_layer
+        ),
+    }
+    return make_model(reader, layout, "Qwen2ForCausalLM", values)
+
+
+def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys of TensorRT-LLM's Qwen config."""
+    return config | {
+        "mlp_bias": model.mlp_bias,
+        "attn_bias": model.attn_bias,
+        "rotary_base": model.rotary_base,
+        "rotary_scaling": model.rotary_scaling,
+        "disable_weight_only_quant_plugin": False,
+        "moe": MOE_014 | {"normalization_mode": 0},
+        "qwen_type": "qwen2",
+        "moe_intermediate_size": 0,
+        "moe_shared_expert_intermediate_size": 0,
+    }
+
+
+FAMILY = Family(
+    name="qwen2",
+    model_type="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    modules=llama.MODULES,
+    ignored=ROTARY_BUFFERS,
+    read_config=read_config,
+    describe=describe,
+)

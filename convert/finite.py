@@ -1,0 +1,119 @@
+"""Weights that are no finite numbers: NaN, infinities, and what becomes one by a cast.
+
+A float's bits, without the sign, are in the order of its magnitude, so one comparison with a limit
+finds all three. A block is searched for its largest magnitude, which is quick; only where that
+reaches the limit are the elements counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import SpecDecError, join_names
+from specdec.storage import DTYPES, FLOATS, Array, cast
+
+from .plan import count
+
+# Magnitude bits of infinity; of the smallest NaN where a type has no infinity.
+INFINITY = {
+    "float64": 0x7FF0_0000_0000_0000,
+    "float32": 0x7F80_0000,
+    "bfloat16": 0x7F80,
+    "float16": 0x7C00,
+    "float8_e4m3fn": 0x7F,
+}
+UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+SEARCH_ITEMS = 1 << 16  # at a time, in the processor's cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Flaws:
+    """How many elements of a tensor are no finite numbers, before or after its cast."""
+
+    nan: int = 0
+    inf: int = 0
+    overflow: int = 0  # finite, but beyond the largest number of the type that is written
+
+    def __add__(self, other: Flaws) -> Flaws:
+        return Flaws(self.nan + other.nan, self.inf + other.inf, self.overflow + other.overflow)
+
+    def __bool__(self) -> bool:
+        return self != Flaws()
+
+    def __str__(self) -> str:
+        parts = [(self.nan, "NaN"), (self.inf, "infinite"), (self.overflow, "too large")]
+        return ", ".join(f"{number} {what}" for number, what in parts if number)
+
+
+class FlawCounter:
+    """Counts the flaws of a tensor of one type that is written in some types."""
+
+    def __init__(self, dtype: str, targets: Iterable[str]) -> None:
+        self._unsigned = UNSIGNED[np.dtype(DTYPES[dtype][1]).itemsize]
+        self._infinity = INFINITY.get(dtype)
+        limits = [find_limit(dtype, target) for target in targets if target in FLOATS]
+        self._limit = min(limits, default=self._infinity) if dtype in FLOATS else self._infinity
+        self._has_infinity = dtype in FLOATS
+        self._doubled = np.empty(SEARCH_ITEMS, self._unsigned)
+        self.flaws = Flaws()
+
+    def add(self, data: Array) -> None:
+        """Count those of the next elements; data: contiguous, of any type of the same width."""
+        if self._limit is None:  # a type of whole numbers
+            return
+        bits = data.reshape(-1).view(self._unsigned)
+        limit = self._unsigned(self._limit * 2)
+        for start in range(0, bits.size, SEARCH_ITEMS):
+            block = bits[start : start + SEARCH_ITEMS]
+            doubled = np.add(block, block, out=self._doubled[: block.size])  # drops the sign
+            if doubled.max() >= limit:
+                self.flaws += self._count(doubled)
+
+    def _count(self, doubled: Array) -> Flaws:
+        assert self._limit is not None
+        assert self._infinity is not None
+        infinity = self._unsigned(self._infinity * 2)
+        beyond = int((doubled >= self._unsigned(self._limit * 2)).sum())
+        infinite = int((doubled == infinity).sum()) if self._has_infinity else 0
+        not_numbers = int((doubled >= infinity).sum()) - infinite
+        return Flaws(not_numbers, infinite, beyond - infinite - not_numbers)
+
+
+@functools.cache
+def find_limit(dtype: str, target: str) -> int:
+    """Return the smallest magnitude, as bits of `dtype`, that `target` cannot hold as a number."""
+    storage = DTYPES[dtype][1]
+    unsigned = UNSIGNED[np.dtype(storage).itemsize]
+
+    def is_held(bits: int) -> bool:
+        written = cast(np.array([bits], unsigned).view(storage), dtype, target)
+        pattern = int(written.view(UNSIGNED[written.itemsize])[0])
+        return pattern < INFINITY[target]
+
+    held, not_held = 0, INFINITY[dtype]
+    while not_held - held > 1:
+        middle = (held + not_held) // 2
+        held, not_held = (middle, not_held) if is_held(middle) else (held, middle)
+    return not_held
+
+
+def describe_flaws(flaws: Mapping[str, Flaws], dtypes: Iterable[str]) -> str:
+    """Return the tensors, the first few of them by name, with their counts."""
+    names = join_names([f"{name} ({flaw})" for name, flaw in flaws.items()])
+    beyond = any(flaw.overflow for flaw in flaws.values())
+    large = f"; too large means: for {' and '.join(sorted(dtypes))}" if beyond else ""
+    return f"{count(list(flaws), 'tensor')} with weights that are no finite numbers: {names}{large}"
+
+
+def refuse_flaws(flaws: Mapping[str, Flaws], dtypes: Iterable[str]) -> SpecDecError:
+    """Return the error for weights that are no finite numbers."""
+    beyond = any(flaw.overflow for flaw in flaws.values())
+    wider = "choose a --dtype of wider range, " if beyond else "get the model again, "
+    return SpecDecError(
+        describe_flaws(flaws, dtypes), wider + "or write them all the same with --allow-nonfinite"
+    )

@@ -1,0 +1,149 @@
+"""Models of the Hugging Face Hub: the files that a conversion needs, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec import logs
+from specdec.errors import SpecDecError
+
+logger = logs.get_logger(__name__)
+
+ATTEMPTS = 5  # of a download that is cut off
+TIMEOUT = 10.0  # seconds for an answer about a repository or a file; downloads have the library's
+# What the library raises -> what to say and to do about it, the most special first.
+REFUSALS = (
+    ("GatedRepoError", "access to that model is restricted",
+     "accept its terms on the Hub, and set HF_TOKEN to a token that may read it"),
+    ("RepositoryNotFoundError", "there is no such model, or a private one",
+     "check the spelling; for a private model set HF_TOKEN"),
+    ("RevisionNotFoundError", "that model has no branch main", "download it and give its folder"),
+    ("OfflineModeIsEnabled", "nothing was asked: HF_HUB_OFFLINE is set, and no copy is cached",
+     "unset HF_HUB_OFFLINE, or download the model and give its folder"),
+)  # fmt: skip
+
+
+def fetch_model(
+    hub_id: str,
+    flag: str,
+    choose: Callable[[Sequence[str]], list[str]],
+    list_shards: Callable[[Path, Sequence[str]], list[str]],
+) -> Path:
+    """Fetch a model, or find the cached copy where the Hub cannot be asked; return its folder.
+
+    `choose` picks the files to fetch out of the repository's; `list_shards` names those that they
+    ask for besides, once they are in a folder.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise SpecDecError(
+            f"{flag} {hub_id} is not a local folder, and huggingface_hub is not installed",
+            "give a local folder, or pip install huggingface_hub",
+        ) from None
+    # Only the environment's token: one that lies about in a home folder is not ours to send.
+    token = os.environ.get("HF_TOKEN") or False
+
+    def fetch(names: Sequence[str], **options: Any) -> Path:
+        patterns = [glob.escape(name) for name in names]
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return Path(
+                    huggingface_hub.snapshot_download(
+                        hub_id,
+                        allow_patterns=patterns,
+                        token=token,
+                        etag_timeout=TIMEOUT,
+                        **options,
+                    )
+                )
+            except Exception as error:
+                if attempt == ATTEMPTS or not _is_interruption(error):
+                    raise
+                logger.warning("%s: %s; going on where it stopped", hub_id, _summarize(error))
+                time.sleep(attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    with _show_progress_on_terminals():
+        try:
+            info = huggingface_hub.HfApi(token=token).model_info(hub_id, timeout=TIMEOUT)
+        except Exception as error:  # noqa: BLE001 - the library raises many kinds, its HTTP client more
+            return _find_cached(hub_id, flag, error, fetch)
+        names = choose([sibling.rfilename for sibling in info.siblings or ()])
+        logger.info("fetching %s from the Hugging Face Hub", hub_id)
+        try:
+            folder = fetch(names)
+            if shards := list_shards(folder, names):
+                before, folder = folder, fetch([*names, *shards])
+                if folder != before:
+                    raise SpecDecError(
+                        f"{flag} {hub_id} was changed on the Hub while it was fetched",
+                        "run it again",
+                    )
+        except SpecDecError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            raise _explain(hub_id, flag, error) from None
+    return folder
+
+
+def _find_cached(hub_id: str, flag: str, error: Exception, fetch: Callable[..., Path]) -> Path:
+    """Return the folder of the cached copy, or raise what kept us from asking the Hub."""
+    try:
+        folder = fetch([], local_files_only=True)
+    except Exception:  # noqa: BLE001
+        raise _explain(hub_id, flag, error) from None
+    logger.warning(
+        "%s: using the cached copy in %s, since the Hub gave %s", hub_id, folder, _summarize(error)
+    )
+    return folder
+
+
+def _is_interruption(error: Exception) -> bool:
+    """Whether a connection broke, in the words of either HTTP client that the library has had."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"RequestException", "TransportError"}) and "HfHubHTTPError" not in kinds
+
+
+def _explain(hub_id: str, flag: str, error: Exception) -> SpecDecError:
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    for name, fact, remedy in REFUSALS:
+        if name in kinds:
+            return SpecDecError(
+                f"{flag} {hub_id} is no local folder, and at the Hub {fact}", remedy
+            )
+    return SpecDecError(
+        f"{flag} {hub_id} is no local folder, and the Hub gave {_summarize(error)}",
+        "check the spelling and the network and run it again, which goes on where it stopped;"
+        " or download the model and give its folder",
+    )
+
+
+def _summarize(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@contextlib.contextmanager
+def _show_progress_on_terminals() -> Iterator[None]:
+    """Let the library show its bars, which go to stderr, where that is a terminal."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

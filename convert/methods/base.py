@@ -1,0 +1,64 @@
+"""What a method's converter offers, and what converters share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specdec.quantization import DEFAULT_EXCLUDED
+from specdec.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from ..hf import HfFolder
+    from ..plan import Part
+    from ..settings import ConvertSettings
+
+
+class DrafterConverter(Protocol):
+    """A module of this package: one method's drafter folders to tensors and keys of config.json.
+
+    FOLDER: the setting that names the drafter's folder. OPTIONS: settings without effect unless
+    that one is given. WEIGHT_FILES: file names of weights that only this method's folders have.
+    IN_TARGET: patterns of tensors that a target's folder may hold besides its own when the
+    drafter is converted too.
+    """
+
+    FOLDER: str
+    OPTIONS: tuple[str, ...]
+    WEIGHT_FILES: tuple[str, ...]
+    IN_TARGET: tuple[str, ...]
+
+    def read_params(self, folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> Any:
+        """Return the method's parameters; raise SpecDecError where they do not suit the target."""
+
+    def find_sources(
+        self, folder: HfFolder, params: Any, canonical: Sequence[str]
+    ) -> dict[str, tuple[Part, ...]]:
+        """Map canonical tensor names to the folder's."""
+
+    def list_ignored(self, folder: HfFolder, params: Any) -> Sequence[str]:
+        """Patterns of the folder's tensors that are knowingly left out."""
+
+    def add_to_config(
+        self, config: Mapping[str, Any], params: Any, version: str, *, is_head_quantized: bool
+    ) -> dict[str, Any]:
+        """Return a target's config.json with the drafter added."""
+
+
+def exclude_modules(
+    quantization: Mapping[str, Any] | None, modules: Sequence[str], *, is_head_quantized: bool
+) -> list[str] | None:
+    """Return the modules to leave unquantized, the drafter's among them; None where nothing is.
+
+    A quantized target needs every drafter module in the list, and where its own list is null or
+    empty, the defaults that the list then replaces.
+    """
+    quantization = quantization or {}
+    listed = quantization.get("exclude_modules")
+    if listed is None and quantization.get("quant_algo") is None:
+        return None
+    excluded = list(listed or ())
+    if quantization.get("quant_algo") is not None and not excluded:
+        skipped = "*lm_head" if is_head_quantized else None
+        excluded = [name for name in DEFAULT_EXCLUDED if name != skipped]
+    return excluded + [name for name in modules if name not in excluded]

@@ -1,0 +1,240 @@
+"""Medusa: a folder of heads -> the `medusa_heads.*` tensors and Medusa's keys of a checkpoint.
+
+Legend: H a head, L a residual layer of it, N residual layers a head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import SpecDecError, join_names
+from specdec.methods import MedusaParams
+from specdec.schema import ModelConfig
+from specdec.storage import TensorInfo
+
+from ..config import MOE_014, drop_default_keys
+from ..hf import ConfigReader, HfFolder
+from ..plan import Part, check_num_layers
+from .base import exclude_modules
+
+if TYPE_CHECKING:
+    from ..settings import ConvertSettings
+
+FOLDER = "medusa_model_dir"
+OPTIONS = ("num_medusa_heads", "num_medusa_layers", "max_medusa_token_len")
+WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
+# Before `H.L.linear.weight`, `H.L.linear.bias` and the head's `H.N.weight` stand: nothing in the
+# heads that FasterDecoding publishes alone, a name where trainers save the target with its heads
+# (ModelOpt; Medusa 1.0 and 2).
+PREFIXES = ("", "medusa_heads.", "medusa_head.")
+IN_TARGET = tuple(f"{prefix}*" for prefix in PREFIXES if prefix)
+_OWN = re.compile(r"(medusa_heads\.|medusa_head\.|)(\d{1,9})\.")
+
+# What config.json calls the numbers, at its top level or in ModelOpt's `medusa` object.
+NUM_HEADS = ("medusa_num_heads", "num_medusa_heads")
+NUM_LAYERS = ("medusa_num_layers", "num_medusa_layers")
+
+ARCHITECTURE = "MedusaForCausalLM"
+# What 1.x picks the target's class by; 0.14 has Llama's alone.
+MODEL_TYPES_1X = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
+}  # fmt: skip
+TARGETS_014 = ("LlamaForCausalLM", "MistralForCausalLM")
+
+
+def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> MedusaParams:
+    """Read the heads' config.json; raise SpecDecError where flags, tensors or target disagree."""
+    reader = ConfigReader(folder.config, folder.path)
+    said_heads = _read_number(reader, NUM_HEADS, minimum=1)
+    said_layers = _read_number(reader, NUM_LAYERS, minimum=0)
+    reader.finish()
+    num_layers = settings.num_medusa_layers if said_layers is None else said_layers
+    if num_layers is None:
+        reader.refuse(
+            f"config.json names no {' or '.join(NUM_LAYERS)}",
+            "give --num-medusa-layers, the residual layers of each head",
+        )
+    elif settings.num_medusa_layers not in (None, num_layers):
+        reader.refuse(
+            f"--num-medusa-layers is {settings.num_medusa_layers}, the heads have {num_layers}",
+            "leave the flag out",
+        )
+    reader.finish()
+    assert num_layers is not None
+    prefix = find_prefix(folder)
+    num_held = list_heads(folder)[-1] + 1
+    num_heads = settings.num_medusa_heads or said_heads or num_held
+    if settings.num_medusa_heads is not None and num_heads > num_held:
+        reader.refuse(
+            f"--num-medusa-heads is {num_heads}, the folder holds {num_held}",
+            f"give {num_held} or less",
+        )
+    elif settings.num_medusa_heads is None and said_heads is not None and said_heads < num_held:
+        reader.refuse(
+            f"config.json says {said_heads} Medusa heads, the folder holds {num_held}",
+            f"give --num-medusa-heads, at most {num_held}: config.json may be out of date",
+        )
+    _check_sizes(reader, folder.tensors.get(f"{prefix}0.{num_layers}.weight"), model)
+    reader.finish()
+    check_num_layers(num_heads * max(1, num_layers), folder)
+    return MedusaParams(
+        num_heads=num_heads,
+        num_layers=num_layers,
+        max_draft_len=settings.max_medusa_token_len or 63,
+    )
+
+
+def _read_number(reader: ConfigReader, names: Sequence[str], *, minimum: int) -> int | None:
+    """Return a number that goes by several names, or None where config.json has none of them."""
+    found = {}
+    for place in (reader.config, reader.get_object("medusa")):
+        inner = ConfigReader(place, reader.path)
+        for name in names:
+            if place.get(name) is not None:
+                found[name] = inner.get_int(name, minimum=minimum)
+        reader.problems += inner.problems
+    if len(set(found.values())) > 1:
+        reader.refuse(
+            f"config.json says {' and '.join(f'{k} {v}' for k, v in found.items())}",
+            "remove the wrong one",
+        )
+    return next(iter(found.values()), None)
+
+
+def _check_sizes(reader: ConfigReader, info: TensorInfo | None, model: ModelConfig) -> None:
+    """Note whether the first head's last matrix was made for another target."""
+    if info is None or len(info.shape) != 2:
+        return  # planning the tensors names it
+    for name, ours, targets in (
+        ("vocab_size", info.shape[0], model.vocab_size),
+        ("hidden_size", info.shape[1], model.hidden_size),
+    ):
+        if ours != targets:
+            reader.refuse(
+                f"the Medusa heads' {name} is {ours}, the target's {targets}",
+                "use the heads that were trained for this target",
+            )
+
+
+def find_prefix(folder: HfFolder) -> str:
+    """Return what stands before a head's number; more than one naming in a folder is an error."""
+    present = {match.group(1) for name in folder.tensors if (match := _OWN.match(name))}
+    found = [prefix for prefix in PREFIXES if prefix in present]
+    shown = [f"{prefix}0.*" for prefix in found or PREFIXES]
+    if len(found) > 1:
+        raise SpecDecError(
+            f"{folder.path} holds Medusa heads under {len(found)} names: {', '.join(shown)}",
+            "keep one of them: which are the trained ones cannot be known",
+        )
+    if not found:
+        names = sorted(folder.tensors)
+        raise SpecDecError(
+            f"{folder.path} holds no tensor of a Medusa head, {' or '.join(shown)}; it holds"
+            f" {join_names(names) if names else 'no tensors'}",
+            "give the folder of Medusa heads, or of a model saved with them",
+        )
+    return found[0]
+
+
+def list_heads(folder: HfFolder) -> list[int]:
+    """Numbers of the heads in the folder, whether or not config.json knows of them."""
+    return sorted({int(match.group(2)) for name in folder.tensors if (match := _OWN.match(name))})
+
+
+def find_sources(
+    folder: HfFolder, params: MedusaParams, canonical: Sequence[str]
+) -> dict[str, tuple[Part, ...]]:
+    """Map canonical tensor names to the folder's."""
+    prefix = find_prefix(folder)
+    sources: dict[str, tuple[Part, ...]] = {}
+    for name in canonical:
+        head, _, rest = name.removeprefix("medusa_heads.").partition(".")
+        rest = rest.removeprefix("medusa_layers.")
+        if rest == "lm_head.weight":
+            rest = f"{params.num_layers}.weight"
+        sources[name] = (Part(f"{prefix}{head}.{rest}"),)
+    return sources
+
+
+def list_ignored(folder: HfFolder, params: MedusaParams) -> list[str]:
+    """Heads beyond those asked for, and the target in a folder that holds both."""
+    prefix = find_prefix(folder)
+    ignored = [f"{prefix}{head}.*" for head in list_heads(folder) if head >= params.num_heads]
+    if prefix:
+        ignored += ["model.*", "lm_head.*"]
+    return ignored
+
+
+def add_to_config(
+    config: Mapping[str, Any], params: MedusaParams, version: str, *, is_head_quantized: bool
+) -> dict[str, Any]:
+    """Return a target's config.json with the heads added.
+
+    As NVIDIA's converters write it, the keys of a plain checkpoint that say nothing left out.
+    """
+    target = config["architecture"]
+    known = TARGETS_014 if version == "0.14" else tuple(MODEL_TYPES_1X)
+    if target not in known:
+        raise SpecDecError(
+            f"TensorRT-LLM {version} has no Medusa for {target}",
+            "convert for 1.2"
+            if target in MODEL_TYPES_1X
+            else f"the targets it has one for are {', '.join(known)}",
+        )
+    if config.get("hidden_act") != "silu":
+        raise SpecDecError(
+            f"hidden_act is {config.get('hidden_act')!r}: TensorRT-LLM would use it in the heads,"
+            " which are trained with 'silu'",
+            "use a target with silu, or another method",
+        )
+    combined = _drop_defaults(config)
+    combined |= {"architecture": ARCHITECTURE, **params.to_checkpoint()}
+    if version != "0.14":
+        combined |= {"base_architecture": target, "model_type": MODEL_TYPES_1X[target]}
+    excluded = exclude_modules(
+        config.get("quantization"), list_modules(params), is_head_quantized=is_head_quantized
+    )
+    if excluded is not None:
+        combined["quantization"] = combined["quantization"] | {"exclude_modules": excluded}
+    return combined
+
+
+def _drop_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what every loader takes for granted."""
+    tp_size = (config.get("mapping") or {}).get("tp_size", 1)
+    defaults = {
+        "mlp_bias": False,
+        "attn_bias": False,
+        "residual_mlp": False,
+        "disable_weight_only_quant_plugin": False,
+        "moe": MOE_014,
+        "remove_duplicated_kv_heads": False,
+        "qk_layernorm": False,
+        "head_size": config["hidden_size"] // config["num_attention_heads"],
+    }
+    if config["architecture"] == "Qwen2ForCausalLM":
+        del defaults["attn_bias"]  # which TensorRT-LLM takes for true here
+    combined = drop_default_keys(dict(config), defaults)
+    sections = {
+        "mapping": {"gpus_per_node": 8, "cp_size": 1, "moe_tp_size": tp_size, "moe_ep_size": 1},
+        "quantization": {
+            "group_size": 128, "smoothquant_val": 0.5, "clamp_val": None, "has_zero_point": False,
+            "pre_quant_scale": False, "exclude_modules": None,
+        },
+    }  # fmt: skip
+    for section, values in sections.items():
+        if isinstance(combined.get(section), dict):
+            combined[section] = drop_default_keys(combined[section], values)
+    return combined
+
+
+def list_modules(params: MedusaParams) -> list[str]:
+    """The heads' modules that have weights."""
+    modules = []
+    for head in range(params.num_heads):
+        layers = [f"medusa_layers.{layer}.linear" for layer in range(params.num_layers)]
+        modules += [f"medusa_heads.{head}.{module}" for module in (*layers, "lm_head")]
+    return modules

@@ -1,0 +1,282 @@
+"""The calibration pass: texts through the Hugging Face model, the largest magnitudes kept.
+
+Every linear that will be quantized reports the largest magnitude of its input, the K and V linears
+also that of their outputs. One number each is kept; no activations are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specdec import logs
+from specdec.chat import render_messages
+from specdec.documents import name_line, parse_object, read_document, read_lines
+from specdec.errors import SpecDecError, join_names, summarize
+
+from ..plan import count
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_SIZE = 512
+DEFAULT_MAX_LENGTH = 512
+KEYS = "text, messages, conversations or input_ids"
+# Beside the weights: activations of a batch, the libraries, the process itself.
+SPARE_BYTES = 1 << 30
+
+logger = logs.get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """A linear to watch. outputs: what to call a part of its output's last dimension."""
+
+    module: str
+    name: str
+    outputs: tuple[tuple[str, slice], ...] = ()
+
+
+def read_rows(
+    path: Path,
+    load_tokenizer: Callable[[], Any],
+    *,
+    size: int | None,
+    max_length: int,
+    vocab_size: int,
+) -> list[list[int]]:
+    """Read the first `size` rows of a calibration file as tokens, each cut to `max_length`.
+
+    A .txt file holds a text a line. The tokenizer is loaded when the first text is met.
+    """
+    rows: list[list[int]] = []
+    tokenizer: Any = None
+    for number, line in read_lines(path):
+        if len(rows) == (size or DEFAULT_SIZE):
+            break
+        with name_line(path, number, KEYS):
+            document: Any
+            if path.suffix == ".txt":
+                document = line.decode("utf-8").rstrip("\r\n")
+            else:
+                row = parse_object(line)
+                if "input_ids" in row:
+                    rows.append(_check_tokens(row["input_ids"], vocab_size)[:max_length])
+                    continue
+                document = read_document(row, KEYS)
+            tokenizer = tokenizer or load_tokenizer()
+            tokens = _tokenize(tokenizer, document)
+            if tokens:
+                rows.append(_check_tokens(tokens, vocab_size)[:max_length])
+    if not rows:
+        raise SpecDecError(
+            f"--calibration-data {path} holds no text", "give texts like those to be decoded"
+        )
+    if size is not None and len(rows) < size:
+        raise SpecDecError(
+            f"--calibration-data {path} holds {count(rows, 'row')}, --calib-size is {size}",
+            f"give more texts, or --calib-size {len(rows)}",
+        )
+    if len(rows) < (size or DEFAULT_SIZE):
+        logger.warning(
+            "%s holds %s: the scales fit what they show; %d are usual",
+            path, count(rows, "row"), DEFAULT_SIZE,
+        )  # fmt: skip
+    return rows
+
+
+def _check_tokens(tokens: Any, vocab_size: int) -> list[int]:
+    if not isinstance(tokens, list) or not tokens or not all(type(t) is int for t in tokens):
+        raise ValueError("input_ids is no list of whole numbers, or empty")
+    outside = [token for token in tokens if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
+    return tokens
+
+
+def _tokenize(tokenizer: Any, document: Any) -> list[int]:
+    if isinstance(document, str):
+        return list(tokenizer(document, verbose=False)["input_ids"])
+    text = render_messages(tokenizer, document)  # the template writes the special tokens
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def load_tokenizer(model_dir: str) -> Any:
+    """Load the model's tokenizer; remote code is never run."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir)
+    except Exception as error:  # noqa: BLE001 - the library raises many kinds
+        raise SpecDecError(
+            f"--calibration-data holds text, but {model_dir} has no tokenizer that loads:"
+            f" {summarize(error)}",
+            "put the model's tokenizer files beside its weights, or give rows of input_ids",
+        ) from None
+
+
+def make_batches(rows: Sequence[list[int]], batch_size: int) -> Iterator[list[list[int]]]:
+    """Group rows of equal length, so that no padding takes part in the maxima."""
+    for _, same in itertools.groupby(sorted(rows, key=len), key=len):
+        while batch := list(itertools.islice(same, batch_size)):
+            yield batch
+
+
+def choose_device(name: str) -> str:
+    """Return `cpu` or `cuda`."""
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise SpecDecError(
+            "--calib-device cuda: torch sees no CUDA device", "use --calib-device cpu"
+        )
+    return "cuda" if has_cuda and name != "cpu" else "cpu"
+
+
+def check_memory(num_bytes: int, device: str, model_dir: Path) -> None:
+    """Raise SpecDecError when a device's memory cannot hold a model of that many bytes."""
+    available = _measure_cuda() if device == "cuda" else _measure_host()
+    if available is None or num_bytes + SPARE_BYTES <= available:
+        return
+    where = "the GPU" if device == "cuda" else "this machine"
+    other = "" if device == "cpu" else ", or --calib-device cpu"
+    raise SpecDecError(
+        f"calibration loads {model_dir}, {num_bytes / 1e9:.1f} GB ({num_bytes:,} bytes), and"
+        f" {where} has {available / 1e9:.1f} GB ({available:,} bytes) of memory free;"
+        f" {SPARE_BYTES / 1e9:.1f} GB more are needed for activations",
+        f"use a machine with more memory{other}, or give an FP8 model that is quantized already",
+    )
+
+
+def _measure_cuda() -> int:
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def _measure_host() -> int | None:
+    """Bytes that this process may still take, or None where the system does not tell."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
+        found.append(limit - int((group / "memory.current").read_text(encoding="ascii")))
+    return min(found) if found else None
+
+
+def observe(
+    model_dir: Path,
+    rows: Sequence[list[int]],
+    watches: Sequence[Watch],
+    *,
+    dtype: str,
+    device: str,
+    batch_size: int,
+) -> dict[str, np.float32]:
+    """Run the rows through the model; return the largest magnitude under each watched name."""
+    import torch
+
+    model = _load_model(model_dir, dtype).to(device)
+    largest: dict[str, torch.Tensor] = {}
+
+    def note(name: str, values: torch.Tensor) -> None:
+        amax = values.detach().abs().amax().float()
+        largest[name] = torch.maximum(largest[name], amax) if name in largest else amax
+
+    batches = list(make_batches(rows, batch_size))
+    with contextlib.ExitStack() as hooks, torch.inference_mode():
+        for watch in watches:
+            for handle in _watch(_find_module(model, watch.module, model_dir), watch, note):
+                hooks.callback(handle.remove)
+        for batch in logs.show_progress(batches, label="calibrating", total=len(batches)):
+            try:
+                model(input_ids=torch.tensor(batch, device=device), use_cache=False)
+            except torch.OutOfMemoryError:
+                raise SpecDecError(
+                    f"the GPU's memory does not hold {model_dir} and {count(batch, 'row')} of"
+                    f" {len(batch[0])} tokens",
+                    "lower --calib-batch-size or --calib-max-seq-length, or use --calib-device cpu",
+                ) from None
+            _refuse_nonfinite(largest, model_dir)
+    silent = [watch.module for watch in watches if watch.name not in largest]
+    if silent:
+        raise SpecDecError(
+            f"the calibration pass never used {count(silent, 'linear')} of {model_dir}:"
+            f" {join_names(silent)}",
+            "this model does not compute as its config.json says; it cannot be calibrated",
+        )
+    return {name: np.float32(amax.item()) for name, amax in largest.items()}
+
+
+def _watch(module: Any, watch: Watch, note: Callable[[str, torch.Tensor], None]) -> Iterator[Any]:
+    def before(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        note(watch.name, inputs[0])
+
+    def after(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        for name, part in watch.outputs:
+            note(name, output[..., part])
+
+    yield module.register_forward_pre_hook(before)
+    if watch.outputs:
+        yield module.register_forward_hook(after)
+
+
+def _refuse_nonfinite(largest: Mapping[str, torch.Tensor], model_dir: Path) -> None:
+    import torch
+
+    finite = torch.stack(list(largest.values())).isfinite().tolist()
+    broken = [name for name, is_finite in zip(largest, finite, strict=True) if not is_finite]
+    if broken:
+        raise SpecDecError(
+            f"calibrating {model_dir}: the activations are NaN or infinite at {broken[0]}"
+            f" ({count(broken, 'place')} in all)",
+            "use --dtype bfloat16 or float32 if the model overflows float16; else its weights"
+            " are damaged",
+        )
+
+
+def _load_model(model_dir: Path, dtype: str) -> Any:
+    import transformers
+
+    from specdec.torch_tensors import TORCH_DTYPES
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, info = transformers.AutoModel.from_pretrained(
+            model_dir, dtype=TORCH_DTYPES[dtype], output_loading_info=True
+        )
+    except Exception as error:  # noqa: BLE001 - the library raises many kinds
+        raise SpecDecError(
+            f"transformers cannot load {model_dir} for the calibration: {summarize(error)}",
+            "check the folder, or the transformers version that the model asks for",
+        ) from None
+    if info["missing_keys"]:
+        raise SpecDecError(
+            f"transformers finds no weights in {model_dir} for"
+            f" {join_names(sorted(info['missing_keys']))}",
+            "copy or download the folder again",
+        )
+    return model.eval()
+
+
+def _find_module(model: Any, name: str, model_dir: Path) -> Any:
+    """Find a linear by its tensors' name; files have the base model's prefix or lack it."""
+    bare = name.removeprefix(model.base_model_prefix + ".")
+    for candidate in (bare, name):
+        with contextlib.suppress(AttributeError):
+            return model.get_submodule(candidate)
+    raise SpecDecError(
+        f"transformers' model of {model_dir} has no module {name}",
+        "use the transformers version that the model was made for",
+    )

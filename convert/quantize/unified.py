@@ -1,0 +1,303 @@
+"""Hugging Face folders that are FP8 already: ModelOpt's unified export and its relatives.
+
+There each projection has scales of its own (`weight_scale`, `input_scale`), where TensorRT-LLM's
+layout has one for q, k and v, and one for fc and gate: the largest of them. What had a smaller one
+is rounded anew: value * own scale / shared scale, in float32, to the nearest float8, ties to even.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdec import logs
+from specdec.errors import SpecDecError
+from specdec.quantization import ACTIVATION_SCALE, FLOAT8, FP8, KV_SCALES, WEIGHT_SCALE
+from specdec.schema import ModelConfig
+from specdec.storage import Array, TensorInfo, read_json
+from specdec.tensors import TensorSpec, list_linears
+
+from ..hf import QUANTIZATION_NAME, HfFolder
+from ..plan import (
+    Chunk,
+    Part,
+    PlannedTensor,
+    Problems,
+    RankPlan,
+    count_elements,
+    merge_ranks,
+    plan_tensors,
+    report_missing,
+)
+from .float8 import Requantizer, to_float32
+from .scales import Scales, change_chunk, find_group
+
+logger = logs.get_logger(__name__)
+
+SOURCE_SCALES = {"weight_scale": WEIGHT_SCALE, "input_scale": ACTIVATION_SCALE}
+# Where the writers put the scales of K and V, from the attention module.
+KV_NAMES = (("k_proj.k_scale", "v_proj.v_scale"), ("k_scale", "v_scale"))
+
+
+def read_sections(folder: HfFolder) -> list[tuple[str, Any]]:
+    """Read what a folder says of its quantization: methods, and what each says."""
+    sections: list[tuple[str, Any]] = []
+    path = folder.path / QUANTIZATION_NAME
+    if path.is_file():
+        sections.append(("modelopt", read_json(path).get("quantization")))
+    section = folder.config.get("quantization_config")
+    if section is not None:
+        method = section.get("quant_method") if isinstance(section, dict) else None
+        sections.append((str(method), section))
+    return sections
+
+
+def is_quantized(folder: HfFolder) -> bool:
+    """Whether a folder says that it is quantized; SpecDecError if it is no static FP8."""
+    sections = read_sections(folder)
+    for method, values in sections:
+        if not isinstance(values, dict) or not _is_static_fp8(method, values):
+            raise SpecDecError(
+                f"{folder.path} is quantized ({_describe(method, values)})",
+                "convert the unquantized model, or one in FP8 with one static scale per tensor"
+                " (ModelOpt's FP8)",
+            )
+    return bool(sections)
+
+
+def _is_static_fp8(method: str, section: Mapping[str, Any]) -> bool:
+    if method == "modelopt":
+        has_known_cache = section.get("kv_cache_quant_algo") in (None, FP8)
+        return section.get("quant_algo") == FP8 and has_known_cache
+    if method == "fp8":
+        is_blocked = section.get("weight_block_size") is not None
+        return section.get("activation_scheme") == "static" and not is_blocked
+    groups = section.get("config_groups")
+    if method != "compressed-tensors" or not isinstance(groups, dict) or not groups:
+        return False
+    expected = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    kinds = [
+        group.get(kind) if isinstance(group, dict) else None
+        for group in groups.values()
+        for kind in ("weights", "input_activations")
+    ]
+    return all(isinstance(kind, dict) and expected.items() <= kind.items() for kind in kinds)
+
+
+def _describe(method: str, section: Any) -> str:
+    """Name a quantization in a few words."""
+    words = [method]
+    if isinstance(section, dict):
+        for key in (
+            "quant_algo",
+            "kv_cache_quant_algo",
+            "bits",
+            "format",
+            "activation_scheme",
+            "weight_block_size",
+        ):
+            if section.get(key) is not None:
+                words.append(f"{key} {section[key]}")
+    return ", ".join(words)
+
+
+class Selection:
+    """Some of a folder's tensors, as a source of their own."""
+
+    def __init__(self, folder: HfFolder, names: set[str]) -> None:
+        self.folder = folder
+        self.path = folder.path
+        self.tensors = {name: info for name, info in folder.tensors.items() if name in names}
+
+    def read(self, name: str) -> Array:
+        return self.folder.read(name)
+
+    def read_block(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> Array:
+        return self.folder.read_block(name, start, stop, columns)
+
+    def locate(self, name: str) -> tuple[Path, int] | None:
+        return self.folder.locate(name)
+
+    def release(self) -> None:
+        self.folder.release()
+
+
+@dataclasses.dataclass(frozen=True)
+class RequantizedTensor(PlannedTensor):
+    """A float8 tensor whose pieces get one scale. factors: each source tensor's own scale."""
+
+    factors: Mapping[str, np.float32]
+    scale: np.float32
+
+    def list_chunks(self) -> Iterator[Chunk]:
+        for piece in self.pieces:
+            assert piece.block is not None
+            shape = (piece.block.stop - piece.block.start, *self.info.shape[1:])
+            alone = PlannedTensor(TensorInfo(FLOAT8, shape), (piece,))
+            factor = self.factors[piece.name]
+            if factor == self.scale:
+                yield from alone.list_chunks()
+                continue
+            requantize = Requantizer(FLOAT8, self.scale, factor)
+            for chunk in alone.list_chunks():
+                yield change_chunk(chunk, FLOAT8, requantize)
+
+
+def plan_unified(
+    folder: HfFolder,
+    specs: Mapping[str, TensorSpec],
+    parts: Mapping[str, tuple[Part, ...]],
+    model: ModelConfig,
+    *,
+    ignored: Sequence[str],
+    kv_scales: Sequence[str],
+    problems: Problems,
+) -> tuple[list[RankPlan], list[str], bool]:
+    """Plan a quantized folder; return its ranks, the linears it leaves as they are, and whether it
+    has K/V scales.
+
+    kv_scales: the K/V scales to write, where the folder has any.
+    """
+    linears = list_linears(model)
+    quantized = [m for m in linears if _is_float8(folder, parts[f"{m}.weight"], problems)]
+    weights = {f"{module}.weight": specs[f"{module}.weight"] for module in quantized}
+    own = {part.name for name in weights for part in parts[name]}
+    reader = ScaleReader(folder)
+    ranks = plan_tensors(
+        weights, parts, Selection(folder, own), model=model, dtype=FLOAT8, ignored=(),
+        problems=problems,
+    )  # fmt: skip
+    scales = Scales(folder.path)
+    added: RankPlan = {}
+    for group in dict.fromkeys(map(find_group, quantized)):
+        members = [module for module in quantized if find_group(module) == group]
+        sources = [part.name for module in members for part in parts[f"{module}.weight"]]
+        for source_kind, kind in SOURCE_SCALES.items():
+            own_scales = {
+                name: reader.get(name.removesuffix("weight") + source_kind) for name in sources
+            }
+            shared = np.float32(max(own_scales.values()))
+            for module in members:
+                added[f"{module}.{kind}"] = scales.add(f"{module}.{kind}", shared)
+                if kind == WEIGHT_SCALE:
+                    _requantize(ranks, f"{module}.weight", own_scales, shared)
+    attentions = {
+        module.removesuffix("qkv"): _find_attention(parts[f"{module}.weight"])
+        for module in linears if module.endswith(".qkv")
+    }  # fmt: skip
+    cache = _read_kv_scales(folder, attentions, reader)
+    for prefix, values in cache.items():
+        for kind in kv_scales:
+            added[prefix + kind] = scales.add(prefix + kind, values[kind])
+    reader.report(problems)
+    rest = {name: spec for name, spec in specs.items() if name not in weights}
+    others = plan_tensors(
+        rest, parts, Selection(folder, set(folder.tensors) - own - reader.used), model=model,
+        dtype=model.dtype, ignored=ignored, problems=problems,
+    )  # fmt: skip
+    kept = [module for module in linears if module not in quantized]
+    return merge_ranks(ranks, others, [dict(added) for _ in ranks]), kept, bool(cache)
+
+
+def _requantize(
+    ranks: Sequence[RankPlan], name: str, factors: Mapping[str, np.float32], scale: np.float32
+) -> None:
+    """Give a tensor one scale on every rank; where it is not planned, a problem was found."""
+    for rank in ranks:
+        if name in rank:
+            rank[name] = RequantizedTensor(rank[name].info, rank[name].pieces, factors, scale)
+
+
+def _find_attention(parts: Sequence[Part]) -> str:
+    """The folder's attention module, with a dot, of which the projections are parts."""
+    return parts[0].name.removesuffix(".weight").rpartition(".")[0] + "."
+
+
+def _read_kv_scales(
+    folder: HfFolder, attentions: Mapping[str, str], reader: ScaleReader
+) -> dict[str, dict[str, np.float32]]:
+    """Read the K/V scales of every layer, or of none where the folder has none.
+
+    attentions: our attention modules and the folder's. A folder that promises an FP8 cache and
+    holds no scales means scales of 1, which its writers leave out and every runtime assumes.
+    """
+    tensors = folder.tensors
+    theirs = attentions.values()
+    found = [pair for pair in KV_NAMES if any(a + name in tensors for a in theirs for name in pair)]
+    pairs: dict[str, tuple[np.float32, np.float32]]
+    if found:
+        k_name, v_name = found[0]
+        pairs = {
+            ours: (reader.get(attention + k_name), reader.get(attention + v_name))
+            for ours, attention in attentions.items()
+        }
+    elif any(_promises_cache(section) for _, section in read_sections(folder)):
+        logger.info("%s has an FP8 K/V cache without scales, which means 1", folder.path)
+        pairs = dict.fromkeys(attentions, (np.float32(1), np.float32(1)))
+    else:
+        return {}
+    return {
+        prefix: dict(zip(KV_SCALES, (max(k, v), k, v), strict=True))
+        for prefix, (k, v) in pairs.items()
+    }
+
+
+def _promises_cache(section: Mapping[str, Any]) -> bool:
+    return any(section.get(key) is not None for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
+
+
+def _is_float8(folder: HfFolder, parts: Sequence[Part], problems: Problems) -> bool:
+    """Whether a linear is stored as float8; a mixture is a problem."""
+    kinds = {folder.tensors[p.name].dtype for p in parts if p.name in folder.tensors}
+    if FLOAT8 in kinds and len(kinds) > 1:
+        names = ", ".join(f"{p.name} ({folder.tensors[p.name].dtype})" for p in parts)
+        problems.append(
+            (
+                f"{folder.path}: {names} make one linear of the checkpoint, and are not of one"
+                " type",
+                "quantize all of them, or none",
+            )
+        )
+    return FLOAT8 in kinds
+
+
+class ScaleReader:
+    """Reads scales of one element, and notes what is wrong with them."""
+
+    def __init__(self, folder: HfFolder) -> None:
+        self.folder = folder
+        self.used: set[str] = set()
+        self.missing: list[str] = []
+        self.bad: list[str] = []
+
+    def get(self, name: str) -> np.float32:
+        """Return a scale; 1 in place of one that is missing or wrong."""
+        self.used.add(name)
+        info = self.folder.tensors.get(name)
+        if info is None:
+            self.missing.append(name)
+        elif count_elements(info) != 1 or info.dtype not in ("float32", "bfloat16", "float16"):
+            self.bad.append(f"{name} is {info.dtype} of shape {list(info.shape)}")
+        else:
+            value = np.float32(to_float32(self.folder.read(name), info.dtype).reshape(()))
+            if 0 < value < np.inf:
+                return value
+            self.bad.append(f"{name} is {value}")
+        return np.float32(1)
+
+    def report(self, problems: Problems) -> None:
+        """Append what was wrong."""
+        report_missing(self.folder, self.missing, problems)
+        if self.bad:
+            problems.append(
+                (
+                    f"{self.folder.path}: {'; '.join(dict.fromkeys(self.bad))}",
+                    "give an FP8 model with one static, positive scale per tensor",
+                )
+            )

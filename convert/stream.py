@@ -1,0 +1,593 @@
+"""Carrying a plan out: bytes go from the sources to their places in the rank files as a stream.
+
+A rank file is cut into jobs of a few MB, each of which writes its bytes at their offset: bytes that
+stay as they are, by the kernel alone; others by way of a small buffer. Behind the writers comes one
+reader a file, which hashes what is in the file, in order, while it is in the page cache. The source
+files are read once more, each from its beginning, for their hashes and for weights that are no
+finite numbers. So memory depends on the number of threads alone, every byte that is hashed is one
+that a file holds, and a file whose first bytes have a known hash can be gone on with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from specdec import logs
+from specdec.errors import SpecDecError
+from specdec.storage import (
+    BLOCK_BYTES,
+    TensorInfo,
+    encode_header,
+    measure_tensor_file,
+    read_into,
+    sort_tensors,
+)
+
+from .finite import FlawCounter, Flaws, describe_flaws, refuse_flaws
+from .journal import Journal
+from .plan import CHUNK_BYTES, Chunk, Plan, PlannedTensor, RankPlan, TensorSource, get_infos
+
+logger = logs.get_logger(__name__)
+
+T = TypeVar("T")
+States = dict[Path, tuple[int, int]]
+METADATA = {"format": "pt"}  # safetensors readers ask for it
+JOBS_AHEAD = 32  # of the hash: what is hashed should still be in the page cache
+SYNC_BYTES = 256 << 20  # written between two calls that send them to the disk
+MARK_BYTES = 64 << 20  # hashed between two lines of the journal
+COPIES_A_WRITER = 4  # of a job's bytes in memory at once, at most: read, widened, cast, tiled
+# What copy_file_range says where it does not know how, or not between these files.
+CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What a stream has written: sha256 by file name, the sources' manifest entries, flaws."""
+
+    hashes: dict[str, str]
+    sources: list[dict[str, Any]]
+    flaws: dict[str, Flaws]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The next bytes of a rank file."""
+
+    offset: int
+    num_bytes: int
+    chunks: tuple[Chunk, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A source tensor of which rows are written, in some types."""
+
+    source: TensorSource
+    name: str
+    rows: tuple[int, int] | None  # None: the tensor has no dimensions
+    dtypes: frozenset[str]
+
+    @property
+    def info(self) -> TensorInfo:
+        return self.source.tensors[self.name]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Bytes of the tensor that the rows take."""
+        if self.rows is None:
+            return 0, self.info.num_bytes
+        row_bytes = self.info.num_bytes // max(1, self.info.shape[0])
+        return self.rows[0] * row_bytes, self.rows[1] * row_bytes
+
+
+class Stopped(Exception):
+    """Another thread has failed, or it is known that the conversion will."""
+
+
+def write_plan(
+    plan: Plan,
+    folder: Path,
+    *,
+    workers: int,
+    states: States | None = None,
+    resume: bool = False,
+    allow_nonfinite: bool = False,
+) -> Written:
+    """Write every rank's file into `folder`; raise SpecDecError for weights that are not finite.
+
+    states: the sources' as they were when the plan was made; what they are now, if not given.
+    """
+    journal = Journal(folder, plan, resume=resume)
+    try:
+        written = _Stream(
+            plan, folder, journal, workers, allow_nonfinite, states or get_states(plan)
+        ).run()
+    except OSError as error:
+        raise explain_os_error(error, folder, keeps=resume) from None
+    except KeyboardInterrupt:
+        if resume:
+            logger.warning("%s is kept: the same command goes on with it", folder)
+        raise
+    finally:
+        journal.close()
+    if written.flaws:
+        dtypes = {info.dtype for rank in plan.ranks for info in get_infos(rank).values()}
+        if not allow_nonfinite:
+            raise refuse_flaws(written.flaws, dtypes)
+        logger.warning("%s", describe_flaws(written.flaws, dtypes))
+    return written
+
+
+def explain_os_error(error: OSError, folder: Path, *, keeps: bool) -> SpecDecError | OSError:
+    """Return the error for a full disk, with what remains of the work; others as they are."""
+    if error.errno not in NO_SPACE:
+        return error
+    remains = "what is written is kept for --resume" if keeps else "nothing was left behind"
+    return SpecDecError(
+        f"{folder.parent}: {os.strerror(error.errno or 0)}",
+        f"free some space, or choose another folder, and run it again; {remains}",
+    )
+
+
+def name_rank(rank: int) -> str:
+    """File name of a rank's tensors."""
+    return f"rank{rank}.safetensors"
+
+
+def list_jobs(tensors: RankPlan) -> Iterator[Job]:
+    """Cut a rank's file into jobs of at most CHUNK_BYTES, or one chunk if that has more."""
+    infos = get_infos(tensors)
+    offset = len(encode_header(infos, METADATA))
+    chunks: list[Chunk] = []
+    num_bytes = 0
+    for name in sort_tensors(infos):
+        for chunk in tensors[name].list_chunks():
+            if chunks and num_bytes + chunk.num_bytes > CHUNK_BYTES:
+                yield Job(offset, num_bytes, tuple(chunks))
+                offset, num_bytes, chunks = offset + num_bytes, 0, []
+            chunks.append(chunk)
+            num_bytes += chunk.num_bytes
+    if chunks:
+        yield Job(offset, num_bytes, tuple(chunks))
+
+
+def list_uses(plan: Plan) -> list[Use]:
+    """List the source tensors that are written, each once, with the rows that some rank takes."""
+    uses: dict[tuple[int, str], Use] = {}
+    for rank in plan.ranks:
+        for tensor in rank.values():
+            for piece in tensor.pieces:
+                rows = None if piece.block is None else (piece.block.start, piece.block.stop)
+                if piece.is_transposed:
+                    rows = (0, piece.source.tensors[piece.name].shape[0])
+                use = Use(piece.source, piece.name, rows, frozenset([tensor.info.dtype]))
+                key = (id(piece.source), piece.name)
+                uses[key] = _join_uses(uses[key], use) if key in uses else use
+    return list(uses.values())
+
+
+def _join_uses(one: Use, other: Use) -> Use:
+    rows = None
+    if one.rows is not None and other.rows is not None:
+        rows = (min(one.rows[0], other.rows[0]), max(one.rows[1], other.rows[1]))
+    return dataclasses.replace(one, rows=rows, dtypes=one.dtypes | other.dtypes)
+
+
+def measure_buffers(plan: Plan, workers: int) -> int:
+    """Return the most bytes of tensor data that are in memory at once."""
+    largest = 0
+    for rank in plan.ranks:
+        for tensor in rank.values():
+            if not _is_copied(tensor):
+                row_bytes = tensor.info.num_bytes // max(1, *tensor.info.shape[:1])
+                largest = max(largest, row_bytes, min(tensor.info.num_bytes, CHUNK_BYTES))
+    return workers * (COPIES_A_WRITER * largest + 2 * BLOCK_BYTES)
+
+
+def _is_copied(tensor: PlannedTensor) -> bool:
+    """Whether every byte of a tensor lies in a file as it is wanted."""
+    return type(tensor) is PlannedTensor and all(
+        piece.locate(piece.block, tensor.info.dtype) is not None for piece in tensor.pieces
+    )
+
+
+def measure_hash_seconds(plan: Plan, workers: int) -> float:
+    """Return the time that the hashes alone take, from this machine's speed, measured now."""
+    import time
+
+    block = np.zeros(BLOCK_BYTES, np.uint8)
+    began = time.perf_counter()
+    num_rounds = 0
+    while (elapsed := time.perf_counter() - began) < 0.03:
+        hashlib.sha256(block.data).digest()
+        num_rounds += 1
+    sizes = [measure_tensor_file(get_infos(rank), METADATA) for rank in plan.ranks]
+    sizes += [path.stat().st_size for path in plan.source_files]
+    # A file is hashed by one thread from its beginning to its end.
+    return max(*sizes, sum(sizes) / workers) * elapsed / (num_rounds * BLOCK_BYTES)
+
+
+class _Stream:
+    """One run: its threads, its open files, and what they share."""
+
+    def __init__(
+        self, plan: Plan, folder: Path, journal: Journal, workers: int, allow_nonfinite: bool,
+        states: States,
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.folder = folder
+        self.journal = journal
+        self.workers = workers
+        self.allow_nonfinite = allow_nonfinite
+        self.is_stopping = threading.Event()  # something failed: all end as soon as they can
+        self.is_doomed = threading.Event()  # a flaw was found: only look for others
+        self.descriptors: dict[Path, int] = {}
+        self.states = states
+        self.uses = list_uses(plan)
+        self.placed: dict[Path, list[tuple[int, Use]]] = {}
+        self.mapped: dict[int, TensorSource] = {}  # what is read of them stays, until let go
+        for use in self.uses:
+            place = use.source.locate(use.name)
+            if place is not None:
+                self.placed.setdefault(place[0], []).append((place[1], use))
+            else:
+                self.mapped[id(use.source)] = use.source
+
+    def run(self) -> Written:
+        sizes = [measure_tensor_file(get_infos(rank), METADATA) for rank in self.plan.ranks]
+        total = sum(sizes) + sum(size for size, _ in self.states.values())
+        with contextlib.ExitStack() as stack:
+            for path in (*self.plan.source_files, *self.placed):
+                if path not in self.descriptors:
+                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    stack.callback(os.close, descriptor)
+                    self.descriptors[path] = descriptor
+            self.advance = stack.enter_context(logs.track("converting", total=total, of_bytes=True))
+            # Hashers wait for writers, and writers for nobody, so they cannot lock up.
+            hashers = stack.enter_context(ThreadPoolExecutor(self.workers, "hasher"))
+            self.writers = stack.enter_context(ThreadPoolExecutor(self.workers, "writer"))
+            self.syncer = stack.enter_context(ThreadPoolExecutor(1, "syncer"))
+            ranks = {
+                name_rank(rank): hashers.submit(self._watch, self._write_rank, rank)
+                for rank in range(len(self.plan.ranks))
+            }
+            sources = [
+                hashers.submit(self._watch, self._read_source, path)
+                for path in self.plan.source_files
+            ]
+            others = hashers.submit(self._watch, self._search_unplaced)
+            self._finish([*ranks.values(), *sources, others], hashers)
+        for path, state in get_states(self.plan).items():
+            if state != self.states[path]:
+                raise SpecDecError(
+                    f"{path} was changed while it was read",
+                    "let nothing write to the file, and run it again",
+                )
+        flaws: dict[str, Flaws] = {}
+        for found in (*(task.result()[1] for task in sources), others.result()):
+            for name, flaw in found.items():  # which the files of several ranks may have
+                flaws[name] = flaws.get(name, Flaws()) + flaw
+        if self.is_doomed.is_set():
+            return Written({}, [], flaws)
+        entries = [
+            {"path": str(path), "bytes": self.states[path][0], "sha256": task.result()[0]}
+            for path, task in zip(self.plan.source_files, sources, strict=True)
+        ]
+        return Written({name: task.result() for name, task in ranks.items()}, entries, flaws)
+
+    def _finish(self, tasks: list[Future[Any]], hashers: Executor) -> None:
+        """Wait for the tasks; when one fails, let the others end, and raise its error."""
+        try:
+            # Woken up now and then, a main thread takes Ctrl-C at once.
+            waiting = set(tasks)
+            while waiting:
+                done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+        except BaseException:
+            self.is_stopping.set()
+            for pool in (hashers, self.writers, self.syncer):
+                pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+    def _watch(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Do a task; let it end quietly where its result is no longer wanted."""
+        try:
+            return work(*args)
+        except Stopped:
+            return None
+        except BaseException:
+            self.is_stopping.set()
+            raise
+
+    def _check(self) -> None:
+        if self.is_stopping.is_set():
+            raise Stopped
+
+    # ---- Rank files.
+
+    def _write_rank(self, rank: int) -> str:
+        """Write a rank's file from where the journal has it, and return its sha256."""
+        name = name_rank(rank)
+        tensors = self.plan.ranks[rank]
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(self.folder / name, flags, 0o666)
+        try:
+            return self._write_open_rank(name, descriptor, tensors)
+        finally:
+            os.close(descriptor)
+
+    def _write_open_rank(self, name: str, descriptor: int, tensors: RankPlan) -> str:
+        path = self.folder / name
+        digest, position = self._check_written(name, descriptor)
+        os.ftruncate(descriptor, position)
+        header = encode_header(get_infos(tensors), METADATA)
+        if position < len(header):
+            write_at(descriptor, header, 0)
+            digest, position = hashlib.sha256(header), len(header)
+            self.advance(position)
+        marked = position
+        buffer = np.empty(BLOCK_BYTES, np.uint8)
+        jobs = (job for job in list_jobs(tensors) if job.offset >= position)
+        with _Unsynced(descriptor, self.syncer) as unsynced:
+            tasks = (self._bind_job(job, descriptor, unsynced) for job in jobs)
+            for job in run_ahead(tasks, self.writers, JOBS_AHEAD):
+                assert job.offset == position, name
+                self._hash_range(path, descriptor, position, job.num_bytes, digest, buffer)
+                position += job.num_bytes
+                if position - marked >= MARK_BYTES:
+                    self.journal.add_mark(name, position, digest.hexdigest())
+                    marked = position
+        os.fsync(descriptor)
+        assert position == measure_tensor_file(get_infos(tensors), METADATA), name
+        sha256: str = digest.hexdigest()
+        self.journal.add_mark(name, position, sha256)
+        return sha256
+
+    def _check_written(self, name: str, descriptor: int) -> tuple[Any, int]:
+        """Hash what the journal says is written; return the digest and size of what is right."""
+        digest, position = hashlib.sha256(), 0
+        size = os.fstat(descriptor).st_size
+        buffer = np.empty(BLOCK_BYTES, np.uint8)
+        for num_bytes, sha256 in sorted(self.journal.marks.get(name, [])):
+            if num_bytes > size:
+                break
+            longer = digest.copy()
+            num_more = num_bytes - position
+            self._hash_range(self.folder / name, descriptor, position, num_more, longer, buffer)
+            if longer.hexdigest() != sha256:
+                logger.warning("%s: damaged after byte %d; written again", name, position)
+                break
+            digest, position = longer, num_bytes
+        return digest, position
+
+    def _bind_job(self, job: Job, descriptor: int, unsynced: _Unsynced) -> Callable[[], Job]:
+        def work() -> Job:
+            self._check()
+            self._write_job(job, descriptor)
+            unsynced.add(job.num_bytes)
+            return job
+
+        return work
+
+    def _write_job(self, job: Job, descriptor: int) -> None:
+        position = job.offset
+        for origin, num_bytes, chunk in _merge_copies(job.chunks):
+            if origin is not None:
+                path, offset = origin
+                copy_range(path, self.descriptors[path], offset, descriptor, position, num_bytes)
+            else:
+                array = np.ascontiguousarray(chunk.make())
+                assert array.nbytes == num_bytes
+                write_at(descriptor, array.reshape(-1).view(np.uint8).data, position)
+                self._release()
+            position += num_bytes
+
+    def _release(self) -> None:
+        for source in self.mapped.values():
+            source.release()
+
+    def _hash_range(
+        self, path: Path, descriptor: int, start: int, num_bytes: int, digest: Any, buffer: Any
+    ) -> None:
+        for begin in range(start, start + num_bytes, BLOCK_BYTES):
+            self._check()
+            if self.is_doomed.is_set():
+                raise Stopped
+            block = buffer[: min(BLOCK_BYTES, start + num_bytes - begin)]
+            read_into(descriptor, block, begin, path)
+            digest.update(block.data)
+            self.advance(block.size)
+
+    # ---- Source files.
+
+    def _read_source(self, path: Path) -> tuple[str, dict[str, Flaws]]:
+        """Hash a source file and search it for flaws, from its beginning to its end."""
+        known = self.journal.sources.get(str(path))
+        if known is not None:
+            self.advance(self.states[path][0])
+            if known[1] and not self.allow_nonfinite:
+                self.is_doomed.set()
+            return known
+        digest = hashlib.sha256()
+        buffer = np.empty(BLOCK_BYTES, np.uint8)
+        flaws: dict[str, Flaws] = {}
+        position = 0
+        for offset, use in sorted(self.placed.get(path, []), key=lambda place: place[0]):
+            start, stop = (offset + edge for edge in use.span)
+            if stop <= position:  # a second tensor of the same bytes
+                continue
+            start = max(start, position)
+            self._feed(path, position, start, digest, None, buffer)
+            counter = FlawCounter(use.info.dtype, use.dtypes)
+            self._feed(path, start, stop, digest, counter, buffer)
+            position = stop
+            if counter.flaws:
+                flaws[use.name] = counter.flaws
+        self._feed(path, position, self.states[path][0], digest, None, buffer)
+        if not self.is_doomed.is_set():
+            self.journal.add_source(path, digest.hexdigest(), flaws)
+        return digest.hexdigest(), flaws
+
+    def _feed(
+        self, path: Path, start: int, stop: int, digest: Any, counter: FlawCounter | None,
+        buffer: Any,
+    ) -> None:  # fmt: skip
+        """Read bytes [start, stop) of a source into its digest and its tensor's counter."""
+        for begin in range(start, stop, BLOCK_BYTES):
+            self._check()
+            is_doomed = self.is_doomed.is_set()
+            if is_doomed and counter is None:
+                return
+            block = buffer[: min(BLOCK_BYTES, stop - begin)]
+            read_into(self.descriptors[path], block, begin, path)
+            if not is_doomed:
+                digest.update(block.data)
+            if counter is not None:
+                self._count(counter, block)
+            self.advance(block.size)
+
+    def _search_unplaced(self) -> dict[str, Flaws]:
+        """Search the tensors whose bytes lie in no file as they are, such as a trainer's `.pt`."""
+        flaws = {}
+        for use in self.uses:
+            if use.source.locate(use.name) is not None:
+                continue
+            counter = FlawCounter(use.info.dtype, use.dtypes)
+            if use.rows is None:
+                self._count(counter, np.ascontiguousarray(use.source.read(use.name)))
+            else:
+                num_rows = max(1, use.info.shape[0])
+                height = max(1, CHUNK_BYTES // max(1, use.info.num_bytes // num_rows))
+                for top in range(*use.rows, height):
+                    self._check()
+                    bottom = min(top + height, use.rows[1])
+                    rows = use.source.read_block(use.name, top, bottom)
+                    self._count(counter, np.ascontiguousarray(rows))
+                    self._release()
+            if counter.flaws:
+                flaws[use.name] = counter.flaws
+        return flaws
+
+    def _count(self, counter: FlawCounter, data: Any) -> None:
+        counter.add(data)
+        if counter.flaws and not self.allow_nonfinite:
+            self.is_doomed.set()
+
+
+class _Unsynced:
+    """Sends a file's bytes to the disk while others are still being written."""
+
+    def __init__(self, descriptor: int, syncer: Executor) -> None:
+        self._descriptor = descriptor
+        self._syncer = syncer
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._tasks: deque[Future[None]] = deque()
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that were written; every SYNC_BYTES of them are sent off."""
+        with self._lock:
+            self._num_bytes += num_bytes
+            if self._num_bytes < SYNC_BYTES:
+                return
+            self._num_bytes = 0
+            # An error must not wait for the end.
+            while self._tasks and self._tasks[0].done():
+                self._tasks.popleft().result()
+            self._tasks.append(self._syncer.submit(os.fdatasync, self._descriptor))
+
+    def __enter__(self) -> _Unsynced:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        wait(self._tasks)  # the file is closed next
+        for task in self._tasks:
+            if kind is None and not task.cancelled():
+                task.result()
+
+
+def run_ahead(tasks: Iterable[Callable[[], T]], executor: Executor, num_ahead: int) -> Iterator[T]:
+    """Yield the tasks' results in order while the next few are being worked on."""
+    waiting: deque[Future[T]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(executor.submit(task))
+            if len(waiting) > num_ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:  # the file that they write to is closed next
+        for future in waiting:
+            future.cancel()
+        wait(waiting)
+
+
+def _merge_copies(
+    chunks: Iterable[Chunk],
+) -> Iterator[tuple[tuple[Path, int] | None, int, Chunk]]:
+    """Yield (origin, bytes, chunk); copies of neighbouring bytes of one file become one."""
+    origin: tuple[Path, int] | None = None
+    num_bytes = 0
+    last: Chunk | None = None
+    for chunk in chunks:
+        if origin is not None and chunk.origin == (origin[0], origin[1] + num_bytes):
+            num_bytes += chunk.num_bytes
+            continue
+        if last is not None:
+            yield origin, num_bytes, last
+        origin, num_bytes, last = chunk.origin, chunk.num_bytes, chunk
+    if last is not None:
+        yield origin, num_bytes, last
+
+
+def copy_range(
+    path: Path, source: int, offset: int, target: int, position: int, num_bytes: int
+) -> None:
+    """Copy bytes from one open file to another, inside the kernel where it can."""
+    copy = getattr(os, "copy_file_range", None)
+    while copy is not None and num_bytes:
+        try:
+            copied = copy(source, target, num_bytes, offset, position)
+        except OSError as error:
+            if error.errno not in CANNOT_COPY:
+                raise
+            break
+        if copied == 0:  # the end of the source, or a file system that pretends it is
+            break
+        offset, position, num_bytes = offset + copied, position + copied, num_bytes - copied
+    buffer = np.empty(min(num_bytes, BLOCK_BYTES), np.uint8)
+    for begin in range(0, num_bytes, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, num_bytes - begin)]
+        read_into(source, block, offset + begin, path)
+        write_at(target, block.data, position + begin)
+
+
+def write_at(descriptor: int, data: Any, offset: int) -> None:
+    """Write all of the data at an offset."""
+    view = memoryview(data)
+    while view:
+        num_bytes = os.pwrite(descriptor, view, offset)
+        view, offset = view[num_bytes:], offset + num_bytes
+
+
+def get_states(plan: Plan) -> States:
+    """Return what tells whether a source is still the same: its size and time of last change."""
+    states = {}
+    for path in plan.source_files:
+        status = path.stat()
+        states[path] = status.st_size, status.st_mtime_ns
+    return states

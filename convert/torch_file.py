@@ -1,0 +1,161 @@
+"""Files that torch.save wrote, read as weights alone: nothing in them is ever executed.
+
+torch is imported when the first such file is opened, and not before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec import logs
+from specdec.errors import SpecDecError, shorten, summarize
+from specdec.storage import DTYPES, Array, TensorInfo, open_file
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logs.get_logger(__name__)
+
+ZIP_MAGIC = b"PK\x03\x04"
+# torch's names of types that only a safetensors header names otherwise; see storage.FOREIGN_BITS.
+FOREIGN_NAMES = {
+    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "complex64": "C64",
+}  # fmt: skip
+# How torch names what its weights-only reader found besides tensors.
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_SAVE_HINT = "save the model's state_dict() alone, best as model.safetensors"
+
+
+class TorchFile:
+    """A flat dictionary of tensors; mapped, or read whole where the file is of the old format."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open_file(path) as file:
+            self._size = os.fstat(file.fileno()).st_size
+            self._is_mapped = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+        if not self._is_mapped:
+            logger.warning(
+                "%s is not of the format that torch has written since 1.6: all of its %.1f MB go"
+                " into memory",
+                path, self._size / 1e6,
+            )  # fmt: skip
+        self._state = _load(path, is_mapped=self._is_mapped)
+        self.tensors = {name: self._describe(name, value) for name, value in self._state.items()}
+        self._ranges = list(_find_mappings(path)) if self._is_mapped else []
+
+    def read(self, name: str) -> Array:
+        """Return a tensor in its storage type (bfloat16 as uint16), as it lies in the file."""
+        from specdec.torch_tensors import to_array
+
+        # A mapping of what is no longer there ends the process, so look before.
+        size = self.path.stat().st_size if self._is_mapped else self._size
+        if size != self._size:
+            raise SpecDecError(
+                f"{self.path} has {size} bytes, {self._size} when it was opened",
+                "let nothing write to the file, and run it again",
+            )
+        return to_array(self._state[name])
+
+    def read_block(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> Array:
+        """Return rows [start, stop), all columns or columns [first, last)."""
+        rows = self.read(name)[start:stop]
+        return rows if columns is None else rows[:, columns[0] : columns[1]]
+
+    def locate(self, name: str) -> None:
+        """Return None: only torch knows where a tensor's bytes lie."""
+
+    def release(self) -> None:
+        """Let go of the memory of what was read from the mapping; it is read again if needed."""
+        for start, stop in self._ranges:
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED
+            )
+
+    def _describe(self, name: str, tensor: torch.Tensor) -> TensorInfo:
+        own = str(tensor.dtype).removeprefix("torch.")
+        dtype = own if own in DTYPES else FOREIGN_NAMES.get(own)
+        if dtype is None:
+            raise SpecDecError(
+                f"{self.path} stores {shorten(name)} as {own}, which is not supported",
+                f"store it as one of {', '.join(DTYPES)}",
+            )
+        return TensorInfo(dtype, tuple(tensor.shape))
+
+
+def _load(path: Path, *, is_mapped: bool) -> dict[str, torch.Tensor]:
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of types that torch will give up one day
+            state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except Exception as error:  # noqa: BLE001 - damaged files make torch raise any kind
+        if foreign := _GLOBAL.search(str(error)):
+            raise SpecDecError(
+                f"{path} cannot be read as weights alone: it holds {foreign[1]}, which is no"
+                " tensor, and might run code",
+                _SAVE_HINT,
+            ) from None
+        raise SpecDecError(
+            f"{path} cannot be read as weights alone: {_summarize(error)}",
+            "the file is truncated, damaged or no file of torch.save: copy or download it again",
+        ) from None
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
+    ):
+        raise SpecDecError(f"{path} is not a flat dictionary of tensors", _SAVE_HINT)
+    unusual = [name for name, value in state.items() if not _is_plain(value)]
+    if unusual:
+        raise SpecDecError(
+            f"{path} holds sparse, quantized or empty-shelled tensors, {shorten(unusual[0])} first"
+            f" of {len(unusual)}",
+            "save the model with dense tensors on the CPU",
+        )
+    return state
+
+
+def _summarize(error: Exception) -> str:
+    """Return what was wrong, without torch's advice to load the file in a way that runs code."""
+    paragraphs = str(error).split("\n\n")
+    if paragraphs[0].startswith("Weights only load failed") and len(paragraphs) > 1:
+        return f"its pickle is none of weights ({paragraphs[1][:200]})"
+    return summarize(error)[:200]
+
+
+def _find_mappings(path: Path) -> Iterator[tuple[int, int]]:
+    """Find where this process has mapped a file: torch does not tell where it has.
+
+    Asked of the system, not of the tensors: a file may hold some whose memory is not mapped.
+    """
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    for line in maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5] == os.path.realpath(path):
+            start, _, stop = fields[0].partition("-")
+            yield int(start, 16), int(stop, 16)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    import torch
+
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and not tensor.is_neg()
+    )

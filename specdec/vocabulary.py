@@ -1,0 +1,57 @@
+"""What a model's token ids mean, told by a hash, so that two models can be compared later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecDecError
+from specdec.storage import read_json
+
+KEY = "vocabulary"  # of a manifest
+
+
+def read_vocabulary(folder: Path) -> dict[str, Any] | None:
+    """Return number and hash of the tokens of a Hugging Face folder's tokenizer, None without one.
+
+    Hashed are the pairs of token and id, added tokens included: not the size of the model's tables,
+    which padding changes, and not how text is split. The files of a tokenizer are read in the
+    order in which transformers prefers them.
+    """
+    tokens: dict[str, int] = {}
+    try:
+        if (folder / "tokenizer.json").is_file():
+            document = read_json(folder / "tokenizer.json")
+            tokens = _list_tokens(document["model"]["vocab"])
+            tokens |= {entry["content"]: entry["id"] for entry in document["added_tokens"]}
+        elif (folder / "vocab.json").is_file():
+            tokens = dict(read_json(folder / "vocab.json"))
+            if (folder / "added_tokens.json").is_file():
+                tokens |= read_json(folder / "added_tokens.json")
+        if not all(type(number) is int for number in tokens.values()):
+            return None
+    except (SpecDecError, KeyError, TypeError, ValueError):
+        return None  # of another kind; what cannot be read says nothing
+    if not tokens:
+        return None
+    pairs = sorted((number, token) for token, number in tokens.items())
+    text = json.dumps(pairs, ensure_ascii=True, separators=(",", ":"))
+    return {"num_tokens": len(tokens), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _list_tokens(vocab: Any) -> dict[str, int]:
+    """Token -> id of a tokenizer.json: an object, or of Unigram models a list of [token, score]."""
+    if isinstance(vocab, dict):
+        return dict(vocab)
+    return {entry[0]: number for number, entry in enumerate(vocab)}
+
+
+def read_recorded(folder: Path) -> dict[str, Any] | None:
+    """Return the vocabulary that the manifest of a checkpoint or engine folder records."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        return None
+    recorded = read_json(path).get(KEY)
+    return recorded if isinstance(recorded, dict) else None

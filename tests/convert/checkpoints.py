@@ -1,0 +1,107 @@
+"""Reads checkpoints, and the models they were made of, as the tests need them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdec.convert.sharding import join
+from specdec.schema import read_checkpoint_config
+from specdec.tensors import list_rank_names, list_tensors
+from tests.convert.golden_models import read_tensors
+from tests.families import CLASSES
+
+LLAMA_NAMES = {
+    "model.embed_tokens": "transformer.vocab_embedding", "model.norm": "transformer.ln_f",
+    "model.layers": "transformer.layers", "post_attention_layernorm": "post_layernorm",
+    "self_attn.o_proj": "attention.dense", "self_attn.qkv_proj": "attention.qkv",
+    "mlp.gate_proj": "mlp.fc", "mlp.up_proj": "mlp.gate", "mlp.down_proj": "mlp.proj",
+    "mlp.gate_up_proj": "mlp.fc",
+}  # fmt: skip
+NEW_NAMES = {
+    "phi": {
+        "model.embed_tokens": "transformer.vocab_embedding", "model.layers": "transformer.layers",
+        "model.final_layernorm": "transformer.ln_f", "self_attn.dense": "attention.dense",
+        "mlp.fc1": "mlp.fc", "mlp.fc2": "mlp.proj",
+    },
+    "gpt2": {
+        "transformer.wte": "transformer.vocab_embedding",
+        "transformer.wpe": "transformer.position_embedding",
+        "transformer.h.": "transformer.layers.",
+        "ln_1": "input_layernorm", "ln_2": "post_layernorm", "attn.c_attn": "attention.qkv",
+        "attn.c_proj": "attention.dense", "mlp.c_fc": "mlp.fc", "mlp.c_proj": "mlp.proj",
+    },
+    "opt": {
+        "model.decoder.embed_tokens": "transformer.vocab_embedding",
+        "model.decoder.embed_positions": "transformer.position_embedding",
+        "model.decoder.final_layer_norm": "transformer.ln_f",
+        "model.decoder.layers": "transformer.layers", "self_attn_layer_norm": "input_layernorm",
+        "final_layer_norm": "post_layernorm", "self_attn.out_proj": "attention.dense",
+        "fc1": "mlp.fc", "fc2": "mlp.proj",
+    },
+}  # fmt: skip
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def set_config(folder: Path, **values: Any) -> Path:
+    """Change keys of the folder's config.json; "ABSENT" removes one."""
+    config = {**read_config(folder), **values}
+    config = {key: value for key, value in config.items() if value != "ABSENT"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def join_checkpoint(folder: Path) -> dict[str, Any]:
+    """The whole tensors of a checkpoint, put together from its ranks."""
+    checkpoint = read_checkpoint_config(folder)
+    model = checkpoint.model
+    specs = list_tensors(model, checkpoint.drafter)
+    parts: dict[str, list[Any]] = {name: [] for name in specs}
+    for rank in range(model.tp_size * model.pp_size):
+        stored = read_tensors(folder / f"rank{rank}.safetensors")
+        names = {name: name for name in specs}
+        if model.pp_size > 1:
+            names = list_rank_names(model, rank)
+        assert stored.keys() == names.keys()
+        for name, canonical in names.items():
+            parts[canonical].append(stored[name])
+    assert {len(ranks) for ranks in parts.values()} == {model.tp_size}
+    return {name: join(parts[name], spec, model) for name, spec in specs.items()}
+
+
+def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
+    """Canonical tensors of a model as transformers loads it, told without the families' tables."""
+    import torch
+    import transformers
+
+    model_class = getattr(transformers, CLASSES[family][1])
+    model = model_class.from_pretrained(folder, torch_dtype=torch.float32)
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    tensors = {}
+    for name, value in state.items():
+        if ".k_proj" in name or ".v_proj" in name:
+            continue
+        new = name
+        for old, ours in NEW_NAMES.get(family, LLAMA_NAMES).items():
+            new = new.replace(old, ours)
+        if ".q_proj" in name:
+            parts = [state[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            new, value = new.replace("self_attn.q_proj", "attention.qkv"), np.concatenate(parts)
+        elif ".c_" in name:
+            value = value.T
+        elif "embed_positions" in name:
+            value = value[2:]
+        elif "gate_up_proj" in name:
+            value = np.concatenate(np.split(value, 2)[::-1])
+        elif family == "gemma" and "norm" in name:
+            value = value + np.float32(1)
+        tensors[new] = value
+    return tensors

@@ -1,0 +1,555 @@
+"""Every family: its table and its configuration, against models as transformers saves them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdec.architectures import ARCHITECTURES
+from specdec.convert import families
+from specdec.convert.families import FAMILIES
+from specdec.errors import UsageError
+from specdec.schema import ModelConfig, read_checkpoint_config
+from specdec.tensors import list_target_tensors
+from tests.conftest import ROOT, make_drafter
+from tests.convert.checkpoints import (
+    join_checkpoint,
+    read_config,
+    read_hugging_face,
+    set_config,
+)
+from tests.convert.conftest import Converter
+from tests.convert.golden_models import summarize_rank
+from tests.families import CLASSES, make_family_model
+
+NAMES = [family.name for family in FAMILIES.values()]
+ROTARY = [name for name in NAMES if name not in ("gpt2", "opt")]
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+LONGROPE = {
+    "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+}  # fmt: skip
+
+Maker = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """Random models, each made once; a test that changes one has to copy it."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, **config: Any) -> Path:
+        key = repr((family, config))
+        if key not in made:
+            made[key] = make_family_model(tmp_path_factory.mktemp(family), family, **config)
+        return made[key]
+
+    return make
+
+
+def copy_model(folder: Path, tmp_path: Path, **values: Any) -> Path:
+    """Copy a model and change keys of its config.json; "ABSENT" removes one.
+
+    Rotary fields are told in the way of transformers 4, whichever version saved the model.
+    """
+    shutil.copytree(folder, tmp_path / "copy")
+    rotary = read_config(folder).get("rope_parameters", {})
+    old = {key: rotary[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotary}
+    return set_config(tmp_path / "copy", **{"rope_parameters": "ABSENT"} | old | values)
+
+
+# ---- The list.
+
+
+def test_the_list_of_families_is_complete() -> None:
+    """Every target architecture has a file in families/, a test model, and a row in the docs."""
+    docs = (ROOT / "docs/convert.md").read_text()
+    missing = [f"convert/families/: {name}" for name in set(ARCHITECTURES) - set(FAMILIES)]
+    missing += [f"specdec/architectures.py: {name}" for name in set(FAMILIES) - set(ARCHITECTURES)]
+    missing += [f"tests/families.py: {name}" for name in NAMES if name not in CLASSES]
+    missing += [f"docs/convert.md: {name}" for name in FAMILIES if f"`{name}`" not in docs]
+    assert missing == []
+    assert {model_class for _, model_class in CLASSES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_names_every_tensor(architecture: str) -> None:
+    """A family's table covers the tensors of its models and nothing else."""
+    family = FAMILIES[architecture]
+    model = ModelConfig(
+        architecture=architecture, dtype="float16", vocab_size=8, hidden_size=8,
+        num_hidden_layers=11, num_attention_heads=2, num_key_value_heads=2, head_size=4,
+        intermediate_size=8, norm_epsilon=1e-5, max_position_embeddings=8,
+    )  # fmt: skip
+    specs = list_target_tensors(model)
+    sources = family.find_sources(specs)
+    parts = [part for parts in sources.values() for part in parts]
+    assert len(parts) == len(set(parts))
+    assert not any("{" in part.name for part in parts)
+    assert any(".10." in part.name for part in sources["transformer.layers.10.mlp.fc.weight"])
+    modules = {re.sub(r"\.\d+\.", ".{layer}.", name.rpartition(".")[0]) for name in specs}
+    assert modules == set(family.modules)
+
+
+def test_a_new_family_file_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text(
+        "from specdec.convert.families.llama import FAMILY as LLAMA\n"
+        "import dataclasses\n"
+        "FAMILY = dataclasses.replace(LLAMA, name='toy', architectures=('ToyForCausalLM',))\n"
+    )
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    assert {family.name for family in families._list_families()} >= {"llama", "toy"}
+    sys.modules.pop("specdec.convert.families.toy")
+
+
+# ---- Tensors.
+
+
+def check_tensors(folder: Path, family: str, model_dir: Path) -> None:
+    joined, expected = join_checkpoint(folder), read_hugging_face(model_dir, family)
+    if read_checkpoint_config(folder).model.share_embedding_table:
+        del expected["lm_head.weight"]
+    assert joined.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(joined[name], value), name
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("family", NAMES)
+def test_what_transformers_saves_comes_through(
+    family: str, is_tied: bool, make: Maker, tmp_path: Path, convert: Converter
+) -> None:
+    """Tensor by tensor, joined again: more ranks than K/V heads, an odd vocabulary, every layout of
+    the embedding, a head of its own and a tied one."""
+    model_dir = make(family, tie_word_embeddings=is_tied)
+    for tp_size, dim in ((1, None), (2, 0), (2, 1), (4, None), (8, 0)):
+        flags: dict[str, Any] = {"tp_size": tp_size, "model_dir": model_dir}
+        if dim is not None:
+            flags |= {"use_parallel_embedding": True, "embedding_sharding_dim": dim}
+        output = convert(output_dir=tmp_path / f"{tp_size}-{dim}", **flags)
+        check_tensors(output, family, model_dir)
+    # Gemma alone leaves a tied head out, except where a rank's columns would be no part of it.
+    stored = [
+        "lm_head.weight" in summarize_rank(tmp_path / name / "rank0.safetensors")
+        for name in ("1-None", "2-0", "2-1", "4-None")
+    ]
+    leaves_out = family == "gemma" and is_tied
+    assert stored == ([False, False, True, False] if leaves_out else [True] * 4)
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("stages", [{"tp_size": 3}, {"pp_size": 2}, {"tp_size": 3, "pp_size": 4}])
+def test_three_ranks_and_pipeline_stages(
+    family: str, stages: dict[str, int], make: Maker, convert: Converter
+) -> None:
+    model_dir = make(family, heads=6, kv_heads=3, hidden=48, layers=4)
+    output = convert(model_dir=model_dir, **stages)
+    check_tensors(output, family, model_dir)
+    tp_size, pp_size = stages.get("tp_size", 1), stages.get("pp_size", 1)
+    assert len(list(output.glob("rank*"))) == tp_size * pp_size
+    assert read_config(output)["mapping"] == {
+        "world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size,
+    } | ({} if family == "opt" else {
+        "gpus_per_node": 8, "cp_size": 1, "moe_tp_size": tp_size, "moe_ep_size": 1,
+    })  # fmt: skip
+    assert convert.report["pp_size"] == pp_size
+
+
+def test_stages_must_divide_the_layers(make: Maker, convert: Converter) -> None:
+    error = convert.fail(model_dir=make("llama"), pp_size=3)
+    assert error.message == "num_hidden_layers=2 does not split over pp_size=3"
+
+
+def test_gemmas_norms_are_added_to_before_they_are_rounded(make: Maker, convert: Converter) -> None:
+    model_dir = make("gemma", dtype="bfloat16")
+    convert(model_dir=model_dir, dtype="float16")
+    norm = load_file(model_dir / "model.safetensors")["model.norm.weight"]
+    ours = load_file(convert.output / "rank0.safetensors")["transformer.ln_f.weight"]
+    assert torch.equal(ours, (norm.float() + 1).to(torch.float16))
+    assert not torch.equal(ours, (norm + 1).to(torch.float16))
+
+
+PREFIXES = [
+    (family.name, family.prefixes[0], other)
+    for family in FAMILIES.values()
+    for other in family.prefixes[1:]
+]
+
+
+@pytest.mark.parametrize(("family", "prefix", "other"), PREFIXES)
+def test_names_without_the_prefix(
+    family: str, prefix: str, other: str, make: Maker, tmp_path: Path, convert: Converter
+) -> None:
+    """As the inner model is saved on its own; both namings in one folder are refused."""
+    model_dir = make(family, tie_word_embeddings=False)
+    expected = summarize_rank(convert(model_dir=model_dir) / "rank0.safetensors")
+    folder = copy_model(model_dir, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {
+        other + name.removeprefix(prefix) if name.startswith(prefix) else name: value
+        for name, value in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, folder / "model.safetensors")
+    convert(model_dir=folder, force=True)
+    assert summarize_rank(convert.output / "rank0.safetensors") == expected
+    first = next(name for name in sorted(tensors) if name.startswith(prefix))
+    save_file(renamed | {first: tensors[first].clone()}, folder / "model.safetensors")
+    error = convert.fail(model_dir=folder, force=True)
+    assert "has 2 namings of one model" in error.message
+    assert first in error.message
+
+
+@pytest.mark.parametrize(
+    ("family", "buffer"),
+    [
+        *((family, "model.layers.1.self_attn.rotary_emb.inv_freq") for family in ROTARY),
+        ("gpt2", "transformer.h.1.attn.bias"),
+        ("gpt2", "transformer.h.0.attn.masked_bias"),
+    ],
+)
+def test_buffers_are_left_out(
+    family: str, buffer: str, make: Maker, tmp_path: Path, convert: Converter
+) -> None:
+    """Those that every loader computes; any other is an error."""
+    folder = copy_model(make(family), tmp_path)
+    expected = summarize_rank(convert(model_dir=folder) / "rank0.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {buffer: torch.ones(4)}, folder / "model.safetensors")
+    convert(model_dir=folder, force=True)
+    assert summarize_rank(convert.output / "rank0.safetensors") == expected
+    save_file(tensors | {buffer + "es": torch.ones(4)}, folder / "model.safetensors")
+    error = convert.fail(model_dir=folder, force=True)
+    assert f"would not use: {buffer}es" in error.message
+
+
+def test_a_transposed_source_is_checked_as_it_is_stored(
+    make: Maker, tmp_path: Path, convert: Converter
+) -> None:
+    folder = copy_model(make("gpt2"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = "transformer.h.0.attn.c_attn.weight"
+    tensors[name] = tensors[name].T.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    error = convert.fail(model_dir=folder)
+    assert f"{name} has shape [192, 64], not [64, 192]" in error.message
+
+
+# ---- Configurations.
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("version", ["1.2", "0.14"])
+def test_configurations_are_read_back(
+    family: str, version: str, make: Maker, convert: Converter
+) -> None:
+    """By either line's keys; what a line does not take is not there."""
+    folder = convert(model_dir=make(family), trtllm_version=version, tp_size=2)
+    config = read_config(folder)
+    model = read_checkpoint_config(folder).model
+    assert model.architecture == config["architecture"] == CLASSES[family][1]
+    assert (model.tp_size, model.vocab_size, model.num_hidden_layers) == (2, 67, 2)
+    assert model.share_embedding_table == (family == "gemma")
+    assert ("share_embedding_table" in config) == (version == "0.14")
+    has_experts = family in ("llama", "mistral", "qwen2", "gpt2")
+    assert ("moe" in config) == (version == "0.14" and has_experts)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is True"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn is True"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
+        ("gpt2", {"n_head": 5}, "n_embd 64 is no multiple of n_head 5"),
+        ("gpt2", {"activation_function": "mish"}, "hidden_act='mish' is not known for GPT2"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "elementwise_affine is False"),
+        ("opt", {"enable_bias": False}, "enable_bias is False"),
+        ("opt", {"num_attention_heads": 5}, "no multiple of num_attention_heads 5"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm is True"),
+        ("phi", {"partial_rotary_factor": "half"}, "partial_rotary_factor is 'half'"),
+        ("phi", {"partial_rotary_factor": 1.5}, "rotary_pct=1.5"),
+        ("phi3", {"hidden_act": "gelu"}, "hidden_act='gelu' is not known for Phi3ForCausalLM"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not known for LlamaForCausalLM"),
+        ("llama", {"rope_scaling": {"type": "mrope"}}, "rotary scaling 'mrope' is not known"),
+        ("llama", {"rope_scaling": {"factor": 2.0}}, "rotary scaling 'None' is not known"),
+        ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": "ABSENT"},
+         "original_max_position_embeddings is missing"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 16},
+         "2 problems"),
+        ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 3},
+                  "original_max_position_embeddings": 16},
+         "long_factor of the longrope scaling is 3 values, not 4 positive numbers"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
+                   "layer_types": "ABSENT"}, "1 of 2 layers have the sliding window of 8 tokens"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8,
+                   "layer_types": ["sliding_attention", "full_attention"]}, "1 of 2 layers"),
+        ("mistral", {"sliding_window": "no"}, "sliding_window is 'no'"),
+        ("gemma", {"architectures": ["Gemma2ForCausalLM"]}, "did you mean GemmaForCausalLM?"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_expressed_is_refused_by_name(
+    family: str, change: dict[str, Any], message: str, make: Maker, tmp_path: Path,
+    convert: Converter,
+) -> None:  # fmt: skip
+    folder = copy_model(make(family), tmp_path, **change)
+    assert message in convert.fail(model_dir=folder).message
+
+
+@pytest.mark.parametrize("family", ROTARY)
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "linear", "factor": 2.0},
+        {"type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        LLAMA3,
+        LONGROPE | {"original_max_position_embeddings": 32},
+    ],
+    ids=lambda scaling: str(scaling.get("type", scaling.get("rope_type"))),
+)
+def test_every_rotary_scaling_is_carried_over(
+    family: str, scaling: dict[str, Any], make: Maker, tmp_path: Path, convert: Converter
+) -> None:
+    """From the place where transformers 4 writes it and from that of transformers 5."""
+    if family == "phi" and "short_factor" in scaling:  # half of each head is rotated
+        scaling = scaling | {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+    folder = copy_model(make(family), tmp_path, rope_scaling=scaling, rope_theta=5e5)
+    convert(model_dir=folder)
+    written = read_config(convert.output)
+    assert written["rotary_scaling"] == scaling
+    assert written["rotary_base"] == 5e5
+    model = read_checkpoint_config(convert.output).model
+    assert (model.rotary_scaling, model.rotary_base) == (scaling, 5e5)
+    if scaling.get("type") == "longrope":
+        assert model.original_max_position_embeddings == 32
+    fraction = read_config(folder).get("partial_rotary_factor")
+    set_config(
+        folder, rope_scaling="ABSENT", rope_theta="ABSENT", partial_rotary_factor="ABSENT",
+        rope_parameters=scaling | {"rope_theta": 5e5, "partial_rotary_factor": fraction},
+    )  # fmt: skip
+    convert(model_dir=folder, force=True)
+    assert read_config(convert.output) == written
+
+
+def test_longrope_as_tensorrt_llm_reads_it(make: Maker, tmp_path: Path, convert: Converter) -> None:
+    """Phi-3's own fields, the length beside the scaling, and its first name."""
+    folder = copy_model(
+        make("phi3"), tmp_path, rope_scaling=LONGROPE | {"type": "su"},
+        original_max_position_embeddings=32,
+    )  # fmt: skip
+    convert(model_dir=folder)
+    config = read_config(convert.output)
+    expected = {
+        "position_embedding_type": "long_rope", "original_max_position_embeddings": 32,
+        "longrope_scaling_short_factors": [1.0] * 4, "longrope_scaling_long_factors": [2.0] * 4,
+        "rotary_scaling": LONGROPE,
+    }  # fmt: skip
+    assert {key: config[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "window"),
+    [
+        ("mistral", {"sliding_window": 16}, 16),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": "ABSENT"}, 4096),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, None),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2,
+                   "layer_types": "ABSENT"}, None),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0,
+                   "layer_types": "ABSENT"}, 16),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True,
+                   "layer_types": ["sliding_attention"] * 2}, 16),
+        ("phi3", {"sliding_window": 16}, 16),
+        ("phi3", {"sliding_window": None}, None),
+        ("llama", {"sliding_window": 16}, None),
+    ],
+)  # fmt: skip
+def test_sliding_window_is_recorded(
+    family: str, change: dict[str, Any], window: int | None, make: Maker, tmp_path: Path,
+    convert: Converter,
+) -> None:  # fmt: skip
+    convert(model_dir=copy_model(make(family), tmp_path, **change))
+    assert read_config(convert.output).get("sliding_window") == window
+    assert read_checkpoint_config(convert.output).model.sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "expected"),
+    [
+        ("gpt2", "activation_function", "gelu_new", "gelu_new"),
+        ("gpt2", "activation_function", "gelu_pytorch_tanh", "gelu_new"),
+        ("gpt2", "activation_function", "gelu", "gelu"),
+        ("opt", "activation_function", "relu", "relu"),
+        ("opt", "activation_function", "gelu", "gelu"),
+        ("phi", "hidden_act", "gelu", "gelu"),
+        ("phi3", "hidden_act", "silu", "swiglu"),
+        ("gemma", "hidden_act", "gelu", "gelu"),
+        ("gemma", "hidden_activation", "gelu_pytorch_tanh", "gelu"),
+    ],
+)
+def test_activations(
+    family: str, field: str, value: str, expected: str, make: Maker, tmp_path: Path,
+    convert: Converter, log: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """TensorRT-LLM's names; where it computes the tanh form of an exact gelu, a warning says so."""
+    convert(model_dir=copy_model(make(family), tmp_path, **{field: value}))
+    assert read_config(convert.output)["hidden_act"] == expected
+    is_other = value == "gelu" and family != "gemma"
+    assert ("TensorRT-LLM computes its tanh form" in log.text) == is_other
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "fraction"),
+    [
+        ("phi", {"partial_rotary_factor": "ABSENT"}, 0.5),
+        ("phi", {"partial_rotary_factor": 0.25}, 0.25),
+        ("phi3", {"partial_rotary_factor": "ABSENT"}, 1.0),
+        ("phi3", {"partial_rotary_factor": 0.75}, 0.75),
+    ],
+)
+def test_rotated_part_of_a_head(
+    family: str, change: dict[str, Any], fraction: float, make: Maker, tmp_path: Path,
+    convert: Converter,
+) -> None:  # fmt: skip
+    folder = copy_model(make(family), tmp_path, **change)
+    convert(model_dir=folder)
+    assert read_config(convert.output)["rotary_pct"] == fraction
+    assert "partial_rotary_factor" not in read_config(convert.output)
+    if fraction == 0.75:
+        error = convert.fail(model_dir=folder, trtllm_version="0.14", force=True)
+        assert "0.75, which TensorRT-LLM 0.14's Phi-3 ignores" in error.message
+
+
+def test_gemma_with_attention_biases_and_head_dim(make: Maker, convert: Converter) -> None:
+    model_dir = make("gemma", attention_bias=True, hidden=48)
+    convert(model_dir=model_dir, tp_size=2)
+    check_tensors(convert.output, "gemma", model_dir)
+    assert read_config(convert.output)["head_size"] == 6
+
+
+# ---- Flags of the layout.
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"pp_size": 2, "drafter_model_dir": "d"}, "a drafter has no pipeline stages"),
+        ({"use_embedding_sharing": True}, "is not for --trtllm-version 1.2"),
+        ({"use_embedding_sharing": True, "trtllm_version": "0.14", "drafter_model_dir": "d"},
+         "no effect on a checkpoint with a ReDrafter drafter"),
+    ],
+)  # fmt: skip
+def test_flags_that_cannot_take_effect(
+    flags: dict[str, Any], message: str, make: Maker, convert: Converter
+) -> None:
+    error = convert.fail(model_dir=make("llama"), **flags)
+    assert isinstance(error, UsageError)
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"pp_size": 2}, "share_embedding_table with pp_size=2"),
+        ({"tp_size": 2, "use_parallel_embedding": True, "embedding_sharding_dim": 1},
+         "share_embedding_table with embedding_sharding_dim=1"),
+    ],
+)  # fmt: skip
+def test_layouts_that_cannot_share(
+    flags: dict[str, Any], message: str, make: Maker, convert: Converter
+) -> None:
+    error = convert.fail(
+        model_dir=make("opt"), use_embedding_sharing=True, trtllm_version="0.14", **flags
+    )
+    assert message in error.message
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_sharing_leaves_the_head_out(
+    family: str, make: Maker, convert: Converter, log: pytest.LogCaptureFixture
+) -> None:
+    model_dir = make(family, tie_word_embeddings=True)
+    flags = {"use_embedding_sharing": True, "trtllm_version": "0.14", "tp_size": 2}
+    convert(model_dir=model_dir, use_parallel_embedding=True, **flags)
+    check_tensors(convert.output, family, model_dir)
+    assert read_config(convert.output)["share_embedding_table"] is True
+    assert "lm_head.weight" not in summarize_rank(convert.output / "rank1.safetensors")
+    assert log.text == ""
+    convert(model_dir=model_dir, force=True, **flags)
+    check_tensors(convert.output, family, model_dir)
+    assert ("every rank holds the whole shared table" in log.text) == (family != "gemma")
+
+
+# ---- ReDrafter on other bases than Llama.
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "base_architecture"),
+    [
+        ("mistral", "ReDrafterForLLaMALM", "LlamaForCausalLM"),
+        ("qwen2", "ReDrafterForQWenLM", "Qwen2ForCausalLM"),
+    ],
+)
+def test_redrafter_on_other_bases(
+    family: str, architecture: str, base_architecture: str, make: Maker, tmp_path: Path,
+    convert: Converter,
+) -> None:  # fmt: skip
+    """In one step, and added to a checkpoint, which comes to the same."""
+    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}
+    model_dir = make(family, **(window if family == "qwen2" else {"sliding_window": 16}))
+    drafter = make_drafter(tmp_path, vocab=67, exit_dim=96)
+    convert(model_dir=model_dir, drafter_model_dir=drafter, tp_size=2)
+    config = read_config(convert.output)
+    assert config["architecture"] == architecture
+    assert config["base_model_architecture"] == base_architecture
+    checkpoint = read_checkpoint_config(convert.output)
+    assert checkpoint.model.architecture == base_architecture
+    assert checkpoint.model.sliding_window == 16
+    joined = join_checkpoint(convert.output)
+    for name, value in read_hugging_face(model_dir, family).items():
+        assert np.array_equal(joined[name], value), name
+    base = convert(model_dir=model_dir, output_dir=tmp_path / "base", tp_size=2)
+    second = tmp_path / "second"
+    convert(base_model_checkpoint_dir=base, drafter_model_dir=drafter, output_dir=second)
+    assert read_config(second) == config
+    for rank in ("rank0.safetensors", "rank1.safetensors"):
+        assert (second / rank).read_bytes() == (convert.output / rank).read_bytes()
+
+
+@pytest.mark.parametrize("family", sorted(set(NAMES) - {"llama", "mistral", "qwen2"}))
+def test_families_without_a_redrafter(
+    family: str, make: Maker, tmp_path: Path, convert: Converter
+) -> None:
+    drafter = make_drafter(tmp_path, vocab=67)
+    error = convert.fail(model_dir=make(family), drafter_model_dir=drafter)
+    assert f"TensorRT-LLM has no ReDrafter for {CLASSES[family][1]}" in error.message
+
+
+def test_a_head_that_only_some_ranks_have_is_no_shared_one(
+    make: Maker, tmp_path: Path, convert: Converter
+) -> None:
+    base = convert(model_dir=make("llama"), output_dir=tmp_path / "base", tp_size=2)
+    tensors = load_file(base / "rank0.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, base / "rank0.safetensors")
+    drafter = make_drafter(tmp_path, vocab=67)
+    error = convert.fail(base_model_checkpoint_dir=base, drafter_model_dir=drafter)
+    assert "rank0.safetensors lacks 1 tensor: lm_head.weight" in error.message

@@ -1,0 +1,81 @@
+"""Tiny random models of every family, as transformers saves them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+# Family -> its configuration's class in transformers, and that of its model.
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "phi": ("PhiConfig", "PhiForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "opt": ("OPTConfig", "OPTForCausalLM"),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM"),
+}
+MAX_POSITIONS = 48
+
+
+def make_family_model(
+    parent: Path,
+    family: str,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 8,
+    kv_heads: int = 2,
+    vocab: int = 67,
+    intermediate: int = 48,
+    dtype: str = "float32",
+    seed: int = 0,
+    name: str = "target",
+    **config: Any,
+) -> Path:
+    """Write a random model of a family and return its folder, `parent / name`.
+
+    Norms and biases are random too, so that a forgotten one shows. GPT-2 and OPT have no K/V heads
+    of their own.
+    """
+    import torch
+    import transformers
+
+    values: dict[str, Any] = {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
+        "max_position_embeddings": MAX_POSITIONS,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    if family == "gpt2":
+        renamed = {
+            "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
+        }  # fmt: skip
+        values = {renamed.get(key, key): value for key, value in values.items()}
+    elif family == "opt":
+        values |= {"ffn_dim": values.pop("intermediate_size"), "word_embed_proj_dim": hidden}
+    elif family == "gemma":
+        values["head_dim"] = hidden // heads
+    if family in ("gpt2", "opt"):
+        del values["num_key_value_heads"]
+    config_class, model_class = (getattr(transformers, each) for each in CLASSES[family])
+    # A copy: transformers 5 writes into the dictionaries that it is given.
+    model = model_class(config_class(**values, **copy.deepcopy(config)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() > 1 and "embed" in key or "wte" in key or "wpe" in key:
+                weight.copy_(noise)
+            elif weight.dim() > 1:
+                weight.copy_(noise * (2.0 / hidden**0.5))
+            elif key.endswith(".bias"):
+                weight.copy_(0.3 * noise)
+            else:  # Gemma's norms have one less
+                weight.copy_((0 if family == "gemma" else 1) + 0.1 * noise)
+    folder = parent / name
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
