@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 from specdec.engine.layout import BuildConfig
 from specdec.errors import raise_problems
-from specdec.schema import CheckpointConfig
+from specdec.methods import EXTERNAL_METHODS
+from specdec.schema import CheckpointConfig, ModelConfig
 
 from .settings import BuildSettings
 
 DEFAULT_MAX_NUM_TOKENS = 8192
+EXTERNAL = EXTERNAL_METHODS["draft_target"]
+
+
+def count_positions(model: ModelConfig) -> int:
+    """The longest sequence a model is for.
+
+    Linear and dynamic scaling extend what max_position_embeddings says; other kinds are counted in
+    it already.
+    """
+    scaling, positions = model.rotary_scaling or {}, model.max_position_embeddings
+    factor = scaling.get("factor")
+    if scaling.get("rope_type", scaling.get("type")) not in ("linear", "dynamic"):
+        return positions
+    return math.ceil(positions * factor) if isinstance(factor, (int, float)) else positions
 
 
 def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> BuildConfig:
@@ -16,7 +33,8 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
     problems: list[tuple[str, str]] = []
     model, method, drafter = checkpoint.model, checkpoint.method, checkpoint.drafter
     mode = settings.speculative_decoding_mode
-    if mode is not None and mode != checkpoint.mode:
+    is_external = mode == EXTERNAL and method is None
+    if mode is not None and mode != checkpoint.mode and not is_external:
         holds = f"a {method.name} checkpoint ({method.mode})" if method else "a plain checkpoint"
         problems.append(
             (
@@ -24,13 +42,16 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
                 "leave the flag out, or convert the checkpoint with the drafter of that mode",
             )
         )
-    positions = model.max_position_embeddings
-    max_seq_len = settings.max_seq_len or positions
+    positions = count_positions(model)
+    max_seq_len = settings.max_seq_len or model.max_position_embeddings
     if max_seq_len > positions:
+        scaled = "" if positions == model.max_position_embeddings else (
+            f" times the factor of its rotary scaling, {positions}"
+        )  # fmt: skip
         problems.append(
             (
                 f"max_seq_len={max_seq_len} exceeds the model's"
-                f" max_position_embeddings={positions}",
+                f" max_position_embeddings={model.max_position_embeddings}{scaled}",
                 f"use --max-seq-len {positions} or less",
             )
         )
@@ -44,22 +65,24 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
             )
         )
     max_draft_len = drafter.max_draft_tokens if drafter else 0
-    if settings.max_draft_len not in (None, max_draft_len):
-        why = (
-            f"num_beams={drafter.num_beams} x draft_len_per_beam={drafter.draft_len_per_beam}"
-            f" = {max_draft_len}" if drafter else "a plain checkpoint drafts nothing"
-        )  # fmt: skip
+    if is_external:
+        max_draft_len = settings.max_draft_len or 0
+        if max_draft_len == 0:
+            problems.append(
+                (
+                    f"--speculative-decoding-mode {EXTERNAL} needs the most tokens that a draft"
+                    " model may propose at once",
+                    "give --max-draft-len, for example 10",
+                )
+            )
+    elif settings.max_draft_len not in (None, max_draft_len):
+        why = drafter.draft_len_source if drafter else "a plain engine drafts nothing"
         problems.append(
             (
                 f"--max-draft-len {settings.max_draft_len} contradicts the checkpoint: {why}",
-                "leave the flag out",
-            )
-        )
-    if drafter and drafter.num_beams > model.vocab_size:
-        problems.append(
-            (
-                f"num_beams={drafter.num_beams} exceeds vocab_size={model.vocab_size}",
-                "convert again with fewer beams",
+                "leave the flag out"
+                if drafter
+                else f"leave the flag out, or add --speculative-decoding-mode {EXTERNAL}",
             )
         )
     if settings.max_beam_width != 1:
@@ -88,5 +111,5 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
         max_num_tokens=max_num_tokens,
         max_draft_len=max_draft_len,
         max_beam_width=settings.max_beam_width,
-        speculative_decoding_mode=checkpoint.mode,
+        speculative_decoding_mode=EXTERNAL if is_external else checkpoint.mode,
     )

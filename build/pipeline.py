@@ -11,6 +11,7 @@ from specdec.errors import SpecDecError
 from specdec.schema import read_checkpoint_config
 from specdec.settings import require, to_plain
 from specdec.storage import check_output_dir, describe_file, stage_folder, write_manifest
+from specdec.vocabulary import read_recorded
 
 from .settings import BuildSettings
 
@@ -47,8 +48,9 @@ def build_engine(settings: BuildSettings) -> dict[str, Any]:
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
         hashes = write_engine(plan, checkpoint, limits, staged)
         write_manifest(
-            staged, kind="engine", settings=to_plain(settings), sources=sources, hashes=hashes
-        )
+            staged, kind="engine", settings=to_plain(settings), sources=sources, hashes=hashes,
+            vocabulary=read_recorded(settings.checkpoint_dir),
+        )  # fmt: skip
     seconds = round(time.monotonic() - began, 2)
     logger.info(
         "engine %s: %s, %d tensors, %.1f MB, %s, %.1f s",

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from specdec.command import run_command, stage_command
+from specdec.errors import SpecDecError
 
 from .settings import RunSettings
 
@@ -17,13 +18,21 @@ def command(settings: RunSettings) -> None:
     """Generate text with an engine, and count how well its drafter did."""
     from .pipeline import run_engine
 
-    report = run_engine(settings)
+    report = run_engine(settings, lambda piece: click.echo(piece, nl=False))
     text = json.dumps(report) if settings.json else format_report(report)
-    click.echo(text)
+    if not settings.streaming or settings.dry_run:
+        click.echo(text)
     if settings.output_file is not None:
         settings.output_file.write_text(text + "\n", encoding="utf-8")
     if not settings.json and not settings.dry_run:
         click.echo(format_stats(report["stats"]), err=True)
+    if report.get("interrupted"):
+        outputs = report["outputs"]
+        finished = sum(output["finish_reason"] is not None for output in outputs)
+        raise SpecDecError(
+            f"interrupted: {finished} of {len(outputs)} prompts were finished",
+            "what was done is shown; a finish_reason of null marks what was not",
+        )
 
 
 def format_report(report: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The loop of speculative decoding: propose, one target forward over a tree, accept, commit.
 
-Methods only propose; what is emitted is decided by `verify.accept` alone.
+Methods only propose; what is emitted is decided by `verify.accept_batch` alone.
 Legend: B active rows, T tree nodes, D hidden, V vocabulary.
 """
 
@@ -8,55 +8,61 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.decoder import MAX_CHUNK_TOKENS, Decoder, Step
+from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.tree import Tree, build_tree_mask
+from specdec.engine.tree import Tree, build_tree_mask, make_root
 
-from .methods.base import Proposer
-from .requests import FinishReason, Request, RequestStats, Result
-from .verify import accept
+from .methods.base import Proposer, list_rows
+from .prefill import count_shared, fill_cache
+from .requests import ActiveRequest, Request, Result
+from .text import TextStream
+from .verify import Candidates, accept_batch
 
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds spent, by part."""
+    """Seconds spent, by part, and prompt tokens that were taken from the cache."""
 
     prefill: float = 0.0
     draft: float = 0.0
     verify: float = 0.0
     other: float = 0.0
+    num_reused_tokens: int = 0
 
 
-@dataclasses.dataclass
-class _Sequence:
-    """A request that occupies a cache row."""
+class Interrupted(Exception):
+    """Raised by `generate` on Ctrl-C; `results` hold what there is."""
 
-    request: Request
-    row: int
-    stats: RequestStats
-    output_ids: list[int] = dataclasses.field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    def __init__(self, results: list[Result]) -> None:
+        super().__init__("interrupted")
+        self.results = results
 
-    def emit(self, tokens: Iterable[int]) -> int:
-        """Append tokens up to the first that ends the request; return how many were taken."""
-        taken = 0
-        for token in tokens:
-            self.output_ids.append(token)
-            taken += 1
-            if token in self.request.end_ids:
-                self.finish_reason = "eos"
-                break
-            if len(self.output_ids) == self.request.max_output_len:
-                self.finish_reason = "length"
-                break
-        self.stats.num_output_tokens = len(self.output_ids)
-        return taken
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How requests are run.
+
+    max_batch_size: requests decoded at once; None is all. max_num_tokens: bound of one prompt pass.
+    tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
+    prompts from the cache. keep_logits: return the logits that tokens were chosen by.
+    on_progress: called after every step with the requests that it moved on.
+    """
+
+    max_num_tokens: int = 8192
+    max_batch_size: int | None = None
+    tokenizer: Any = None
+    follow_text: bool = False
+    reuse_blocks: bool = False
+    keep_logits: bool = False
+    on_progress: Callable[[Sequence[ActiveRequest]], None] | None = None
 
 
 @torch.inference_mode()
@@ -64,104 +70,178 @@ def generate(
     decoder: Decoder,
     proposer: Proposer,
     requests: Sequence[Request],
-    *,
-    max_num_tokens: int,
+    options: Options,
     timing: Timing | None = None,
 ) -> list[Result]:
-    """Decode one batch of requests greedily; results come in the order of `requests`.
+    """Decode requests, a finished one's row going to the next; results are in their order.
 
-    `max_num_tokens` bounds the tokens of one prompt pass; longer prompts go in chunks.
+    Raises Interrupted on Ctrl-C.
     """
-    timing = timing if timing is not None else Timing()
-    clock = time.perf_counter
-    began = clock()
-    step_tokens = proposer.max_draft_tokens + 1
-    longest = max(len(r.input_ids) + r.max_output_len for r in requests)
-    cache = decoder.make_cache(len(requests), longest + step_tokens)
-    histogram_size = proposer.max_draft_depth + 1
-    sequences = [
-        _Sequence(request, row, RequestStats(accepted_histogram=[0] * histogram_size))
-        for row, request in enumerate(requests)
-    ]
-    proposer.start([r.input_ids for r in requests])
-    hidden = fill_cache(decoder, cache, requests, max_num_tokens)
-    for sequence, token in zip(sequences, _choose(decoder, hidden), strict=True):
-        sequence.emit([int(token)])
-    proposer.observe(np.arange(len(requests)), hidden[:, None], [[0]] * len(requests))
-    now = clock()
-    timing.prefill += now - began
+    batch = Batch(decoder, proposer, requests, options, timing or Timing())
+    try:
+        while batch.is_busy:
+            batch.admit()
+            batch.step()
+    except KeyboardInterrupt:
+        raise Interrupted(batch.collect()) from None
+    return batch.collect()
 
-    while active := [s for s in sequences if s.finish_reason is None]:
-        began = now
-        rows = np.array([s.row for s in active])
-        trees = proposer.propose(rows, [s.output_ids for s in active])
+
+class Batch:
+    """Cache rows, the requests that occupy them, and those that wait."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        proposer: Proposer,
+        requests: Sequence[Request],
+        options: Options,
+        timing: Timing,
+    ) -> None:
+        self.decoder, self.proposer, self.options = decoder, proposer, options
+        self.timing = timing
+        self.waiting = deque(enumerate(requests))
+        self.active: list[ActiveRequest] = []
+        self.results: dict[int, Result] = {}  # by place in `requests`
+        self._places: dict[int, int] = {}  # by row
+        num_rows = min(options.max_batch_size or len(requests), len(requests))
+        longest = max(len(r.input_ids) + r.max_output_len for r in requests)
+        num_positions = longest + proposer.max_draft_tokens + 1
+        self.cache: KVCache = decoder.make_cache(num_rows, num_positions)
+        proposer.allocate(num_rows, num_positions)
+        self._held: list[list[int]] = [[] for _ in range(num_rows)]  # tokens in a row's cache
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.active)
+
+    def admit(self) -> None:
+        """Give free rows to waiting requests and run their prompts."""
+        taken = {request.row for request in self.active}
+        free = [row for row in range(len(self._held)) if row not in taken]
+        if not free or not self.waiting:
+            return
+        began = time.perf_counter()
+        # One by one where prefixes are shared, so that each can use those before it.
+        count = 1 if self.options.reuse_blocks else len(free)
+        while free and self.waiting:
+            admitted: list[ActiveRequest] = []
+            while free and self.waiting and len(admitted) < count:
+                place, request = self.waiting.popleft()
+                row = self._prepare_row(free, request.input_ids)
+                free.remove(row)
+                self._places[row] = place
+                admitted.append(self._activate(request, row))
+            self._run_prompts(admitted)
+        self._retire()
+        self.timing.prefill += time.perf_counter() - began
+
+    def _activate(self, request: Request, row: int) -> ActiveRequest:
+        follows_text = bool(request.stop) or self.options.follow_text
+        text = TextStream(self.options.tokenizer, request.stop) if follows_text else None
+        return ActiveRequest(request, row, max_depth=self.proposer.max_draft_depth, text=text)
+
+    def _run_prompts(self, admitted: list[ActiveRequest]) -> None:
+        hidden = fill_cache(
+            self.decoder,
+            self.cache,
+            [r.row for r in admitted],
+            [r.request.input_ids for r in admitted],
+            self.options.max_num_tokens,
+        )
+        for request in admitted:
+            self._held[request.row] = list(request.request.input_ids)
+        self.proposer.start(admitted)
+        roots = [Candidates(make_root(r.request.input_ids[-1])) for r in admitted]
+        paths = self._emit(admitted, roots, hidden[:, None])
+        self.proposer.observe(admitted, hidden[:, None], paths)
+        self.active = sorted([*self.active, *admitted], key=lambda r: r.row)
+
+    def step(self) -> None:
+        """One verify step of every active request."""
+        active = self.active
+        if not active:
+            return
+        clock = time.perf_counter
+        began = clock()
+        candidates = self.proposer.propose(active)
+        trees = [c.tree for c in candidates]
         drafted = clock()
-        states = decoder.forward(pack_step(trees, rows, cache), cache)  # [B, T, D]
-        choices = _choose(decoder, states)  # [B, T]
+        step = pack_step(trees, list_rows(active), self.cache)
+        states = self.decoder.forward(step, self.cache)  # [B, T, D]
+        lengths = [len(r.output_ids) for r in active]
+        paths = self._emit(active, candidates, states)
         verified = clock()
-        paths = []
-        for sequence, tree, row_choices in zip(active, trees, choices, strict=True):
-            path, bonus = accept(tree, row_choices)
-            drafted_tokens = tree.tokens[path[1:]].tolist()
-            taken = sequence.emit([*drafted_tokens, bonus])
-            sequence.stats.count_step(
+        for request, tree, path, before in zip(active, trees, paths, lengths, strict=True):
+            taken = len(request.output_ids) - before
+            request.stats.count_step(
                 num_draft_tokens=tree.num_draft_tokens,
                 depth=tree.depth,
-                num_accepted=min(taken, len(drafted_tokens)),
+                num_accepted=min(taken, len(path) - 1),
             )
-            cache.commit(sequence.row, path)
+            self._held[request.row] += tree.tokens[path].tolist()
+            self.cache.commit(request.row, path)
+        self.proposer.observe(active, states, paths)
+        self._retire()
+        self.timing.draft += drafted - began
+        self.timing.verify += verified - drafted
+        self.timing.other += clock() - verified
+
+    def collect(self) -> list[Result]:
+        """Results so far in the order of the requests; those that never ran have no tokens."""
+        for active in self.active:
+            self._store(active)
+        for place, request in self.waiting:
+            idle = ActiveRequest(request, 0, max_depth=0, text=None)
+            self.results[place] = idle.make_result()
+        return [self.results[place] for place in sorted(self.results)]
+
+    def _emit(
+        self,
+        requests: Sequence[ActiveRequest],
+        candidates: Sequence[Candidates],
+        states: Tensor,
+    ) -> list[list[int]]:
+        """Choose and emit tokens after a forward; return each row's accepted nodes."""
+        logits = self.decoder.compute_logits(states)  # [B, T, V]
+        accepted = accept_batch(
+            candidates,
+            logits,
+            [r.sampler for r in requests],
+            [len(r.output_ids) for r in requests],
+        )
+        paths = []
+        for at, (request, (path, bonus)) in enumerate(zip(requests, accepted, strict=True)):
+            drafted = candidates[at].tree.tokens[path[1:]].tolist()
+            taken = request.emit([*drafted, bonus])
+            if self.options.keep_logits:
+                request.logits.append(logits[at, path[:taken]].float().cpu())
             paths.append(path)
-        proposer.observe(rows, states, paths)
-        now = clock()
-        timing.draft += drafted - began
-        timing.verify += verified - drafted
-        timing.other += now - verified
-    return [_finish(sequence) for sequence in sequences]
+        if self.options.on_progress is not None:
+            self.options.on_progress(requests)
+        return paths
 
+    def _prepare_row(self, free: Sequence[int], prompt: Sequence[int]) -> int:
+        """Choose a row; with block reuse, put the longest known prefix of the prompt into it."""
+        shared, source = 0, free[0]
+        if self.options.reuse_blocks:
+            # The last token is always run: its hidden state is needed.
+            known = [min(count_shared(held, prompt), len(prompt) - 1) for held in self._held]
+            source = max(range(len(known)), key=lambda row: (known[row], row in free))
+            shared = known[source]
+        row = source if source in free else free[0]
+        self.cache.copy_prefix(source, row, shared)
+        self.timing.num_reused_tokens += shared
+        return row
 
-def _choose(decoder: Decoder, hidden: Tensor) -> np.ndarray:
-    """The target's token after each position: [..., D] -> [...] on the host."""
-    choices: np.ndarray = decoder.compute_logits(hidden).argmax(-1).cpu().numpy()
-    return choices
+    def _retire(self) -> None:
+        for request in self.active:
+            if request.finish_reason is not None:
+                self._store(request)
+        self.active = [r for r in self.active if r.finish_reason is None]
 
-
-def _finish(sequence: _Sequence) -> Result:
-    assert sequence.finish_reason is not None
-    return Result(
-        request=sequence.request,
-        output_ids=sequence.output_ids,
-        finish_reason=sequence.finish_reason,
-        stats=sequence.stats,
-    )
-
-
-def fill_cache(
-    decoder: Decoder, cache: KVCache, requests: Sequence[Request], max_num_tokens: int
-) -> Tensor:
-    """Fill the cache with the prompts; return the hidden state of each one's last token [B, D].
-
-    Rows are padded on the right to the longest in the chunk; padding is never committed.
-    """
-    lengths = np.array([len(r.input_ids) for r in requests])
-    chunk = max(1, min(MAX_CHUNK_TOKENS, max_num_tokens // len(requests)))
-    hidden: list[Tensor | None] = [None] * len(requests)
-    for start in range(0, int(lengths.max()), chunk):
-        rows = np.flatnonzero(lengths > start)
-        counts = np.minimum(lengths[rows] - start, chunk)
-        num_tokens = int(counts.max())
-        tokens = np.zeros((len(rows), num_tokens), np.int64)
-        for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            tokens[at, :count] = requests[int(row)].input_ids[start : start + count]
-        positions = np.tile(np.arange(start, start + num_tokens), (len(rows), 1))
-        causal = np.tril(np.ones((num_tokens, num_tokens), np.bool_))
-        mask = np.broadcast_to(causal, (len(rows), num_tokens, num_tokens))
-        step = Step(rows=rows, tokens=tokens, positions=positions, tree_mask=mask)
-        states = decoder.forward(step, cache)
-        for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            cache.commit(int(row), list(range(count)))
-            if start + count == lengths[row]:
-                hidden[row] = states[at, count - 1]
-    return torch.stack([h for h in hidden if h is not None])
+    def _store(self, request: ActiveRequest) -> None:
+        self.results[self._places[request.row]] = request.make_result()
 
 
 def pack_step(trees: Sequence[Tree], rows: np.ndarray, cache: KVCache) -> Step:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, UsageError, suggest, summarize
+from specdec.errors import SpecDecError, UsageError, raise_problems, suggest, summarize
 
 from .requests import Request
+from .sampling import SamplingParams
 from .settings import RunSettings
 
-REQUEST_KEYS = ("prompt", "input_ids", "max_output_len")
+SOURCE_KEYS = ("prompt", "input_ids", "messages")
+REQUEST_KEYS = (*SOURCE_KEYS, "max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
+STDIN = Path("-")
 
 
 def read_prompts(settings: RunSettings) -> list[dict[str, Any]]:
@@ -25,15 +30,14 @@ def read_prompts(settings: RunSettings) -> list[dict[str, Any]]:
     if settings.input_file is None:
         return [{"prompt": text} for text in settings.input_text]
     path = settings.input_file
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise SpecDecError(f"{path} does not exist", "check the path of --input-file") from None
-    except UnicodeDecodeError:
-        raise SpecDecError(f"{path} is not UTF-8 text", "convert the file to UTF-8") from None
-    if path.suffix == ".jsonl":
+    if path == STDIN:
+        lines = _read_stdin()
+        suffix = ".jsonl" if lines and lines[0].lstrip().startswith("{") else ".txt"
+    else:
+        lines, suffix = _read_lines(path), path.suffix
+    if suffix == ".jsonl":
         prompts = [_read_line(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
-    elif path.suffix == ".txt":
+    elif suffix == ".txt":
         prompts = [{"prompt": line} for line in lines if line.strip()]
     else:
         raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
@@ -42,11 +46,29 @@ def read_prompts(settings: RunSettings) -> list[dict[str, Any]]:
     return prompts
 
 
+def _read_lines(path: Path) -> list[str]:
+    try:
+        # Not splitlines(): U+2028 and its like may stand inside a JSON text.
+        return path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise SpecDecError(f"{path} does not exist", "check the path of --input-file") from None
+    except UnicodeDecodeError:
+        raise SpecDecError(f"{path} is not UTF-8 text", "convert the file to UTF-8") from None
+
+
+def _read_stdin() -> list[str]:
+    """Lines of stdin: request objects if the first one starts with a brace, else texts."""
+    try:
+        return [line for line in sys.stdin.read().split("\n") if line.strip()]
+    except UnicodeDecodeError:
+        raise SpecDecError("stdin is not UTF-8 text", "convert it to UTF-8") from None
+
+
 def _read_line(path: Path, number: int, line: str) -> dict[str, Any]:
     where = f"{path} line {number}"
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecDecError(
             f"{where} is not JSON: {error}", "write one JSON object a line"
         ) from None
@@ -58,18 +80,54 @@ def _read_line(path: Path, number: int, line: str) -> dict[str, Any]:
                 f"{where}: unknown key {key!r}{suggest(key, REQUEST_KEYS)}",
                 f"this release knows {', '.join(REQUEST_KEYS)}",
             )
-    ids, limit = entry.get("input_ids"), entry.get("max_output_len")
-    if ("prompt" in entry) == ("input_ids" in entry):
+    if sum(key in entry for key in SOURCE_KEYS) != 1:
         raise SpecDecError(
-            f"{where} needs exactly one of prompt and input_ids", 'write {"prompt": "..."}'
+            f"{where} needs exactly one of {', '.join(SOURCE_KEYS)}", 'write {"prompt": "..."}'
         )
-    if ids is None and not isinstance(entry["prompt"], str):
-        raise SpecDecError(f"{where}: prompt is no text", 'write {"prompt": "..."}')
-    if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-        raise SpecDecError(f"{where}: input_ids is no list of whole numbers", "give token ids")
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise SpecDecError(f"{where}: max_output_len is {limit!r}", "give a positive whole number")
+    problems = [
+        (f"{where}: {key} is {entry[key]!r}, not {expected}", f"mend {key}")
+        for key, (is_good, expected) in CHECKS.items()
+        if key in entry and not is_good(entry[key])
+    ]
+    raise_problems(problems)
     return entry
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and _is_text(value.get("role")) and "content" in value
+
+
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (_is_text, "a text"),
+    "input_ids": (
+        lambda v: isinstance(v, list) and all(type(i) is int for i in v),
+        "a list of whole numbers",
+    ),
+    "messages": (
+        lambda v: isinstance(v, list) and bool(v) and all(map(_is_message, v)),
+        'a list of {"role", "content"}',
+    ),
+    "max_output_len": (lambda v: type(v) is int and v > 0, "a whole number above 0"),
+    "temperature": (lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
+    "top_k": (lambda v: type(v) is int and v >= 0, "a whole number of at least 0"),
+    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1"),
+    "seed": (lambda v: type(v) is int and 0 <= v < 2**64, "a whole number from 0 to 2**64 - 1"),
+    "stop": (
+        lambda v: (
+            (_is_text(v) and v != "")
+            or (isinstance(v, list) and all(_is_text(w) and w != "" for w in v))
+        ),
+        "a text or a list of texts, none empty",
+    ),
+}
 
 
 def load_tokenizer(directory: str) -> Any:
@@ -104,28 +162,90 @@ def find_end_ids(settings: RunSettings, tokenizer: Any) -> frozenset[int]:
 
 
 def make_requests(
-    prompts: Iterable[dict[str, Any]], settings: RunSettings, tokenizer: Any
+    prompts: Sequence[dict[str, Any]], settings: RunSettings, tokenizer: Any
 ) -> list[Request]:
     """Tokenize prompts; a prompt's own settings win over the flags."""
     end_ids = find_end_ids(settings, tokenizer)
+    temperatures = read_temperatures(settings, len(prompts))
+    if not 0 < settings.top_p <= 1:
+        raise UsageError(f"--top-p is {settings.top_p}", "give a number above 0 and at most 1")
+    if "" in settings.stop_words:
+        raise UsageError("--stop-words holds an empty text", "leave it out")
     requests = []
     for index, prompt in enumerate(prompts):
-        text, ids = prompt.get("prompt", ""), prompt.get("input_ids")
-        if ids is None:
-            if tokenizer is None:
-                raise UsageError(
-                    "text prompts need --tokenizer-dir", "give the base model's folder"
-                )
-            ids = tokenizer(text)["input_ids"]
-        elif tokenizer is not None:
-            text = tokenizer.decode(ids)
+        text, ids = encode_prompt(prompt, settings, tokenizer)
+        stop = prompt.get("stop", settings.stop_words)
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if stop and tokenizer is None:
+            raise UsageError("stop words need --tokenizer-dir", "give the base model's folder")
+        top_k, top_p = prompt.get("top_k", settings.top_k), prompt.get("top_p", settings.top_p)
+        default = temperatures[index] if temperatures else float(top_k > 0 or top_p < 1)
         requests.append(
             Request(
                 index=index,
                 input_text=text,
                 input_ids=ids,
-                max_output_len=prompt.get("max_output_len") or settings.max_output_len,
+                max_output_len=prompt.get("max_output_len", settings.max_output_len),
                 end_ids=end_ids,
+                sampling=SamplingParams(
+                    temperature=float(prompt.get("temperature", default)),
+                    top_k=top_k,
+                    top_p=float(top_p),
+                    seed=prompt.get("seed", settings.random_seed),
+                ),
+                stop=stop,
             )
         )
     return requests
+
+
+def read_temperatures(settings: RunSettings, num_prompts: int) -> list[float] | None:
+    """Return --temperature for each prompt, or None where it was not given."""
+    if settings.temperature is None:
+        return None
+    parts = settings.temperature.split(",")
+    try:
+        values = [float(part) for part in parts]
+        if not all(0 <= value < math.inf for value in values):
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            f"--temperature is {settings.temperature!r}", "give numbers of at least 0, as 0.7,1"
+        ) from None
+    if len(values) not in (1, num_prompts):
+        raise UsageError(
+            f"--temperature has {len(values)} values for {num_prompts} prompts",
+            "give one for all, or one each",
+        )
+    return values * num_prompts if len(values) == 1 else values
+
+
+def encode_prompt(
+    prompt: dict[str, Any], settings: RunSettings, tokenizer: Any
+) -> tuple[str, list[int]]:
+    """Return a prompt as text and as token ids."""
+    ids = prompt.get("input_ids")
+    if ids is not None:
+        return (tokenizer.decode(ids) if tokenizer is not None else ""), ids
+    if tokenizer is None:
+        raise UsageError("text prompts need --tokenizer-dir", "give the base model's folder")
+    text = prompt.get("prompt", "")
+    messages = prompt.get("messages")
+    if messages is None and settings.apply_chat_template:
+        messages = [{"role": "user", "content": text}]
+    if messages is None:
+        return text, tokenizer(text)["input_ids"]
+    if not tokenizer.chat_template:
+        raise SpecDecError(
+            f"the tokenizer in {settings.tokenizer_dir} has no chat template",
+            "leave --apply-chat-template out, or give the instruction-tuned model's tokenizer",
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # noqa: BLE001 - a template raises whatever it likes
+        raise SpecDecError(
+            f"the chat template refuses the messages: {summarize(error)}",
+            "check the roles and their order",
+        ) from None
+    # The template writes the special tokens itself.
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
+
+from torch import Tensor
+
+from .sampling import GREEDY, Sampler, SamplingParams
+from .text import TextStream
 
 FinishReason = Literal["length", "eos", "stop"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt, tokenized, with its own limit. Generation ends at any of `end_ids`."""
+    """One prompt, tokenized, with its own settings.
+
+    Generation ends at any token of `end_ids`, and where the text comes to hold any of `stop`.
+    """
 
     index: int
     input_ids: list[int]
     max_output_len: int
     end_ids: frozenset[int]
     input_text: str = ""
+    sampling: SamplingParams = GREEDY
+    stop: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -68,15 +79,76 @@ class RequestStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a request produced. output_ids: new tokens only, the ending token included."""
+    """What a request produced.
+
+    output_ids: new tokens only; the last is the one that ended it. finish_reason: None where the
+    run was interrupted. text: the text without the stop word, where it was followed on the way.
+    logits: [output tokens, V] in float32, those that each token was chosen by, if asked for.
+    """
 
     request: Request
     output_ids: list[int]
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     stats: RequestStats
+    text: str | None = None
+    logits: Tensor | None = None
 
 
-def sum_stats(results: list[Result]) -> dict[str, float]:
+class ActiveRequest:
+    """A request that occupies a cache row."""
+
+    def __init__(
+        self, request: Request, row: int, *, max_depth: int, text: TextStream | None
+    ) -> None:
+        self.request = request
+        self.row = row
+        self.stats = RequestStats(accepted_histogram=[0] * (max_depth + 1))
+        self.output_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.text = text
+        # One more than the limit: the token after a full block is chosen, then cut.
+        self.sampler = Sampler(request.sampling, request.max_output_len + max_depth + 1)
+        self.logits: list[Tensor] = []
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.request.max_output_len - len(self.output_ids)
+
+    def emit(self, tokens: Iterable[int]) -> int:
+        """Append tokens up to the first that ends the request; return how many were taken."""
+        taken = 0
+        for token in tokens:
+            self.output_ids.append(token)
+            taken += 1
+            is_stopped = self.text.add(token) if self.text is not None else False
+            if token in self.request.end_ids:
+                self.finish_reason = "eos"
+            elif is_stopped:
+                self.finish_reason = "stop"
+            elif len(self.output_ids) == self.request.max_output_len:
+                self.finish_reason = "length"
+            else:
+                continue
+            break
+        self.stats.num_output_tokens = len(self.output_ids)
+        return taken
+
+    def make_result(self) -> Result:
+        """Return what the request has produced so far."""
+        import torch
+
+        return Result(
+            request=self.request,
+            output_ids=self.output_ids,
+            finish_reason=self.finish_reason,
+            stats=self.stats,
+            text=self.text.finish() if self.text is not None else None,
+            logits=torch.cat(self.logits) if self.logits else None,
+        )
+
+
+def sum_stats(results: Sequence[Result]) -> dict[str, float]:
     """Acceptance over all requests' verify steps, and the number of tokens."""
     tokens = sum(r.stats.num_output_tokens for r in results)
     steps = sum(r.stats.num_verify_steps for r in results)

@@ -19,16 +19,76 @@ class RunSettings:
     )
     input_text: list[str] = setting([], kind="list", help="One or several prompts.")
     input_file: Path | None = setting(
-        kind="path", help="Prompts: .txt, one a line, or .jsonl, one request object a line."
+        kind="path",
+        help="Prompts: .txt, one a line, .jsonl, one request object a line, or - for stdin.",
+    )
+    apply_chat_template: bool = setting(
+        False, kind="flag", help="Put each prompt as a user's turn into the tokenizer's template."
     )
     max_output_len: int = setting(100, kind="int", minimum=1, help="Most new tokens a request.")
+    temperature: str | None = setting(
+        metavar="T[,T...]",
+        help="Sampling temperature, one for all prompts or one each; 0 decodes greedily. If not"
+        " given: 1 with --top-k or --top-p, else 0.",
+    )
+    top_k: int = setting(
+        0, kind="int", minimum=0, help="Sample from the K likeliest tokens; 0 takes all."
+    )
+    top_p: float = setting(
+        1.0, kind="float", help="Sample from the likeliest tokens that sum to this probability."
+    )
+    random_seed: int = setting(
+        0, kind="int", minimum=0, help="Seed of every request that has none of its own."
+    )
+    stop_words: list[str] = setting(
+        [], kind="list", help="Texts that end a request; they are cut off."
+    )
     end_id: int | None = setting(
         kind="int", minimum=0,
         help="Token that ends a request; the tokenizer's or generation config's if not given.",
     )  # fmt: skip
+    streaming: bool = setting(False, kind="flag", help="Print text as it becomes certain.")
     no_speculation: bool = setting(
         False, kind="flag", help="Same target and engine, one token a step."
     )
+    medusa_choices: str | None = setting(
+        metavar="JSON", help="Medusa: the tree as a list of paths of ranks, [[0],[0,0],[1]]."
+    )
+    draft_engine_dir: Path | None = setting(
+        kind="path", metavar="DRAFT", help="Draft-target: the draft model's plain engine."
+    )
+    draft_tokenizer_dir: str | None = setting(
+        metavar="DIR", help="Draft-target: compare this tokenizer with --tokenizer-dir's."
+    )
+    draft_target_model_config: str | None = setting(
+        metavar="[LEN,[DRAFT],[TARGET],LOGITS]",
+        help="Draft-target: draft length, both models' devices and whether to use logits, as"
+        " TensorRT-LLM takes them: [4,[0],[1],True].",
+    )
+    draft_len: str | None = setting(
+        metavar="N|auto",
+        help="Draft-target: tokens drafted a step; auto follows the measured acceptance and cost."
+        "  [default: auto]",
+    )
+    draft_devices: str | None = setting(
+        metavar="N[,N...]", help="Draft-target: devices of the draft model."
+    )
+    target_devices: str | None = setting(
+        metavar="N[,N...]", help="Draft-target: devices of the target."
+    )
+    use_logits: bool = setting(
+        False, kind="flag",
+        help="Draft-target: accept sampled tokens by the ratio of probabilities.",
+    )  # fmt: skip
+    kv_cache_enable_block_reuse: bool = setting(
+        False, kind="flag", help="Take prefixes that prompts share from the cache."
+    )
+    output_generation_logits: bool = setting(
+        False, kind="flag",
+        help="Write the logits that each token was chosen by beside --output-file.",
+    )  # fmt: skip
+    use_py_session: bool = setting(False, kind="flag", hidden=True, help="Refused.")
+    num_beams: int = setting(1, kind="int", minimum=1, hidden=True, help="Refused beyond 1.")
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="Where to run.")
     output_file: Path | None = setting(
         kind="path", help="Also write what stdout shows into this file."

@@ -1,10 +1,31 @@
-"""The accept rule: the longest path of draft tokens that the target itself would have emitted."""
+"""The accept rules. Both emit tokens exactly as the target alone would: docs/exactness.md.
+
+Legend: B rows, T tree nodes, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from specdec.engine.tree import Tree
+
+from .sampling import ACCEPT, CHOICE, Sampler, draw, draw_residual, process_logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """What is proposed for one row.
+
+    draft_probs: for a tree that is one path, drawn token by token from these distributions: the
+    one that node n + 1 was drawn from at index n, each [V]. None for candidates that were not
+    drawn, such as the beams of a search, or that are only to be compared.
+    """
+
+    tree: Tree
+    draft_probs: Sequence[Tensor] | None = None
 
 
 def accept(tree: Tree, choices: Sequence[int]) -> tuple[list[int], int]:
@@ -15,10 +36,7 @@ def accept(tree: Tree, choices: Sequence[int]) -> tuple[list[int], int]:
     emitted token, the accepted ones and the bonus token, is the target's own choice given what
     precedes it, whatever was drafted: the output is that of decoding one token a step.
     """
-    children = {
-        (int(parent), int(token)): node
-        for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
-    }
+    children = map_children(tree)
     path = [0]
     while True:
         token = int(choices[path[-1]])
@@ -26,3 +44,83 @@ def accept(tree: Tree, choices: Sequence[int]) -> tuple[list[int], int]:
         if child is None:
             return path, token
         path.append(child)
+
+
+def map_children(tree: Tree) -> dict[tuple[int, int], int]:
+    """(parent node, token) -> node."""
+    return {
+        (int(parent), int(token)): node
+        for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
+    }
+
+
+def accept_batch(
+    candidates: Sequence[Candidates],
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+) -> list[tuple[list[int], int]]:
+    """Return the accepted nodes and the bonus token of every row.
+
+    logits: [B, T, V], the target's after each node. positions[b] is the output position of the
+    token that follows row b's root.
+    """
+    results: list[tuple[list[int], int]] = [([0], 0)] * len(candidates)
+    greedy = [b for b, sampler in enumerate(samplers) if sampler.params.is_greedy]
+    if greedy:
+        choices = (logits if len(greedy) == len(candidates) else logits[greedy]).argmax(-1)
+        for row, row_choices in zip(greedy, choices.cpu().numpy(), strict=True):
+            results[row] = accept(candidates[row].tree, row_choices)
+    sampled = [b for b in range(len(candidates)) if b not in set(greedy)]
+    walks = {b: _Walk(candidates[b], samplers[b], positions[b]) for b in sampled}
+    while walking := [b for b, walk in walks.items() if walk.bonus is None]:
+        ends = [walks[b].path[-1] for b in walking]
+        probs = process_logits(logits[walking, ends], [samplers[b].params for b in walking])
+        drawn = draw(probs, [walks[b].get_uniform(CHOICE) for b in walking])
+        for at, row in enumerate(walking):
+            walks[row].advance(probs[at], drawn[at])
+    for row, walk in walks.items():
+        assert walk.bonus is not None
+        results[row] = (walk.path, walk.bonus)
+    return results
+
+
+class _Walk:
+    """One sampled row's way down its tree, a node at a time."""
+
+    def __init__(self, candidates: Candidates, sampler: Sampler, position: int) -> None:
+        self.path = [0]
+        self.bonus: int | None = None
+        self._candidates = candidates
+        self._children = map_children(candidates.tree)
+        self._sampler = sampler
+        self._position = position
+
+    def get_uniform(self, stream: int) -> float:
+        """The random number of the token that is now to be decided."""
+        return self._sampler.get_uniform(stream, self._position + len(self.path) - 1)
+
+    def advance(self, probs: Tensor, choice: int) -> None:
+        """Enter a child, or end with the bonus token.
+
+        probs: [V], the target's at the walk's end; `choice` was drawn from it.
+        """
+        end = self.path[-1]
+        draft_probs = self._candidates.draft_probs
+        if draft_probs is None:
+            child = self._children.get((end, choice))
+            if child is None:
+                self.bonus = choice
+            else:
+                self.path.append(child)
+        elif end == len(draft_probs):
+            self.bonus = choice
+        else:
+            # Leviathan et al. 2023, algorithm 1: a token drawn with probability q is kept with
+            # probability min(1, p / q), else replaced by one drawn from what p has beyond q.
+            token = int(self._candidates.tree.tokens[end + 1])
+            p, q = float(probs[token]), float(draft_probs[end][token])
+            if self.get_uniform(ACCEPT) * q < p:
+                self.path.append(end + 1)
+            else:
+                self.bonus = draw_residual(probs, draft_probs[end], self.get_uniform(CHOICE))

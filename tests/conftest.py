@@ -155,6 +155,47 @@ def make_drafter(
     return folder
 
 
+def make_medusa_heads(
+    parent: Path,
+    *,
+    hidden: int = 64,
+    vocab: int = 128,
+    heads: int = 3,
+    layers: int = 1,
+    dtype: str = "float32",
+    seed: int = 0,
+    scale: float = 1.0,
+    name: str = "heads",
+) -> Path:
+    """Write random Medusa heads as FasterDecoding publishes them; return `parent / name`."""
+    import torch
+    from safetensors.torch import save_file
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(heads):
+        for layer in range(layers):
+            shapes |= {
+                f"{head}.{layer}.linear.weight": (hidden, hidden),
+                f"{head}.{layer}.linear.bias": (hidden,),
+            }
+        shapes[f"{head}.{layers}.weight"] = (vocab, hidden)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[key] = (scale * noise / shape[-1] ** 0.5).to(getattr(torch, dtype))
+    folder = parent / name
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "medusa_lm_head.safetensors", metadata={"format": "pt"})
+    config = {
+        "base_model_name_or_path": "target",
+        "medusa_num_heads": heads,
+        "medusa_num_layers": layers,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
 def make_tokenizer(folder: Path, *, vocab: int = 128, add_bos: bool = False) -> Path:
     """Write a byte-level tokenizer of exactly `vocab` tokens (100 or more) into `folder`.
 
@@ -192,13 +233,18 @@ def make_tokenizer(folder: Path, *, vocab: int = 128, add_bos: bool = False) -> 
 
 
 def run_cli(
-    *args: object, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 300
+    *args: object,
+    cwd: Path = ROOT,
+    env: dict[str, str] | None = None,
+    timeout: float = 300,
+    stdin: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `specdec ARGS...` as a user would and return its status, stdout and stderr."""
     return subprocess.run(
         [sys.executable, "-m", "specdec", *map(str, args)],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=timeout,

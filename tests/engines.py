@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from specdec.engine.tree import Tree, pack_beams
+from specdec.run.requests import ActiveRequest
+from specdec.run.verify import Candidates
 
 
 def call(stage: str, *args: object) -> None:
@@ -63,13 +65,16 @@ class OracleProposer:
         self.random = random.Random(seed)
         self.observed_rows = 0
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> None:
-        assert len(prompts) == len(self.continuations)
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        assert num_rows <= len(self.continuations)
 
-    def propose(self, rows: np.ndarray, outputs: Sequence[Sequence[int]]) -> list[Tree]:
-        trees = []
-        for row, output in zip(rows, outputs, strict=True):
-            known = self.continuations[row]
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        pass
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        candidates = []
+        for request in requests:
+            known, output = self.continuations[request.request.index], request.output_ids
             beams = np.zeros((self.beams, self.length), np.int64)
             for beam in range(self.beams):
                 for depth in range(self.length):
@@ -77,14 +82,17 @@ class OracleProposer:
                     right = known[at] if at < len(known) else 3
                     good = self.random.random() < self.quality
                     beams[beam, depth] = right if good else (right + 1 + beam) % 100 + 3
-            trees.append(pack_beams(output[-1], beams))
-        return trees
+            candidates.append(Candidates(pack_beams(output[-1], beams)))
+        return candidates
 
     def observe(
-        self, rows: np.ndarray, states: torch.Tensor, paths: Sequence[Sequence[int]]
+        self,
+        requests: Sequence[ActiveRequest],
+        states: torch.Tensor,
+        paths: Sequence[Sequence[int]],
     ) -> None:
-        assert states.shape[0] == len(rows) == len(paths)
-        self.observed_rows += len(rows)
+        assert states.shape[0] == len(requests) == len(paths)
+        self.observed_rows += len(requests)
 
 
 def list_paths(tree: Tree) -> list[list[int]]:

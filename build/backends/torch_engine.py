@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,26 @@ from specdec.engine.layout import (
     WEIGHTS_NAME,
     BuildConfig,
     EngineConfig,
+    add_scales,
     check_inventory,
     encode_engine_config,
     list_engine_tensors,
 )
 from specdec.errors import SpecDecError, raise_problems
+from specdec.quantization import (
+    ACTIVATION_SCALE,
+    FLOAT8,
+    FLOAT8_STORAGE,
+    FP8,
+    KV_SCALES,
+    SCALES,
+    WEIGHT_SCALE,
+    find_contradictions,
+    is_scale,
+)
 from specdec.schema import CheckpointConfig
 from specdec.storage import Array, TensorFile, TensorInfo, write_json, write_tensor_file
-from specdec.tensors import get_rank_shape, list_tensors
+from specdec.tensors import get_rank_shape, list_linears, list_tensors
 
 from ..settings import BuildSettings
 
@@ -44,8 +57,9 @@ class TorchPlan:
 def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Path) -> TorchPlan:
     """Check everything the torch backend needs; raise SpecDecError that lists what is wrong."""
     # Imported here, not above: this module is also what `--help` and `--dry-run` errors load.
-    from specdec.engine.layers import compute_inverse_frequencies
+    from specdec.engine.layers import ACTIVATIONS
     from specdec.engine.native import NativeKernels, find_compiler
+    from specdec.engine.rotary import compute_frequencies
     from specdec.torch_tensors import TORCH_DTYPES
 
     model, drafter = checkpoint.model, checkpoint.drafter
@@ -66,23 +80,56 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
                 "convert it again with --tp-size 1",
             )
         )
-    if model.hidden_act != "silu":
-        problems.append((f"hidden_act={model.hidden_act!r}", "the torch backend executes silu"))
-    quantization = checkpoint.raw.get("quantization") or {}
-    if quantization.get("quant_algo") or quantization.get("kv_cache_quant_algo"):
+    if model.pp_size != 1:
         problems.append(
             (
-                f"the checkpoint is quantized ({quantization.get('quant_algo')}, KV cache"
-                f" {quantization.get('kv_cache_quant_algo')})",
-                "the torch backend of this release executes float16, bfloat16 and float32",
+                f"the checkpoint is split for pp_size={model.pp_size}; the torch backend has no"
+                " pipeline stages",
+                "convert it again with --pp-size 1",
+            )
+        )
+    if model.hidden_act not in ACTIVATIONS:
+        problems.append(
+            (
+                f"hidden_act={model.hidden_act!r}",
+                f"the torch backend executes {', '.join(ACTIVATIONS)}",
+            )
+        )
+    algorithm = checkpoint.quantization.quant_algo
+    if algorithm not in (None, FP8):
+        problems.append(
+            (
+                f"the checkpoint is quantized ({algorithm})",
+                "the torch backend executes FP8, float16, bfloat16 and float32",
             )
         )
     raise_problems(problems)
-    compute_inverse_frequencies(model.head_size, model.rotary_base, model.rotary_scaling)
+    if model.arithmetic.positions == "rotary":
+        compute_frequencies(model, model.max_position_embeddings)
     source = TensorFile(folder / "rank0.safetensors")
     specs = list_tensors(model, drafter)
-    check_inventory(source, {n: get_rank_shape(s, model) for n, s in specs.items()}, "checkpoint")
-    found = sorted({source.tensors[name].dtype for name in specs})
+    expected = {name: get_rank_shape(spec, model) for name, spec in specs.items()}
+    float8 = find_float8(source, expected) if algorithm == FP8 else set()
+    if float8:
+        expected = add_scales(expected, source.tensors)
+        # The cache keeps the model's type, for which it needs none of its scales.
+        expected |= {
+            name: info.shape for name, info in source.tensors.items()
+            if name.rpartition(".")[2] in KV_SCALES and is_scale(name, specs)
+        }  # fmt: skip
+    check_inventory(source, expected, "checkpoint")
+    wrong = find_contradictions(
+        checkpoint.quantization,
+        [*list_linears(model), "lm_head"],
+        {name: info.dtype for name, info in source.tensors.items()},
+    )
+    if wrong:
+        raise SpecDecError(
+            f"{source.path}: {len(wrong)} linears are not quantized as config.json says:"
+            f" {'; '.join(wrong[:4])}",
+            "config.json and the tensors must come from one run: convert again",
+        )
+    found = sorted({source.tensors[name].dtype for name in specs if name not in float8})
     if found != [model.dtype]:
         raise SpecDecError(
             f"config.json says dtype={model.dtype}, the tensors are {', '.join(found)}",
@@ -101,7 +148,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
             "no C++ compiler found: the engine will run on torch's own operators, slower on a CPU"
         )
         compile_kernels = False
-    tensors = {name: TensorInfo(model.dtype, shape) for name, shape in shapes.items()}
+    tensors = plan_tensors(shapes, model.dtype, float8)
     return TorchPlan(
         source=source,
         tensors=tensors,
@@ -110,21 +157,70 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     )
 
 
+def find_float8(source: TensorFile, names: Iterable[str]) -> set[str]:
+    """Find the matrices that are stored as float8; fc and gate must be of one kind."""
+    stored = {
+        name for name in names
+        if name in source.tensors and "embedding" not in name
+        and len(source.tensors[name].shape) == 2
+        and source.tensors[name].dtype in FLOAT8_STORAGE
+    }  # fmt: skip
+    for name in stored:
+        if ".mlp." in name:
+            for one, other in ((".fc.", ".gate."), (".gate.", ".fc.")):
+                twin = name.replace(one, other)
+                if twin in source.tensors and twin not in stored:
+                    raise SpecDecError(
+                        f"{source.path}: {name} is FP8, {twin} is {source.tensors[twin].dtype}",
+                        "the torch backend stacks the two: quantize both, or neither",
+                    )
+    return stored
+
+
+def plan_tensors(
+    shapes: Mapping[str, tuple[int, ...]], dtype: str, float8: set[str]
+) -> dict[str, TensorInfo]:
+    """Plan the engine's tensors; those of `float8` keep their bytes, with their scales."""
+    tensors = {}
+    for name, shape in shapes.items():
+        is_stacked = ".mlp.gate_up." in name
+        if name.replace(".gate_up.", ".fc.") not in float8:
+            tensors[name] = TensorInfo(dtype, shape)
+            continue
+        module = name.removesuffix(".weight")
+        num_scales = 2 if is_stacked and name.replace(".gate_up.", ".gate.") in float8 else 1
+        tensors[name] = TensorInfo(FLOAT8, shape)
+        tensors[f"{module}.{WEIGHT_SCALE}"] = TensorInfo("float32", (num_scales,))
+        tensors[f"{module}.{ACTIVATION_SCALE}"] = TensorInfo("float32", (1,))
+    return tensors
+
+
 def write_engine(
     plan: TorchPlan, checkpoint: CheckpointConfig, limits: BuildConfig, folder: Path
 ) -> dict[str, str]:
     """Write the engine's files into `folder`; return their sha256 sums by name where known."""
-    from specdec.engine.native import compile_kernels
+    from specdec.engine.native import compile_kernels, describe_coverage
 
     def produce(name: str) -> Array:
+        if name.rpartition(".")[2] in SCALES:
+            return read_scales(plan.source, name)
+        if plan.tensors[name].dtype == FLOAT8:
+            return stack(name).view(np.uint8)  # older writers store it as int8
+        return stack(name)
+
+    def stack(name: str) -> Array:
         if ".mlp.gate_up." in name:
-            parts = [name.replace("gate_up", part) for part in ("fc", "gate")]
-            return np.concatenate([plan.source.read(part) for part in parts])
+            fc = plan.source.read(name.replace("gate_up", "fc"))
+            if checkpoint.model.arithmetic.mlp == "fused":
+                up, gate = np.split(fc, 2)  # the activated half comes second
+                return np.concatenate([gate, up])
+            return np.concatenate([fc, plan.source.read(name.replace("gate_up", "gate"))])
         return plan.source.read(name)
 
     kernels: dict[str, str] | None = None
     if plan.compile_kernels:
         kernels = compile_kernels(folder)
+        logger.info("native kernels: %s", describe_coverage(checkpoint.model))
     sha256 = write_tensor_file(folder / WEIGHTS_NAME, plan.tensors, produce)
     config = EngineConfig(
         version=__version__,
@@ -135,6 +231,15 @@ def write_engine(
     )
     write_json(folder / "config.json", encode_engine_config(config))
     return {WEIGHTS_NAME: sha256}
+
+
+def read_scales(source: TensorFile, name: str) -> Array:
+    """Read an engine tensor's scale; of gate_up those of both halves, for the input the larger."""
+    names = [name]
+    if ".mlp.gate_up." in name:
+        names = [name.replace(".gate_up.", part) for part in (".fc.", ".gate.")]
+    scales = np.concatenate([source.read(n).reshape(1) for n in names if n in source.tensors])
+    return scales if name.endswith(WEIGHT_SCALE) else scales.max(keepdims=True)
 
 
 def describe_plan(plan: TorchPlan, limits: BuildConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.layout import (
     WEIGHTS_NAME,
     EngineConfig,
+    add_scales,
     check_inventory,
     list_engine_tensors,
     load_tensors,
@@ -20,12 +22,15 @@ from specdec.engine.layout import (
 )
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, describe_cpu
 from specdec.errors import SpecDecError, raise_problems
+from specdec.methods import EXTERNAL_METHODS
 from specdec.storage import TensorFile
 from specdec.torch_tensors import TORCH_DTYPES
 
-from ..loop import Timing, generate
+from ..draft_length import DraftLength
+from ..loop import Options, Timing, generate
 from ..methods import make_proposer
 from ..methods.base import PlainProposer, Proposer
+from ..methods.draft_target import DraftTargetProposer
 from ..requests import Request, Result
 
 logger = logs.get_logger(__name__)
@@ -44,10 +49,10 @@ class TorchEngine:
         model, drafter = checkpoint.model, checkpoint.drafter
         file = TensorFile(folder / WEIGHTS_NAME)
         shapes = list_engine_tensors(model, drafter)
-        check_inventory(file, shapes, "engine")
-        names = [n for n in shapes if speculate or not n.startswith("drafter.")]
-        weights = load_tensors(file, names, self.device)
-        depth = drafter.max_draft_depth if drafter else 0
+        check_inventory(file, add_scales(shapes, file.tensors), "engine")
+        names = shapes if speculate else list_engine_tensors(model, None)
+        weights = load_tensors(file, list(names), self.device, TORCH_DTYPES[model.dtype])
+        depth = drafter.max_draft_depth if drafter else build.max_draft_len
         self.decoder = Decoder(
             model,
             weights,
@@ -58,6 +63,7 @@ class TorchEngine:
         )
         self.method = "plain"
         self.proposer: Proposer = PlainProposer()
+        self._draft: TorchEngine | None = None
         if checkpoint.method is not None and speculate:
             self.method = checkpoint.method.name
             self.proposer = make_proposer(checkpoint, weights, self.decoder)
@@ -67,28 +73,35 @@ class TorchEngine:
     def check_requests(self, requests: Sequence[Request]) -> None:
         """Raise SpecDecError that lists every request beyond the engine's limits."""
         build, vocab_size = self.config.build, self.config.checkpoint.model.vocab_size
+        max_seq_len, max_input_len = build.max_seq_len, build.max_input_len
+        if self._draft is not None:
+            max_seq_len = min(max_seq_len, self._draft.config.build.max_seq_len)
+            max_input_len = min(max_input_len, self._draft.config.build.max_input_len)
         problems = []
         for request in requests:
             length, where = len(request.input_ids), f"prompt {request.index}"
             if length == 0:
                 problems.append((f"{where} is empty", "give at least one token"))
-            if length > build.max_input_len:
+            if length > max_input_len:
                 problems.append(
                     (
                         f"{where} has {length} tokens, the engine's max_input_len is"
-                        f" {build.max_input_len}",
+                        f" {max_input_len}",
                         "shorten it, or build with a larger --max-input-len",
                     )
                 )
-            elif length + request.max_output_len > build.max_seq_len:
+            elif length + request.max_output_len > max_seq_len:
                 problems.append(
                     (
                         f"{where} has {length} tokens and asks for {request.max_output_len} more,"
-                        f" the engine's max_seq_len is {build.max_seq_len}",
-                        f"lower --max-output-len to {build.max_seq_len - length}, or build with a"
+                        f" the engine's max_seq_len is {max_seq_len}",
+                        f"lower --max-output-len to {max_seq_len - length}, or build with a"
                         " larger --max-seq-len",
                     )
                 )
+            table, total = self.decoder.rotary, length + request.max_output_len
+            if table is not None and (found := table.check_request(length, total)):
+                problems.append((f"{where}: {found[0]}", found[1]))
             bad = [t for t in request.input_ids if not 0 <= t < vocab_size]
             if bad:
                 problems.append(
@@ -99,22 +112,69 @@ class TorchEngine:
                 )
         raise_problems(problems)
 
-    def generate(self, requests: Sequence[Request]) -> list[Result]:
-        """Decode all requests, in batches of at most the engine's max_batch_size."""
+    def attach_draft(self, draft: TorchEngine, *, draft_len: int | None, use_logits: bool) -> None:
+        """Let another engine draft for this one; raise SpecDecError where they do not match.
+
+        draft_len: tokens a step; None adapts it, up to what the engine was built for.
+        """
+        own, theirs = self.config, draft.config
+        longest = own.build.max_draft_len
+        problems = []
+        if own.build.speculative_decoding_mode != EXTERNAL_METHODS["draft_target"]:
+            problems.append(
+                (
+                    f"the target's engine was built with speculative_decoding_mode"
+                    f" {own.build.speculative_decoding_mode}",
+                    "build it from a plain checkpoint with --speculative-decoding-mode"
+                    " draft_tokens_external --max-draft-len N",
+                )
+            )
+        elif draft_len is not None and draft_len > longest:
+            problems.append(
+                (
+                    f"the draft length is {draft_len}, the target's engine was built with"
+                    f" max_draft_len {longest}",
+                    f"draft {longest} or fewer, or build with --max-draft-len {draft_len}",
+                )
+            )
+        if theirs.build.speculative_decoding_mode is not None:
+            problems.append(
+                (
+                    f"the draft engine was built with speculative_decoding_mode"
+                    f" {theirs.build.speculative_decoding_mode}",
+                    "give a plain engine as --draft-engine-dir",
+                )
+            )
+        if theirs.build.max_seq_len < own.build.max_seq_len:
+            logger.warning(
+                "the draft engine's max_seq_len is %d, the target's %d: requests may use the less",
+                theirs.build.max_seq_len, own.build.max_seq_len,
+            )  # fmt: skip
+        raise_problems(problems)
+        self.method = "draft_target"
+        self._draft = draft
+        self.load_seconds += draft.load_seconds
+        self.proposer = DraftTargetProposer(
+            draft.decoder,
+            DraftLength(draft_len or longest, is_auto=draft_len is None),
+            use_logits=use_logits,
+            target_vocab_size=self.config.checkpoint.model.vocab_size,
+            max_num_tokens=theirs.build.max_num_tokens,
+        )
+
+    def generate(self, requests: Sequence[Request], options: Options | None = None) -> list[Result]:
+        """Decode all requests, at most the engine's max_batch_size at once.
+
+        The engine's own limits take the place of those in `options`.
+        """
         self.check_requests(requests)
         build = self.config.build
-        size = build.max_batch_size
-        results: list[Result] = []
-        starts = range(0, len(requests), size)
-        for start in logs.show_progress(starts, label="batches", total=len(starts)):
-            results += generate(
-                self.decoder,
-                self.proposer,
-                requests[start : start + size],
-                max_num_tokens=build.max_num_tokens,
-                timing=self.timing,
-            )
-        return results
+        options = dataclasses.replace(
+            options or Options(),
+            max_num_tokens=build.max_num_tokens,
+            max_batch_size=build.max_batch_size,
+        )
+        return generate(self.decoder, self.proposer, requests, options, self.timing)
 
 
 def _choose_device(name: str) -> torch.device:

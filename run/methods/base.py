@@ -1,4 +1,4 @@
-"""What a speculative method is to the loop: it proposes trees and watches the result."""
+"""What a speculative method is to the loop: it proposes candidates and watches the result."""
 
 from __future__ import annotations
 
@@ -6,28 +6,54 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from specdec.engine.tree import Tree, make_root
+from specdec.engine.tree import make_root
+
+from ..requests import ActiveRequest
+from ..verify import Candidates
 
 
 class Proposer(Protocol):
-    """Drafts candidates for the active rows of a batch. `rows` are cache row numbers, [B]."""
+    """Drafts candidates for the active requests of a batch, each of which has a cache row."""
 
     max_draft_tokens: int
     max_draft_depth: int
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Forget the previous batch; cache row r now holds the request of prompts[r]."""
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Forget everything; rows 0 ... num_rows - 1 of that many tokens will be in use."""
 
-    def propose(self, rows: np.ndarray, outputs: Sequence[Sequence[int]]) -> list[Tree]:
-        """Return a tree per row, rooted at the last of its emitted tokens."""
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        """Each request's row now belongs to it; `observe` follows with its prompt's last state."""
 
-    def observe(self, rows: np.ndarray, states: Tensor, paths: Sequence[Sequence[int]]) -> None:
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Return what is proposed for each request, rooted at the last of its emitted tokens."""
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
         """Take the target's last hidden states [B, T, D] of a step and each row's accepted nodes.
 
         After the prompts, T is 1 and the only node is each prompt's last token.
         """
+
+
+def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
+    """The cache rows of requests, [B]."""
+    return np.array([request.row for request in requests], np.int64)
+
+
+def keep_newest(
+    kept: Tensor,
+    requests: Sequence[ActiveRequest],
+    states: Tensor,
+    paths: Sequence[Sequence[int]],
+) -> None:
+    """Write the state of each request's newest committed token into its row of `kept` [R, D]."""
+    last = torch.tensor([path[-1] for path in paths], device=kept.device)
+    newest = states[torch.arange(len(paths), device=kept.device), last]
+    kept[torch.from_numpy(list_rows(requests)).to(kept.device)] = newest
 
 
 class PlainProposer:
@@ -36,11 +62,16 @@ class PlainProposer:
     max_draft_tokens = 0
     max_draft_depth = 0
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+    def allocate(self, num_rows: int, num_positions: int) -> None:
         pass
 
-    def propose(self, rows: np.ndarray, outputs: Sequence[Sequence[int]]) -> list[Tree]:
-        return [make_root(output[-1]) for output in outputs]
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        pass
 
-    def observe(self, rows: np.ndarray, states: Tensor, paths: Sequence[Sequence[int]]) -> None:
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        return [Candidates(make_root(request.output_ids[-1])) for request in requests]
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
         pass

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.engine.decoder import Decoder
 from specdec.engine.redrafter import ReDrafterHead
-from specdec.engine.tree import Tree, pack_beams
+from specdec.engine.tree import pack_beams
 from specdec.methods import ReDrafterParams
+
+from ..requests import ActiveRequest
+from ..verify import Candidates
+from .base import keep_newest, list_rows
 
 
 def make_proposer(
@@ -37,23 +40,27 @@ class ReDrafterProposer:
         self.max_draft_depth = head.params.max_draft_depth
         self._hidden = torch.empty(0)
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Forget the previous batch."""
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Make room for one hidden state a row."""
         embedding = self.head.embedding
-        self._hidden = embedding.new_zeros((len(prompts), embedding.shape[1]))
+        self._hidden = embedding.new_zeros((num_rows, embedding.shape[1]))
 
-    def propose(self, rows: np.ndarray, outputs: Sequence[Sequence[int]]) -> list[Tree]:
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        """Nothing: the state comes with `observe`."""
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Search beams for all rows at once; pack each row's into a tree."""
         device = self._hidden.device
-        roots = [output[-1] for output in outputs]
-        hidden = self._hidden[torch.from_numpy(rows).to(device)]
+        roots = [request.output_ids[-1] for request in requests]
+        hidden = self._hidden[torch.from_numpy(list_rows(requests)).to(device)]
         beams = self.head.search_beams(hidden, torch.tensor(roots, device=device))  # [B, W, L]
         drafts = beams.cpu().numpy()
-        return [pack_beams(root, draft) for root, draft in zip(roots, drafts, strict=True)]
+        return [
+            Candidates(pack_beams(root, draft)) for root, draft in zip(roots, drafts, strict=True)
+        ]
 
-    def observe(self, rows: np.ndarray, states: Tensor, paths: Sequence[Sequence[int]]) -> None:
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
         """Keep the hidden state of each row's newest committed token: the next search reads it."""
-        device = self._hidden.device
-        last = torch.tensor([path[-1] for path in paths], device=device)
-        newest = states[torch.arange(len(paths), device=device), last]
-        self._hidden[torch.from_numpy(rows).to(device)] = newest
+        keep_newest(self._hidden, requests, states, paths)

@@ -34,6 +34,8 @@ class KVCache:
         self.blocks = torch.zeros(shape, dtype=dtype, device=device)
         self.num_positions = num_positions
         self.past_lens: IntArray = np.zeros(num_rows, np.int64)
+        # Where each row's request begins in the decoder's rotary tables.
+        self.rotary_starts: IntArray = np.zeros(num_rows, np.int64)
 
     def commit(self, row: int, path: list[int]) -> None:
         """Keep the entries of tree nodes `path` (root first) of the last step; drop the others."""
@@ -43,3 +45,11 @@ class KVCache:
             source = torch.tensor(path, device=entries.device) + start
             entries[:, :, :, start : start + len(path)] = entries.index_select(3, source)
         self.past_lens[row] += len(path)
+
+    def copy_prefix(self, source: int, row: int, length: int) -> None:
+        """Let `row` start over with the first `length` committed positions of row `source`."""
+        assert length <= self.past_lens[source]
+        if source != row and length:
+            self.blocks[:, :, row, :, :length] = self.blocks[:, :, source, :, :length]
+        self.past_lens[row] = length
+        self.rotary_starts[row] = self.rotary_starts[source]

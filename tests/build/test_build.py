@@ -137,8 +137,9 @@ def test_mode_without_a_drafter(plain_checkpoint: Path, tmp_path: Path) -> None:
     ("config", "match"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"quantization": {"quant_algo": "FP8"}}, "quantized"),
-        ({"rotary_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"quantization": {"quant_algo": "W8A16"}}, "quantized \\(W8A16\\)"),
+        ({"quantization": {"quant_algo": "FP8"}}, "qkv is float32, config.json says FP8"),
+        ({"rotary_scaling": {"rope_type": "ntk", "factor": 4.0}}, "'ntk' is not supported"),
         ({"num_hidden_layers": 3}, r"7 missing: transformer.layers.2"),
         ({"num_hidden_layers": 1}, r"7 unknown: transformer.layers.1"),
         ({"intermediate_size": 96}, r"misshapen: .*expected \[96, 64\]"),

@@ -76,7 +76,12 @@ PAGES = [
     "docs/convert.md",
     "docs/build.md",
     "docs/run.md",
+    "docs/quantization.md",
     "docs/train.md",
+    "docs/verify.md",
+    "docs/exactness.md",
+    "docs/methods/draft_target.md",
+    "docs/methods/medusa.md",
     "docs/methods/redrafter.md",
 ]
 LAUNCHER_FLAGS = {"--nproc-per-node", "--num-processes"}
@@ -86,10 +91,11 @@ LAUNCHER_FLAGS = {"--nproc-per-node", "--num-processes"}
 def test_pages_name_only_flags_that_exist(name: str) -> None:
     import importlib
 
+    from specdec.command import STAGES
     from specdec.settings import get_flags
 
     known = {"--config", "--debug", "--version", "--help", *LAUNCHER_FLAGS}
-    for stage in ("convert", "build", "run", "train"):
+    for stage in STAGES:
         settings = importlib.import_module(f"specdec.{stage}.settings")
         for value in vars(settings).values():
             if isinstance(value, type) and value.__name__.endswith("Settings"):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from specdec.engine.tree import Tree
-from specdec.run import loop
+from specdec.run import verify
 from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.loop import generate
+from specdec.run.loop import Options, generate
 from specdec.run.requests import Request, Result
 from tests.conftest import make_drafter, make_llama
 from tests.engines import OracleProposer, make_engine
@@ -105,7 +105,7 @@ def test_any_drafter_leaves_the_text_unchanged(
     prompts, expected = reference(target)
     beams, length = shape
     proposer = OracleProposer(expected, beams=beams, length=length, quality=quality, seed=5)
-    results = generate(engine.decoder, proposer, make_requests(prompts), max_num_tokens=8192)
+    results = generate(engine.decoder, proposer, make_requests(prompts), Options())
     assert outputs_of(results) == expected
     for result in results:
         stats = result.stats
@@ -125,9 +125,7 @@ def test_any_drafter_leaves_the_text_unchanged(
 def test_length_limit_cuts_inside_a_block(target: Path, engine: TorchEngine, limit: int) -> None:
     prompts, expected = reference(target)
     proposer = OracleProposer(expected, beams=2, length=5, quality=1.0, seed=1)
-    results = generate(
-        engine.decoder, proposer, make_requests(prompts, limit=limit), max_num_tokens=8192
-    )
+    results = generate(engine.decoder, proposer, make_requests(prompts, limit=limit), Options())
     assert outputs_of(results) == [tokens[:limit] for tokens in expected]
     assert {r.finish_reason for r in results} == {"length"}
 
@@ -140,7 +138,7 @@ def test_end_token_cuts_inside_a_block(target: Path, engine: TorchEngine, positi
     cut = [t[: t.index(end) + 1] if end in t else t for t in expected]
     proposer = OracleProposer(expected, beams=3, length=5, quality=0.9, seed=2)
     requests = make_requests(prompts, end_ids=frozenset([end]))
-    results = generate(engine.decoder, proposer, requests, max_num_tokens=8192)
+    results = generate(engine.decoder, proposer, requests, Options())
     assert outputs_of(results) == cut
     assert [r.finish_reason for r in results] == ["eos" if end in t else "length" for t in expected]
     assert outputs_of(engine.generate(requests)) == cut, "the same without drafts"
@@ -153,7 +151,7 @@ def test_prompts_in_chunks_give_the_same_text(
     prompts, expected = reference(target)
     proposer = OracleProposer(expected, beams=2, length=3, quality=0.7, seed=3)
     results = generate(
-        engine.decoder, proposer, make_requests(prompts), max_num_tokens=max_num_tokens
+        engine.decoder, proposer, make_requests(prompts), Options(max_num_tokens=max_num_tokens)
     )
     assert outputs_of(results) == expected
 
@@ -199,13 +197,13 @@ def test_accepting_a_wrong_token_is_noticed(
     """A deliberate break of the accept rule: one draft token too many is taken."""
     prompts, expected = reference(target)
     proposer = OracleProposer(expected, beams=2, length=4, quality=0.6, seed=4)
-    honest = loop.accept
+    honest = verify.accept
 
     def accept_one_more(tree: Tree, choices: np.ndarray) -> tuple[list[int], int]:
         path, bonus = honest(tree, choices)
         children = [n for n in range(tree.num_nodes) if tree.parents[n] == path[-1]]
         return ([*path, children[0]], int(choices[children[0]])) if children else (path, bonus)
 
-    monkeypatch.setattr(loop, "accept", accept_one_more)
-    results = generate(engine.decoder, proposer, make_requests(prompts), max_num_tokens=8192)
+    monkeypatch.setattr(verify, "accept", accept_one_more)
+    results = generate(engine.decoder, proposer, make_requests(prompts), Options())
     assert outputs_of(results) != expected

@@ -1,0 +1,147 @@
+"""Draft-target: a small model of the same vocabulary drafts a chain of tokens.
+
+Leviathan et al., "Fast inference from transformers via speculative decoding", 2023; Chen et al.,
+"Accelerating large language model decoding with speculative sampling", 2023.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.decoder import Decoder
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.tree import make_root, pack_beams
+
+from ..draft_length import DraftLength
+from ..prefill import fill_cache
+from ..requests import ActiveRequest
+from ..sampling import CHOICE, DRAFT, draw, process_logits
+from ..verify import Candidates
+
+
+class DraftTargetProposer:
+    """Decodes the draft model `draft_length` tokens ahead of each request.
+
+    The draft model's cache is kept between steps and cut back to what was accepted; nothing is
+    computed twice. With `use_logits`, sampled requests are accepted by the ratio of probabilities;
+    without, their draft tokens are drawn with the random numbers that the target will use, and
+    compared. Greedy requests are compared always.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        draft_length: DraftLength,
+        *,
+        use_logits: bool,
+        target_vocab_size: int,
+        max_num_tokens: int,
+    ) -> None:
+        self.decoder = decoder
+        self.draft_length = draft_length
+        self.use_logits = use_logits
+        self.max_draft_tokens = self.max_draft_depth = draft_length.maximum
+        self._vocab_size = target_vocab_size
+        self._max_num_tokens = max_num_tokens
+        self._cache: KVCache | None = None
+        self._known: dict[int, int] = {}  # by row: tokens of the request when drafting began
+        self._num_drafted: dict[int, int] = {}  # by row, in the last draft
+        self._began_verify = 0.0
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Make a cache of the target's shape."""
+        self._cache = self.decoder.make_cache(num_rows, num_positions)
+
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        """Empty the rows; their prompts are run when the first draft is asked for."""
+        assert self._cache is not None
+        for request in requests:
+            self._cache.copy_prefix(request.row, request.row, 0)
+            self._known[request.row] = 0
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Draft for all requests at once, each at most up to the token before its limit."""
+        assert self._cache is not None
+        began = time.perf_counter()
+        texts = [[*r.request.input_ids, *r.output_ids] for r in requests]
+        has_prompts = any(self._known[r.row] == 0 for r in requests)
+        chosen = self.draft_length.choose()
+        # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
+        vocab_size = self.decoder.model.vocab_size
+        counts = [
+            min(chosen, request.remaining - 1) if max(text) < vocab_size else 0
+            for request, text in zip(requests, texts, strict=True)
+        ]
+        for request, text, count in zip(requests, texts, counts, strict=True):
+            self._known[request.row], self._num_drafted[request.row] = len(text), count
+        draft_probs: list[list[Tensor]] = [[] for _ in requests]
+        for depth in range(max(counts)):
+            active = [at for at, count in enumerate(counts) if count > depth]
+            hidden = fill_cache(
+                self.decoder,
+                self._cache,
+                [requests[at].row for at in active],
+                [texts[at] for at in active],
+                self._max_num_tokens,
+            )
+            logits = self.decoder.compute_logits(hidden)[:, : self._vocab_size]
+            drafted = self._choose(logits, [requests[at] for at in active], depth)
+            for at, (token, probs) in zip(active, drafted, strict=True):
+                texts[at].append(token)
+                if probs is not None:
+                    draft_probs[at].append(probs)
+        candidates = []
+        for request, text, count, probs_list in zip(
+            requests, texts, counts, draft_probs, strict=True
+        ):
+            root = request.output_ids[-1]
+            tree = pack_beams(root, np.array([text[-count:]])) if count else make_root(root)
+            candidates.append(Candidates(tree, probs_list or None))
+        self._began_verify = time.perf_counter()
+        if not has_prompts:
+            self.draft_length.record_draft(max(counts), self._began_verify - began)
+        return candidates
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
+        """Cut the draft model's cache back to the accepted tokens."""
+        assert self._cache is not None
+        if self._known[requests[0].row] == 0:  # the prompts' own pass
+            return
+        seconds = time.perf_counter() - self._began_verify
+        self.draft_length.record_verify(states.shape[1], seconds)
+        for request, path in zip(requests, paths, strict=True):
+            num_accepted = len(path) - 1
+            kept = self._known[request.row] + num_accepted
+            past = int(self._cache.past_lens[request.row])
+            self._cache.copy_prefix(request.row, request.row, min(past, kept))
+            self.draft_length.record_accepted(num_accepted, self._num_drafted[request.row])
+
+    def _choose(
+        self, logits: Tensor, requests: Sequence[ActiveRequest], depth: int
+    ) -> list[tuple[int, Tensor | None]]:
+        """The draft model's token for each request, and what it was drawn from if that counts."""
+        chosen: list[tuple[int, Tensor | None]] = [
+            (token, None) for token in logits.argmax(-1).tolist()
+        ]
+        sampled = [at for at, r in enumerate(requests) if not r.sampler.params.is_greedy]
+        if not sampled:
+            return chosen
+        samplers = [requests[at].sampler for at in sampled]
+        probs = process_logits(logits[sampled], [s.params for s in samplers])
+        if probs.shape[1] < self._vocab_size:  # the target's vocabulary is padded further
+            probs = torch.nn.functional.pad(probs, (0, self._vocab_size - probs.shape[1]))
+        stream = DRAFT if self.use_logits else CHOICE
+        uniforms = [
+            sampler.get_uniform(stream, len(requests[at].output_ids) + depth)
+            for at, sampler in zip(sampled, samplers, strict=True)
+        ]
+        for line, (at, token) in enumerate(zip(sampled, draw(probs, uniforms), strict=True)):
+            chosen[at] = (token, probs[line] if self.use_logits else None)
+        return chosen

@@ -1,0 +1,115 @@
+"""Sampling: the target's processed distribution, and each request's own random numbers.
+
+Legend: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Streams of a request's random numbers. Each emitted token reads each stream at its own position,
+# so what a token is drawn with depends neither on the batch nor on how many steps it took.
+CHOICE, DRAFT, ACCEPT = range(3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a request's tokens are chosen.
+
+    temperature: 0 decodes greedily. top_k: 0 keeps all. top_p: 1 keeps all. Applied in this order,
+    as transformers' logits processors are.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is the only one left."""
+        return self.temperature == 0 or self.top_k == 1
+
+
+GREEDY = SamplingParams()
+
+
+class Sampler:
+    """The random numbers of one request: uniform on [0, 1), by stream and output position.
+
+    They come from Philox counters keyed by the seed alone (Salmon et al., "Parallel random numbers:
+    as easy as 1, 2, 3", 2011), so equal seeds give equal numbers in any batch.
+    """
+
+    def __init__(self, params: SamplingParams, num_positions: int) -> None:
+        self.params = params
+        if params.is_greedy:
+            return
+        key = np.array([params.seed & (2**64 - 1), 0], np.uint64)
+        self._uniforms = np.empty((3, num_positions))
+        for stream in (CHOICE, DRAFT, ACCEPT):
+            key[1] = stream
+            self._uniforms[stream] = np.random.Generator(np.random.Philox(key=key)).random(
+                num_positions
+            )
+
+    def get_uniform(self, stream: int, position: int) -> float:
+        """Return the number that the output token at `position` uses from a stream."""
+        return float(self._uniforms[stream, position])
+
+
+def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Return the probabilities [B, V] in float32 that each row's settings leave.
+
+    logits: [B, V]; no row may be greedy. Temperature, then top-k (ties of the k-th kept), then
+    top-p (the smallest set of the likeliest tokens whose probabilities sum to top_p or more).
+    """
+    device = logits.device
+    scores = logits.float()
+    temperature = torch.tensor([p.temperature for p in params], device=device)
+    scores = scores / temperature[:, None]
+    vocab_size = scores.shape[-1]
+    top_k = [min(p.top_k, vocab_size) or vocab_size for p in params]
+    if min(top_k) < vocab_size:
+        limited = [k if k < vocab_size else 1 for k in top_k]
+        best = scores.topk(max(limited), dim=-1).values
+        lowest = best.gather(1, torch.tensor(limited, device=device)[:, None] - 1)
+        is_limited = torch.tensor([k < vocab_size for k in top_k], device=device)
+        scores = scores.masked_fill((scores < lowest) & is_limited[:, None], -torch.inf)
+    top_p = [p.top_p for p in params]
+    if min(top_p) < 1:
+        rising, order = scores.sort(dim=-1)
+        mass = rising.softmax(-1).cumsum(-1)
+        is_tail = mass <= 1 - torch.tensor(top_p, device=device)[:, None]
+        is_tail &= torch.tensor([p < 1 for p in top_p], device=device)[:, None]
+        is_tail[:, -1] = False
+        scores = scores.masked_fill(is_tail.scatter(1, order, is_tail), -torch.inf)
+    return scores.softmax(-1)
+
+
+def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
+    """Return for each row of probs [B, V] the token at which the cumulative sum passes uniform.
+
+    The sums are taken in float64 and need not end at 1; a token of probability 0 is never drawn.
+    """
+    sums = probs.double().cumsum(-1)
+    wanted = torch.tensor(uniforms, dtype=torch.float64, device=probs.device) * sums[:, -1]
+    tokens = torch.searchsorted(sums, wanted[:, None], right=True)[:, 0]
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
+def draw_residual(target: Tensor, draft: Tensor, uniform: float) -> int:
+    """Draw from the part of target [V] that exceeds draft [V], normalized.
+
+    Where none does, as only rounding can bring about after a rejection, from the target itself.
+    """
+    residual = (target - draft).clamp(min=0)
+    if not bool(residual.any()):
+        residual = target
+    return draw(residual[None], [uniform])[0]

@@ -1,0 +1,48 @@
+"""Streaming: the text form of the outputs, written piece by piece as text becomes certain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .requests import ActiveRequest, Request
+
+
+class StreamPrinter:
+    """Writes outputs in the order of the requests: one live, later ones when their turn comes."""
+
+    def __init__(self, write: Callable[[str], None], requests: Sequence[Request]) -> None:
+        self._write = write
+        self._requests = list(requests)
+        self._turn = 0
+        self._has_header = False
+        self._pieces: dict[int, str] = {}  # by index: text not written yet
+        self._finished: set[int] = set()
+
+    def show(self, requests: Sequence[ActiveRequest]) -> None:
+        """Take what a step has added to these requests."""
+        for request in requests:
+            assert request.text is not None
+            if request.finish_reason is not None:
+                request.text.finish()
+                self._finished.add(request.request.index)
+            index = request.request.index
+            self._pieces[index] = self._pieces.get(index, "") + request.text.take()
+        while self._turn < len(self._requests):
+            request_now = self._requests[self._turn]
+            index = request_now.index
+            if index not in self._pieces:
+                return
+            if not self._has_header:
+                self._write(
+                    f'Input [Text {index}]: "{request_now.input_text}"\n'
+                    f'Output [Text {index} Beam 0]: "'
+                )
+                self._has_header = True
+            if piece := self._pieces.pop(index):
+                self._write(piece)
+            if index not in self._finished:
+                self._pieces[index] = ""
+                return
+            self._write('"\n')
+            self._turn += 1
+            self._has_header = False

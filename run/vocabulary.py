@@ -1,0 +1,88 @@
+"""Whether two models speak of the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specdec import logs
+from specdec.engine.layout import EngineConfig
+from specdec.errors import SpecDecError, raise_problems
+
+logger = logs.get_logger(__name__)
+MAX_SHOWN = 3
+
+
+def check_vocabularies(
+    target: EngineConfig,
+    draft: EngineConfig,
+    target_dir: Path,
+    draft_dir: Path,
+    tokenizer: Any,
+    draft_tokenizer_dir: str | None,
+) -> None:
+    """Raise SpecDecError where token ids of one model mean something else to the other.
+
+    Models of one tokenizer often differ in padding: that is no difference. What a token means is
+    known from the tokenizers, or from the vocabularies that the engines' manifests record.
+    """
+    if draft_tokenizer_dir is not None:
+        from .prompts import load_tokenizer
+
+        if tokenizer is None:
+            raise SpecDecError(
+                "--draft-tokenizer-dir is compared with --tokenizer-dir, which is not given",
+                "give both",
+            )
+        compare_tokenizers(tokenizer, load_tokenizer(draft_tokenizer_dir))
+        return
+    sizes = target.checkpoint.model.vocab_size, draft.checkpoint.model.vocab_size
+    known = target.vocabulary, draft.vocabulary
+    if known[0] is not None and known[1] is not None:
+        if known[0] != known[1]:
+            raise SpecDecError(
+                f"the tokenizers differ: {target_dir} was made with one of"
+                f" {known[0]['num_tokens']} tokens, {draft_dir} with one of"
+                f" {known[1]['num_tokens']}",
+                "use a draft model of the target's family; --draft-tokenizer-dir tells which"
+                " tokens differ",
+            )
+        return
+    if sizes[0] != sizes[1]:
+        raise SpecDecError(
+            f"the target's vocab_size is {sizes[0]}, the draft model's {sizes[1]}, and whether"
+            " only padding differs is not known",
+            "give --tokenizer-dir and --draft-tokenizer-dir to compare them",
+        )
+    logger.warning(
+        "whether both models have one tokenizer is not known: their manifests record none;"
+        " --draft-tokenizer-dir compares them"
+    )
+
+
+def compare_tokenizers(target: Any, draft: Any) -> None:
+    """Raise SpecDecError that names the first tokens that differ."""
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    different = sorted(
+        (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)),
+        key=lambda token: (min(ours.get(token, 1 << 62), theirs.get(token, 1 << 62)), token),
+    )
+    if not different:
+        return
+    shown = ", ".join(
+        f"{token!r} is {_describe(ours.get(token))} and {_describe(theirs.get(token))}"
+        for token in different[:MAX_SHOWN]
+    )
+    raise_problems(
+        [
+            (
+                f"the tokenizers differ in {len(different)} tokens (target {len(ours)}, draft"
+                f" {len(theirs)}): {shown}",
+                "use a draft model of the target's family",
+            )
+        ]
+    )
+
+
+def _describe(token_id: int | None) -> str:
+    return "absent" if token_id is None else str(token_id)

@@ -1,0 +1,408 @@
+"""Draft-target: a second engine drafts, the text stays the target's own."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.errors import SpecDecError, UsageError
+from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.draft_length import DraftLength
+from specdec.run.draft_options import DraftOptions, read_draft_options
+from specdec.run.loop import Options, generate
+from specdec.run.methods.draft_target import DraftTargetProposer
+from specdec.run.requests import Request
+from specdec.run.sampling import SamplingParams
+from specdec.run.settings import RunSettings
+from tests.conftest import make_llama, make_tokenizer, read_error_lines, run_cli
+from tests.engines import call
+
+LIMIT = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines: a target, a draft model alike but for noise, and a stranger of equal vocabulary."""
+    parent = tmp_path_factory.mktemp("pair")
+    make_llama(parent, seed=3, name="target-hf")
+    make_noisy_copy(parent / "target-hf", parent / "draft-hf")
+    make_llama(parent, seed=9, layers=1, hidden=32, name="stranger-hf")
+    for name in ("target", "draft", "stranger"):
+        make_tokenizer(parent / f"{name}-hf")
+        build(parent, name)
+    return parent
+
+
+def build(parent: Path, name: str, *flags: object, source: str | None = None) -> Path:
+    source = source or name
+    checkpoint = parent / f"{source}-ckpt"
+    if not checkpoint.exists():
+        call("convert", "--model-dir", parent / f"{source}-hf", "--output-dir", checkpoint)
+    if name == "target":
+        flags = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6)
+    call("build", "--checkpoint-dir", checkpoint, "--output-dir", parent / name, *flags)
+    return parent / name
+
+
+def make_noisy_copy(source: Path, copy: Path) -> None:
+    """A model that mostly agrees with another: some of its drafts are right, some wrong."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(source)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight += 0.06 * weight.std() * noise if weight.dim() > 1 else 0
+    model.save_pretrained(copy)
+
+
+@functools.cache
+def load(
+    folder: Path, draft: str = "", draft_len: int | None = 4, use_logits: bool = False
+) -> TorchEngine:
+    engine = TorchEngine(folder / "target", device="cpu")
+    if draft:
+        engine.attach_draft(
+            TorchEngine(folder / draft, device="cpu"), draft_len=draft_len, use_logits=use_logits
+        )
+    return engine
+
+
+def make_requests(number: int, **sampling: Any) -> list[Request]:
+    generator = torch.Generator().manual_seed(7)
+    requests = []
+    for index in range(number):
+        length = 1 + (index * 7) % 19
+        requests.append(
+            Request(
+                index=index,
+                input_ids=torch.randint(3, 128, (length,), generator=generator).tolist(),
+                max_output_len=1 + (index * 5) % LIMIT,
+                end_ids=frozenset([17]) if index % 3 == 0 else frozenset(),
+                sampling=SamplingParams(seed=index, **sampling),
+            )
+        )
+    return requests
+
+
+@pytest.mark.parametrize("draft", ["draft", "stranger", "target-itself"])
+@pytest.mark.parametrize("draft_len", [1, 3, 6, None])
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_greedy_text_is_the_targets(
+    folder: Path, draft: str, draft_len: int | None, use_logits: bool
+) -> None:
+    if draft == "target-itself" and not (folder / draft).exists():
+        build(folder, draft, source="target")
+    requests = make_requests(11)
+    expected = [r.output_ids for r in load(folder).generate(requests)]
+    engine = load(folder, draft, draft_len, use_logits)
+    results = engine.generate(requests)
+    assert [r.output_ids for r in results] == expected
+    rates = [r.stats.acceptance_rate for r in results if r.stats.num_draft_depth]
+    if draft == "target-itself":
+        assert set(rates) == {1.0}, "a target that drafts for itself is always right"
+    elif draft == "draft" and draft_len == 3:
+        assert 0.2 < sum(rates) / len(rates) < 1.0
+    for result in results:
+        # Nothing is drafted beyond the limit: the last step's bonus token is always used.
+        assert result.stats.num_draft_tokens <= max(0, 6 * result.stats.num_verify_steps)
+        if result.finish_reason == "length" and draft == "target-itself":
+            emitted = result.stats.num_accepted + result.stats.num_verify_steps + 1
+            assert emitted == len(result.output_ids)
+
+
+def test_a_long_prompt_joins_a_nearly_full_row(folder: Path) -> None:
+    """The draft model runs the new prompt beside one token of a row that is almost at its end."""
+    requests = [
+        Request(index=n, input_ids=[3 + n] * size, max_output_len=limit, end_ids=frozenset())
+        for n, (size, limit) in enumerate([(30, 100), (5, 40), (120, 9), (90, 30)])
+    ]
+    expected = [r.output_ids for r in load(folder).generate(requests)]
+    engine = load(folder, "draft")
+    assert max(r.stats.num_verify_steps for r in engine.generate(requests)) > 9
+    results = generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=2))
+    assert [r.output_ids for r in results] == expected
+
+
+def test_sampled_text_does_not_depend_on_what_is_compared(folder: Path) -> None:
+    """Without logits, the target's own draws decide: the text is that of plain sampling."""
+    requests = make_requests(11, temperature=0.8, top_p=0.95)
+    expected = [r.output_ids for r in load(folder).generate(requests)]
+    greedy = [r.output_ids for r in load(folder).generate(make_requests(11))]
+    assert expected != greedy
+    results = load(folder, "draft").generate(requests)
+    assert [r.output_ids for r in results] == expected
+    assert sum(r.stats.num_accepted for r in results) > 10
+
+
+def test_ratio_keeps_the_first_tokens_distribution(folder: Path) -> None:
+    """The real engines, with logits: two tokens after one prompt, over many seeds."""
+    import numpy as np
+
+    from specdec.run.sampling import process_logits
+    from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
+
+    engine = load(folder, "draft", 2, True)
+    params = SamplingParams(temperature=1.0, top_k=3)
+    number = 1500
+    requests = [
+        Request(
+            index=seed, input_ids=[5, 9, 40], max_output_len=3, end_ids=frozenset(),
+            sampling=SamplingParams(temperature=1.0, top_k=3, seed=seed),
+        )
+        for seed in range(number)
+    ]  # fmt: skip
+    results = generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=250))
+    kept = [r.stats.num_accepted for r in results]
+    assert 0.1 * number < sum(kept) < 1.9 * number, "some drafts are kept, some are not"
+    counts = Counter(tuple(result.output_ids) for result in results)
+    probs: dict[tuple[int, ...], float] = {}
+
+    def expand(text: tuple[int, ...], probability: float) -> None:
+        if len(text) == 3:
+            probs[text] = probability
+            return
+        left = process_logits(compute_logits(engine, [5, 9, 40, *text])[None], [params])[0]
+        for token in left.nonzero()[:, 0].tolist():
+            expand((*text, token), probability * float(left[token]))
+
+    expand((), 1.0)
+    assert set(counts) <= set(probs)
+    texts, total = sorted(probs), sum(probs.values())
+    p_value = compute_p_value(
+        np.array([counts[text] for text in texts]), np.array([probs[t] / total for t in texts])
+    )
+    assert p_value > FALSE_ALARM_RATE
+
+
+@torch.inference_mode()
+def compute_logits(engine: TorchEngine, text: list[int]) -> torch.Tensor:
+    from specdec.run.prefill import fill_cache
+
+    cache = engine.decoder.make_cache(1, len(text))
+    hidden = fill_cache(engine.decoder, cache, [0], [text], 8192)
+    logits: torch.Tensor = engine.decoder.compute_logits(hidden)[0]
+    return logits
+
+
+def test_draft_cache_is_never_recomputed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token goes through the draft model once, and again only after a rejection."""
+    from specdec.engine.decoder import Decoder, Step
+
+    engine = load(folder, "draft", 4)
+    assert isinstance(engine.proposer, DraftTargetProposer)
+    draft = engine.proposer.decoder
+    fed: list[int] = []
+    honest = Decoder.forward
+
+    def count(self: Decoder, step: Step, cache: Any) -> torch.Tensor:
+        if self is draft:
+            fed.append(step.tokens.shape[1])
+        return honest(self, step, cache)
+
+    monkeypatch.setattr(Decoder, "forward", count)
+    request = Request(index=0, input_ids=list(range(3, 43)), max_output_len=20, end_ids=frozenset())
+    engine.generate([request])
+    assert fed[0] == 41, "the prompt and the first token, once"
+    assert max(fed[1:]) <= 2, "then the newest token, and the last draft token if it was accepted"
+
+
+# --- draft length ---
+
+
+def test_fixed_length() -> None:
+    fixed = DraftLength(3)
+    fixed.record_accepted(0, 3)
+    assert fixed.choose() == 3
+
+
+@pytest.mark.parametrize(
+    ("rate", "draft_cost", "slope", "expected"),
+    [
+        (0.9, 0.01, 0.0, range(7, 9)),  # cheap and right: as long as may be
+        (0.6, 0.01, 0.5, range(0, 3)),  # verifying more tokens is dear
+        (0.05, 0.2, 0.0, range(0, 2)),  # mostly wrong
+        (0.7, 1.5, 0.0, range(0, 1)),  # drafting costs more than the target
+    ],
+)
+def test_auto_length_finds_what_pays(
+    rate: float, draft_cost: float, slope: float, expected: range
+) -> None:
+    import random
+
+    dice = random.Random(4)
+    auto = DraftLength(8, is_auto=True)
+    chosen = []
+    for _ in range(300):
+        length = auto.choose()
+        chosen.append(length)
+        auto.record_draft(length, draft_cost * length)
+        auto.record_verify(length + 1, 1.0 + slope * length)
+        accepted = 0
+        while accepted < length and dice.random() < rate:
+            accepted += 1
+        auto.record_accepted(accepted, length)
+    late = sorted(chosen[100:])
+    assert late[len(late) // 2] in expected, late
+    if expected[0] == 0 and expected[-1] == 0:
+        assert max(late) == 1, "once in a while a draft is tried"
+
+
+# --- options and refusals ---
+
+
+def read(**flags: Any) -> DraftOptions | None:
+    return read_draft_options(RunSettings(engine_dir=Path("e"), **flags))
+
+
+def test_both_ways_of_writing_the_options() -> None:
+    draft = {"draft_engine_dir": Path("d")}
+    assert read() is None
+    assert read(**draft) == DraftOptions(
+        draft_len=None, draft_devices=None, target_devices=None, use_logits=False
+    )
+    joined = read(**draft, draft_target_model_config="[4,[0],[1,2],True]")
+    named = read(**draft, draft_len="4", draft_devices="0", target_devices="1,2", use_logits=True)
+    assert joined == named
+    assert joined == DraftOptions(
+        draft_len=4, draft_devices=(0,), target_devices=(1, 2), use_logits=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"draft_len": "4"}, "--draft-len without --draft-engine-dir"),
+        ({"draft_tokenizer_dir": "x"}, "--draft-tokenizer-dir without"),
+        ({"draft_target_model_config": "[4,[0],[1],True]"}, "without --draft-engine-dir"),
+        ({"draft_engine_dir": Path("d"), "no_speculation": True}, "no effect with --no-spec"),
+        ({"draft_engine_dir": Path("d"), "draft_len": "0"}, "--draft-len is '0'"),
+        ({"draft_engine_dir": Path("d"), "draft_len": "four"}, "--draft-len is 'four'"),
+        ({"draft_engine_dir": Path("d"), "draft_devices": "a"}, "--draft-devices is 'a'"),
+        (
+            {
+                "draft_engine_dir": Path("d"),
+                "draft_len": "4",
+                "draft_target_model_config": "[4,[0],[1],True]",
+            },
+            "and --draft-len are both given",
+        ),
+        *(
+            ({"draft_engine_dir": Path("d"), "draft_target_model_config": text}, "write it as")
+            for text in (
+                "", "4", "[4]", "[4,[0],[1]]", "[0,[0],[1],True]", "[4,0,[1],True]",
+                "[4,[0],[],True]", "[4,[0],[-1],True]", "[4,[0],[1],1]", "[True,[0],[1],True]",
+                "__import__('os')", "[" * 500,
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_options(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(**flags)
+    assert message in caught.value.message + caught.value.hint
+
+
+def test_engines_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    target, draft = TorchEngine(folder / "target"), TorchEngine(folder / "draft")
+    with pytest.raises(SpecDecError, match="draft length is 7, .* max_draft_len 6"):
+        target.attach_draft(draft, draft_len=7, use_logits=False)
+    with pytest.raises(SpecDecError, match="2 problems"):
+        draft.attach_draft(target, draft_len=4, use_logits=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags", "message"),
+    [
+        (True, (), "needs the most tokens"),
+        (False, ("--max-draft-len", 4), "add --speculative-decoding-mode draft_tokens_external"),
+    ],
+)
+def test_build_wants_both_flags(
+    folder: Path, tmp_path: Path, mode: bool, flags: tuple[object, ...], message: str
+) -> None:
+    if mode:
+        flags = ("--speculative-decoding-mode", "draft_tokens_external", *flags)
+    with pytest.raises(SpecDecError) as caught:
+        call(
+            "build", "--checkpoint-dir", folder / "target-ckpt", "--output-dir", tmp_path / "e",
+            *flags,
+        )  # fmt: skip
+    assert message in caught.value.message + caught.value.hint
+
+
+def test_vocabularies_are_compared(folder: Path, tmp_path: Path) -> None:
+    """By what the engines' manifests record, and by the tokenizers themselves."""
+    from specdec.run.vocabulary import check_vocabularies, compare_tokenizers
+
+    target, draft = TorchEngine(folder / "target").config, TorchEngine(folder / "draft").config
+    assert target.vocabulary == draft.vocabulary
+    assert target.vocabulary is not None
+    assert target.vocabulary["num_tokens"] == 128
+    make_llama(tmp_path, vocab=160, name="other-hf")
+    make_tokenizer(tmp_path / "other-hf", vocab=150)
+    other = TorchEngine(build(tmp_path, "other")).config
+    with pytest.raises(SpecDecError, match="tokenizers differ: .* of 128 tokens, .* of 150"):
+        check_vocabularies(target, other, Path("t"), Path("d"), None, None)
+    make_tokenizer(tmp_path / "padded-hf", vocab=128)
+    make_llama(tmp_path, vocab=160, name="padded-hf")
+    padded = TorchEngine(build(tmp_path, "padded")).config
+    check_vocabularies(target, padded, Path("t"), Path("d"), None, None)
+    from transformers import AutoTokenizer
+
+    ours = AutoTokenizer.from_pretrained(folder / "target-hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "other-hf")
+    with pytest.raises(SpecDecError, match=r"differ in 22 tokens .*is absent and 128"):
+        compare_tokenizers(ours, theirs)
+    compare_tokenizers(ours, ours)
+
+
+def test_padded_draft_vocabulary_gives_the_same_text(folder: Path, tmp_path: Path) -> None:
+    make_llama(tmp_path, vocab=160, seed=3, name="padded-hf")
+    make_tokenizer(tmp_path / "padded-hf", vocab=128)
+    make_llama(tmp_path, vocab=120, seed=4, name="short-hf")
+    for name in ("padded", "short"):
+        build(tmp_path, name)
+    requests = make_requests(6, temperature=0.9) + make_requests(6)
+    expected = [r.output_ids for r in load(folder).generate(requests)]
+    for name in ("padded", "short"):
+        engine = TorchEngine(folder / "target")
+        engine.attach_draft(TorchEngine(tmp_path / name), draft_len=3, use_logits=False)
+        assert [r.output_ids for r in engine.generate(requests)] == expected
+        engine.attach_draft(TorchEngine(tmp_path / name), draft_len=3, use_logits=True)
+        assert [r.output_ids for r in engine.generate(requests[6:])] == expected[6:]
+        assert all(r.output_ids for r in engine.generate(requests[:6]))
+
+
+def test_the_command(folder: Path) -> None:
+    common = [
+        "run", "--engine-dir", folder / "target", "--tokenizer-dir", folder / "target-hf",
+        "--input-text", "def a", "x", "--max-output-len", 9, "--json",
+    ]  # fmt: skip
+    draft = ["--draft-engine-dir", folder / "draft"]
+    plain = run_cli(*common, "--no-speculation")
+    assert plain.returncode == 0, plain.stderr
+    done = run_cli(*common, *draft, "--draft_target_model_config", "[4,[0],[1],False]")
+    assert done.returncode == 0, done.stderr
+    assert "draft devices [0]: running on the CPU" in done.stderr
+    report, baseline = json.loads(done.stdout), json.loads(plain.stdout)
+    assert report["stats"]["method"] == "draft_target"
+    for ours, theirs in zip(report["outputs"], baseline["outputs"], strict=True):
+        assert ours["output_ids"] == theirs["output_ids"]
+        assert ours["stats"]["num_draft_tokens"] > 0
+    for flags, status, message in (
+        ([*draft, "--draft-devices", "0,1"], 1, "device list [0, 1] has 2 entries"),
+        ([], 1, "built for a draft model, and none is given"),
+        ([*draft, "--use-py-session"], 2, "Python session"),
+        ([*draft, "--num-beams", 2], 2, "no beam search"),
+    ):
+        failed = run_cli(*common, *flags)
+        assert failed.returncode == status, failed.stderr
+        assert message in read_error_lines(failed.stderr)[0]

@@ -1,0 +1,292 @@
+"""Medusa on the torch engine: trees, and greedy text that no head can change."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+
+from specdec.engine.tree import build_tree_mask
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods import MedusaParams
+from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.methods.medusa import (
+    DEFAULT_CPU_TOKENS,
+    Choices,
+    ChoiceTree,
+    MedusaProposer,
+    check_choices,
+    grow_choices,
+    make_proposer,
+    parse_choices,
+)
+from specdec.run.requests import Request
+from specdec.storage import read_json
+from specdec.tensors import list_medusa_tensors
+from tests.conftest import make_llama, make_medusa_heads, make_tokenizer
+from tests.engines import call
+from tests.parity.models import VOCAB, make_model
+
+PARAMS = MedusaParams(num_heads=3, num_layers=1, max_draft_len=10)
+PROMPTS = ([5, 9, 77], [3] * 20, [100], [8, 60])
+LIMIT = 30
+
+
+# ---- Choices.
+
+
+def test_choices_are_read() -> None:
+    assert parse_choices("[[0], [0, 2], [1]]") == ((0,), (0, 2), (1,))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[0", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("{}", "is {}, not a list of paths"),
+        ("[]", r"is \[\], not a list of paths"),
+        ("7", "is 7, not a list"),
+        ("[0]", ": 0 is no path"),
+        ("[[]]", r": \[\] is no path"),
+        ("[[0], [-1]]", r": \[-1\] is no path"),
+        ("[[0], [true]]", r": \[true\] is no path"),
+        ("[[0.0]]", r": \[0.0\] is no path"),
+    ],
+)
+def test_choices_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_choices(text)
+    assert "[[0], [0, 0], [1]]" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ("[[0], [1], [0]]", r"has \[0\] twice"),
+        ("[[0], [1, 0]]", r"has \[1, 0\] but not \[1\]"),
+        ("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", "is 4 deep, the engine has 3 Medusa heads"),
+        (json.dumps([[n] for n in range(11)]), "has 11 paths, the engine's max_draft_len is 10"),
+        ("[[0], [90]]", "has rank 90, the vocabulary 90 tokens"),
+        ("[[0], [1, 0], [0]]", "2 problems"),
+    ],
+)
+def test_choices_that_the_heads_cannot_give(choices: str, message: str) -> None:
+    with pytest.raises(SpecDecError, match=message):
+        check_choices(parse_choices(choices), PARAMS, vocab_size=90)
+    check_choices(((0,), (0, 89)), PARAMS, vocab_size=90)
+
+
+def test_default_tree_on_a_cpu() -> None:
+    """By hand: 0.6; 0.6 * 0.48; 0.6 / 4; 0.6 * 0.48 * 0.384; 0.6 * 0.48 / 4, ..."""
+    assert grow_choices(4, DEFAULT_CPU_TOKENS, 1000) == (
+        (0,), (0, 0), (1,), (0, 0, 0), (0, 1), (1, 0), (2,),
+    )  # fmt: skip
+
+
+@hypothesis.given(st.integers(1, 5), st.integers(1, 64), st.integers(1, 9))
+def test_grown_trees_are_the_best_of_their_size(heads: int, size: int, vocab: int) -> None:
+    choices = grow_choices(heads, size, vocab)
+    check_choices(choices, MedusaParams(num_heads=heads, num_layers=1, max_draft_len=size), vocab)
+    everything = sum(vocab**depth for depth in range(1, heads + 1))
+    assert len(choices) == min(size, everything)
+
+    def rate(path: tuple[int, ...]) -> float:
+        return float(np.prod([0.6 * 0.8**i / (r + 1) ** 2 for i, r in enumerate(path)]))
+
+    # Nothing outside beats anything inside: it is enough to try every way to extend the tree.
+    known = set(choices)
+    outside = {(*p, 0) for p in known if len(p) < heads}
+    outside |= {(*p[:-1], p[-1] + 1) for p in known if p[-1] + 1 < vocab}
+    worst = min(map(rate, choices))
+    assert all(rate(path) <= worst * (1 + 1e-12) for path in outside - known)
+
+
+def test_a_tree_is_filled_with_the_ranked_tokens() -> None:
+    """Head 0 ranks 10, 11, 12; head 1 ranks 20, 21. Paths may come in any order."""
+    tree = ChoiceTree(((1, 1), (0, 1), (1,), (2,), (0,)))
+    assert tree.widths == [3, 2]
+    filled = tree.fill(7, np.array([10, 11, 12, 20, 21]))
+    assert filled.tokens.tolist() == [7, 10, 11, 12, 21, 21]
+    assert filled.parents.tolist() == [-1, 0, 0, 0, 1, 2]
+    assert filled.depths.tolist() == [0, 1, 1, 1, 2, 2]
+    assert build_tree_mask(filled)[5].tolist() == [True, False, True, False, False, True]
+
+
+# ---- The engine.
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("target"), seed=3)
+
+
+@functools.cache
+def reference(target: Path) -> list[list[int]]:
+    """What transformers continues the prompts with, no end token."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target).to(torch.float32).eval()
+    outputs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+def make_medusa_engine(
+    parent: Path, target: Path, heads: Path, *, optimize: str = "auto", flags: Any = ()
+) -> Path:
+    checkpoint, engine = parent / "checkpoint", parent / "engine"
+    call(
+        "convert", "--model-dir", target, "--medusa-model-dir", heads, "--output-dir", checkpoint,
+        *flags,
+    )  # fmt: skip
+    call(
+        "build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", optimize,
+        "--speculative-decoding-mode", "medusa", "--max-batch-size", 3,
+    )  # fmt: skip
+    return engine
+
+
+def make_requests() -> list[Request]:
+    return [
+        Request(index=i, input_ids=list(p), max_output_len=LIMIT, end_ids=frozenset())
+        for i, p in enumerate(PROMPTS)
+    ]
+
+
+@pytest.mark.parametrize(("layers", "optimize"), [(1, "none"), (1, "auto"), (2, "none")])
+def test_random_heads_leave_the_text_unchanged(
+    target: Path, tmp_path: Path, layers: int, optimize: str
+) -> None:
+    heads = make_medusa_heads(tmp_path, heads=4, layers=layers, scale=3.0)
+    engine = TorchEngine(
+        make_medusa_engine(tmp_path, target, heads, optimize=optimize), device="cpu"
+    )
+    assert engine.method == "medusa"
+    proposer = engine.proposer
+    assert isinstance(proposer, MedusaProposer)
+    assert proposer.max_draft_tokens == DEFAULT_CPU_TOKENS
+    trees: list[Choices] = [
+        grow_choices(4, DEFAULT_CPU_TOKENS, 128), grow_choices(4, 63, 128), ((0,),),
+        ((5,), (5, 0), (5, 0, 2), (5, 0, 2, 1)), tuple((n,) for n in range(60)),
+    ]  # fmt: skip
+    for choices in trees:
+        proposer.use_choices(choices)
+        results = engine.generate(make_requests())
+        assert [r.output_ids for r in results] == reference(target)
+        for result in results:
+            assert len(result.stats.accepted_histogram) == 1 + max(map(len, choices))
+            steps = result.stats.num_verify_steps
+            assert result.stats.num_draft_tokens == steps * len(choices)
+    alone = [engine.generate([request])[0].output_ids for request in make_requests()]
+    assert alone == reference(target), (
+        "batch 1 differs from batch 3, one row of which is used twice"
+    )
+
+
+@pytest.mark.parametrize("name", ["MistralForCausalLM-window", "Qwen2ForCausalLM-window_tied"])
+def test_other_families(name: str, tmp_path: Path) -> None:
+    """Prompts and outputs exceed the window; the checkpoint's config.json tells the family."""
+    target = make_model(tmp_path / "target", name)
+    heads = make_medusa_heads(tmp_path, vocab=VOCAB, scale=3.0)
+    engine = TorchEngine(make_medusa_engine(tmp_path, target, heads, optimize="none"), device="cpu")
+    assert engine.config.checkpoint.model.architecture == name.partition("-")[0]
+    assert [r.output_ids for r in engine.generate(make_requests())] == reference(target)
+
+
+def make_knowing_heads(parent: Path) -> tuple[Path, list[list[int]]]:
+    """A target that counts upwards, and heads that know it.
+
+    Its layers add nothing, its embedding of token n is a unit vector and its head maps that to
+    token n + 1. Head i without residual layers maps it to token n + 2 + i.
+    """
+    from safetensors.torch import load_file, save_file
+
+    size = 32
+    folder = make_llama(parent, hidden=size, vocab=size, heads=2, kv_heads=2, name="counter")
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+        elif name.endswith("norm.weight"):
+            weight.fill_(1.0)
+    tensors["model.embed_tokens.weight"] = torch.eye(size)
+    tensors["lm_head.weight"] = torch.eye(size).roll(1, 0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    heads = make_medusa_heads(parent, hidden=size, vocab=size, heads=3, layers=0)
+    known = {f"{i}.0.weight": torch.eye(size).roll(2 + i, 0).contiguous() for i in range(3)}
+    save_file(known, heads / "medusa_lm_head.safetensors")
+    return heads, [[(p[-1] + 1 + n) % size for n in range(LIMIT)] for p in ([4], [30, 2])]
+
+
+def test_perfect_heads_are_accepted_to_their_depth(tmp_path: Path) -> None:
+    """Head i drafts the token i + 2 ahead: one place off, and nothing would be accepted."""
+    heads, expected = make_knowing_heads(tmp_path)
+    folder = make_medusa_engine(tmp_path, tmp_path / "counter", heads, optimize="none")
+    engine = TorchEngine(folder, device="cpu")
+    proposer = engine.proposer
+    assert isinstance(proposer, MedusaProposer)
+    requests = [
+        Request(index=i, input_ids=p, max_output_len=LIMIT, end_ids=frozenset())
+        for i, p in enumerate(([4], [30, 2]))
+    ]
+    for choices, depth in ((((0,), (0, 0), (0, 0, 0)), 3), (((1,), (0,), (0, 0)), 2), (((1,),), 0)):
+        proposer.use_choices(choices)
+        for result, tokens in zip(engine.generate(requests), expected, strict=True):
+            assert result.output_ids == tokens
+            assert result.stats.num_verify_steps == -(-(LIMIT - 1) // (depth + 1))
+            assert sum(result.stats.accepted_histogram[:depth]) <= 1, "all but a cut last step"
+
+
+@pytest.mark.parametrize(("device", "num_tokens"), [("cpu", DEFAULT_CPU_TOKENS), ("cuda", 63)])
+def test_the_tree_is_larger_where_steps_are_cheap(device: str, num_tokens: int) -> None:
+    params = MedusaParams(num_heads=3, num_layers=1, max_draft_len=63)
+    weights = {
+        name: torch.zeros(spec.shape) for name, spec in list_medusa_tensors(params, 64, 128).items()
+    }
+    decoder: Any = SimpleNamespace(device=torch.device(device), is_prepacked=False)
+    assert make_proposer(params, weights, decoder).max_draft_tokens == num_tokens
+
+
+def test_three_commands(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    heads = make_medusa_heads(tmp_path, scale=3.0)
+    engine = make_medusa_engine(
+        tmp_path, target, heads, optimize="none", flags=["--max-medusa-token-len", 16]
+    )
+    config = read_json(engine / "config.json")
+    assert config["build_config"]["speculative_decoding_mode"] == "medusa"
+    assert config["build_config"]["max_draft_len"] == 16
+    reports = []
+    for flags in ([], ["--no-speculation"]):
+        capsys.readouterr()
+        call(
+            "run", "--engine-dir", engine, "--tokenizer-dir", tokenizer, "--input-text",
+            "def a", "class", "--max-output-len", 12, "--json", *flags,
+        )  # fmt: skip
+        reports.append(json.loads(capsys.readouterr().out))
+    medusa, plain = reports
+    assert (medusa["stats"]["method"], plain["stats"]["method"]) == ("medusa", "plain")
+    assert [o["output_ids"] for o in medusa["outputs"]] == [
+        o["output_ids"] for o in plain["outputs"]
+    ]
+    assert medusa["outputs"][0]["stats"]["num_draft_tokens"] > 0
+    with pytest.raises(SpecDecError, match="contradicts the checkpoint: its max_draft_len is 16"):
+        call(
+            "build", "--checkpoint-dir", tmp_path / "checkpoint", "--output-dir", tmp_path / "no",
+            "--max-draft-len", 7,
+        )  # fmt: skip

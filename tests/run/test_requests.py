@@ -1,0 +1,444 @@
+"""Many requests with settings of their own: each gets exactly what it gets alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecDecError, UsageError
+from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.loop import Interrupted, Options, generate
+from specdec.run.prompts import make_requests, read_prompts
+from specdec.run.requests import ActiveRequest, Request, Result
+from specdec.run.sampling import SamplingParams
+from specdec.run.settings import RunSettings
+from specdec.storage import TensorFile
+from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
+from tests.engines import OracleProposer, call, make_engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("requests")
+    target, drafter = make_llama(parent, seed=5), make_drafter(parent, exit_dim=96, scale=3.0)
+    make_tokenizer(target)
+    make_engine(
+        parent, target, drafter, beams=3, length=4, build=["--max-batch-size", 5]
+    ).rename(parent / "redrafter")  # fmt: skip
+    call("convert", "--model-dir", target, "--output-dir", parent / "ckpt")
+    call(
+        "build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / "pair",
+        "--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4,
+    )  # fmt: skip
+    call("build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / "draft")
+    return parent
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder / "target")
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> dict[str, TorchEngine]:
+    """The same target behind every method."""
+    made = {
+        "plain": TorchEngine(folder / "redrafter", device="cpu", speculate=False),
+        "redrafter": TorchEngine(folder / "redrafter", device="cpu"),
+    }
+    for name, use_logits in (("draft_target", False), ("draft_target, logits", True)):
+        made[name] = TorchEngine(folder / "pair", device="cpu")
+        draft = TorchEngine(folder / "draft", device="cpu")
+        made[name].attach_draft(draft, draft_len=3, use_logits=use_logits)
+    return made
+
+
+def mix_requests(number: int) -> list[Request]:
+    """Prompts of 1 to 60 tokens, limits of 1 to 30, greedy and sampled, stops and ends."""
+    dice = random.Random(2)
+    requests = []
+    shared = [dice.randrange(3, 128) for _ in range(40)]
+    for index in range(number):
+        prompt = [dice.randrange(3, 128) for _ in range(dice.randint(1, 20))]
+        if index % 3 == 0:
+            prompt = shared[: dice.randint(10, 40)] + prompt
+        sampling = SamplingParams()
+        if index % 2:
+            sampling = SamplingParams(
+                temperature=dice.choice([0.5, 0.9, 1.4]), top_k=dice.choice([0, 3, 20]),
+                top_p=dice.choice([1.0, 0.9, 0.6]), seed=dice.randrange(2**64),
+            )  # fmt: skip
+        requests.append(
+            Request(
+                index=index,
+                input_ids=prompt,
+                max_output_len=dice.randint(1, 30),
+                end_ids=frozenset([dice.randrange(128)] if index % 4 == 0 else []),
+                sampling=sampling,
+                stop=(chr(dice.randrange(97, 123)), "xq") if index % 5 == 0 else (),
+            )
+        )
+    return requests
+
+
+def summarize(result: Result) -> tuple[list[int], str | None, str | None]:
+    return result.output_ids, result.finish_reason, result.text
+
+
+@pytest.mark.parametrize("reuse_blocks", [False, True])
+@pytest.mark.parametrize("method", ["plain", "redrafter", "draft_target", "draft_target, logits"])
+def test_a_hundred_mixed_requests(
+    engines: dict[str, TorchEngine], tokenizer: Any, method: str, reuse_blocks: bool
+) -> None:
+    requests = mix_requests(100)
+    engine = engines[method]
+    options = Options(tokenizer=tokenizer, reuse_blocks=reuse_blocks)
+    together = [summarize(r) for r in engine.generate(requests, options)]
+    if reuse_blocks:
+        assert engine.timing.num_reused_tokens > 300
+        reference = [summarize(r) for r in engine.generate(requests, Options(tokenizer=tokenizer))]
+        assert together == reference
+        return
+    alone = [
+        summarize(engine.generate([request], Options(tokenizer=tokenizer))[0])
+        for request in requests
+    ]
+    assert together == alone
+    reasons = {reason for _, reason, _ in alone}
+    assert reasons == {"length", "eos", "stop"}
+    if method in ("redrafter", "draft_target"):
+        plain = engines["plain"].generate(requests, Options(tokenizer=tokenizer))
+        assert together == [summarize(r) for r in plain], "equal seeds, equal text"
+
+
+def test_finished_rows_are_refilled(engines: dict[str, TorchEngine]) -> None:
+    """Rows never idle while requests wait, and results keep the order of the requests."""
+    engine = engines["plain"]
+    limits = [12, 2, 2, 2, 2, 2, 2, 2]
+    requests = [
+        Request(index=n, input_ids=[5, n + 3], max_output_len=limit, end_ids=frozenset())
+        for n, limit in enumerate(limits)
+    ]
+    sizes = []
+
+    def watch(active: Sequence[ActiveRequest]) -> None:
+        sizes.append(len(active))
+
+    results = generate(
+        engine.decoder, engine.proposer, requests, Options(max_batch_size=2, on_progress=watch)
+    )
+    assert [r.request.index for r in results] == list(range(8))
+    assert [len(r.output_ids) for r in results] == limits
+    # 14 tokens through one row and 12 through the other: 2 prompts, then steps of 2 and 1 prompt
+    # in turn, and what is left of the long one.
+    assert sizes[:5] == [2, 2, 1, 2, 1]
+    assert sum(sizes) == sum(limits)
+
+
+def test_shared_prefixes_come_from_the_cache(engines: dict[str, TorchEngine]) -> None:
+    engine = engines["redrafter"]
+    prefix = list(range(3, 53))
+    requests = [
+        Request(index=n, input_ids=[*prefix, 60 + n], max_output_len=6, end_ids=frozenset())
+        for n in range(7)
+    ]
+    expected = [r.output_ids for r in engine.generate(requests)]
+    before = engine.timing.num_reused_tokens
+    results = engine.generate(requests, Options(reuse_blocks=True))
+    assert [r.output_ids for r in results] == expected
+    assert engine.timing.num_reused_tokens - before == 6 * len(prefix)
+    assert len({tuple(tokens) for tokens in expected}) > 1
+    again = [requests[0]] * 2  # the whole prompt is known: its last token is run all the same
+    assert [r.output_ids for r in engine.generate(again, Options(reuse_blocks=True))] == (
+        [expected[0]] * 2
+    )
+
+
+@pytest.mark.parametrize("position", [0, 3, 7, 8, 15])
+@pytest.mark.parametrize("length", [1, 4, 7])
+def test_stop_word_inside_a_block(
+    engines: dict[str, TorchEngine], tokenizer: Any, position: int, length: int
+) -> None:
+    """A perfect drafter gets whole blocks accepted; the text still ends in mid-block."""
+    engine = engines["plain"]
+    prompt = [9, 41, 77]
+    request = Request(index=0, input_ids=prompt, max_output_len=24, end_ids=frozenset())
+    expected = engine.generate([request])[0].output_ids
+    text = tokenizer.decode(expected, skip_special_tokens=True)
+    pieces = [tokenizer.decode(expected[: n + 1], skip_special_tokens=True) for n in range(24)]
+    word = pieces[position + 1][len(pieces[position]) - 1 :]  # its end is in the next token
+    stopped = Request(
+        index=0, input_ids=prompt, max_output_len=24, end_ids=frozenset(), stop=(word,)
+    )
+    proposer = OracleProposer([expected], beams=1, length=length, quality=1.0, seed=0)
+    result = generate(engine.decoder, proposer, [stopped], Options(tokenizer=tokenizer))[0]
+    first = next(n for n, piece in enumerate(pieces) if word in piece)
+    assert result.output_ids == expected[: first + 1]
+    assert result.text == text.split(word)[0]
+    assert result.finish_reason == "stop"
+
+
+def test_logits_are_those_that_chose(engines: dict[str, TorchEngine]) -> None:
+    requests = mix_requests(9)
+    requests = [
+        Request(
+            index=r.index, input_ids=r.input_ids, max_output_len=r.max_output_len,
+            end_ids=frozenset(),
+        )
+        for r in requests
+    ]  # fmt: skip
+    plain = engines["plain"].generate(requests, Options(keep_logits=True))
+    for method in ("redrafter", "draft_target"):
+        results = engines[method].generate(requests, Options(keep_logits=True))
+        for result, reference in zip(results, plain, strict=True):
+            assert isinstance(result.logits, Tensor)
+            assert isinstance(reference.logits, Tensor)
+            assert result.logits.shape == (len(result.output_ids), 128)
+            assert result.logits.argmax(-1).tolist() == result.output_ids
+            torch.testing.assert_close(result.logits, reference.logits, rtol=1e-4, atol=1e-3)
+
+
+def test_interruption_keeps_what_was_done(engines: dict[str, TorchEngine]) -> None:
+    requests = [
+        Request(index=n, input_ids=[4 + n], max_output_len=5 * (n + 1), end_ids=frozenset())
+        for n in range(4)
+    ]
+    engine = engines["plain"]
+    expected = [r.output_ids for r in engine.generate(requests)]
+    steps = []
+
+    def interrupt(active: Sequence[ActiveRequest]) -> None:
+        steps.append(len(active))
+        if len(steps) == 8:
+            raise KeyboardInterrupt
+
+    options = Options(max_batch_size=2, on_progress=interrupt)
+    with pytest.raises(Interrupted) as caught:
+        generate(engine.decoder, engine.proposer, requests, options)
+    results = caught.value.results
+    assert [r.request.index for r in results] == [0, 1, 2, 3]
+    assert results[0].finish_reason == "length"
+    assert results[1].finish_reason is None
+    assert results[3].output_ids == []
+    for result, whole in zip(results, expected, strict=True):
+        assert result.output_ids == whole[: len(result.output_ids)]
+
+
+# --- flags, files and the command ---
+
+
+def make(prompts: list[dict[str, Any]], tokenizer: Any = None, **flags: Any) -> list[Request]:
+    settings = RunSettings(engine_dir=Path("e"), **flags)
+    requests: list[Request] = make_requests(prompts, settings, tokenizer)
+    return requests
+
+
+def test_flags_and_lines_become_settings() -> None:
+    ids: list[dict[str, Any]] = [{"input_ids": [1]}, {"input_ids": [2]}]
+    assert [r.sampling for r in make(ids)] == [SamplingParams()] * 2
+    assert [r.sampling for r in make(ids, top_k=5)] == [SamplingParams(temperature=1, top_k=5)] * 2
+    drawn = make(ids, temperature="0.5,2", top_p=0.5, random_seed=4)
+    assert [r.sampling.temperature for r in drawn] == [0.5, 2.0]
+    assert {(r.sampling.top_p, r.sampling.seed) for r in drawn} == {(0.5, 4)}
+    line = {
+        "input_ids": [3], "max_output_len": 7, "temperature": 0, "top_k": 2, "top_p": 0.25,
+        "seed": 2**64 - 1, "stop": "\n\n",
+    }  # fmt: skip
+    request = make([line], tokenizer=FakeTokenizer(), temperature="0.9", stop_words=["a"])[0]
+    assert request.sampling == SamplingParams(top_k=2, top_p=0.25, seed=2**64 - 1)
+    assert request.sampling.is_greedy
+    assert (request.max_output_len, request.stop) == (7, ("\n\n",))
+    assert make(ids, tokenizer=FakeTokenizer(), stop_words=["a", "b"])[1].stop == ("a", "b")
+
+
+class FakeTokenizer:
+    eos_token_id = None
+    chat_template = None
+
+    def decode(self, ids: list[int]) -> str:
+        return str(ids)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"temperature": "0.5,1,2"}, "has 3 values for 2 prompts"),
+        ({"temperature": "hot"}, "--temperature is 'hot'"),
+        ({"temperature": "-1"}, "--temperature is '-1'"),
+        ({"temperature": "nan"}, "--temperature is 'nan'"),
+        ({"top_p": 0.0}, "--top-p is 0.0"),
+        ({"top_p": 1.5}, "--top-p is 1.5"),
+        ({"stop_words": [""]}, "holds an empty text"),
+        ({"stop_words": ["a"]}, "stop words need --tokenizer-dir"),
+    ],
+)
+def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match="|".join([message])):
+        make([{"input_ids": [1]}, {"input_ids": [2]}], **flags)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
+        ('{"prompt": "a", "temperature": NaN}', "temperature is nan"),
+        ('{"prompt": "a", "top_k": 1.5}', "top_k is 1.5"),
+        ('{"prompt": "a", "top_p": 0}', "top_p is 0"),
+        ('{"prompt": "a", "top_p": true}', "top_p is True"),
+        ('{"prompt": "a", "seed": -1}', "seed is -1"),
+        ('{"prompt": "a", "stop": [""]}', "stop is ['']"),
+        ('{"prompt": "a", "stop": 3}', "stop is 3"),
+        ('{"prompt": "a", "max_output_len": 0}', "max_output_len is 0"),
+        ('{"messages": []}', "messages is []"),
+        ('{"messages": [{"role": "user"}]}', "messages is"),
+        ('{"prompt": "a", "input_ids": [1]}', "exactly one of prompt, input_ids, messages"),
+        ('{"prompt": "a", "temprature": 1}', "did you mean temperature?"),
+        ('{"prompt": "a", "top_k": -1, "seed": 1.5}', "2 problems"),
+    ],
+)
+def test_wrong_lines(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(SpecDecError) as caught:
+        read_prompts(RunSettings(input_file=tmp_path / "p.jsonl"))
+    assert "line 2" in caught.value.message
+    assert message in caught.value.message
+
+
+def test_line_separators_inside_a_text(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a\u2028b"}\r\n\n', encoding="utf-8")
+    assert read_prompts(RunSettings(input_file=tmp_path / "p.jsonl")) == [{"prompt": "a\u2028b"}]
+
+
+def test_chat_template(folder: Path, tokenizer: Any) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    with pytest.raises(SpecDecError, match="has no chat template"):
+        make([{"messages": turns}], tokenizer=tokenizer)
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] != 'user' %}"
+        "{{ raise_exception('only users') }}{% endif %}[{{ m['content'] }}]{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    try:
+        by_flag = make([{"prompt": "hi"}], tokenizer=tokenizer, apply_chat_template=True)[0]
+        by_line = make([{"messages": turns}], tokenizer=tokenizer)[0]
+        assert by_flag.input_text == by_line.input_text == "<s>[hi]>"
+        assert by_flag.input_ids == by_line.input_ids
+        assert by_flag.input_ids.count(tokenizer.bos_token_id) == 1
+        with pytest.raises(SpecDecError, match="template refuses the messages: only users"):
+            make([{"messages": [{"role": "x", "content": ""}]}], tokenizer=tokenizer)
+    finally:
+        tokenizer.chat_template = None
+
+
+def run(folder: Path, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return run_cli(
+        "run", "--engine-dir", folder / "redrafter", "--tokenizer-dir", folder / "target",
+        *args, **options,
+    )  # fmt: skip
+
+
+def test_streamed_text_is_the_text(folder: Path, tmp_path: Path) -> None:
+    flags = ["--input-text", "def a", "x", "return", "--max-output-len", 20]
+    flags += ["--temperature", "0.8", "--stop-words", "q", "zz"]
+    whole = run(folder, *flags)
+    assert whole.returncode == 0, whole.stderr
+    streamed = run(folder, *flags, "--streaming", "--output-file", tmp_path / "out.txt")
+    assert streamed.returncode == 0, streamed.stderr
+    assert streamed.stdout == whole.stdout == (tmp_path / "out.txt").read_text()
+    report = json.loads(run(folder, *flags, "--json").stdout)
+    for output in report["outputs"]:
+        index, text = output["index"], output["output_text"]
+        assert f'Output [Text {index} Beam 0]: "{text}"\n' in whole.stdout
+        assert "q" not in text
+        assert "zz" not in text
+
+
+def test_text_is_streamed_while_it_is_made(folder: Path) -> None:
+    """Something of the text is there long before its end."""
+    command = [
+        sys.executable, "-m", "specdec", "run", "--engine-dir", folder / "redrafter",
+        "--tokenizer-dir", folder / "target", "--input-text", "abc", "--max-output-len", "400",
+        "--end-id", "127", "--streaming", "--no-speculation",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        reads = 0
+        while os.read(process.stdout.fileno(), 1 << 16):
+            reads += 1
+    assert process.returncode == 0
+    assert reads > 20
+
+
+def test_prompts_from_stdin(folder: Path) -> None:
+    flags = ["--input-file", "-", "--json", "--max-output-len", 3]
+    texts = run(folder, *flags, stdin="ab\n\ncd\n")
+    assert [o["input_text"] for o in json.loads(texts.stdout)["outputs"]] == ["ab", "cd"]
+    lines = run(folder, *flags, stdin='{"prompt": "ab", "max_output_len": 1}\n')
+    assert len(json.loads(lines.stdout)["outputs"][0]["output_ids"]) == 1
+    empty = run(folder, *flags, stdin="\n")
+    assert read_error_lines(empty.stderr)[0] == "- holds no prompt"
+
+
+def test_logits_file(folder: Path, tmp_path: Path) -> None:
+    flags = ["--input-text", "ab", "cd", "--max-output-len", 4, "--output-generation-logits"]
+    done = run(folder, *flags, "--json", "--output-file", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    file = TensorFile(Path(report["generation_logits"]))
+    for output in report["outputs"]:
+        rows = file.read(f"output.{output['index']}")
+        assert rows.argmax(-1).tolist() == output["output_ids"]
+    failed = run(folder, *flags)
+    assert failed.returncode == 2
+    assert "needs a place" in read_error_lines(failed.stderr)[0]
+    clash = run(folder, "--input-text", "a", "--streaming", "--json")
+    assert clash.returncode == 2
+    assert "cannot come in pieces" in read_error_lines(clash.stderr)[0]
+
+
+def test_ctrl_c_shows_what_was_done(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    lines = [{"prompt": "ab", "max_output_len": 2}]
+    lines += [{"prompt": "cd", "max_output_len": 500}] * 400
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    command = [
+        sys.executable, "-m", "specdec", "run", "--engine-dir", folder / "redrafter",
+        "--tokenizer-dir", folder / "target", "--input-file", prompts, "--json",
+        "--end-id", "127", "--no-speculation", "--debug",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    while "generating" not in line:
+        assert line, "ended before it generated"
+        line = process.stderr.readline()
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1, stderr
+    report = json.loads(stdout)
+    assert report["interrupted"] is True
+    assert len(report["outputs"]) == 401
+    assert report["outputs"][-1]["finish_reason"] is None
+    error, hint = read_error_lines(stderr)
+    assert error.startswith("interrupted: ")
+    assert error.endswith("of 401 prompts were finished")

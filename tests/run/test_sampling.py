@@ -1,0 +1,374 @@
+"""Sampled output follows the target's distribution, whatever is drafted and however batched.
+
+A toy target and a toy draft model stand in: tables of logits by the last two tokens, so that the
+exact probability of every text is known. The accept rule and the random numbers are the real ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.engine.tree import Tree, make_root, pack_beams
+from specdec.run import verify
+from specdec.run.sampling import (
+    CHOICE,
+    DRAFT,
+    Sampler,
+    SamplingParams,
+    draw,
+    draw_residual,
+    process_logits,
+)  # fmt: skip
+from specdec.run.verify import Candidates, accept_batch
+from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
+
+VOCAB = 5
+LENGTH = 3  # tokens of a text: 125 texts
+NUM_TEXTS = 4000
+
+SETTINGS = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.7, top_k=4),
+    SamplingParams(temperature=1.0, top_p=0.85),
+    SamplingParams(temperature=0.8, top_k=4, top_p=0.9),
+]
+
+
+class Toy:
+    """Logits [V] after a text, by its last two tokens; token 0 stands before the start."""
+
+    def __init__(self, seed: int, spread: float = 1.2) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.table = torch.randn((VOCAB, VOCAB, VOCAB), generator=generator) * spread
+        self._probs: dict[Any, Tensor] = {}
+        self._sums: dict[Any, np.ndarray] = {}
+
+    def get_logits(self, text: Sequence[int]) -> Tensor:
+        before = [0, 0, *text]
+        return self.table[before[-2], before[-1]]
+
+    def get_probs(self, text: Sequence[int], params: SamplingParams) -> Tensor:
+        """What `params` leave, [V]; equal contexts are computed once."""
+        key = (*[0, 0, *text][-2:], dataclasses.replace(params, seed=0))
+        if key not in self._probs:
+            self._probs[key] = process_logits(self.get_logits(text)[None], [params])[0]
+        return self._probs[key]
+
+    def get_sums(self, text: Sequence[int], params: SamplingParams) -> np.ndarray:
+        """Cumulative sums of `get_probs`, by which a token is drawn."""
+        key = (*[0, 0, *text][-2:], dataclasses.replace(params, seed=0))
+        if key not in self._sums:
+            self._sums[key] = self.get_probs(text, params).double().numpy().cumsum()
+        return self._sums[key]
+
+
+TARGET = Toy(1)
+DRAFT_MODEL = Toy(2)
+Drafter = Callable[[list[int], Sampler], Candidates]
+
+
+def draft_nothing(text: list[int], sampler: Sampler) -> Candidates:
+    return Candidates(make_root(text[-1] if text else 0))
+
+
+def draft_beams(text: list[int], sampler: Sampler) -> Candidates:
+    """Three beams of two tokens, the draft model's likeliest: as ReDrafter proposes."""
+    return Candidates(pack_beams(text[-1] if text else 0, _search_beams(*[0, 0, *text][-2:])))
+
+
+@functools.cache
+def _search_beams(*context: int) -> np.ndarray:
+    scores = {}
+    for pair in itertools.product(range(VOCAB), repeat=2):
+        first = DRAFT_MODEL.get_logits(context).log_softmax(-1)[pair[0]]
+        second = DRAFT_MODEL.get_logits([*context, pair[0]]).log_softmax(-1)[pair[1]]
+        scores[pair] = float(first + second)
+    return np.array(sorted(scores, key=scores.__getitem__, reverse=True)[:3])
+
+
+def draft_heads(text: list[int], sampler: Sampler) -> Candidates:
+    """Every pair of two heads' best tokens, as Medusa proposes: the second head sees no first."""
+    first = DRAFT_MODEL.get_logits(text).topk(2).indices.tolist()
+    second = DRAFT_MODEL.table.mean((0, 1)).topk(2).indices.tolist()
+    pairs = np.array(list(itertools.product(first, second)))
+    return Candidates(pack_beams(text[-1] if text else 0, pairs))
+
+
+def draft_chain(stream: int, length: int) -> Drafter:
+    """A chain drawn token by token, as draft-target proposes."""
+
+    def draft(text: list[int], sampler: Sampler) -> Candidates:
+        tokens: list[int] = []
+        all_probs = []
+        for _ in range(length):
+            context = [*text, *tokens]
+            if sampler.params.is_greedy:
+                tokens.append(int(DRAFT_MODEL.get_logits(context).argmax()))
+                continue
+            uniform = sampler.get_uniform(stream, len(context))
+            sums = DRAFT_MODEL.get_sums(context, sampler.params)
+            tokens.append(int(np.searchsorted(sums, uniform * sums[-1], side="right")))
+            all_probs.append(DRAFT_MODEL.get_probs(context, sampler.params))
+        tree = pack_beams(text[-1] if text else 0, np.array([tokens]))
+        return Candidates(tree, all_probs if stream == DRAFT and all_probs else None)
+
+    return draft
+
+
+METHODS: dict[str, Drafter] = {
+    "plain": draft_nothing,
+    "beams": draft_beams,
+    "heads": draft_heads,
+    "draft model, ratio": draft_chain(DRAFT, 2),
+    "draft model, long chain, ratio": draft_chain(DRAFT, 4),
+    "draft model, compared": draft_chain(CHOICE, 2),
+}
+EXACT_BY_SEED = ["beams", "heads", "draft model, compared"]
+
+
+def write_texts(drafters: Sequence[Drafter], params: Sequence[SamplingParams]) -> list[list[int]]:
+    """Write one text a row, all rows in one batch."""
+    samplers = [Sampler(p, LENGTH + 8) for p in params]
+    texts: list[list[int]] = [[] for _ in params]
+    while rows := [row for row, text in enumerate(texts) if len(text) < LENGTH]:
+        candidates = [drafters[row](texts[row], samplers[row]) for row in rows]
+        size = max(c.tree.num_nodes for c in candidates)
+        logits = torch.zeros((len(rows), size, VOCAB))
+        for at, row in enumerate(rows):
+            for node, text in enumerate(list_texts(candidates[at].tree, texts[row])):
+                logits[at, node] = TARGET.get_logits(text)
+        accepted = accept_batch(
+            candidates, logits, [samplers[r] for r in rows], [len(texts[r]) for r in rows]
+        )
+        for at, (row, (path, bonus)) in enumerate(zip(rows, accepted, strict=True)):
+            texts[row] += [*candidates[at].tree.tokens[path[1:]].tolist(), bonus]
+    return [text[:LENGTH] for text in texts]
+
+
+def list_texts(tree: Tree, text: list[int]) -> list[list[int]]:
+    """The text that each node ends."""
+    texts = [text]
+    for node in range(1, tree.num_nodes):
+        texts.append([*texts[tree.parents[node]], int(tree.tokens[node])])
+    return texts
+
+
+def compute_text_probs(params: SamplingParams) -> np.ndarray:
+    """Exact probability of each of the VOCAB ** LENGTH texts."""
+    probs = np.zeros((VOCAB,) * LENGTH)
+    for text in itertools.product(range(VOCAB), repeat=LENGTH):
+        probs[text] = np.prod(
+            [float(TARGET.get_probs(text[:at], params)[token]) for at, token in enumerate(text)]
+        )
+    flat: np.ndarray = probs.reshape(-1) / probs.sum()
+    return flat
+
+
+def count_texts(texts: Sequence[Sequence[int]]) -> np.ndarray:
+    counts = np.zeros((VOCAB,) * LENGTH, np.int64)
+    for text in texts:
+        counts[tuple(text)] += 1
+    return counts.reshape(-1)
+
+
+def with_seeds(params: SamplingParams, start: int, number: int) -> list[SamplingParams]:
+    return [dataclasses.replace(params, seed=start + n) for n in range(number)]
+
+
+def test_p_value() -> None:
+    """The check itself: the right distribution passes, one a little off does not."""
+    generator = np.random.Generator(np.random.PCG64(3))
+    probs = np.array([0.4, 0.3, 0.2, 0.1])
+    counts = generator.multinomial(NUM_TEXTS, probs)
+    assert compute_p_value(counts, probs) > 0.01
+    assert compute_p_value(counts, np.array([0.36, 0.34, 0.2, 0.1])) < FALSE_ALARM_RATE
+    values = [compute_p_value(generator.multinomial(500, probs), probs) for _ in range(400)]
+    assert 0.02 < np.mean(np.array(values) < 0.05) < 0.09, "p-values are uniform"
+
+
+CASES = [("plain", params) for params in SETTINGS]
+CASES += [(method, SETTINGS[n]) for method in METHODS if method != "plain" for n in (0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("method", "params"), CASES, ids=[f"{m}-{SETTINGS.index(p)}" for m, p in CASES]
+)
+def test_texts_follow_the_target(method: str, params: SamplingParams) -> None:
+    texts = write_texts([METHODS[method]] * NUM_TEXTS, with_seeds(params, 10**6, NUM_TEXTS))
+    p_value = compute_p_value(count_texts(texts), compute_text_probs(params))
+    assert p_value > FALSE_ALARM_RATE
+
+
+def test_rows_of_a_mixed_batch_follow_the_target() -> None:
+    """Methods, temperatures and greedy rows side by side in every batch."""
+    drafters, params = [], []
+    kinds = [(m, n) for m in METHODS for n in range(0, len(SETTINGS), 2)]
+    for row in range(NUM_TEXTS * 2):
+        method, number = kinds[row % len(kinds)]
+        drafters.append(METHODS[method])
+        seed = 2 * 10**6 + row
+        params.append(dataclasses.replace(SETTINGS[number], seed=seed))
+    greedy = len(params)
+    drafters += list(METHODS.values())
+    params += [SamplingParams(seed=n) for n in range(len(METHODS))]
+    texts = write_texts(drafters, params)
+    for number in range(0, len(SETTINGS), 2):
+        own = [t for row, t in enumerate(texts[:greedy]) if kinds[row % len(kinds)][1] == number]
+        p_value = compute_p_value(count_texts(own), compute_text_probs(SETTINGS[number]))
+        assert p_value > FALSE_ALARM_RATE / 3, number
+    best: list[int] = []
+    for _ in range(LENGTH):
+        best.append(int(TARGET.get_logits(best).argmax()))
+    assert texts[greedy:] == [best] * len(METHODS)
+
+
+@pytest.mark.parametrize("method", EXACT_BY_SEED)
+@pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"{p.temperature}-{p.top_k}-{p.top_p}")
+def test_equal_seeds_give_the_text_of_plain_sampling(method: str, params: SamplingParams) -> None:
+    """Candidates that are only compared change nothing at all, not even the drawn text."""
+    number = 300
+    seeds = with_seeds(params, 77, number)
+    plain = write_texts([draft_nothing] * number, seeds)
+    assert write_texts([METHODS[method]] * number, seeds) == plain
+    assert len({tuple(t) for t in plain}) > 10, "the seeds draw different texts"
+
+
+def test_a_text_does_not_depend_on_its_batch() -> None:
+    for method, drafter in METHODS.items():
+        params = with_seeds(SETTINGS[0], 5, 40)
+        together = write_texts([drafter] * 40, params)
+        alone = [write_texts([drafter], [p])[0] for p in params]
+        assert together == alone, method
+
+
+# --- deliberate breaks: each is one that a known implementation has or had ---
+
+
+def unnormalize(honest: Drafter) -> Drafter:
+    """Draft probabilities as TensorRT-LLM's ReDrafter stored them: exp of max-shifted logits."""
+
+    def draft(text: list[int], sampler: Sampler) -> Candidates:
+        candidates = honest(text, sampler)
+        assert candidates.draft_probs is not None
+        return dataclasses.replace(
+            candidates, draft_probs=[probs / probs.max() for probs in candidates.draft_probs]
+        )
+
+    return draft
+
+
+def accept_longest_beam(
+    candidates: Sequence[Candidates],
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+) -> list[tuple[list[int], int]]:
+    """Try every beam with random numbers of its own and take the longest accepted one."""
+    generator = np.random.Generator(np.random.PCG64(int(positions[0]) + 1))
+    results = []
+    for at, (candidate, sampler) in enumerate(zip(candidates, samplers, strict=True)):
+        best: tuple[list[int], int] = ([], 0)
+        for _ in range(3):
+            choices = [
+                draw(process_logits(logits[at, n][None], [sampler.params]), [generator.random()])[0]
+                for n in range(candidate.tree.num_nodes)
+            ]
+            best = max(best, verify.accept(candidate.tree, choices), key=lambda r: len(r[0]))
+        results.append(best)
+    return results
+
+
+def reject_wrongly(target: Tensor, draft: Tensor, uniform: float) -> int:
+    """A rejected token replaced by any of the target's, not by what the draft model lacks."""
+    token: int = draw(target[None], [uniform])[0]
+    return token
+
+
+@pytest.mark.parametrize("broken", ["unnormalized", "residual", "longest beam", "draft reused"])
+def test_a_broken_rule_is_noticed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = METHODS["draft model, ratio"]
+    if broken == "unnormalized":
+        drafter = unnormalize(drafter)
+    elif broken == "residual":
+        monkeypatch.setattr(verify, "draw_residual", reject_wrongly)
+    elif broken == "longest beam":
+        drafter = METHODS["beams"]
+        monkeypatch.setitem(globals(), "accept_batch", accept_longest_beam)
+    else:  # the random number of the draft decides again whether it is accepted
+        monkeypatch.setattr(verify, "ACCEPT", DRAFT)
+    number = NUM_TEXTS // 3 if broken == "longest beam" else NUM_TEXTS
+    texts = write_texts([drafter] * number, with_seeds(SETTINGS[0], 10**6, number))
+    p_value = compute_p_value(count_texts(texts), compute_text_probs(SETTINGS[0]))
+    assert p_value < FALSE_ALARM_RATE
+
+
+# --- the processed distribution ---
+
+
+@pytest.mark.parametrize("vocab_size", [7, 1000])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 10**6])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6])
+def test_processing_equals_transformers(
+    vocab_size: int, temperature: float, top_k: int, top_p: float
+) -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn((4, vocab_size), generator=generator) * 3
+    logits[1, :4] = logits[1, 0]  # ties
+    ids = torch.zeros((4, 1), dtype=torch.long)
+    expected = TemperatureLogitsWarper(temperature)(ids, logits.clone())
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(ids, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(ids, expected)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    probs = process_logits(logits, [params] * 4)
+    assert torch.equal(probs > 0, expected > -torch.inf)
+    torch.testing.assert_close(probs, expected.softmax(-1), rtol=1e-6, atol=0)
+
+
+def test_each_row_has_its_own_settings() -> None:
+    logits = torch.randn((len(SETTINGS), 50), generator=torch.Generator().manual_seed(0))
+    together = process_logits(logits, SETTINGS)
+    for row, params in enumerate(SETTINGS):
+        alone = process_logits(logits[row][None], [params])[0]
+        torch.testing.assert_close(together[row], alone, rtol=0, atol=0)
+
+
+def test_draw_takes_the_token_at_which_the_sum_passes() -> None:
+    probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25]])
+    cases = [(0.0, 1), (0.2499, 1), (0.25, 3), (0.74, 3), (0.75, 4), (1 - 1e-12, 4)]
+    for uniform, token in cases:
+        assert draw(probs, [uniform]) == [token], uniform
+
+
+def test_residual() -> None:
+    target, other = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.5, 0.1, 0.4])
+    assert {draw_residual(target, other, u) for u in (0.0, 0.5, 0.999)} == {1}
+    drawn = {draw_residual(target, target, u) for u in (0.1, 0.6, 0.9)}
+    assert drawn == {0, 1, 2}, "nothing in excess: the target itself"
+
+
+def test_streams_are_independent_and_repeatable() -> None:
+    first, again = (Sampler(SamplingParams(temperature=1, seed=9), 500) for _ in range(2))
+    other = Sampler(SamplingParams(temperature=1, seed=10), 500)
+    numbers = np.array([[first.get_uniform(s, n) for n in range(500)] for s in range(3)])
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert np.abs(np.corrcoef(numbers) - np.eye(3)).max() < 0.15
+    assert [again.get_uniform(0, n) for n in range(500)] == numbers[0].tolist()
+    assert [other.get_uniform(0, n) for n in range(500)] != numbers[0].tolist()
+    longer = Sampler(SamplingParams(temperature=1, seed=9), 900)
+    assert longer.get_uniform(2, 499) == numbers[2, 499], "the limit changes nothing"
