@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from specdec import __version__, logs
 from specdec.errors import SpecDecError, UsageError, suggest
-from specdec.settings import Flag, get_flags, resolve_settings
+from specdec.settings import SECTIONS, Flag, get_flags, resolve_settings
 
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
@@ -91,7 +91,7 @@ def stage_command(
     def decorate(work: Callable[[Any], None]) -> StageCommand:
         flags = get_flags(settings_class)
 
-        def callback(config: str | None, debug: bool, **values: Any) -> None:
+        def callback(debug: bool, config: str | None = None, **values: Any) -> None:
             ctx = click.get_current_context()
             typed = {
                 key: value
@@ -105,11 +105,9 @@ def stage_command(
         params: list[click.Parameter] = [
             _build_option(key, flag, default) for key, (flag, default) in flags.items()
         ]
-        params.append(
-            click.Option(
-                ["--config"], metavar="FILE", help=f"YAML recipe; its `{section or name}:` section."
-            )
-        )
+        if (section or name) in SECTIONS:
+            text = f"YAML recipe; its `{section or name}:` section."
+            params.append(click.Option(["--config"], metavar="FILE", help=text))
         params.append(
             click.Option(["--debug"], is_flag=True, help="Show tracebacks and debug messages.")
         )
@@ -207,8 +205,11 @@ _OS_HINT = "check the path, its permissions and the free space; nothing half-wri
 
 def print_error(message: str, hint: str) -> None:
     """Print the two last lines of a failed command on stderr."""
-    click.echo(f"error: {' '.join(message.split())}", err=True)
-    click.echo(f"hint: {' '.join(hint.split())}", err=True)
+    for label, text in (("error", message), ("hint", hint)):
+        line = " ".join(text.split())
+        # Names out of a damaged or hostile file may not steer the terminal.
+        shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        click.echo(f"{label}: {shown}", err=True)
 
 
 STAGES = {
@@ -216,6 +217,7 @@ STAGES = {
     "build": ("specdec.build.cli", "checkpoint folder -> engine folder"),
     "run": ("specdec.run.cli", "engine folder -> text, tokens, statistics"),
     "train": ("specdec.train.cli", "data and base -> drafter folder"),
+    "verify": ("specdec.verify.cli", "checkpoint folder -> intact, or what is damaged"),
 }
 
 

@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     tomllib = None
 
-SOURCES = ("specdec", "convert", "build", "run", "train", "configs")
+SOURCES = ("specdec", "convert", "build", "run", "train", "verify", "configs")
 
 
 def list_package_folders() -> dict[str, str]:

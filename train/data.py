@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specdec.chat import mask_tokens, render_conversation
+from specdec.documents import name_line, parse_object, read_document, read_lines
 from specdec.errors import SpecDecError
 from specdec.logs import get_logger
-
-from .chat import mask_tokens, parse_messages, render_conversation
 
 HELDOUT_PART = 0.02
 MIN_ROW_TOKENS = 3  # the first label of a row is its third token
 TOKENIZER_BATCH = 64
-KEYS = "text, messages or conversations"
 
 logger = get_logger(__name__)
 Array = npt.NDArray[Any]
@@ -131,30 +129,12 @@ class RowBuilder:
         )
 
 
-def check_data_file(path: Path, flag: str) -> None:
-    """Raise SpecDecError for a data file that is absent, empty or of another kind."""
-    if path.suffix not in (".txt", ".jsonl"):
-        raise SpecDecError(
-            f"{flag} {path} is neither .txt nor .jsonl",
-            "`jq -c '.[]' FILE.json > FILE.jsonl` turns a JSON list into one object a line",
-        )
-    if not path.is_file():
-        raise SpecDecError(f"{flag} {path} does not exist", "check the path")
-    if path.stat().st_size == 0:
-        raise SpecDecError(f"{flag} {path} is empty", "give a file with text or conversations")
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def read_parts(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that hold something, with their numbers; of a .txt file, all of it as one."""
     if path.suffix == ".txt":
         yield 1, path.read_bytes()
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                yield number, line
+    else:
+        yield from read_lines(path)
 
 
 def read_rows(
@@ -162,15 +142,9 @@ def read_rows(
 ) -> tuple[Rows, Rows]:
     """Tokenize a data file -> (rows, rows of the lines in `heldout_lines`)."""
     builders = RowBuilder(tokenizer, max_length), RowBuilder(tokenizer, max_length)
-    for number, line in read_lines(path):
-        try:
+    for number, line in read_parts(path):
+        with name_line(path, number):
             _add_line(builders[number in heldout_lines], line, is_text=path.suffix == ".txt")
-        except UnicodeDecodeError as error:
-            raise _bad_line(path, number, f"is not UTF-8 ({error.reason})") from None
-        except RecursionError:
-            raise _bad_line(path, number, "is nested too deeply") from None
-        except ValueError as error:
-            raise _bad_line(path, number, f"cannot be used: {error}") from None
     num_unusable = sum(b.num_unusable for b in builders)
     if num_unusable:
         logger.warning(
@@ -180,35 +154,19 @@ def read_rows(
     return builders[0].finish(), builders[1].finish()
 
 
-def _bad_line(path: Path, number: int, what: str) -> SpecDecError:
-    return SpecDecError(
-        f"{path} line {number} {what}", f"write one JSON object a line, with the key {KEYS}"
-    )
-
-
 def _add_line(builder: RowBuilder, line: bytes, *, is_text: bool) -> None:
-    text = line.decode("utf-8")
-    if is_text:
-        builder.add_text(text)
-        return
-    row = json.loads(text)
-    if not isinstance(row, dict):
-        raise ValueError(f"it is a {type(row).__name__}, not an object")
-    if "messages" in row or "conversations" in row:
-        builder.add_conversation(parse_messages(row))
-    elif isinstance(row.get("text"), str):
-        builder.add_text(row["text"])
-    elif "text" in row:
-        raise ValueError(f"text is a {type(row['text']).__name__}")
+    document = line.decode("utf-8") if is_text else read_document(parse_object(line))
+    if isinstance(document, str):
+        builder.add_text(document)
     else:
-        raise ValueError(f"it has none of the keys {KEYS}, only {', '.join(row) or 'none at all'}")
+        builder.add_conversation(document)
 
 
 def choose_heldout_lines(path: Path) -> frozenset[int]:
     """Choose about 2% of the lines by their hashes; at least one, unless there is but one."""
     hashes = {
         number: int.from_bytes(hashlib.sha256(line).digest()[:8], "big")
-        for number, line in read_lines(path)
+        for number, line in read_parts(path)
     }
     chosen = {number for number, value in hashes.items() if value < HELDOUT_PART * 2**64}
     if len(hashes) < 2 or len(chosen) == len(hashes):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.documents import check_data_file
 from specdec.errors import SpecDecError, UsageError
 from specdec.logs import get_logger
 from specdec.settings import require
@@ -179,7 +180,6 @@ def choose_save_dtype(settings: TrainSettings, config: Any) -> str:
 
 def check_settings(settings: TrainSettings) -> None:
     """Raise for what can be seen to be wrong before anything is loaded."""
-    from .data import check_data_file
     from .state import TrainingState
 
     require(settings, "model_dir", "data", "output_dir")

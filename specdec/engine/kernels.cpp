@@ -65,9 +65,16 @@ inline float exp_fast(float x) {
   return p * scale;
 }
 
-inline float silu(float x) {
+inline float sigmoid(float x) {
   float e = exp_fast(-(x < 0 ? -x : x));  // in (0, 1]: never overflows
-  return x * ((x < 0 ? e : 1.0f) / (1.0f + e));
+  return (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+inline float silu(float x) { return x * sigmoid(x); }
+
+// 0.5 (1 + tanh u) is sigmoid(2 u), here with u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline float gelu_tanh(float x) {
+  return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
 // Below this many multiply-adds a thread team costs more than it saves.
@@ -88,45 +95,64 @@ void rms_norm_row(const E *x, const E *weight, E *out, int64_t D, float epsilon)
 }
 
 template <typename E>
-void rms_norm(const E *x, const E *weight, E *out, int64_t rows, int64_t D, float epsilon) {
-#pragma omp parallel for if (rows * D > kParallelWork)
-  for (int64_t r = 0; r < rows; ++r) rms_norm_row(x + r * D, weight, out + r * D, D, epsilon);
+void layer_norm_row(const E *x, const E *weight, const E *bias, E *out, int64_t D, float epsilon) {
+  float sum = 0.0f, squares = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < D; ++i) sum += to_float(x[i]);
+  const float mean = sum / static_cast<float>(D);
+#pragma omp simd reduction(+ : squares)
+  for (int64_t i = 0; i < D; ++i) {
+    float v = to_float(x[i]) - mean;
+    squares += v * v;
+  }
+  const float scale = 1.0f / std::sqrt(squares / static_cast<float>(D) + epsilon);
+#pragma omp simd
+  for (int64_t i = 0; i < D; ++i)
+    store(out[i], (to_float(x[i]) - mean) * scale * to_float(weight[i]) + to_float(bias[i]));
 }
 
+// Root-mean-square norm, or layer norm where there is a bias; after adding `delta` to x, if given.
 template <typename E>
-void add_rms_norm(E *x, const E *delta, const E *weight, E *out, int64_t rows, int64_t D,
-                  float epsilon) {
+void add_norm(E *x, const E *delta, const E *weight, const E *bias, E *out, int64_t rows,
+              int64_t D, float epsilon) {
 #pragma omp parallel for if (rows * D > kParallelWork)
   for (int64_t r = 0; r < rows; ++r) {
     E *row = x + r * D;
-    const E *add = delta + r * D;
+    if (delta != nullptr) {
+      const E *add = delta + r * D;
 #pragma omp simd
-    for (int64_t i = 0; i < D; ++i) store(row[i], to_float(row[i]) + to_float(add[i]));
-    rms_norm_row(row, weight, out + r * D, D, epsilon);
+      for (int64_t i = 0; i < D; ++i) store(row[i], to_float(row[i]) + to_float(add[i]));
+    }
+    if (bias == nullptr)
+      rms_norm_row(row, weight, out + r * D, D, epsilon);
+    else
+      layer_norm_row(row, weight, bias, out + r * D, D, epsilon);
   }
 }
 
-template <typename E>
-void silu_mul(const E *gate_up, E *out, int64_t rows, int64_t I) {
+template <float (*activate)(float), typename E>
+void gate_mul(const E *gate_up, E *out, int64_t rows, int64_t I) {
 #pragma omp parallel for if (rows * I > kParallelWork)
   for (int64_t r = 0; r < rows; ++r) {
     const E *gate = gate_up + r * 2 * I, *up = gate + I;
     E *to = out + r * I;
 #pragma omp simd
     for (int64_t i = 0; i < I; ++i)
-      store(to[i], round_through<E>(silu(to_float(gate[i]))) * to_float(up[i]));
+      store(to[i], round_through<E>(activate(to_float(gate[i]))) * to_float(up[i]));
   }
 }
 
+// Rotates the first `size` dimensions of a head of H, halves paired; the others are copied.
 template <typename E>
-void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t H) {
-  int64_t half = H / 2;
+void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t size, int64_t H) {
+  int64_t half = size / 2;
 #pragma omp simd
   for (int64_t i = 0; i < half; ++i) {
     float a = to_float(from[i]), b = to_float(from[i + half]);
     store(to[i], a * to_float(cosine[i]) - b * to_float(sine[i]));
     store(to[i + half], b * to_float(cosine[i + half]) + a * to_float(sine[i + half]));
   }
+  if (from != to && size < H) std::memcpy(to + size, from + size, sizeof(E) * (H - size));
 }
 
 // Attention of one query head's worth of work: plain dot products, for steps of one or two tokens.
@@ -201,21 +227,29 @@ inline void multiply_lanes(const float *A, int64_t row, int64_t column, const fl
   std::memcpy(C, sums, sizeof sums);
 }
 
-// Attention of kLanes queries that share keys. queries: [H, kLanes], scaled; hidden: [count, kLanes]
-// for the last `num_tree` positions, nonzero where a query does not see the position;
-// keys, values: [count, H]; scores: [count, kLanes]; out: [H, kLanes]; scratch: [count, H].
+// Scores of positions that a query does not see become `value`: in the last `num_tree` positions
+// where `hidden` [num_tree, kLanes] says so, and before position first[lane].
+inline void overwrite_hidden(float *scores, const uint8_t *hidden, int64_t num_tree,
+                             const int64_t *first, int64_t count, float value) {
+  float *tree = scores + (count - num_tree) * kLanes;
+  for (int64_t i = 0; i < num_tree * kLanes; ++i)
+    if (hidden[i]) tree[i] = value;
+  for (int64_t lane = 0; lane < kLanes; ++lane)
+    for (int64_t v = 0; v < first[lane]; ++v) scores[v * kLanes + lane] = value;
+}
+
+// Attention of kLanes queries that share keys. queries: [H, kLanes], scaled; hidden, first: see
+// above; keys, values: [count, H]; scores: [count, kLanes]; out: [H, kLanes]; scratch: [count, H].
 template <typename E>
 void attend_lanes(const float *queries, const E *keys, const E *values, const uint8_t *hidden,
-                  int64_t num_tree, int64_t count, int64_t H, float *scores, float *scratch,
-                  float *out) {
+                  int64_t num_tree, const int64_t *first, int64_t count, int64_t H, float *scores,
+                  float *scratch, float *out) {
   const float *K = load_floats(keys, scratch, count * H);
   int64_t s = 0;
   for (; s + kRows <= count; s += kRows)
     multiply_lanes<kRows>(K + s * H, H, 1, queries, H, scores + s * kLanes);
   for (; s < count; ++s) multiply_lanes<1>(K + s * H, H, 1, queries, H, scores + s * kLanes);
-  float *tree = scores + (count - num_tree) * kLanes;
-  for (int64_t i = 0; i < num_tree * kLanes; ++i)
-    if (hidden[i]) tree[i] = -1e30f;
+  overwrite_hidden(scores, hidden, num_tree, first, count, -1e30f);
   float top[kLanes], total[kLanes] = {};
   for (int64_t lane = 0; lane < kLanes; ++lane) top[lane] = scores[lane];
   for (int64_t v = 1; v < count; ++v)
@@ -232,8 +266,7 @@ void attend_lanes(const float *queries, const E *keys, const E *values, const ui
       total[lane] += e;
     }
   // A hidden position's weight is exp(-87) of the largest, not nothing: take it out exactly.
-  for (int64_t i = 0; i < num_tree * kLanes; ++i)
-    if (hidden[i]) tree[i] = 0.0f;
+  overwrite_hidden(scores, hidden, num_tree, first, count, 0.0f);
   const float *V = load_floats(values, scratch, count * H);
   int64_t h = 0;
   for (; h + kRows <= H; h += kRows)
@@ -245,23 +278,26 @@ void attend_lanes(const float *queries, const E *keys, const E *values, const ui
 }
 
 // qkv: [B, T, (N + 2K) H], rotated in place; cache: keys [R, K, S, H] then values of one layer;
-// cosine, sine: [positions, H]; tree_mask: [B, T, T]; out: [B, T, N H].
+// cosine, sine: [lines, rotated]; positions, lines: [B, T], the token's place in the sequence and its
+// line of the tables; tree_mask: [B, T, T]; window: positions that a token sees, itself included, or 0
+// for all; out: [B, T, N H].
 template <typename E>
 void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *rows,
-            const int64_t *positions, const int64_t *past, const uint8_t *tree_mask, E *out,
-            int64_t B, int64_t T, int64_t N, int64_t K, int64_t H, int64_t R, int64_t S) {
+            const int64_t *positions, const int64_t *lines, const int64_t *past,
+            const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t N, int64_t K, int64_t H,
+            int64_t R, int64_t S, int64_t rotated, int64_t window) {
   const int64_t stride = (N + 2 * K) * H, group = N / K, head = S * H;
   E *key_cache = cache, *value_cache = cache + R * K * head;
   const bool parallel_rotate = B * T * stride > kParallelWork;
 #pragma omp parallel for if (parallel_rotate)
   for (int64_t bt = 0; bt < B * T; ++bt) {
-    const int64_t b = bt / T, slot = past[b] + bt % T, p = positions[bt];
+    const int64_t b = bt / T, slot = past[b] + bt % T, line = lines[bt] * rotated;
     E *token = qkv + bt * stride;
-    for (int64_t n = 0; n < N; ++n)
-      rotate_to(token + n * H, token + n * H, cosine + p * H, sine + p * H, H);
+    for (int64_t n = 0; n < N && rotated > 0; ++n)
+      rotate_to(token + n * H, token + n * H, cosine + line, sine + line, rotated, H);
     for (int64_t k = 0; k < K; ++k) {
       const int64_t at = (rows[b] * K + k) * head + slot * H;
-      rotate_to(token + (N + k) * H, key_cache + at, cosine + p * H, sine + p * H, H);
+      rotate_to(token + (N + k) * H, key_cache + at, cosine + line, sine + line, rotated, H);
       std::memcpy(value_cache + at, token + (N + K + k) * H, sizeof(E) * H);
     }
   }
@@ -269,6 +305,16 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
   for (int64_t b = 0; b < B; ++b) longest = past[b] + T > longest ? past[b] + T : longest;
   const float scale = 1.0f / std::sqrt(static_cast<float>(H));
   const bool parallel_attend = B * T * N * H * longest > kParallelWork;
+  // The first committed position that a token sees: those are stored at their own numbers.
+  const auto find_first = [&](int64_t b, int64_t t) {
+    const int64_t first = window > 0 ? positions[b * T + t] - window + 1 : 0;
+    return first < 0 ? 0 : first < past[b] ? first : past[b];
+  };
+  // Whether token t sees token j of this step.
+  const auto sees = [&](int64_t b, int64_t t, int64_t j) {
+    const int64_t *place = positions + b * T;
+    return tree_mask[(b * T + t) * T + j] && (window <= 0 || place[j] > place[t] - window);
+  };
   // The queries of a K/V head are numbered q = t * group + g.
   const int64_t num_queries = T * group, tiles = (num_queries + kLanes - 1) / kLanes;
   const bool few = num_queries < kLanes / 2;
@@ -285,12 +331,11 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
       const E *keys = key_cache + (rows[b] * K + k) * head;
       const E *values = value_cache + (rows[b] * K + k) * head;
       if (few) {
-        const uint8_t *mask = tree_mask + (b * T + part) * T;
         const E *query = qkv + (b * T + part) * stride + k * group * H;
-        int64_t count = past[b];
-        for (int64_t s = 0; s < count; ++s) visible[s] = s;
+        int64_t count = 0;
+        for (int64_t s = find_first(b, part); s < past[b]; ++s) visible[count++] = s;
         for (int64_t j = 0; j < T; ++j)
-          if (mask[j]) visible[count++] = past[b] + j;
+          if (sees(b, part, j)) visible[count++] = past[b] + j;
         for (int64_t i = 0; i < group * H; ++i) queries[i] = to_float(query[i]) * scale;
         attend_few(queries.data(), group, keys, values, visible.data(), count, H, scores.data(),
                    row.data(), sums.data());
@@ -298,17 +343,20 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
         for (int64_t i = 0; i < group * H; ++i) store(to[i], sums[i]);
         continue;
       }
+      int64_t first[kLanes], start = past[b];
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         const int64_t q = part * kLanes + lane;
         const int64_t used = q < num_queries ? q : 0;  // idle lanes repeat the first query
         const int64_t t = used / group, n = k * group + used % group;
         const E *query = qkv + (b * T + t) * stride + n * H;
         for (int64_t i = 0; i < H; ++i) queries[i * kLanes + lane] = to_float(query[i]) * scale;
-        const uint8_t *mask = tree_mask + (b * T + t) * T;
-        for (int64_t j = 0; j < T; ++j) hidden[j * kLanes + lane] = !mask[j];
+        for (int64_t j = 0; j < T; ++j) hidden[j * kLanes + lane] = !sees(b, t, j);
+        first[lane] = find_first(b, t);
+        start = first[lane] < start ? first[lane] : start;
       }
-      attend_lanes(queries.data(), keys, values, hidden.data(), T, past[b] + T, H, scores.data(),
-                   scratch.data(), sums.data());
+      for (int64_t lane = 0; lane < kLanes; ++lane) first[lane] -= start;
+      attend_lanes(queries.data(), keys + start * H, values + start * H, hidden.data(), T, first,
+                   past[b] + T - start, H, scores.data(), scratch.data(), sums.data());
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         const int64_t q = part * kLanes + lane;
         if (q >= num_queries) break;
@@ -474,26 +522,26 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
 extern "C" {
 
 // Bumped with every change of a signature below; checked when an engine is loaded.
-int64_t specdec_abi_version() { return 2; }
+int64_t specdec_abi_version() { return 3; }
 
 #define SPECDEC_EXPORT(E, suffix)                                                                 \
-  void specdec_rms_norm_##suffix(const E *x, const E *weight, E *out, int64_t rows, int64_t D,    \
-                                 float epsilon) {                                                 \
-    rms_norm(x, weight, out, rows, D, epsilon);                                                   \
-  }                                                                                               \
-  void specdec_add_rms_norm_##suffix(E *x, const E *delta, const E *weight, E *out, int64_t rows, \
-                                     int64_t D, float epsilon) {                                  \
-    add_rms_norm(x, delta, weight, out, rows, D, epsilon);                                        \
+  void specdec_add_norm_##suffix(E *x, const E *delta, const E *weight, const E *bias, E *out,    \
+                                 int64_t rows, int64_t D, float epsilon) {                        \
+    add_norm(x, delta, weight, bias, out, rows, D, epsilon);                                      \
   }                                                                                               \
   void specdec_silu_mul_##suffix(const E *gate_up, E *out, int64_t rows, int64_t I) {             \
-    silu_mul(gate_up, out, rows, I);                                                              \
+    gate_mul<silu>(gate_up, out, rows, I);                                                        \
   }                                                                                               \
-  void specdec_attend_##suffix(E *qkv, E *cache, const E *cosine, const E *sine,                  \
-                               const int64_t *rows, const int64_t *positions,                     \
-                               const int64_t *past, const uint8_t *tree_mask, E *out, int64_t B,  \
-                               int64_t T, int64_t N, int64_t K, int64_t H, int64_t R,             \
-                               int64_t S) {                                                       \
-    attend(qkv, cache, cosine, sine, rows, positions, past, tree_mask, out, B, T, N, K, H, R, S); \
+  void specdec_gelu_mul_##suffix(const E *gate_up, E *out, int64_t rows, int64_t I) {             \
+    gate_mul<gelu_tanh>(gate_up, out, rows, I);                                                   \
+  }                                                                                               \
+  void specdec_attend_##suffix(                                                                   \
+      E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *rows,                      \
+      const int64_t *positions, const int64_t *lines, const int64_t *past,                        \
+      const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t N, int64_t K, int64_t H,    \
+      int64_t R, int64_t S, int64_t rotated, int64_t window) {                                    \
+    attend(qkv, cache, cosine, sine, rows, positions, lines, past, tree_mask, out, B, T, N, K, H, \
+           R, S, rotated, window);                                                                \
   }                                                                                               \
   void specdec_search_beams_##suffix(                                                             \
       const E *embedding, const E *hidden, const int64_t *tokens, const E *rnn_w, const E *rnn_u, \

@@ -1,17 +1,18 @@
-"""Building blocks of the decoder: linears laid out for the machine, norms, rotary embedding.
+"""Building blocks of the decoder: linears laid out for the machine, norms, activations, attention.
 
 Legend: B rows, T tokens, N heads, H head size, D hidden.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.errors import SpecDecError
+from specdec.schema import ModelConfig
 
 
 def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -55,52 +56,46 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * scaled.to(x.dtype)
 
 
-def compute_inverse_frequencies(
-    head_size: int, base: float, scaling: dict[str, Any] | None
-) -> Tensor:
-    """Rotary frequencies [H / 2] in float32, with the scalings that do not depend on the length."""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
-    inverse = 1.0 / (base**exponents)
-    if scaling is None:
-        return inverse
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return inverse
-    if kind == "linear":
-        return inverse / float(scaling["factor"])
-    if kind == "llama3":
-        # "The Llama 3 Herd of Models" long-context scaling: low frequencies are divided by the
-        # factor, high ones kept, those between interpolated.
-        factor = float(scaling["factor"])
-        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-        original = float(scaling["original_max_position_embeddings"])
-        wavelength = 2 * math.pi / inverse
-        smooth = (original / wavelength - low) / (high - low)
-        blended = (1 - smooth) * inverse / factor + smooth * inverse
-        scaled = torch.where(wavelength > original / low, inverse / factor, blended)
-        return torch.where(wavelength < original / high, inverse, scaled)
-    raise SpecDecError(
-        f"rotary scaling {kind!r} is not supported by the torch backend",
-        "the supported kinds are default, linear and llama3",
-    )
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """Layer norm (https://arxiv.org/abs/1607.06450)."""
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
-class RotaryTable:
-    """Cosines and sines of every position, [positions, H], in the model's type."""
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A norm's weights; without a bias it is the root-mean-square one."""
 
-    def __init__(
-        self, inverse: Tensor, num_positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        angles = torch.outer(torch.arange(num_positions).float(), inverse)
-        both = torch.cat((angles, angles), dim=-1)
-        self.cos = both.cos().to(device, dtype)
-        self.sin = both.sin().to(device, dtype)
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return rms_norm(x, self.weight, self.epsilon)
+        return layer_norm(x, self.weight, self.bias, self.epsilon)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (https://arxiv.org/abs/2104.09864), halves paired. x: [B, T, N, H]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+# What `hidden_act` may be: TensorRT-LLM's names, and transformers' where those are kept.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "swiglu": torch.nn.functional.silu,
+    "relu": torch.nn.functional.relu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+}
+
+
+def name_activation(model: ModelConfig) -> str:
+    """The key of ACTIVATIONS that a model's `hidden_act` means."""
+    is_tanh = model.hidden_act == "gelu" and not model.arithmetic.exact_gelu
+    return "gelu_tanh" if is_tanh else model.hidden_act
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec import logs
 from specdec.errors import SpecDecError
-from specdec.methods import ReDrafterParams
+from specdec.methods import DrafterParams
+from specdec.quantization import FLOAT8, FLOAT8_STORAGE, SCALES, WEIGHT_SCALE
 from specdec.schema import CheckpointConfig, ModelConfig, parse_checkpoint_config
-from specdec.storage import TensorFile, read_json
+from specdec.storage import TensorFile, TensorInfo, read_json
 from specdec.tensors import list_tensors
 from specdec.torch_tensors import TORCH_DTYPES, to_tensor
+from specdec.vocabulary import read_recorded
+
+logger = logs.get_logger(__name__)
 
 WEIGHTS_NAME = "weights.safetensors"
 
@@ -35,29 +41,50 @@ class BuildConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """An engine's config.json."""
+    """An engine's config.json, and what its manifest says of the target's tokens."""
 
     version: str
     checkpoint: CheckpointConfig
     build: BuildConfig
     prepack: bool
     kernels: dict[str, str] | None
+    vocabulary: dict[str, Any] | None = None
 
 
 def list_engine_tensors(
-    model: ModelConfig, drafter: ReDrafterParams | None
+    model: ModelConfig, drafter: DrafterParams | None
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every engine tensor: the checkpoint's, fc and gate stacked as gate_up."""
+    """Name -> shape of every engine tensor: the checkpoint's, but [fc; gate] stacked as gate_up."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, spec in list_tensors(model, drafter).items():
-        if ".mlp.gate." in name:
+        if model.arithmetic.mlp == "plain" or ".mlp.fc." not in name:
+            if ".mlp.gate." not in name:
+                shapes[name] = spec.shape
             continue
-        if ".mlp.fc." in name:
-            rows, *rest = spec.shape
-            shapes[name.replace(".mlp.fc.", ".mlp.gate_up.")] = (2 * rows, *rest)
-        else:
-            shapes[name] = spec.shape
+        rows, *rest = spec.shape
+        if model.arithmetic.mlp == "gated":
+            rows *= 2
+        shapes[name.replace(".mlp.fc.", ".mlp.gate_up.")] = (rows, *rest)
     return shapes
+
+
+def add_scales(
+    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo]
+) -> dict[str, tuple[int, ...]]:
+    """Add the scales that belong to those of the tensors which are stored as float8.
+
+    Scales have one element, the weight's of a stacked gate_up two.
+    """
+    expected = dict(shapes)
+    for name in shapes:
+        if name in stored and stored[name].dtype in FLOAT8_STORAGE:
+            for kind in SCALES:
+                scale = f"{name.removesuffix('.weight')}.{kind}"
+                info = stored.get(scale)
+                is_one = info is not None and math.prod(info.shape) == 1
+                is_pair = kind == WEIGHT_SCALE and ".mlp.gate_up." in name
+                expected[scale] = info.shape if info and is_one else ((2,) if is_pair else (1,))
+    return expected
 
 
 def encode_engine_config(config: EngineConfig) -> dict[str, Any]:
@@ -100,6 +127,7 @@ def read_engine_config(folder: Path) -> EngineConfig:
         build=BuildConfig(**build),
         prepack=bool(options.get("prepack")),
         kernels=options.get("kernels"),
+        vocabulary=read_recorded(folder),
     )
 
 
@@ -125,15 +153,42 @@ def check_inventory(file: TensorFile, expected: Mapping[str, tuple[int, ...]], w
         )
 
 
-def load_tensors(file: TensorFile, names: list[str], device: torch.device) -> dict[str, Tensor]:
-    """Copy tensors from a mapped file to the device."""
-    tensors = {}
+def load_tensors(
+    file: TensorFile, names: list[str], device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Copy tensors from a mapped file to the device.
+
+    Float8 weights stay as they are, their scales beside them, where the device multiplies such;
+    elsewhere they become weights of `dtype`.
+    """
+    from specdec.engine.float8 import can_multiply, widen
+
+    tensors: dict[str, Tensor] = {}
+    num_widened = num_float8 = 0
     for name in names:
         info = file.tensors[name]
+        if info.dtype == FLOAT8:
+            weight = to_tensor(file.read(name), info.dtype).to(device)
+            keys = [name.removesuffix("weight") + kind for kind in SCALES]
+            scales = [to_tensor(file.read(key), "float32").to(device) for key in keys]
+            if can_multiply(weight, device):
+                tensors |= {name: weight, **dict(zip(keys, scales, strict=True))}
+                num_float8 += 1
+            else:
+                tensors[name] = widen(weight, scales[0], dtype)
+                num_widened += 1
+            continue
         if info.dtype not in TORCH_DTYPES:
             raise SpecDecError(
                 f"{file.path}: {name} is stored as {info.dtype}",
                 f"the torch backend reads {', '.join(TORCH_DTYPES)}",
             )
         tensors[name] = to_tensor(file.read(name), info.dtype).to(device)
+    if num_float8:
+        logger.info("FP8: %d linears multiply in float8", num_float8)
+    if num_widened:
+        logger.info(
+            "FP8: %d linears have float8 weights widened to %s; their inputs are not rounded",
+            num_widened, str(dtype).removeprefix("torch."),
+        )  # fmt: skip
     return tensors

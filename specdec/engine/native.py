@@ -18,15 +18,23 @@ import torch
 from torch import Tensor
 
 from specdec import logs
+from specdec.engine.layers import Norm, name_activation
+from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
+from specdec.schema import ModelConfig
 
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 2
+ABI_VERSION = 3
 TILE = 32  # outputs side by side in a packed matrix, kTile in kernels.cpp
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
+# Activations of a gated MLP, by the kernel that computes them.
+GATES = {
+    "silu": "silu", "swiglu": "silu", "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+}  # fmt: skip
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -51,6 +59,16 @@ def describe_cpu() -> str:
     except OSError:
         features = platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:16]}"
+
+
+def describe_coverage(model: ModelConfig) -> str:
+    """Tell which of a model's operations have kernels; torch's own operators do the others."""
+    activation = name_activation(model)
+    covered = ["norms", "attention"]
+    if model.arithmetic.mlp != "plain" and activation in GATES:
+        covered.append(f"gated {activation}")
+        return ", ".join(covered)
+    return f"{', '.join(covered)}; torch computes {activation}"
 
 
 def compile_kernels(folder: Path) -> dict[str, str]:
@@ -109,14 +127,14 @@ class NativeKernels:
                 "build the engine again",
             )
         suffix = _SUFFIXES[dtype]
-        self._rms_norm = self._bind(
-            f"specdec_rms_norm_{suffix}", [_POINTER] * 3 + [_INT] * 2 + [_FLOAT]
+        self._add_norm = self._bind(
+            f"specdec_add_norm_{suffix}", [_POINTER] * 5 + [_INT] * 2 + [_FLOAT]
         )
-        self._add_rms_norm = self._bind(
-            f"specdec_add_rms_norm_{suffix}", [_POINTER] * 4 + [_INT] * 2 + [_FLOAT]
-        )
-        self._silu_mul = self._bind(f"specdec_silu_mul_{suffix}", [_POINTER] * 2 + [_INT] * 2)
-        self._attend = self._bind(f"specdec_attend_{suffix}", [_POINTER] * 9 + [_INT] * 7)
+        self._gate_muls = {
+            name: self._bind(f"specdec_{kernel}_mul_{suffix}", [_POINTER] * 2 + [_INT] * 2)
+            for name, kernel in GATES.items()
+        }
+        self._attend = self._bind(f"specdec_attend_{suffix}", [_POINTER] * 10 + [_INT] * 9)
         self._search_beams = self._bind(
             f"specdec_search_beams_{suffix}",
             [_POINTER] * 9 + [_INT] + [_POINTER] * 2 + [_INT] * 7,
@@ -134,48 +152,51 @@ class NativeKernels:
         return function
 
     def plan_step(
-        self, rows: IntArray, positions: IntArray, past: IntArray, tree_mask: BoolArray
+        self,
+        rows: IntArray,
+        positions: IntArray,
+        lines: IntArray,
+        past: IntArray,
+        tree_mask: BoolArray,
     ) -> StepPlan:
-        """Prepare a step's indices: rows, past [B]; positions [B, T]; tree_mask [B, T, T]."""
-        arrays = tuple(np.ascontiguousarray(a) for a in (rows, positions, past, tree_mask))
+        """Prepare a step's indices: rows, past [B]; positions, lines [B, T]; tree_mask [B, T, T].
+
+        lines: of the rotary tables.
+        """
+        arrays = tuple(np.ascontiguousarray(a) for a in (rows, positions, lines, past, tree_mask))
         return StepPlan(arrays, tuple(a.ctypes.data for a in arrays), *positions.shape)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Norm of [..., D]."""
-        out = torch.empty_like(x)
-        size = x.shape[-1]
-        self._rms_norm(
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, epsilon
-        )
-        return out
+        return self.add_norm(x, None, norm)
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """Add `delta` to `x` in place and return the norm of the sum. x, delta: [..., D]."""
         out = torch.empty_like(x)
         size = x.shape[-1]
-        self._add_rms_norm(
-            x.data_ptr(), delta.data_ptr(), weight.data_ptr(), out.data_ptr(),
-            x.numel() // size, size, epsilon,
+        self._add_norm(
+            x.data_ptr(), _get_pointer(delta), norm.weight.data_ptr(), _get_pointer(norm.bias),
+            out.data_ptr(), x.numel() // size, size, norm.epsilon,
         )  # fmt: skip
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[..., 2 I] -> [..., I]: silu of the first half times the second."""
+    def gate_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[..., 2 I] -> [..., I]: the first half activated times the second."""
         inner = gate_up.shape[-1] // 2
         out = gate_up.new_empty((*gate_up.shape[:-1], inner))
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), out.numel() // inner, inner)
+        self._gate_muls[activation](gate_up.data_ptr(), out.data_ptr(), out.numel() // inner, inner)
         return out
 
     def attend(
         self,
         qkv: Tensor,
         cache: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        table: RotaryTable | None,
         plan: StepPlan,
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
+        window: int | None,
     ) -> Tensor:
         """Rotate, write keys and values, attend over the visible positions only.
 
@@ -183,12 +204,12 @@ class NativeKernels:
         Returns [B, T, N H].
         """
         out = qkv.new_empty((plan.batch, plan.num_tokens, num_heads * head_size))
-        rows, positions, past, tree_mask = plan.pointers
+        cos, sin = (table.cos, table.sin) if table else (None, None)
         self._attend(
-            qkv.data_ptr(), cache.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            rows, positions, past, tree_mask, out.data_ptr(),
+            qkv.data_ptr(), cache.data_ptr(), _get_pointer(cos), _get_pointer(sin),
+            *plan.pointers, out.data_ptr(),
             plan.batch, plan.num_tokens, num_heads, num_kv_heads, head_size,
-            cache.shape[1], cache.shape[3],
+            cache.shape[1], cache.shape[3], 0 if cos is None else cos.shape[1], window or 0,
         )  # fmt: skip
         return out
 

@@ -1,42 +1,12 @@
-"""Rotary scaling, prepacked linears and cache bookkeeping against independent references."""
+"""Prepacked linears, activations and cache bookkeeping against independent references."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.layers import Linear, can_prepack, compute_inverse_frequencies
-from specdec.errors import SpecDecError
-
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [None, {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 2}, LLAMA3],
-)
-def test_rotary_frequencies_equal_transformers(scaling: dict[str, Any] | None) -> None:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = LlamaConfig(
-        hidden_size=256, num_attention_heads=4, rope_theta=500000.0, rope_scaling=scaling,
-        max_position_embeddings=131072,
-    )  # fmt: skip
-    expected = LlamaRotaryEmbedding(config).inv_freq
-    actual = compute_inverse_frequencies(64, 500000.0, scaling)
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
-
-
-def test_unknown_rotary_scaling_is_refused() -> None:
-    with pytest.raises(SpecDecError, match="'dynamic' is not supported"):
-        compute_inverse_frequencies(64, 10000.0, {"rope_type": "dynamic", "factor": 2.0})
+from specdec.engine.layers import Linear, can_prepack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

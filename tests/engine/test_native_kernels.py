@@ -10,7 +10,9 @@ import torch
 
 from specdec.engine import layers, native
 from specdec.engine.decoder import _build_full_mask
+from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import SpecDecError
+from tests.engine.models import make_model
 
 # Relative to the largest value: a few roundings of the type.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -39,20 +41,35 @@ def test_pointwise_kernels(library: Path, dtype: torch.dtype, size: int) -> None
     x = torch.randn(3, 5, size, generator=generator).to(dtype)
     delta = torch.randn(3, 5, size, generator=generator).to(dtype)
     weight = (1 + 0.1 * torch.randn(size, generator=generator)).to(dtype)
-    assert_near(kernels.rms_norm(x, weight, 1e-5), layers.rms_norm(x, weight, 1e-5))
-    total = x.clone()
-    normed = kernels.add_rms_norm(total, delta, weight, 1e-5)
-    assert torch.equal(total, x + delta)
-    assert_near(normed, layers.rms_norm(x + delta, weight, 1e-5))
+    bias = torch.randn(size, generator=generator).to(dtype)
+    for norm in (layers.Norm(weight, None, 1e-5), layers.Norm(weight, bias, 1e-5)):
+        assert_near(kernels.norm(x, norm), norm(x))
+        total = x.clone()
+        normed = kernels.add_norm(total, delta, norm)
+        assert torch.equal(total, x + delta)
+        assert_near(normed, norm(x + delta))
     gate_up = 20 * torch.randn(3, 5, 2 * size, generator=generator).to(dtype)
+    gate_up[0, 0, :4] = torch.tensor([0.0, 100.0, -100.0, 1e-3]).to(dtype)
     gate, up = gate_up.chunk(2, dim=-1)
-    assert_near(kernels.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+    for activation in native.GATES:
+        expected = layers.ACTIVATIONS[activation](gate) * up
+        assert_near(kernels.gate_mul(gate_up, activation), expected)
 
 
 @needs_compiler
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 30])
+@pytest.mark.parametrize("rotated", [0, 4, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 8), (8, 2, 40), (6, 1, 64)])
-def test_attention(library: Path, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
+def test_attention(
+    library: Path,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    rotated: int | None,
+    window: int | None,
+) -> None:
     """Two of three cache rows, of different lengths, over a small tree."""
     kernels = native.NativeKernels(library, dtype)
     generator = torch.Generator().manual_seed(heads)
@@ -62,33 +79,55 @@ def test_attention(library: Path, dtype: torch.dtype, heads: int, kv_heads: int,
     qkv = qkv.to(dtype)
     rows, past = np.array([0, 2]), np.array([7, 50])
     positions = past[:, None] + np.array([[0, 1, 1, 2, 2]])
+    lines = positions + np.array([[0], [3]])  # the second row has another table
     mask = np.tril(np.ones((batch, num_tokens, num_tokens), bool))
     mask[:, 2, 1] = mask[:, 3, 2] = mask[:, 4, 1] = False
-    table = layers.RotaryTable(
-        layers.compute_inverse_frequencies(size, 10000.0, None), 100, dtype, torch.device("cpu")
-    )
+    model = make_model(head_size=size, rotary_pct=1.0 if rotated is None else rotated / size)
+    table = RotaryTable(model, 100, dtype, torch.device("cpu")) if rotated != 0 else None
 
     heads_view = qkv.clone().view(batch, num_tokens, -1, size)
-    at = torch.from_numpy(positions)
-    rotated = layers.rotate(
-        heads_view[:, :, : heads + kv_heads],
-        table.cos[at].unsqueeze(2), table.sin[at].unsqueeze(2),
-    )  # fmt: skip
+    turned = heads_view[:, :, : heads + kv_heads]
+    if table is not None:
+        at = torch.from_numpy(lines)
+        turned = rotate(turned, table.cos[at].unsqueeze(2), table.sin[at].unsqueeze(2))
     expected_cache = cache.clone()
     slots = torch.from_numpy(past[:, None] + np.arange(num_tokens))
     index = torch.from_numpy(rows)
-    expected_cache[0][index[:, None], :, slots] = rotated[:, :, heads:]
+    expected_cache[0][index[:, None], :, slots] = turned[:, :, heads:]
     expected_cache[1][index[:, None], :, slots] = heads_view[:, :, heads + kv_heads :]
     expected = layers.attend(
-        rotated[:, :, :heads], expected_cache[0][index], expected_cache[1][index],
-        torch.from_numpy(_build_full_mask(past, mask, num_positions)),
+        turned[:, :, :heads], expected_cache[0][index], expected_cache[1][index],
+        torch.from_numpy(_build_full_mask(past, mask, positions, num_positions, window)),
     )  # fmt: skip
 
-    plan = kernels.plan_step(rows, positions, past, mask)
-    actual = kernels.attend(qkv, cache, table.cos, table.sin, plan, heads, kv_heads, size)
+    plan = kernels.plan_step(rows, positions, lines, past, mask)
+    actual = kernels.attend(qkv, cache, table, plan, heads, kv_heads, size, window)
     assert_near(actual, expected)
     assert_near(cache, expected_cache)
     assert torch.equal(cache[:, 1], expected_cache[:, 1]), "a row outside the step was touched"
+
+
+def test_window_mask_counts_positions_not_slots() -> None:
+    """Brute force over a tree whose nodes share positions."""
+    past, window = np.array([6, 2]), 3
+    tree_mask = np.zeros((2, 4, 4), bool)
+    tree_mask[0] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    tree_mask[1] = np.tril(np.ones((4, 4), bool))
+    positions = np.array([[6, 7, 7, 8], [2, 3, 4, 5]])
+    mask = _build_full_mask(past, tree_mask, positions, 12, window)
+    assert mask.shape == (2, 1, 4, 12)
+    for row in range(2):
+        for token in range(4):
+            lowest = positions[row, token] - window
+            for slot in range(12):
+                node = slot - past[row]
+                if node < 0:
+                    seen = slot > lowest
+                else:
+                    seen = (
+                        node < 4 and tree_mask[row, token, node] and positions[row, node] > lowest
+                    )
+                assert mask[row, 0, token, slot] == seen, (row, token, slot)
 
 
 def test_no_compiler_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

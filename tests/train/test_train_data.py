@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec import chat
+from specdec.documents import check_data_file
 from specdec.errors import SpecDecError
-from specdec.train import chat
 from specdec.train.data import (
     Rows,
-    check_data_file,
     choose_heldout_lines,
     choose_rows,
     prepare_rows,

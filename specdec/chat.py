@@ -78,6 +78,22 @@ def _join_parts(content: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
+def render_messages(tokenizer: Any, messages: list[Message], *, ask: bool = False) -> str:
+    """Render messages with the tokenizer's chat template; ValueError if it refuses.
+
+    ask: end with what asks for an answer.
+    """
+    template = None if tokenizer.chat_template else PLAIN_TEMPLATE
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=ask
+            )
+        )
+    except Exception as error:  # noqa: BLE001 - templates raise whatever they like
+        raise ValueError(f"the chat template refuses it: {error}") from None
+
+
 def render_conversation(tokenizer: Any, messages: list[Message]) -> list[Rendered]:
     """Render a conversation with the tokenizer's chat template; ValueError if it refuses.
 
@@ -86,23 +102,11 @@ def render_conversation(tokenizer: Any, messages: list[Message]) -> list[Rendere
     reasoning, for example). Such a conversation becomes one text per turn, each as the target sees
     it at that moment.
     """
-    template = None if tokenizer.chat_template else PLAIN_TEMPLATE
-
-    def render(part: list[Message], *, ask: bool) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                part, chat_template=template, tokenize=False, add_generation_prompt=ask
-            )
-        )
-
     turns = []
     for number, message in enumerate(messages):
         if message["role"] == "assistant" and number > 0:
-            try:
-                prompt = render(messages[:number], ask=True)
-                text = render(messages[: number + 1], ask=False)
-            except Exception as error:  # noqa: BLE001 - templates raise whatever they like
-                raise ValueError(f"the chat template refuses it: {error}") from None
+            prompt = render_messages(tokenizer, messages[:number], ask=True)
+            text = render_messages(tokenizer, messages[: number + 1])
             # Equal to the prompt's length unless the template opens the answer differently.
             start = len(os.path.commonprefix([prompt, text]))
             turns.append(Rendered(text, [(start, len(text.rstrip()))]))

@@ -1,0 +1,257 @@
+"""Rotary embedding (https://arxiv.org/abs/2104.09864): frequencies of every scaling, and tables.
+
+What a frequency is follows transformers, token for token: each scaling is the rule that its
+`generate` applies with a key/value cache.
+Legend: R rotated dimensions of a head, P positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecDecError, suggest
+from specdec.schema import ModelConfig
+
+# Keys of a scaling: those it must have, those it may have.
+_SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (
+        ("factor",),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
+}  # fmt: skip
+# Of any scaling: transformers writes them beside a scaling's own keys, and they change nothing.
+_COMMON = (
+    "type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
+    "finetuned",
+)  # fmt: skip
+
+
+def find_scaling(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Return a model's kind of scaling and its keys; raise SpecDecError for what is not known."""
+    scaling = model.rotary_scaling or {}
+    named = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = "longrope" if named == "su" else named  # its first name
+    if kind not in _SCALINGS:
+        raise SpecDecError(
+            f"rotary scaling {named!r} is not supported by the torch backend"
+            f"{suggest(str(named), list(_SCALINGS))}",
+            f"the supported kinds are {', '.join(_SCALINGS)}",
+        )
+    required, optional = _SCALINGS[kind]
+    missing = [key for key in required if scaling.get(key) is None]
+    unknown = sorted(set(scaling) - {*required, *optional, *_COMMON})
+    problems = [
+        f"{what} {', '.join(keys)}"
+        for what, keys in (("no", missing), ("unknown", unknown))
+        if keys
+    ]
+    for key in (*required, *optional):
+        value = scaling.get(key)
+        if value is not None and not _is_good(key, value, model.rotary_size // 2):
+            problems.append(f"{key} {value!r}")
+    if problems:
+        raise SpecDecError(
+            f"rotary scaling {named!r} has {'; '.join(problems)}",
+            f"its keys are {', '.join((*required, *optional))}; mend rotary_scaling in config.json",
+        )
+    return kind, scaling
+
+
+def _is_good(key: str, value: Any, num_frequencies: int) -> bool:
+    if key == "truncate":
+        return isinstance(value, bool)
+    if key in ("short_factor", "long_factor"):
+        return (
+            isinstance(value, list)
+            and len(value) == num_frequencies
+            and all(_is_good("", factor, 0) for factor in value)
+        )
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf
+
+
+def find_switch_length(model: ModelConfig) -> int | None:
+    """The longest sequence that longrope rotates by its short factors; None for other scalings."""
+    kind, scaling = find_scaling(model)
+    if kind != "longrope":
+        return None
+    return (
+        model.original_max_position_embeddings
+        or scaling.get("original_max_position_embeddings")
+        or model.max_position_embeddings
+    )
+
+
+def compute_frequencies(model: ModelConfig, length: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [R / 2] of a sequence of `length` tokens, and what scales cos and sin."""
+    kind, scaling = find_scaling(model)
+    size, base = model.rotary_size, model.rotary_base
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    if kind == "dynamic":
+        # "NTK-aware": the base grows with the length beyond the trained one.
+        factor, trained = scaling["factor"], model.max_position_embeddings
+        ratio = factor * torch.tensor(max(length, trained)) / trained - (factor - 1)
+        grown = base * ratio ** (size / (size - 2))
+        return 1.0 / grown**exponents, 1.0
+    wavelengths = base**exponents  # over 2 pi
+    if kind == "linear":
+        return 1.0 / wavelengths / float(scaling["factor"]), 1.0
+    if kind == "llama3":
+        return _blend_llama3(1.0 / wavelengths, scaling), 1.0
+    if kind == "yarn":
+        return _blend_yarn(wavelengths, model, scaling), _get_yarn_attention(scaling)
+    if kind == "longrope":
+        switch = find_switch_length(model)
+        assert switch is not None
+        factors = scaling["long_factor" if length > switch else "short_factor"]
+        inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32) * wavelengths)
+        return inverse, _get_longrope_attention(model, scaling, switch)
+    return 1.0 / wavelengths, 1.0
+
+
+def _blend_llama3(inverse: Tensor, scaling: dict[str, Any]) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, interpolate those between.
+
+    "The Llama 3 Herd of Models", https://arxiv.org/abs/2407.21783.
+    """
+    factor = float(scaling["factor"])
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    original = float(scaling["original_max_position_embeddings"])
+    wavelength = 2 * math.pi / inverse
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * inverse / factor + smooth * inverse
+    scaled = torch.where(wavelength > original / low, inverse / factor, blended)
+    return torch.where(wavelength < original / high, inverse, scaled)
+
+
+def _blend_yarn(wavelengths: Tensor, model: ModelConfig, scaling: dict[str, Any]) -> Tensor:
+    """Interpolate by the turns that a frequency makes in the trained length.
+
+    YaRN, https://arxiv.org/abs/2309.00071.
+    """
+    size = model.rotary_size
+    original = scaling.get("original_max_position_embeddings") or model.max_position_embeddings
+
+    def find_dimension(turns: float) -> float:
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))
+
+    low = find_dimension(scaling.get("beta_fast") or 32)
+    high = find_dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    span = high - low or 0.001
+    kept = 1 - ((torch.arange(size // 2).float() - low) / span).clamp(0, 1)
+    return 1.0 / (scaling["factor"] * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
+def _get_yarn_attention(scaling: dict[str, Any]) -> float:
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    factor = float(scaling["factor"])
+    mscale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
+
+    def grow(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    return grow(mscale) / grow(all_dims) if mscale and all_dims else grow(1)
+
+
+def _get_longrope_attention(model: ModelConfig, scaling: dict[str, Any], switch: int) -> float:
+    """LongRoPE, https://arxiv.org/abs/2402.13753."""
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    ratio, factor = model.max_position_embeddings / switch, scaling.get("factor")
+    if factor is not None and ratio not in (1, factor):
+        # transformers 4 takes the ratio, 5 the factor.
+        raise SpecDecError(
+            f"rotary scaling 'longrope' has factor {factor}, but max_position_embeddings"
+            f" {model.max_position_embeddings} is {ratio:g} times the original {switch}",
+            "remove the wrong one, or give attention_factor",
+        )
+    scale = ratio if factor is None else factor
+    return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(switch))
+
+
+class RotaryTable:
+    """Cosines and sines of every position, [lines, R], in the model's type.
+
+    Position p of a sequence is line `start + p`, where `find_start` tells the start. There is more
+    than one table where the frequencies depend on how long a sequence is:
+
+    dynamic: a token beyond the trained length has the frequencies of the length that it completes;
+    tokens before it keep theirs. Prompts must be within the trained length.
+    longrope: one table for sequences up to the switch length, one for prompts beyond it. A sequence
+    may not cross it: transformers computes all keys anew there.
+    """
+
+    def __init__(
+        self, model: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.kind, _ = find_scaling(model)
+        self.num_positions = num_positions
+        self.max_prompt_len: int | None = None
+        self.switch_len = find_switch_length(model)
+        if self.switch_len is not None and num_positions <= self.switch_len:
+            self.switch_len = None  # never reached
+        trained = model.max_position_embeddings
+        angles = torch.empty(num_positions, model.rotary_size // 2)
+        inverse, self.attention_factor = compute_frequencies(model, 1)
+        torch.outer(torch.arange(num_positions).float(), inverse, out=angles)
+        if self.kind == "dynamic":
+            self.max_prompt_len = trained
+            for position in range(trained, num_positions):
+                angles[position] = position * compute_frequencies(model, position + 1)[0]
+        if self.switch_len is not None:
+            inverse, _ = compute_frequencies(model, self.switch_len + 1)
+            long_angles = torch.outer(torch.arange(num_positions).float(), inverse)
+            angles = torch.cat((angles, long_angles))
+        both = torch.cat((angles, angles), dim=-1)
+        self.cos = (both.cos() * self.attention_factor).to(device, dtype)
+        self.sin = (both.sin() * self.attention_factor).to(device, dtype)
+
+    def find_start(self, prompt_len: int) -> int:
+        """The line of position 0 for a sequence that begins with so many prompt tokens."""
+        is_long = self.switch_len is not None and prompt_len > self.switch_len
+        return self.num_positions if is_long else 0
+
+    def check_request(self, prompt_len: int, total_len: int) -> tuple[str, str] | None:
+        """Tell what is wrong with a request of so many tokens, and the remedy; None if nothing."""
+        if self.max_prompt_len is not None and prompt_len > self.max_prompt_len:
+            return (
+                f"the prompt has {prompt_len} tokens; with dynamic rotary scaling a prompt may have"
+                f" max_position_embeddings={self.max_prompt_len}",
+                "shorten it: only the output may go beyond",
+            )
+        switch = self.switch_len
+        if switch is not None and prompt_len <= switch < total_len:
+            return (
+                f"prompt and output of {prompt_len} + {total_len - prompt_len} tokens cross"
+                f" {switch}, where longrope scaling changes all keys",
+                f"ask for {switch - prompt_len} tokens or fewer, or give a prompt of more than"
+                f" {switch}",
+            )
+        return None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first R dimensions, halves paired; the others pass. x: [B, T, N, H]."""
+    size = cos.shape[-1]
+    turned, passed = x[..., :size], x[..., size:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned

@@ -1,0 +1,137 @@
+"""What a checkpoint's rank files must hold, and how a file compares with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from specdec.errors import join_names
+from specdec.quantization import (
+    FLOAT8_STORAGE,
+    KV_SCALES,
+    SCALES,
+    Quantization,
+    find_contradictions,
+    is_scale,
+)
+from specdec.schema import CheckpointConfig
+from specdec.storage import TensorInfo
+from specdec.tensors import get_rank_shape, list_rank_names, list_tensors
+
+# What TensorRT-LLM's own writer stores and every loader computes anew.
+ROTARY_BUFFERS = ("embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """A file beside what config.json describes; `wrong` says what is wrong with each tensor.
+
+    Buffers that every loader computes are in none of the lists.
+    """
+
+    kept: list[str]
+    scales: list[str]
+    missing: list[str]
+    wrong: list[str]
+    unread: list[str]
+
+
+def describe_rank(checkpoint: CheckpointConfig, rank: int) -> dict[str, TensorInfo]:
+    """Types and shapes of the tensors of one rank, by their names in its file; no scales."""
+    model = checkpoint.model
+    specs = list_tensors(model, checkpoint.drafter)
+    names = {own: name for own, name in list_rank_names(model, rank).items() if name in specs}
+    if checkpoint.drafter is not None:  # such checkpoints have no pipeline stages
+        names |= {name: name for name in specs if name not in names}
+    return {
+        own: TensorInfo(model.dtype, get_rank_shape(specs[name], model))
+        for own, name in names.items()
+    }
+
+
+def compare_tensors(
+    stored: Mapping[str, TensorInfo],
+    expected: Mapping[str, TensorInfo],
+    quantization: Quantization,
+) -> Inventory:
+    """Compare a file's tensors with those expected in it, and with their scales."""
+    kept, wrong = [], []
+    for name, wanted in expected.items():
+        info = stored.get(name)
+        if info is None:
+            continue
+        if info.shape != wanted.shape:
+            wrong.append(f"{name} has shape {list(info.shape)}, not {list(wanted.shape)}")
+        elif info.dtype != wanted.dtype and not _is_float8(name, info, quantization):
+            wrong.append(f"{name} is {info.dtype}, config.json says {wanted.dtype}")
+        else:
+            kept.append(name)
+    linears = [
+        name.removesuffix(".weight") for name in kept
+        if len(stored[name].shape) == 2 and "embedding" not in name
+    ]  # fmt: skip
+    dtypes = {name: info.dtype for name, info in stored.items()}
+    wrong += find_contradictions(quantization, linears, dtypes)
+    scales, unread = [], []
+    for name, info in stored.items():
+        if name in expected or name.rpartition(".")[2].removesuffix("_local") in ROTARY_BUFFERS:
+            continue
+        if not quantization.is_quantized or not is_scale(name, expected):
+            unread.append(name)
+        elif info.dtype != "float32" or math.prod(info.shape) != 1:
+            wrong.append(f"{name} is {info.dtype} {list(info.shape)}, not one float32")
+        else:
+            scales.append(name)
+    missing = [name for name in expected if name not in stored]
+    missing += [name for name in _list_scales(stored, expected, quantization) if name not in stored]
+    return Inventory(kept=kept, scales=scales, missing=missing, wrong=wrong, unread=unread)
+
+
+def find_rank_files(
+    folder: Path, num_ranks: int, because: str
+) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Return the files of the ranks that are there, and what is wrong with the set of them.
+
+    because: what makes it that many, in the words of a message.
+    """
+    present = {path.name for path in folder.glob("rank*.safetensors")}
+    # A few more than are there are enough to tell what is absent.
+    wanted = [f"rank{rank}.safetensors" for rank in range(min(num_ranks, len(present) + 10))]
+    absent = [name for name in wanted if name not in present]
+    surplus = sorted(present - set(wanted))
+    problems = []
+    if absent:
+        problems.append(
+            (f"{folder} has {because} but lacks {join_names(absent)}", "copy the folder again")
+        )
+    if surplus:
+        problems.append(
+            (
+                f"{folder} has {because} but also holds {join_names(surplus)}",
+                "its config.json belongs to another conversion: copy the folder again",
+            )
+        )
+    return [folder / name for name in wanted if name in present], problems
+
+
+def _is_float8(name: str, info: TensorInfo, quantization: Quantization) -> bool:
+    is_matrix = name.endswith(".weight") and len(info.shape) == 2
+    return quantization.quant_algo is not None and is_matrix and info.dtype in FLOAT8_STORAGE
+
+
+def _list_scales(
+    stored: Mapping[str, TensorInfo],
+    expected: Mapping[str, TensorInfo],
+    quantization: Quantization,
+) -> list[str]:
+    """The scales that quantized matrices and a quantized KV cache need."""
+    scales = []
+    for name, info in stored.items():
+        if name in expected and _is_float8(name, info, quantization):
+            scales += [f"{name.removesuffix('weight')}{scale}" for scale in SCALES]
+    if quantization.kv_cache_quant_algo is not None:
+        ending = "qkv.weight"
+        scales += [n.removesuffix(ending) + KV_SCALES[0] for n in expected if n.endswith(ending)]
+    return scales

@@ -1,0 +1,119 @@
+"""FP8 quantization as checkpoints carry it: the config's record, the names of scales.
+
+A quantized matrix is stored as float8 e4m3 (4 exponent, 3 mantissa bits, largest value 448) beside
+two scales of one float32 each: weight = stored value * weights_scaling_factor, and the runtime
+divides the linear's input by activation_scaling_factor before it rounds it to the same type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from specdec.errors import SpecDecError
+
+FLOAT8 = "float8_e4m3fn"
+FLOAT8_MAX = 448.0
+FP8 = "FP8"
+WEIGHT_SCALE = "weights_scaling_factor"
+ACTIVATION_SCALE = "activation_scaling_factor"
+SCALES = (WEIGHT_SCALE, ACTIVATION_SCALE)
+# Of an attention module; every line of TensorRT-LLM reads the first, 1.x also its two parts.
+KV_SCALES = ("kv_cache_scaling_factor", "k_cache_scaling_factor", "v_cache_scaling_factor")
+# Older writers label float8 bytes as int8.
+FLOAT8_STORAGE = (FLOAT8, "int8", "uint8")
+
+# What TensorRT-LLM leaves unquantized where a checkpoint lists nothing.
+DEFAULT_EXCLUDED = (
+    "*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*block_embedding",
+    "*shared_expert_gate",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """A checkpoint's `quantization` section.
+
+    exclude_modules: patterns of modules that stay in the model's type; None where the checkpoint
+    lists nothing, which means DEFAULT_EXCLUDED. An empty list means that in 0.14 and "none" in 1.x.
+    """
+
+    quant_algo: str | None = None
+    kv_cache_quant_algo: str | None = None
+    exclude_modules: tuple[str, ...] | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quant_algo is not None or self.kv_cache_quant_algo is not None
+
+    def excludes(self, module: str) -> bool | None:
+        """Whether a module stays unquantized; None where the lines of TensorRT-LLM differ."""
+        if self.quant_algo is None:
+            return True
+        listed = self.exclude_modules
+        patterns = listed or DEFAULT_EXCLUDED
+        is_match = any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns)
+        return None if is_match and listed == () else is_match
+
+
+def parse_quantization(config: Mapping[str, Any]) -> Quantization:
+    """Read the `quantization` section of a checkpoint's config.json."""
+    section = config.get("quantization")
+    if section is None:
+        return Quantization()
+    if not isinstance(section, dict):
+        raise SpecDecError(
+            f"checkpoint config: quantization is {section!r}, not an object", "mend the key"
+        )
+    values: dict[str, str | None] = {}
+    for key in ("quant_algo", "kv_cache_quant_algo"):
+        value = section.get(key)
+        if value is not None and not isinstance(value, str):
+            raise SpecDecError(
+                f"checkpoint config: quantization.{key} is {value!r}, not a text or null",
+                "mend the key",
+            )
+        # TensorRT-LLM has a name for "none" as well.
+        values[key] = None if value in (None, "", "NO_QUANT") else value
+    excluded = section.get("exclude_modules")
+    if excluded is not None and not (
+        isinstance(excluded, list) and all(isinstance(name, str) for name in excluded)
+    ):
+        raise SpecDecError(
+            f"checkpoint config: quantization.exclude_modules is {excluded!r}, not a list of names",
+            "mend the key",
+        )
+    return Quantization(
+        quant_algo=values["quant_algo"],
+        kv_cache_quant_algo=values["kv_cache_quant_algo"],
+        exclude_modules=None if excluded is None else tuple(excluded),
+    )
+
+
+def find_contradictions(
+    quantization: Quantization, modules: Iterable[str], stored: Mapping[str, str]
+) -> list[str]:
+    """List the modules whose weights are stored otherwise than the section says.
+
+    modules: those that may be quantized; stored: types by tensor name.
+    """
+    problems = []
+    for module in modules:
+        dtype = stored.get(f"{module}.weight")
+        is_excluded = quantization.excludes(module)
+        if dtype is None or is_excluded is None:
+            continue
+        if is_excluded == (dtype in FLOAT8_STORAGE):
+            said = "unquantized" if is_excluded else str(quantization.quant_algo)
+            problems.append(f"{module} is {dtype}, config.json says {said}")
+    return problems
+
+
+def is_scale(name: str, tensors: Mapping[str, Any]) -> bool:
+    """Whether a name is that of a scale of one of `tensors`, which names a model's own."""
+    module, _, kind = name.rpartition(".")
+    if kind in KV_SCALES:
+        return f"{module}.qkv.weight" in tensors
+    return kind in SCALES and f"{module}.weight" in tensors

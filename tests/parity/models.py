@@ -1,0 +1,124 @@
+"""Tiny random models of every family, with what each variant of its arithmetic switches on."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+VOCAB = 131
+POSITIONS = 256
+# Of the scalings that change with the length, the length at which they do.
+SWITCH = 48
+WINDOW = 16
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_COMMON = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "intermediate_size": 112}
+_GQA = {**_SIZES, **_COMMON, "num_key_value_heads": 2, "tie_word_embeddings": False}
+_GPT2 = {
+    "vocab_size": VOCAB, "n_positions": POSITIONS, "n_embd": 64, "n_layer": 2, "n_head": 4,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_OPT = {
+    **_SIZES, "vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "ffn_dim": 112,
+    "word_embed_proj_dim": 64,
+}  # fmt: skip
+_PHI3 = {**_GQA, "pad_token_id": 0}
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def _longrope(size: int) -> dict[str, Any]:
+    return {
+        "type": "longrope",
+        "short_factor": [1.0 + 0.1 * i for i in range(size // 2)],
+        "long_factor": [1.5 + 0.6 * i for i in range(size // 2)],
+    }
+
+
+# Architecture -> variant -> settings of its transformers configuration.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": {
+        "plain": _GQA,
+        "biases": {**_GQA, "attention_bias": True, "mlp_bias": True},
+        "tied_head_dim": {**_GQA, "head_dim": 24, "tie_word_embeddings": True},
+        "linear": {**_GQA, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        "llama3": {**_GQA, "rope_scaling": _LLAMA3},
+        "yarn": {**_GQA, "rope_scaling": _YARN},
+        "dynamic": {**_GQA, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    },
+    "MistralForCausalLM": {
+        "window": {**_GQA, "sliding_window": WINDOW},
+        "no_window": {**_GQA, "sliding_window": None, "head_dim": 32},
+    },
+    "Qwen2ForCausalLM": {
+        "plain": _GQA,
+        "window_tied": {
+            **_GQA, "tie_word_embeddings": True, "use_sliding_window": True,
+            "sliding_window": WINDOW, "max_window_layers": 0,
+        },
+        "yarn": {**_GQA, "rope_scaling": _YARN},
+    },
+    "PhiForCausalLM": {
+        "gelu_new": {**_GQA, "partial_rotary_factor": 0.5},
+        "gelu_narrow": {**_GQA, "partial_rotary_factor": 0.25, "hidden_act": "gelu"},
+        "gelu_fast": {**_GQA, "hidden_act": "gelu_fast"},
+    },
+    "Phi3ForCausalLM": {
+        "plain": {**_PHI3, "sliding_window": None},
+        "window": {**_PHI3, "sliding_window": WINDOW},
+        "longrope": {
+            **_PHI3, "sliding_window": None, "original_max_position_embeddings": SWITCH,
+            "rope_scaling": _longrope(16),
+        },
+    },
+    "GPT2LMHeadModel": {
+        "gelu_new": _GPT2,
+        "gelu_untied": {**_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
+    },
+    "OPTForCausalLM": {
+        "relu": _OPT,
+        "gelu": {**_OPT, "activation_function": "gelu"},
+    },
+    "GemmaForCausalLM": {
+        "tied": {**_GQA, "head_dim": 24, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    },
+}  # fmt: skip
+NAMES = [f"{name}-{variant}" for name, variants in VARIANTS.items() for variant in variants]
+
+
+def make_model(
+    folder: Path, name: str, *, dtype: str = "float32", seed: int = 2, **changes: Any
+) -> Path:
+    """Write a model of NAMES as transformers saves it; every parameter is random.
+
+    transformers starts biases at 0 and norms at 1, where a dropped one would not show. The matrices
+    are scaled so that greedy text varies.
+    """
+    import torch
+    import transformers
+
+    architecture, _, variant = name.partition("-")
+    settings = copy.deepcopy({**VARIANTS[architecture][variant], **changes})
+    model_class = getattr(transformers, architecture)
+    model = model_class(model_class.config_class(**settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() == 1 and ("norm" in key or ".ln_" in key) and key.endswith("weight"):
+                weight.copy_((0.0 if "Gemma" in architecture else 1.0) + 0.1 * noise)
+            elif weight.dim() == 1:
+                weight.copy_(0.3 * noise)
+            elif "embed" in key or ".wte." in key or ".wpe." in key:
+                # Where it is the head too, larger ones would repeat each token for ever; Gemma
+                # multiplies by the square root of the hidden size.
+                scale = 0.5 if model.config.tie_word_embeddings else 1.0
+                weight.copy_(noise * (scale / 8 if architecture == "GemmaForCausalLM" else scale))
+            else:
+                inputs = weight.shape[0] if architecture == "GPT2LMHeadModel" else weight.shape[1]
+                weight.copy_(noise * (2.0 / inputs**0.5))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder

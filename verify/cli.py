@@ -1,0 +1,60 @@
+"""specdec-verify."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from specdec.command import run_command, stage_command
+from specdec.errors import SpecDecError
+
+from .settings import VerifySettings
+
+
+@stage_command("verify", VerifySettings)
+def command(settings: VerifySettings) -> None:
+    """Check that a checkpoint folder is intact: bytes, tensors, configuration."""
+    from .pipeline import verify_checkpoint
+
+    report = verify_checkpoint(settings)
+    click.echo(json.dumps(report) if settings.json else format_report(report))
+    if problems := report["problems"]:
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise SpecDecError(
+            f"{report['checkpoint_dir']} is damaged: {problems[0]}{more}",
+            "copy it again from where it is intact, or convert it again",
+        )
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """Return a report as lines of text."""
+    manifest, contents, sources = report["manifest"], report["contents"], report["sources"]
+    lines = [f"{report['checkpoint_dir']}: {report['verdict']}"]
+    if contents is not None:
+        lines.append(
+            f"  {contents['architecture']} ({contents['method']}), {contents['dtype']},"
+            f" tp_size {contents['tp_size']}, pp_size {contents['pp_size']},"
+            f" {contents['num_tensors']} tensors"
+        )
+    if manifest is None:
+        lines.append(
+            "  no manifest.json: names, shapes and types were checked, the weights could not be"
+        )
+    else:
+        lines.append(
+            f"  {report['files']} files, {manifest['bytes'] / 1e6:,.1f} MB, written by"
+            f" {manifest['tool']} {manifest['tool_version']}"
+        )
+        lines += [f"  without a sha256 to compare: {path}" for path in manifest["unhashed"]]
+        counts = (f"{len(paths)} {state}" for state, paths in sources.items())
+        lines.append(f"  sources: {', '.join(counts)}")
+        lines += [f"  changed since: {path}" for path in sources["changed"]]
+    lines += [f"  problem: {problem}" for problem in report["problems"]]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Entry point of `specdec-verify`."""
+    run_command(command)

@@ -1,0 +1,96 @@
+"""Rank files against config.json: names, shapes, types, scales, and the set of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecDecError, join_names
+from specdec.inventory import compare_tensors, describe_rank, find_rank_files
+from specdec.quantization import FLOAT8_STORAGE, Quantization
+from specdec.schema import FLOAT_DTYPES, CheckpointConfig, read_checkpoint_config
+from specdec.storage import TensorFile, TensorInfo
+
+# Matrices that are looked up in, not multiplied with: no quantization reaches them.
+TABLES = ("vocab_embedding", "position_embedding")
+
+
+def check_contents(folder: Path, problems: list[str]) -> dict[str, Any] | None:
+    """Append what is wrong with the contents; return what they are, None where nobody can tell."""
+    try:
+        checkpoint = read_checkpoint_config(folder)
+    except SpecDecError as error:
+        problems.append(error.message)
+        return None
+    model = checkpoint.model
+    because = f"tp_size {model.tp_size}"
+    if model.pp_size > 1:
+        because += f" x pp_size {model.pp_size}"
+    paths, wrong = find_rank_files(folder, model.tp_size * model.pp_size, because)
+    problems += [fact for fact, _ in wrong]
+    num_tensors = 0
+    for path in paths:
+        try:
+            file = TensorFile(path)
+        except SpecDecError as error:
+            problems.append(error.message)
+            continue
+        num_tensors += len(file.tensors)
+        rank = int(path.stem.removeprefix("rank"))
+        problems += [f"{path} {fact}" for fact in _check_rank(file, checkpoint, rank)]
+    return {
+        "architecture": checkpoint.raw["architecture"],
+        "method": checkpoint.method.name if checkpoint.method else "plain",
+        "dtype": model.dtype,
+        "quantization": checkpoint.quantization.quant_algo,
+        "tp_size": model.tp_size,
+        "pp_size": model.pp_size,
+        "num_tensors": num_tensors,
+        "files": 1 + len(paths),
+    }
+
+
+def _check_rank(file: TensorFile, checkpoint: CheckpointConfig, rank: int) -> list[str]:
+    num_layers = checkpoint.model.num_hidden_layers
+    if num_layers > len(file.tensors) * checkpoint.model.pp_size:
+        return [f"holds {len(file.tensors)} tensors, config.json says {num_layers} layers"]
+    expected = _find_drafter_dtype(describe_rank(checkpoint, rank), file.tensors)
+    found = compare_tensors(file.tensors, expected, checkpoint.quantization)
+    quantized = _check_quantized(file.tensors, found.kept, checkpoint.quantization)
+    groups = (
+        ("lacks", found.missing),
+        ("is at odds with config.json:", found.wrong + quantized),
+        ("holds what config.json does not describe:", found.unread),
+    )
+    return [f"{fact} {join_names(names)}" for fact, names in groups if names]
+
+
+def _find_drafter_dtype(
+    expected: dict[str, TensorInfo], stored: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """Let a drafter be of another type than its target, as it may be; config.json has no word."""
+    own = [name for name in expected if not name.startswith(("transformer.", "lm_head."))]
+    dtypes = {stored[name].dtype for name in own if name in stored}
+    if len(dtypes) != 1 or not dtypes <= set(FLOAT_DTYPES):
+        return expected
+    (dtype,) = dtypes
+    return expected | {name: dataclasses.replace(expected[name], dtype=dtype) for name in own}
+
+
+def _check_quantized(
+    stored: Mapping[str, TensorInfo], names: list[str], quantization: Quantization
+) -> list[str]:
+    """Find matrices that are quantized where exclude_modules names them, or the reverse."""
+    wrong = []
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or len(stored[name].shape) != 2 or module.endswith(TABLES):
+            continue
+        is_excluded = quantization.excludes(module)
+        is_quantized = stored[name].dtype in FLOAT8_STORAGE
+        if is_excluded is not None and is_quantized == is_excluded:
+            state = "is" if is_excluded else "is not"
+            wrong.append(f"{name} is {stored[name].dtype}, its module {state} excluded")
+    return wrong

@@ -1,0 +1,119 @@
+"""manifest.json against the files it describes."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from specdec import logs
+from specdec.errors import SpecDecError, shorten
+from specdec.storage import FORMAT_VERSION, hash_file, read_json
+
+NAME = "manifest.json"
+_AGAIN = "copy or convert the folder again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A file as a manifest describes it; sha256 None where it was not hashed."""
+
+    path: str
+    num_bytes: int
+    sha256: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a manifest.json says of the folder that it lies in."""
+
+    tool: str
+    tool_version: str
+    sources: tuple[Entry, ...]
+    outputs: tuple[Entry, ...]
+
+
+def read_manifest(folder: Path, kind: str) -> Manifest:
+    """Read manifest.json; raise SpecDecError where it is none that this version can check."""
+    path = folder / NAME
+    document = read_json(path)
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        raise SpecDecError(
+            f"{path} has format_version {shorten(version)}, this specdec reads {FORMAT_VERSION}",
+            "check it with the version of specdec that wrote it",
+        )
+    if document.get("kind") != kind:
+        raise SpecDecError(
+            f"{path} describes a folder of kind {shorten(document.get('kind'))}, not {kind!r}",
+            f"give the folder of a {kind}",
+        )
+    outputs = _read_entries(path, document, "outputs")
+    outside = [e.path for e in outputs if not _is_inside(e.path)]
+    if outside:
+        raise SpecDecError(f"{path} names files outside the folder: {shorten(outside[0])}", _AGAIN)
+    return Manifest(
+        tool=str(document.get("tool")),
+        tool_version=str(document.get("tool_version")),
+        sources=_read_entries(path, document, "sources"),
+        outputs=outputs,
+    )
+
+
+def _read_entries(path: Path, document: dict[str, Any], key: str) -> tuple[Entry, ...]:
+    values = document.get(key)
+    if not isinstance(values, list) or not all(_is_entry(value) for value in values):
+        raise SpecDecError(f"{path}: {key} is no list of files with bytes and sha256", _AGAIN)
+    return tuple(Entry(v["path"], v["bytes"], v["sha256"]) for v in values)
+
+
+def _is_entry(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    sha256 = value.get("sha256", 0)
+    return (
+        isinstance(value.get("path"), str)
+        and type(value.get("bytes")) is int
+        and (sha256 is None or isinstance(sha256, str))
+    )
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def find_differences(
+    places: Iterable[tuple[Path, Entry]], *, workers: int, label: str
+) -> list[str | None]:
+    """Return, for every file, in what it differs from its entry; None where it does not."""
+    with ThreadPoolExecutor(workers) as pool:
+        found = [pool.submit(_find_difference, path, entry) for path, entry in places]
+        shown = logs.show_progress(found, label=label, total=len(found))
+        return [difference.result() for difference in shown]
+
+
+def _find_difference(path: Path, entry: Entry) -> str | None:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return "is no file"
+        if status.st_size != entry.num_bytes:
+            return f"has {status.st_size} bytes, not {entry.num_bytes}"
+        if entry.sha256 is not None and (sha256 := hash_file(path)) != entry.sha256:
+            return f"has sha256 {sha256[:16]}..., not {entry.sha256[:16]}..."
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None
+
+
+def list_surplus(folder: Path, manifest: Manifest) -> list[str]:
+    """Files in the folder that its manifest does not know."""
+    known = {NAME, *(str(PurePosixPath(entry.path)) for entry in manifest.outputs)}
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted({path.relative_to(folder).as_posix() for path in files} - known)
