@@ -246,7 +246,9 @@ class ConfigReader:
         value = self._get(name, default)
         if type(value) is int and minimum <= value <= MAX_NUMBER:
             return value
-        return self._reject(name, value, f"a whole number of at least {minimum}", minimum)
+        is_huge = type(value) is int and value > MAX_NUMBER
+        expected = "a number below 2**63" if is_huge else f"a whole number of at least {minimum}"
+        return self._reject(name, value, expected, minimum)
 
     def get_float(self, name: str, default: float | None = None) -> float:
         """Return a positive number; without a default the field is required."""

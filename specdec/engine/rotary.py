@@ -154,7 +154,8 @@ def _blend_yarn(wavelengths: Tensor, model: ModelConfig, scaling: dict[str, Any]
     low, high = max(low, 0), min(high, size - 1)
     span = high - low or 0.001
     kept = 1 - ((torch.arange(size // 2).float() - low) / span).clamp(0, 1)
-    return 1.0 / (scaling["factor"] * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    interpolated = 1.0 / (float(scaling["factor"]) * wavelengths)
+    return interpolated * (1 - kept) + 1.0 / wavelengths * kept
 
 
 def _get_yarn_attention(scaling: dict[str, Any]) -> float:

@@ -158,6 +158,7 @@ def test_no_config_and_no_weights(copy: Copy, convert: Converter) -> None:
         ({"hidden_size": "ABSENT"}, "hidden_size is missing"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, not a whole number of at least 1"),
         ({"vocab_size": "128"}, "vocab_size is '128', not a whole number"),
+        ({"vocab_size": 10**20}, "vocab_size is 100000000000000000000, not a number below 2**63"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1, not a positive number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not a boolean"),
         ({"num_hidden_layers": 10**9}, "is said to have 1000000000 layers, but holds 21 tensors"),

@@ -64,7 +64,8 @@ def change(draw: st.DrawFn, config: dict[str, Any]) -> dict[str, Any]:
     for _ in range(draw(st.integers(1, 4))):
         place = changed
         inner = [key for key, value in changed.items() if isinstance(value, dict)]
-        if inner and draw(st.integers(0, 1)):
+        is_nested = draw(st.booleans())
+        if inner and is_nested:
             place = changed[draw(st.sampled_from(inner))]
         names = sorted(place) or ["x"]
         key = draw(st.sampled_from(names) | st.sampled_from(names) | st.sampled_from(KEYS))

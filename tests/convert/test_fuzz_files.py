@@ -134,7 +134,11 @@ def test_the_checks_see_good_and_bad_files(tmp_path: Path) -> None:
 
 
 @FUZZ
-@given(st.binary(max_size=60) | st.text(alphabet='{}[]":,0eE+-.Nafdu8\\', max_size=40))
+@given(
+    st.binary(max_size=60)
+    | st.text(alphabet='{}[]":,0eE+-.Nafdu8\\', max_size=40)
+    | st.dictionaries(st.text(max_size=3), VALUES, max_size=3).map(json.dumps)
+)
 def test_json_of_any_kind(tmp_path: Path, content: bytes | str) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -143,8 +147,13 @@ def test_json_of_any_kind(tmp_path: Path, content: bytes | str) -> None:
     json.dumps(document, allow_nan=False, ensure_ascii=False).encode()
 
 
-def place_in_turn(names: list[str]) -> dict[str, Any]:
-    return {"weight_map": {name: f"{'ab'[i % 2]}.safetensors" for i, name in enumerate(names)}}
+def place_where_they_are(way: str) -> dict[str, Any]:
+    """The index of the files below, each under a path of this form."""
+    return {"weight_map": {n: way.format("ab"[i % 2]) for i, n in enumerate(TENSORS)}}
+
+
+WAYS = ["{}.safetensors", "{}.safetensors", "../{}.safetensors", "sub/../{}.safetensors",
+        "../model/{}.safetensors"]  # fmt: skip
 
 
 FILENAMES = st.sampled_from(
@@ -156,7 +165,7 @@ FILENAMES = st.sampled_from(
 
 INDEXES = st.one_of(
     VALUES,
-    st.permutations(list(TENSORS)).map(place_in_turn),
+    st.sampled_from(WAYS).map(place_where_they_are),
     st.fixed_dictionaries(
         {
             "weight_map": st.dictionaries(
@@ -169,21 +178,25 @@ INDEXES = st.one_of(
 
 
 def test_indexes_of_any_kind(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    (path / "sub").mkdir(parents=True)
     for part in ("a", "b"):
         names = list(TENSORS)["ab".index(part) :: 2]
         infos = {name: TensorInfo("uint8", (1,)) for name in names}
-        write_tensor_file(tmp_path / f"{part}.safetensors", infos, lambda _: np.ones(1, np.uint8))
-    (tmp_path / "config.json").write_text("{}")
+        for folder in (path, tmp_path):  # so that a way out of the folder leads somewhere
+            file = folder / f"{part}.safetensors"
+            write_tensor_file(file, infos, lambda _: np.ones(1, np.uint8))
+    (path / "config.json").write_text("{}")
     num_read = 0
 
-    @FUZZ
+    @fuzz(400)
     @given(INDEXES)
     def check(index: Any) -> None:
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        folder, _ = attempt(lambda: HfFolder(tmp_path))
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        folder, _ = attempt(lambda: HfFolder(path))
         if folder is not None:
             assert set(folder.tensors) == set(index["weight_map"])
-            assert all(path.parent == tmp_path for path in folder.files)
+            assert all(file.parent == path for file in folder.files)
             nonlocal num_read
             num_read += 1
 
