@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.settings import setting
+from specdec.errors import UsageError
+from specdec.settings import get_flags, require, setting
+
+# What each claim alone reads; `sampling` joins the engine's.
+CHECKPOINT_FLAGS = ("checkpoint_dir", "workers")
+SAMPLING_FLAGS = ("num_samples", "temperature", "top_k", "random_seed")
+SHARED_FLAGS = ("json",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,4 +25,79 @@ class VerifySettings:
         kind="int", minimum=1, metavar="N",
         help="Files hashed at a time; one per processor core if not given.",
     )  # fmt: skip
+    engine_dir: Path | None = setting(
+        kind="path", metavar="ENGINE", help="Engine whose output is compared with its model's."
+    )
+    model_dir: str | None = setting(
+        metavar="HF", help="Folder or hub id of the base model that the engine was made from."
+    )
+    draft_engine_dir: Path | None = setting(
+        kind="path", metavar="DRAFT", help="Draft-target: the draft model's engine."
+    )
+    draft_len: str | None = setting(
+        metavar="N|auto", help="Draft-target: tokens drafted a step, as specdec-run takes it."
+    )
+    use_logits: bool = setting(
+        False, kind="flag",
+        help="Draft-target: accept sampled tokens by the ratio of probabilities.",
+    )  # fmt: skip
+    prompts: Path | None = setting(
+        kind="path", metavar="FILE",
+        help="Prompts, .txt or .jsonl as for specdec-run; a small set of its own if not given.",
+    )  # fmt: skip
+    max_output_len: int = setting(
+        64, kind="int", minimum=1, metavar="N", help="New tokens compared a prompt."
+    )
+    num_alone: int = setting(
+        2, kind="int", minimum=0, metavar="N",
+        help="Prompts that are also run one at a time, to compare with the batch.",
+    )  # fmt: skip
+    sampling: bool = setting(
+        False, kind="flag", help="Also test sampled text against the model's exact distribution."
+    )
+    num_samples: int = setting(
+        1000, kind="int", minimum=100, metavar="N", help="Sampling: requests a prompt."
+    )
+    temperature: float = setting(
+        1.0, kind="float", metavar="T", help="Sampling: the requests' temperature."
+    )
+    top_k: int = setting(4, kind="int", minimum=2, help="Sampling: the requests' top-k.")
+    random_seed: int = setting(
+        0, kind="int", minimum=0, metavar="S", help="Sampling: the first request's seed."
+    )
+    device: str = setting(
+        "auto", choices=("auto", "cpu", "cuda"), help="Where engine and model are run."
+    )
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+
+
+def check_flags(settings: VerifySettings) -> None:
+    """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
+    flags = get_flags(VerifySettings)
+    given = [name for name, (_, default) in flags.items() if getattr(settings, name) != default]
+    if settings.checkpoint_dir is not None or not {"engine_dir", "model_dir"} & set(given):
+        _refuse(given, set(CHECKPOINT_FLAGS + SHARED_FLAGS), "--checkpoint-dir, a claim of its own")
+        if settings.checkpoint_dir is None:
+            raise UsageError(
+                "missing --checkpoint-dir, or --engine-dir and --model-dir",
+                "name the checkpoint or the engine to verify",
+            )
+        return
+    require(settings, "engine_dir", "model_dir")
+    _refuse(given, set(flags) - set(CHECKPOINT_FLAGS), "--engine-dir")
+    if not settings.sampling:
+        _refuse(given, set(flags) - set(SAMPLING_FLAGS), "greedy text alone: --sampling is absent")
+    if not 0 < settings.temperature < 100:
+        raise UsageError(
+            f"--temperature is {settings.temperature:g}", "give a number above 0 and below 100"
+        )
+    if settings.draft_engine_dir is None and (settings.draft_len or settings.use_logits):
+        raise UsageError(
+            "--draft-len and --use-logits need --draft-engine-dir", "give the draft model's engine"
+        )
+
+
+def _refuse(given: list[str], allowed: set[str], what: str) -> None:
+    useless = ["--" + name.replace("_", "-") for name in given if name not in allowed]
+    if useless:
+        raise UsageError(f"{', '.join(useless)}: no effect with {what}", "leave it out")

@@ -1,0 +1,142 @@
+"""What an engine is asked: the user's prompts, or a small set of our own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdec.engine.layout import BuildConfig
+from specdec.errors import SpecDecError
+
+from .settings import VerifySettings
+
+# Short ones first: the first two are those of the sampling test.
+TEXTS = (
+    "The",
+    "def add(a, b):\n    return",
+    "Once upon a time, in a village by the sea, there lived",
+    "import json\n\n\ndef load(path):\n    with open(path) as file:\n        data =",
+    "Q: What is 17 + 25?\nA:",
+    "The kettle had boiled dry an hour ago, and nobody in the kitchen had noticed: they were all at"
+    " the window, watching the river come up over the second step, then the third. Someone ought"
+    " to",
+)
+LENGTHS = (1, 4, 11, 24, 8, 47)  # of prompts in token ids, where there is no tokenizer
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
+# How a request is decoded is what is under test here, not the file's to say.
+IGNORED_KEYS = ("max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Lines of a .jsonl file, empty ones kept so that their numbers stay the user's.
+
+    expected: each prompt's token ids, None where only specdec-run knows them.
+    """
+
+    lines: list[str]
+    expected: list[list[int] | None]
+
+    @property
+    def requests(self) -> list[str]:
+        """The lines that are requests."""
+        return [line for line in self.lines if line]
+
+
+def load_tokenizer(model_dir: str) -> Any:
+    """Load the model's tokenizer; None where its folder has none. Remote code is never run."""
+    folder = Path(model_dir)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    from .reference import refuse_model
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir)
+    except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
+        raise refuse_model(f"the tokenizer of {model_dir}", error) from None
+
+
+def make_prompts(
+    settings: VerifySettings, build: BuildConfig, vocab_size: int, tokenizer: Any
+) -> Prompts:
+    """Read --prompts, or choose those of our own that the engine has room for."""
+    if settings.prompts is not None:
+        entries = read_prompts(settings.prompts)
+        if tokenizer is None and any(e and "input_ids" not in e for e in entries):
+            raise SpecDecError(
+                f"{settings.prompts} holds texts, and {settings.model_dir} has no tokenizer",
+                'give token ids, {"input_ids": [...]} a line of a .jsonl file',
+            )
+    else:
+        longest = min(build.max_input_len, build.max_seq_len - settings.max_output_len)
+        entries = list(choose_prompts(longest, vocab_size, tokenizer))
+        if not entries:
+            raise SpecDecError(
+                f"max_seq_len {build.max_seq_len} and max_input_len {build.max_input_len} of the"
+                f" engine leave {max(0, longest)} tokens for a prompt beside"
+                f" {settings.max_output_len} of output: none of the built-in prompts is so short",
+                "lower --max-output-len, or give --prompts",
+            )
+    lines = [json.dumps(entry) if entry else "" for entry in entries]
+    return Prompts(lines, [_encode(entry, tokenizer) for entry in entries if entry])
+
+
+def _encode(entry: dict[str, Any], tokenizer: Any) -> list[int] | None:
+    if isinstance(entry.get("prompt"), str):
+        ids: list[int] = tokenizer(entry["prompt"])["input_ids"]
+        return ids
+    return entry.get("input_ids")
+
+
+def choose_prompts(longest: int, vocab_size: int, tokenizer: Any) -> Sequence[dict[str, Any]]:
+    """Those of the built-in prompts that have at most `longest` tokens."""
+    if tokenizer is None:
+        drawn = np.random.Generator(np.random.Philox(key=0)).integers(
+            0, vocab_size, (len(LENGTHS), max(LENGTHS))
+        )
+        ids = [row[:length].tolist() for row, length in zip(drawn, LENGTHS, strict=True)]
+        return [{"input_ids": row} for row in ids if len(row) <= longest]
+    return [{"prompt": text} for text in TEXTS if 0 < len(tokenizer(text)["input_ids"]) <= longest]
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Read a file as specdec-run does, without what it says of decoding; empty lines are {}."""
+    if path.suffix not in (".txt", ".jsonl"):
+        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
+    try:
+        # Not splitlines(): U+2028 and its like may stand inside a JSON text.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise SpecDecError(f"{path} does not exist", "check the path of --prompts") from None
+    except UnicodeDecodeError:
+        raise SpecDecError(f"{path} is not UTF-8 text", "convert the file to UTF-8") from None
+    entries: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            entries.append({})
+        elif path.suffix == ".txt":
+            entries.append({"prompt": line})
+        else:
+            entries.append(_read_line(f"{path} line {number}", line))
+    if not any(entries):
+        raise SpecDecError(f"{path} holds no prompt", "write one prompt a line")
+    return entries
+
+
+def _read_line(where: str, line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SpecDecError(f"{where} is not JSON: {error}", "write one object a line") from None
+    if not isinstance(entry, dict) or not (set(entry) - set(IGNORED_KEYS)):
+        raise SpecDecError(f"{where} holds no prompt", 'write {"prompt": "..."}')
+    return {key: value for key, value in entry.items() if key not in IGNORED_KEYS}

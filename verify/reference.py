@@ -1,0 +1,148 @@
+"""The base model itself, run by transformers: what an engine's output is compared with.
+
+Legend: N new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.engine.layout import EngineConfig
+from specdec.errors import SpecDecError, summarize
+from specdec.torch_tensors import TORCH_DTYPES
+
+SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings",
+)  # fmt: skip
+
+
+def refuse_model(what: str, error: Exception) -> SpecDecError:
+    """The error for what transformers cannot load."""
+    return SpecDecError(
+        f"transformers cannot load {what}: {summarize(error)}",
+        "check --model-dir: a folder made by save_pretrained or a hub id, of an architecture that"
+        " the installed transformers knows; remote code is never run",
+    )
+
+
+def read_config(model_dir: str) -> Any:
+    """Read the model's configuration."""
+    from transformers import AutoConfig
+
+    folder = Path(model_dir)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise SpecDecError(f"{folder} has no config.json", "--model-dir takes a model folder")
+    try:
+        return AutoConfig.from_pretrained(model_dir)
+    except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
+        raise refuse_model(model_dir, error) from None
+
+
+def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: str) -> None:
+    """Raise SpecDecError where the engine cannot have been made from the model."""
+    model = engine.checkpoint.model
+    quantized = engine.checkpoint.quantization.quant_algo
+    if quantized is not None:
+        raise SpecDecError(
+            f"the weights of {engine_dir} are quantized ({quantized}): its text is that of the"
+            " quantized model, not of the one that transformers runs",
+            "verify an engine of the unquantized checkpoint; compare this one with its own"
+            " specdec-run --no-speculation",
+        )
+    different = [
+        f"{name} is {ours} and {theirs}"
+        for name in SIZES
+        if (theirs := getattr(config, name, None)) is not None
+        and (ours := getattr(model, name)) != theirs
+    ]
+    if different:
+        raise SpecDecError(
+            f"{engine_dir} was not made from {model_dir}: {'; '.join(different)}",
+            "give the base model that the engine's checkpoint was converted from",
+        )
+    length, longest = engine.build.max_seq_len, model.max_position_embeddings
+    if length > longest and model.rotary_scaling is None:
+        raise SpecDecError(
+            f"{engine_dir} has max_seq_len {length}, the model max_position_embeddings {longest}",
+            f"build with --max-seq-len {longest} or less",
+        )
+
+
+class Reference:
+    """A model on its device, in the engine's type."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.device = device
+        self._continued: dict[tuple[int, ...], list[int]] = {}
+        self._takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @torch.inference_mode()
+    def continue_greedily(self, prompt: Sequence[int], length: int) -> list[int]:
+        """Return the argmax after each token, one token a step, end tokens included.
+
+        Not `generate`, which applies what generation_config.json says of repetition.
+        """
+        known = self._continued.setdefault(tuple(prompt), [])
+        if len(known) < length:
+            known.clear()
+            cache, tokens = None, list(prompt)
+            while len(known) < length:
+                output = self.model(
+                    input_ids=self._pack(tokens), past_key_values=cache, use_cache=True
+                )
+                cache = output.past_key_values
+                tokens = [int(output.logits[0, -1].argmax())]
+                known += tokens
+        return known[:length]
+
+    @torch.inference_mode()
+    def score(self, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+        """Return the logits [N, V], float32, by which each token of `output` would be chosen."""
+        keep: dict[str, Any] = {"logits_to_keep": len(output)} if self._takes_count else {}
+        ids = self._pack([*prompt, *output[:-1]])
+        logits: Tensor = self.model(input_ids=ids, use_cache=False, **keep).logits
+        return logits[0, -len(output) :].float().cpu()
+
+    def _pack(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], device=self.device)
+
+
+def load_reference(model_dir: str, dtype: str, device: str) -> Reference:
+    """Load the model in the engine's type; remote code is never run."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=TORCH_DTYPES[dtype]
+        )
+    except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
+        raise refuse_model(model_dir, error) from None
+    return Reference(model, torch.device(device))
+
+
+def read_end_ids(model_dir: str, config: Any, tokenizer: Any) -> tuple[set[int], set[int]]:
+    """Return the tokens that must end a text, and those that may.
+
+    Must: generation_config.json's. May: also the model configuration's and the tokenizer's.
+    """
+    from transformers import GenerationConfig
+
+    must: set[int] = set()
+    if tokenizer is not None and (Path(model_dir) / "generation_config.json").is_file():
+        must = _list_ids(GenerationConfig.from_pretrained(model_dir).eos_token_id)
+    own = _list_ids(getattr(tokenizer, "eos_token_id", None))
+    return must, must | own | _list_ids(getattr(config, "eos_token_id", None))
+
+
+def _list_ids(value: Any) -> set[int]:
+    return set(value) if isinstance(value, list) else set() if value is None else {value}
