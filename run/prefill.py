@@ -24,6 +24,8 @@ def fill_cache(
     Returns the hidden states [B, D] of the prompts' last tokens, so at least that one must be left
     to run. Rows of like length share a pass, padded on the right; padding is never committed.
     """
+    for row, prompt in zip(rows, prompts, strict=True):
+        decoder.start_row(cache, row, len(prompt))
     chunk = max(1, min(MAX_CHUNK_TOKENS, max_num_tokens // len(rows)))
     left = [
         len(prompt) - int(cache.past_lens[row]) for row, prompt in zip(rows, prompts, strict=True)

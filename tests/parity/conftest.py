@@ -1,4 +1,4 @@
-"""Kernels are compiled once for all engines of these tests."""
+"""Kernels are compiled once for all engines of a module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from specdec.engine import native
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     compile_kernels, folder = native.compile_kernels, tmp_path_factory.mktemp("kernels")
     done: list[dict[str, str]] = []

@@ -13,10 +13,18 @@ SWITCH = 48
 WINDOW = 16
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _COMMON = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "intermediate_size": 112}
-_GQA = {**_SIZES, **_COMMON, "num_key_value_heads": 2, "tie_word_embeddings": False}
+# The norms' epsilon is large, so that it shows.
+_PHI = {
+    **_SIZES, **_COMMON, "num_key_value_heads": 2, "tie_word_embeddings": False,
+    "layer_norm_eps": 0.1,
+}  # fmt: skip
+_GQA = {
+    **_SIZES, **_COMMON, "num_key_value_heads": 2, "tie_word_embeddings": False,
+    "rms_norm_eps": 0.1,
+}  # fmt: skip
 _GPT2 = {
     "vocab_size": VOCAB, "n_positions": POSITIONS, "n_embd": 64, "n_layer": 2, "n_head": 4,
-    "bos_token_id": 1, "eos_token_id": 2,
+    "bos_token_id": 1, "eos_token_id": 2, "layer_norm_epsilon": 0.1,
 }  # fmt: skip
 _OPT = {
     **_SIZES, "vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "ffn_dim": 112,
@@ -62,9 +70,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "yarn": {**_GQA, "rope_scaling": _YARN},
     },
     "PhiForCausalLM": {
-        "gelu_new": {**_GQA, "partial_rotary_factor": 0.5},
-        "gelu_narrow": {**_GQA, "partial_rotary_factor": 0.25, "hidden_act": "gelu"},
-        "gelu_fast": {**_GQA, "hidden_act": "gelu_fast"},
+        "gelu_new": {**_PHI, "partial_rotary_factor": 0.5},
+        "gelu_narrow": {**_PHI, "partial_rotary_factor": 0.25, "hidden_act": "gelu"},
+        "gelu_fast": {**_PHI, "hidden_act": "gelu_fast"},
     },
     "Phi3ForCausalLM": {
         "plain": {**_PHI3, "sliding_window": None},
