@@ -102,7 +102,9 @@ class Piece:
         """Return where a block's bytes lie in a file as they are wanted; None where they do not."""
         info = self.source.tensors[self.name]
         is_changed = self != Piece(self.source, self.name, self.block)
-        if is_changed or info.dtype != dtype or (block is not None and block.columns is not None):
+        if is_changed or info.dtype != dtype:
+            return None
+        if block is not None and block.columns not in (None, (0, *info.shape[1:])):
             return None
         place = self.source.locate(self.name)
         if place is None or block is None:

@@ -28,6 +28,7 @@ from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.storage import (
     BLOCK_BYTES,
+    DTYPES,
     TensorInfo,
     encode_header,
     measure_tensor_file,
@@ -193,8 +194,16 @@ def measure_buffers(plan: Plan, workers: int) -> int:
         for tensor in rank.values():
             if not _is_copied(tensor):
                 row_bytes = tensor.info.num_bytes // max(1, *tensor.info.shape[:1])
-                largest = max(largest, row_bytes, min(tensor.info.num_bytes, CHUNK_BYTES))
+                chunk_bytes = max(row_bytes, min(tensor.info.num_bytes, CHUNK_BYTES))
+                largest = max(largest, chunk_bytes * _find_widening(tensor))
     return workers * (COPIES_A_WRITER * largest + 2 * BLOCK_BYTES)
+
+
+def _find_widening(tensor: PlannedTensor) -> int:
+    """How many times as wide as a tensor's elements those of its widest source are, at least 1."""
+    dtypes = {piece.source.tensors[piece.name].dtype for piece in tensor.pieces}
+    widths = [int(np.dtype(DTYPES[dtype][1]).itemsize) for dtype in (tensor.info.dtype, *dtypes)]
+    return max(1, max(widths) // widths[0])
 
 
 def _is_copied(tensor: PlannedTensor) -> bool:
@@ -260,16 +269,17 @@ class _Stream:
             hashers = stack.enter_context(ThreadPoolExecutor(self.workers, "hasher"))
             self.writers = stack.enter_context(ThreadPoolExecutor(self.workers, "writer"))
             self.syncer = stack.enter_context(ThreadPoolExecutor(1, "syncer"))
-            ranks = {
-                name_rank(rank): hashers.submit(self._watch, self._write_rank, rank)
-                for rank in range(len(self.plan.ranks))
-            }
-            sources = [
-                hashers.submit(self._watch, self._read_source, path)
-                for path in self.plan.source_files
+            # A file is one thread's work, so the longest come first: none is left for the end.
+            work: list[tuple[int, Callable[..., Any], Any]] = [
+                (size, self._write_rank, rank) for rank, size in enumerate(sizes)
             ]
+            work += [(self.states[p][0], self._read_source, p) for p in self.plan.source_files]
+            work.sort(key=lambda item: -item[0])
+            tasks = {key: hashers.submit(self._watch, do, key) for _, do, key in work}
+            ranks = {name_rank(rank): tasks[rank] for rank in range(len(sizes))}
+            sources = [tasks[path] for path in self.plan.source_files]
             others = hashers.submit(self._watch, self._search_unplaced)
-            self._finish([*ranks.values(), *sources, others], hashers)
+            self._finish([*tasks.values(), others], hashers)
         for path, state in get_states(self.plan).items():
             if state != self.states[path]:
                 raise SpecDecError(

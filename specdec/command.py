@@ -217,7 +217,7 @@ STAGES = {
     "build": ("specdec.build.cli", "checkpoint folder -> engine folder"),
     "run": ("specdec.run.cli", "engine folder -> text, tokens, statistics"),
     "train": ("specdec.train.cli", "data and base -> drafter folder"),
-    "verify": ("specdec.verify.cli", "checkpoint folder -> intact, or what is damaged"),
+    "verify": ("specdec.verify.cli", "checkpoint or engine -> proof that it is what it claims"),
 }
 
 

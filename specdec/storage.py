@@ -200,7 +200,7 @@ class TensorFile:
         storage = np.dtype(DTYPES[info.dtype][1])
         row_items = math.prod(info.shape[1:])
         row_bytes = row_items * storage.itemsize
-        if columns is None:
+        if columns in (None, (0, row_items)):
             array = np.empty((stop - start, *info.shape[1:]), storage)
             read_into(self._file.fileno(), array, offset + start * row_bytes, self.path)
             return array

@@ -15,7 +15,17 @@ from .settings import VerifySettings
 
 @stage_command("verify", VerifySettings)
 def command(settings: VerifySettings) -> None:
-    """Check that a checkpoint folder is intact: bytes, tensors, configuration."""
+    """Prove that a checkpoint is intact, or that an engine's text is its model's own."""
+    if settings.engine_dir is not None and settings.checkpoint_dir is None:
+        from .engine import verify_engine
+        from .report import find_error
+        from .report import format_report as format_engine_report
+
+        found = verify_engine(settings)
+        click.echo(json.dumps(found) if settings.json else format_engine_report(found))
+        if error := find_error(found):
+            raise error
+        return
     from .pipeline import verify_checkpoint
 
     report = verify_checkpoint(settings)

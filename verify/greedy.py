@@ -24,7 +24,8 @@ SPACINGS = {"bfloat16": 8, "float16": 8, "float32": 128}
 
 def compute_bound(logits: Tensor, dtype: str) -> Tensor:
     """Return for logits [..., V] the margin [...] up to which two of them nearly tie."""
-    return logits.abs().amax(-1) * (SPACINGS[dtype] / 2 ** BITS[dtype])
+    bounds: Tensor = logits.abs().amax(-1) * (SPACINGS[dtype] / 2 ** BITS[dtype])
+    return bounds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

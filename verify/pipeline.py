@@ -12,13 +12,14 @@ from specdec.settings import require
 
 from .contents import check_contents
 from .manifest import NAME, Manifest, find_differences, list_surplus, read_manifest
-from .settings import VerifySettings
+from .settings import VerifySettings, check_flags
 
 SAME, CHANGED, ABSENT = "same", "changed", "absent"
 
 
 def verify_checkpoint(settings: VerifySettings) -> dict[str, Any]:
     """Check a checkpoint folder and return the verdict with all that is wrong."""
+    check_flags(settings)
     require(settings, "checkpoint_dir")
     assert settings.checkpoint_dir is not None
     folder: Path = settings.checkpoint_dir

@@ -1,6 +1,6 @@
 """The base model itself, run by transformers: what an engine's output is compared with.
 
-Legend: N new tokens, V vocabulary.
+Legend: N new tokens, R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -110,6 +110,14 @@ class Reference:
         ids = self._pack([*prompt, *output[:-1]])
         logits: Tensor = self.model(input_ids=ids, use_cache=False, **keep).logits
         return logits[0, -len(output) :].float().cpu()
+
+    @torch.inference_mode()
+    def score_next(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits [R, V], float32, after each of R texts of one length."""
+        keep: dict[str, Any] = {"logits_to_keep": 1} if self._takes_count else {}
+        ids = torch.tensor([list(text) for text in texts], device=self.device)
+        logits: Tensor = self.model(input_ids=ids, use_cache=False, **keep).logits
+        return logits[:, -1].float().cpu()
 
     def _pack(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], device=self.device)

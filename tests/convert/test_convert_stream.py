@@ -270,6 +270,18 @@ def test_memory_does_not_grow_with_the_model(source: Source, tmp_path: Path) -> 
     assert peaks[5] - peaks[1] < 25, "80 MB more of model"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "buffers"), [("float32", 0), ("bfloat16", 4 * 2 * 24576), ("float16", 4 * 2 * 24576)]
+)
+def test_dry_run_tells_the_buffers(
+    dtype: str, buffers: int, source: Source, convert: Converter
+) -> None:
+    """The largest tensor, qkv, has 192 x 64 x 2 bytes in 16 bits, and comes from 32."""
+    assert not convert(model_dir=source(MODEL), dtype=dtype, dry_run=True, workers=3).exists()
+    assert convert.report["buffer_bytes"] == 3 * (buffers + 2 * stream.BLOCK_BYTES)
+    assert convert.report["hash_seconds"] >= 0
+
+
 # ---- Weights that are no numbers.
 
 

@@ -1,0 +1,375 @@
+"""A right engine is found right, and every kind of wrong one wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.errors import SpecDecError, UsageError
+from specdec.storage import TensorFile, read_json, write_json, write_tensor_file
+from specdec.verify import runner
+from specdec.verify.chi_square import find_detectable_distance, fit_counts
+from specdec.verify.engine import verify_engine
+from specdec.verify.pipeline import verify_checkpoint
+from specdec.verify.report import find_error, format_report
+from specdec.verify.settings import VerifySettings
+from tests.conftest import (
+    make_drafter,
+    make_llama,
+    make_medusa_heads,
+    make_tokenizer,
+    read_error_lines,
+    run_cli,
+)
+from tests.engines import call, make_engine
+
+Report = dict[str, Any]
+CALL_RUN = runner.call_run
+EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
+
+
+def run_here(arguments: Sequence[str]) -> Report:
+    """specdec-run in this process, which spares its start."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        call("run", "--json", *arguments)
+    report: Report = json.loads(out.getvalue())
+    return report
+
+
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "call_run", run_here)
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify-engine")
+    make_tokenizer(make_llama(folder, seed=3))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def redrafter(parent: Path) -> Path:
+    drafter = make_drafter(parent, exit_dim=96, scale=3.0)
+    return make_engine(parent, parent / "target", drafter, beams=3, length=3, optimize="none")
+
+
+@pytest.fixture(scope="module")
+def draft_target(parent: Path) -> Path:
+    folder = parent / "pair"
+    folder.mkdir()
+    return make_engine(folder, parent / "target", optimize="none", build=EXTERNAL)
+
+
+@pytest.fixture(scope="module")
+def plain(parent: Path) -> Path:
+    return make_engine(parent, parent / "target", optimize="none")
+
+
+def verify(engine: Path, model: Path, **flags: Any) -> Report:
+    flags = {"max_output_len": 12, "num_alone": 1, **flags}
+    report: Report = verify_engine(VerifySettings(engine_dir=engine, model_dir=str(model), **flags))
+    error = find_error(report)
+    assert (error is not None) == (report["verdict"] == "differs")
+    assert format_report(report).startswith(f"{engine}: {report['verdict']}\n")
+    return report
+
+
+# ---- Right engines.
+
+
+def test_a_redrafter_engine_is_exact(redrafter: Path, parent: Path) -> None:
+    report = verify(redrafter, parent / "target", sampling=True, num_samples=200)
+    assert (report["verdict"], report["divergences"]) == ("exact", [])
+    assert (report["prompts"], report["num_tokens"]) == (6, 7 * 12)
+    assert report["method"] == "redrafter"
+    assert report["alone"] == {"prompts": 1, "same": 1}
+    assert 0 < report["logit_difference"] <= report["logit_bound"]
+    sampling = report["sampling"]
+    assert sampling["verdict"] == "exact"
+    assert sampling["same_seeds"]["different"] == 0
+    for test in sampling["tests"]:
+        assert sum(cell["count"] for cell in test["cells"]) == 200
+        assert np.isclose(sum(cell["expected"] for cell in test["cells"]), 200)
+        assert test["num_cells"] > 5
+        assert 0 < test["detectable_distance"] < 0.4
+
+
+def test_a_medusa_engine_is_exact(parent: Path) -> None:
+    heads = make_medusa_heads(parent)
+    checkpoint, engine = parent / "medusa-ckpt", parent / "medusa"
+    call(
+        "convert", "--model-dir", parent / "target", "--medusa-model-dir", heads,
+        "--num-medusa-layers", 1, "--output-dir", checkpoint,
+    )  # fmt: skip
+    call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", "none")
+    report = verify(engine, parent / "target")
+    assert (report["verdict"], report["method"]) == ("exact", "medusa")
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_a_draft_target_pair_is_exact(
+    draft_target: Path, plain: Path, parent: Path, use_logits: bool
+) -> None:
+    flags = {"draft_engine_dir": plain, "draft_len": "3", "use_logits": use_logits}
+    report = verify(
+        draft_target, parent / "target", **flags, num_alone=0, sampling=True, num_samples=200
+    )
+    assert (report["verdict"], report["method"]) == ("exact", "draft_target")
+    assert report["acceptance_length"] > 2
+    # The ratio rule draws with other random numbers: only its distribution is the same.
+    assert (report["sampling"]["same_seeds"] is None) == use_logits
+
+
+def test_token_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
+    target = make_llama(tmp_path, seed=4)
+    report = verify(make_engine(tmp_path, target, optimize="none"), target)
+    assert (report["verdict"], report["prompts"]) == ("exact", 6)
+    path = tmp_path / "texts.txt"
+    path.write_text("a text\n")
+    with pytest.raises(SpecDecError, match="holds texts, and .* has no tokenizer"):
+        verify(tmp_path / "engine-b4l5noneautop", target, prompts=path)
+
+
+def test_near_ties_in_half_precision(parent: Path) -> None:
+    """Here bfloat16 rounds one of these texts to another; a CPU that sums otherwise may not."""
+    engine = make_engine(
+        parent, parent / "target", parent / "drafter", beams=3, length=3, optimize="none",
+        dtype="bfloat16",
+    )  # fmt: skip
+    report = verify(engine, parent / "target", max_output_len=32, num_alone=0)
+    assert report["verdict"] == ("near-ties" if report["divergences"] else "exact")
+    for found in report["divergences"]:
+        assert found["near_tie"]
+        assert abs(found["margin"]) <= found["bound"] < 0.5
+        assert found["cause"] == "rounding"
+        assert found["engine_token"] != found["model_token"]
+
+
+def test_prompts_of_a_file(plain: Path, parent: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        '{"prompt": "one", "temperature": 0.9, "seed": 3}\n\n{"input_ids": [5, 6], "stop": "a"}\n'
+    )
+    report = verify(plain, parent / "target", prompts=path, num_alone=5)
+    assert (report["verdict"], report["prompts"]) == ("exact", 2)
+    assert report["alone"] == {"prompts": 2, "same": 2}
+
+
+# ---- Wrong engines.
+
+
+def test_one_changed_weight_is_found(parent: Path, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, parent / "target", optimize="none")
+    path = engine / "weights.safetensors"
+    file = TensorFile(path)
+    tensors = {name: file.read(name).copy() for name in file.tensors}
+    name = "transformer.layers.1.attention.dense.weight"
+    tensors[name][5, 7] += 20
+    write_tensor_file(path, dict(file.tensors), lambda key: tensors[key])
+    report = verify(engine, parent / "target")
+    assert report["verdict"] == "differs"
+    wrong = [found for found in report["divergences"] if not found["near_tie"]]
+    assert wrong[0]["is_first"]
+    assert wrong[0]["cause"] == "logits"
+    assert wrong[0]["margin"] > wrong[0]["bound"]
+    assert report["logit_difference"] > 100 * report["logit_bound"]
+    assert "more than rounding" in format_report(report)
+    error = find_error(report)
+    assert error is not None
+    assert "the engine computes other logits" in error.message
+
+
+def break_output(change: Callable[[Report, int], None]) -> Callable[[Sequence[str]], Report]:
+    """A specdec-run whose every output is changed, but for those without speculation."""
+
+    def run(arguments: Sequence[str]) -> Report:
+        report = run_here(arguments)
+        for index, output in enumerate(report["outputs"]):
+            if "--no-speculation" not in arguments:
+                change(output, index)
+        return report
+
+    return run
+
+
+def accept_a_wrong_token(output: Report, index: int) -> None:
+    if len(output["output_ids"]) > 5:
+        output["output_ids"][4] = (output["output_ids"][4] + 1) % 128
+
+
+def prefer_the_first(output: Report, index: int) -> None:
+    """Every third sampled text repeats its second token: one that may well be possible."""
+    if len(output["output_ids"]) == 3 and index % 3 == 0:
+        output["output_ids"][:] = STICKY.setdefault(
+            tuple(output["input_ids"]), output["output_ids"]
+        )
+
+
+STICKY: dict[tuple[int, ...], list[int]] = {}
+
+
+def test_a_broken_accept_rule_is_found(
+    redrafter: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "call_run", break_output(accept_a_wrong_token))
+    report = verify(redrafter, parent / "target", num_alone=0)
+    assert report["verdict"] == "differs"
+    firsts = [found for found in report["divergences"] if found["is_first"]]
+    assert [(f["position"], f["cause"], f["near_tie"]) for f in firsts] == [
+        (4, "choice", False)
+    ] * 6
+
+
+def test_a_broken_rule_of_sampling_is_found(
+    redrafter: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "call_run", break_output(prefer_the_first))
+    flags = {"num_alone": 0, "sampling": True, "num_samples": 200}
+    report = verify(redrafter, parent / "target", **flags)
+    assert (report["verdict"], report["divergences"]) == ("differs", [])
+    assert {test["verdict"] for test in report["sampling"]["tests"]} == {"differs"}
+    assert all(test["impossible"] == 0 for test in report["sampling"]["tests"])
+    assert report["sampling"]["same_seeds"]["verdict"] == "differs"
+    error = find_error(report)
+    assert error is not None
+    assert "in sampled text" in error.message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda o, _: o["output_ids"].pop(), "ends by length after 11 tokens, not at 12"),
+        (lambda o, _: o.update(finish_reason="eos"), "which is none of the model's end tokens"),
+    ],
+)
+def test_a_wrong_end_is_found(
+    plain: Path, parent: Path, monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Report, int], None], message: str,
+) -> None:  # fmt: skip
+    def run(arguments: Sequence[str]) -> Report:
+        report = break_output(change)(arguments)
+        path = Path(report["generation_logits"])
+        file = TensorFile(path)
+        kept = {name: file.read(name).copy() for name in file.tensors}
+        for index, output in enumerate(report["outputs"]):
+            kept[f"output.{index}"] = kept[f"output.{index}"][: len(output["output_ids"])]
+        infos = {n: type(i)(i.dtype, kept[n].shape) for n, i in file.tensors.items()}
+        write_tensor_file(path, infos, lambda name: kept[name])
+        return report
+
+    monkeypatch.setattr(runner, "call_run", run)
+    report = verify(plain, parent / "target", num_alone=0)
+    assert report["verdict"] == "differs"
+    assert message in report["wrong_ends"][0]
+
+
+# ---- What is refused.
+
+
+def test_a_model_of_another_shape(plain: Path, tmp_path: Path) -> None:
+    other = make_llama(tmp_path, layers=1, hidden=32, name="other")
+    with pytest.raises(SpecDecError, match="hidden_size is 64 and 32; num_hidden_layers is 2 and"):
+        verify(plain, other)
+
+
+def test_quantized_and_too_long_engines(parent: Path, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, parent / "target", optimize="none")
+    config = read_json(engine / "config.json")
+    config["build_config"]["max_seq_len"] = 513
+    write_json(engine / "config.json", config)
+    with pytest.raises(SpecDecError, match="max_seq_len 513, the model max_position_embeddings"):
+        verify(engine, parent / "target")
+    config["pretrained_config"]["quantization"]["quant_algo"] = "FP8"
+    write_json(engine / "config.json", config)
+    with pytest.raises(SpecDecError, match=r"quantized \(FP8\)"):
+        verify(engine, parent / "target")
+
+
+def test_errors_of_specdec_run_are_told(plain: Path, parent: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\n{"promt": "a"}\n')
+    with pytest.raises(SpecDecError, match=r"prompts.jsonl line 2: unknown key 'promt'"):
+        verify(plain, parent / "target", prompts=path)
+    path.write_text('{"input_ids": [5]}\n')
+    with pytest.raises(SpecDecError, match="asks for 600 more, the engine's max_seq_len is 512"):
+        verify(plain, parent / "target", prompts=path, max_output_len=600)
+    with pytest.raises(SpecDecError, match="none of the built-in prompts is so short"):
+        verify(plain, parent / "target", max_output_len=512)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"engine_dir": Path("e")}, "missing --model-dir"),
+        ({"model_dir": "m"}, "missing --engine-dir"),
+        ({"engine_dir": Path("e"), "model_dir": "m", "workers": 2}, "--workers: no effect with"),
+        ({"engine_dir": Path("e"), "model_dir": "m", "top_k": 3}, "--top-k: no effect with"),
+        ({"engine_dir": Path("e"), "model_dir": "m", "use_logits": True}, "need --draft-engine"),
+        (
+            {"engine_dir": Path("e"), "model_dir": "m", "sampling": True, "temperature": 0.0},
+            "--temperature is 0",
+        ),
+    ],
+)
+def test_wrong_usage(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        verify_engine(VerifySettings(**flags))
+
+
+def test_two_claims_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--engine-dir: no effect with --checkpoint-dir"):
+        verify_checkpoint(VerifySettings(checkpoint_dir=tmp_path, engine_dir=tmp_path))
+
+
+# ---- The test's own arithmetic, and the command.
+
+
+def test_chi_square() -> None:
+    """p-values of tables; the detectable distance is found as often as it says."""
+    fit = fit_counts([60, 40], [0.5, 0.5])
+    assert fit is not None
+    assert (fit.num_cells, round(fit.statistic, 9), round(fit.p_value, 4)) == (2, 4.0, 0.0455)
+    assert fit_counts([100, 0], [0.999, 0.001]) is None
+    cells, number = 10, 500
+    distance = find_detectable_distance(cells, number, 0.001)
+    shift = np.where(np.arange(cells) % 2, 1, -1) * 2 * distance / cells
+    drawn = np.random.Generator(np.random.Philox(key=1)).multinomial(
+        number, 1 / cells + shift, size=2000
+    )
+    fits = [fit_counts(row.tolist(), [1 / cells] * cells) for row in drawn]
+    found = np.mean([fit is not None and fit.p_value < 0.001 for fit in fits])
+    assert 0.98 < found < 1
+
+
+def test_the_command(plain: Path, parent: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def main():\n")
+    flags = ("--prompts", prompts, "--max_output_len", 8, "--num-alone", 0, "--json")
+    done = run_cli("verify", "--engine-dir", plain, "--model-dir", parent / "target", *flags)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["verdict"], report["prompts"], report["divergences"]) == ("exact", 1, [])
+    make_llama(tmp_path, seed=8, name="stranger")
+    make_tokenizer(tmp_path / "stranger")
+    done = run_cli("verify", "--engine-dir", plain, "--model-dir", tmp_path / "stranger", *flags)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["verdict"] == "differs"
+    fact, hint = read_error_lines(done.stderr)
+    assert "prompt 0, position 0: the engine wrote " in fact
+    assert "from this model" in hint
+
+
+def test_a_failing_process_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="is not a folder") as caught:
+        CALL_RUN(["--engine-dir", str(tmp_path / "none"), "--input-text", "a", "--tokenizer-dir",
+                  str(make_tokenizer(tmp_path / "tokenizer"))])  # fmt: skip
+    assert "specdec-build" in caught.value.hint

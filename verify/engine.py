@@ -1,0 +1,182 @@
+"""Engine folder and base model to verdict: run the one, then the other, and compare."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from specdec import logs
+from specdec.engine.layout import read_engine_config
+from specdec.errors import SpecDecError
+
+from .greedy import SPACINGS, Comparison, compare_text, find_wrong_end
+from .prompts import Prompts, load_tokenizer, make_prompts
+from .reference import Reference, check_pair, load_reference, read_config, read_end_ids
+from .runner import run_engine
+from .sampling import NUM_PROMPTS, make_requests, verify_sampling
+from .settings import VerifySettings, check_flags
+
+logger = logs.get_logger(__name__)
+
+EXACT, NEAR_TIES, DIFFERS = "exact", "near-ties", "differs"
+# (run, index of the prompt, entry of specdec-run's `outputs`, its logits)
+Text = tuple[str, int, dict[str, Any], torch.Tensor]
+
+
+def verify_engine(settings: VerifySettings) -> dict[str, Any]:
+    """Compare an engine's text with its model's; return the verdict with all that differs."""
+    check_flags(settings)
+    assert settings.engine_dir is not None
+    assert settings.model_dir is not None
+    began = time.monotonic()
+    engine = read_engine_config(settings.engine_dir)
+    config = read_config(settings.model_dir)
+    check_pair(engine, settings.engine_dir, config, settings.model_dir)
+    model = engine.checkpoint.model
+    tokenizer = load_tokenizer(settings.model_dir)
+    prompts = make_prompts(settings, engine.build, model.vocab_size, tokenizer)
+
+    # The engine has its turn first, so that the two never share the memory.
+    texts, stats = run_greedy(settings, prompts, has_tokenizer=tokenizer is not None)
+    tokens = [output["input_ids"] for run, _, output, _ in texts if run == "batch"]
+    check_tokens(prompts, tokens)
+    sampled_prompts = tokens[:NUM_PROMPTS] if settings.sampling else []
+    sampled = run_sampled(settings, sampled_prompts, stats["method"])
+
+    logger.info("running %s", settings.model_dir)
+    device = stats["device"]
+    reference = load_reference(settings.model_dir, model.dtype, device)
+    comparisons = compare_texts(reference, texts, model.dtype, settings.model_dir)
+    divergences = [found for comparison in comparisons for found in comparison.divergences]
+    must_end, may_end = read_end_ids(settings.model_dir, config, tokenizer)
+    wrong_ends = [
+        wrong
+        for _, _, output, _ in texts
+        if (wrong := find_wrong_end(output, settings.max_output_len, must_end, may_end))
+    ]
+    sampling = None
+    if settings.sampling:
+        sampling = verify_sampling(
+            reference, sampled_prompts, *sampled, settings=settings, dtype=model.dtype
+        )
+    is_wrong = any(not found.near_tie for found in divergences) or bool(wrong_ends)
+    is_wrong |= sampling is not None and sampling["verdict"] == DIFFERS
+    worst = max(comparisons, key=lambda c: c.logit_difference / (c.logit_bound or math.inf))
+    return {
+        "verdict": DIFFERS if is_wrong else NEAR_TIES if divergences else EXACT,
+        "prompts": len(tokens),
+        "divergences": [
+            found.to_json()
+            | {
+                "engine_text": decode(tokenizer, found.engine_token),
+                "model_text": decode(tokenizer, found.model_token),
+            }
+            for found in divergences
+        ],
+        "engine_dir": str(settings.engine_dir),
+        "model_dir": settings.model_dir,
+        "method": stats["method"],
+        "dtype": model.dtype,
+        "device": device,
+        "max_output_len": settings.max_output_len,
+        "num_tokens": sum(len(output["output_ids"]) for _, _, output, _ in texts),
+        "acceptance_length": stats["acceptance_length"],
+        "alone": compare_alone(texts),
+        "wrong_ends": wrong_ends,
+        "near_tie_spacings": SPACINGS[model.dtype],
+        "logit_difference": worst.logit_difference,
+        "logit_bound": worst.logit_bound,
+        "sampling": sampling,
+        "verify_seconds": round(time.monotonic() - began, 2),
+    }
+
+
+def run_greedy(
+    settings: VerifySettings, prompts: Prompts, *, has_tokenizer: bool
+) -> tuple[list[Text], dict[str, Any]]:
+    """Run all prompts in one call, then the first few in a call each; return texts and stats."""
+    flags = ["--max-output-len", str(settings.max_output_len), "--temperature", "0"]
+    tokenizer_dir = settings.model_dir if has_tokenizer else None
+    num_alone = min(settings.num_alone, len(prompts.requests))
+    calls = [("batch", 0, prompts.lines)]
+    calls += [("alone", i, [line]) for i, line in enumerate(prompts.requests[:num_alone])]
+    texts: list[Text] = []
+    stats: dict[str, Any] = {}
+    for run, first, lines in calls:
+        what = f"{len(prompts.requests)} prompts" if run == "batch" else f"prompt {first} alone"
+        logger.info("running %s: %s", settings.engine_dir, what)
+        report, logits = run_engine(
+            settings, lines, *flags, tokenizer_dir=tokenizer_dir, keep_logits=True
+        )
+        stats = stats or report["stats"]
+        texts += [
+            (run, first + at, output, torch.from_numpy(logits[at]))
+            for at, output in enumerate(report["outputs"])
+        ]
+    return texts, stats
+
+
+def check_tokens(prompts: Prompts, tokens: Sequence[list[int]]) -> None:
+    """Raise SpecDecError where specdec-run did not read a prompt as its tokenizer does."""
+    for index, (own, expected) in enumerate(zip(tokens, prompts.expected, strict=True)):
+        if expected is not None and own != expected:
+            raise SpecDecError(
+                f"specdec-run read prompt {index} as {len(own)} tokens, {own[:8]}, the model's"
+                f" tokenizer as {len(expected)}, {expected[:8]}",
+                "this is a fault in specdec; report it with the prompt",
+            )
+
+
+def run_sampled(
+    settings: VerifySettings, prompts: Sequence[Sequence[int]], method: str
+) -> tuple[list[list[int]], list[list[int]] | None]:
+    """Return the sampled texts, and the same seeds' without speculation where they must agree."""
+    if not prompts:
+        return [], None
+    lines = make_requests(settings, prompts)
+    logger.info("running %s: %d sampled requests", settings.engine_dir, len(lines))
+    sampled = _list_outputs(run_engine(settings, lines)[0])
+    if settings.use_logits or method == "plain":
+        return sampled, None
+    return sampled, _list_outputs(run_engine(settings, lines, speculate=False)[0])
+
+
+def _list_outputs(report: dict[str, Any]) -> list[list[int]]:
+    return [output["output_ids"] for output in report["outputs"]]
+
+
+def compare_texts(
+    reference: Reference, texts: Sequence[Text], dtype: str, model_dir: str
+) -> list[Comparison]:
+    """Compare every text with the model's."""
+    comparisons = []
+    for run, index, output, logits in logs.show_progress(texts, label="texts", total=len(texts)):
+        comparison = compare_text(
+            reference, output["input_ids"], output["output_ids"], logits,
+            index=index, run=run, dtype=dtype,
+        )  # fmt: skip
+        if not math.isfinite(comparison.logit_bound):
+            raise SpecDecError(
+                f"the logits of {model_dir} after prompt {index} are not finite in {dtype}",
+                "convert the model with another --dtype: there is no text to compare with",
+            )
+        comparisons.append(comparison)
+    return comparisons
+
+
+def compare_alone(texts: Sequence[Text]) -> dict[str, int]:
+    """Count the prompts that were also run alone, and those with the same text as in the batch."""
+    batch = {index: output["output_ids"] for run, index, output, _ in texts if run == "batch"}
+    same = [
+        output["output_ids"] == batch[index] for run, index, output, _ in texts if run == "alone"
+    ]
+    return {"prompts": len(same), "same": sum(same)}
+
+
+def decode(tokenizer: Any, token: int) -> str | None:
+    """Return a token's text, None without a tokenizer."""
+    return None if tokenizer is None else str(tokenizer.decode([token]))

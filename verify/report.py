@@ -1,0 +1,111 @@
+"""What `verify_engine` found, as lines of text and as an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.errors import SpecDecError
+
+MAX_LINES = 12  # of divergences; all of them are in the JSON
+CAUSES = {
+    "rounding": "a near-tie",
+    "logits": "the engine computes other logits",
+    "choice": "the engine's own logits prefer another token",
+}
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """Return a report as lines of text."""
+    found, alone = report["divergences"], report["alone"]
+    num_firsts = sum(f["is_first"] and f["run"] == "batch" for f in found)
+    lines = [
+        f"{report['engine_dir']}: {report['verdict']}",
+        f"  {report['method']} in {report['dtype']} on {report['device']}, against"
+        f" {report['model_dir']} run by transformers",
+        f"  greedy: {report['num_tokens']} tokens compared, the runs alone included;"
+        f" {report['prompts']} prompts, {report['prompts'] - num_firsts} texts equal,"
+        f" {report['acceptance_length']:.2f} tokens per verify step",
+        f"  run alone: {alone['prompts']} prompts, {alone['same']} with the text of the batch",
+        f"  logits: within {report['logit_difference']:.3g} of the model's; two tie within"
+        f" {report['logit_bound']:.3g} there ({report['near_tie_spacings']} spacings of"
+        f" {report['dtype']})",
+    ]
+    if not report["logit_difference"] <= report["logit_bound"]:
+        lines.append("  note: that is more than rounding; the texts alone decide the verdict")
+    lines += [f"  {describe_divergence(f)}" for f in found[:MAX_LINES]]
+    if len(found) > MAX_LINES:
+        wrong = sum(not f["near_tie"] for f in found)
+        lines.append(
+            f"  {len(found) - MAX_LINES} more; of all {len(found)}, {wrong} are no near-ties"
+        )
+    lines += [f"  {wrong}" for wrong in report["wrong_ends"]]
+    if report["sampling"] is not None:
+        lines += [f"  {line}" for line in format_sampling(report["sampling"])]
+    return "\n".join(lines)
+
+
+def describe_divergence(found: dict[str, Any]) -> str:
+    """Return a divergence as one line."""
+    run = "" if found["run"] == "batch" else " alone"
+    later = "" if found["is_first"] else " (behind the first difference)"
+    return (
+        f"prompt {found['prompt']}{run}, position {found['position']}{later}: the engine wrote"
+        f" {_name(found, 'engine')}, the model {_name(found, 'model')}; margin"
+        f" {found['margin']:.3g}, bound {found['bound']:.3g}: {CAUSES[found['cause']]}"
+    )
+
+
+def _name(found: dict[str, Any], whose: str) -> str:
+    token, text = found[f"{whose}_token"], found[f"{whose}_text"]
+    return str(token) if text is None else f"{token} {text!r}"
+
+
+def format_sampling(sampling: dict[str, Any]) -> list[str]:
+    """Return the sampling tests as lines of text."""
+    lines = [
+        f"sampling: {sampling['verdict']}; temperature {sampling['temperature']:g}, top-k"
+        f" {sampling['top_k']}, first {sampling['num_tokens']} tokens; a right engine fails once"
+        f" in {1 / sampling['false_alarm_rate']:g} calls"
+    ]
+    for test in sampling["tests"]:
+        start = f"  prompt {test['prompt']}: {test['requests']} requests"
+        if test["impossible"]:
+            lines.append(f"{start}, {test['impossible']} wrote what the model cannot")
+        elif test["p_value"] is None:
+            lines.append(f"{start}, untested: too few texts are possible")
+        else:
+            lines.append(
+                f"{start}, {test['num_cells']} cells, p = {test['p_value']:.3g}; a distribution"
+                f" {test['detectable_distance']:.1%} away (total variation) would be found with"
+                f" {sampling['power']:.0%}"
+            )
+    if same := sampling["same_seeds"]:
+        allowed = "" if same["allowed"] is None else f", {same['allowed']} allowed"
+        lines.append(
+            f"  equal seeds without speculation: {same['different']} of {same['texts']} texts"
+            f" differ{allowed}"
+        )
+    return lines
+
+
+def find_error(report: dict[str, Any]) -> SpecDecError | None:
+    """Return the error of a report whose verdict is `differs`, with the first fact."""
+    if report["verdict"] != "differs":
+        return None
+    pair = f"{report['engine_dir']} differs from {report['model_dir']}"
+    wrong = [found for found in report["divergences"] if not found["near_tie"]]
+    if wrong:
+        more = f", and {len(wrong) - 1} more tokens" if len(wrong) > 1 else ""
+        hint = "convert and build the engine again from this model"
+        if wrong[0]["cause"] == "choice":
+            hint = "this is a fault in specdec's accept rule; report it with this message"
+        return SpecDecError(f"{pair}: {describe_divergence(wrong[0])}{more}", hint)
+    if report["wrong_ends"]:
+        return SpecDecError(
+            f"{pair}: {report['wrong_ends'][0]}", "check eos_token_id in generation_config.json"
+        )
+    facts = format_sampling(report["sampling"])
+    return SpecDecError(
+        f"{pair} in sampled text: {'; '.join(fact.strip() for fact in facts)}",
+        "repeat with another --random-seed and more --num-samples; if it fails again, report it",
+    )

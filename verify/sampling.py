@@ -1,0 +1,210 @@
+"""Sampled text against the model's exact distribution: chi-square over many seeds.
+
+Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecDecError
+
+from .chi_square import FALSE_ALARM_RATE, POWER, find_detectable_distance, fit_counts
+from .greedy import compute_bound
+from .reference import Reference
+from .settings import VerifySettings
+
+NUM_PROMPTS = 2
+# The first token is the prompt pass's, the others are of a verify step: drafted or its bonus token.
+NUM_TOKENS = 3
+EDGE = -1  # stands for the tokens that nearly tie at the k-th place: any of them may be cut off
+# Rounding moves a boundary between two tokens across the random number in hardly one of a million
+# float32 tokens; half precision does so too often for a bound.
+ALLOWED_DIFFERENT = {"float32": 0.001}
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What may follow a text. probs: of its next token, EDGE included; edge: the EDGE tokens."""
+
+    probs: dict[int, float]
+    edge: frozenset[int]
+
+
+def make_requests(settings: VerifySettings, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """Return request lines: every prompt with seeds of its own."""
+    lines: list[str] = []
+    for prompt in prompts:
+        for _ in range(settings.num_samples):
+            request = {
+                "input_ids": list(prompt), "max_output_len": NUM_TOKENS,
+                "temperature": settings.temperature, "top_k": settings.top_k,
+                "seed": settings.random_seed + len(lines),
+            }  # fmt: skip
+            lines.append(json.dumps(request))
+    return lines
+
+
+def list_contexts(
+    reference: Reference, prompt: Sequence[int], settings: VerifySettings, dtype: str
+) -> dict[tuple[int, ...], Context]:
+    """Map every text of fewer than NUM_TOKENS tokens that may be sampled to what may follow it."""
+    contexts: dict[tuple[int, ...], Context] = {}
+    texts: list[tuple[int, ...]] = [()]
+    for _ in range(NUM_TOKENS):
+        logits = reference.score_next([[*prompt, *text] for text in texts])
+        found = read_contexts(logits, settings, dtype)
+        contexts |= dict(zip(texts, found, strict=True))
+        texts = [
+            (*text, token)
+            for text, context in zip(texts, found, strict=True)
+            for token in context.probs
+            if token != EDGE
+        ]
+    return contexts
+
+
+def read_contexts(logits: Tensor, settings: VerifySettings, dtype: str) -> list[Context]:
+    """Turn logits [R, V] into contexts, by transformers' own processors."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper
+
+    ids = torch.zeros((len(logits), 1), dtype=torch.long)  # which these processors do not read
+    scores = TemperatureLogitsWarper(float(settings.temperature))(ids, logits)
+    scores = TopKLogitsWarper(settings.top_k)(ids, scores)
+    all_probs = scores.softmax(-1)
+    contexts = []
+    for row, bound, probs in zip(logits, compute_bound(logits, dtype), all_probs, strict=True):
+        last = row.topk(min(settings.top_k, len(row))).values[-1]
+        near = ((row - last).abs() <= bound).nonzero()[:, 0].tolist()
+        edge = frozenset(near if any(probs[token] == 0 for token in near) else ())
+        kept = {t: float(probs[t]) for t in probs.nonzero()[:, 0].tolist() if t not in edge}
+        if edge:
+            kept[EDGE] = 1 - sum(kept.values())
+        contexts.append(Context(kept, edge))
+    return contexts
+
+
+def find_outcome(
+    contexts: dict[tuple[int, ...], Context], tokens: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Name the cell that a sampled text counts in; None where the model cannot write it."""
+    text: tuple[int, ...] = ()
+    for token in tokens:
+        context = contexts[text]
+        if token in context.edge:
+            return (*text, EDGE)
+        if token not in context.probs:
+            return None
+        text = (*text, token)
+    return text
+
+
+def list_outcomes(contexts: dict[tuple[int, ...], Context]) -> dict[tuple[int, ...], float]:
+    """Map every cell to its exact probability."""
+    reach: dict[tuple[int, ...], float] = {(): 1.0}
+    outcomes = {}
+    for text, context in contexts.items():  # shorter texts first
+        for token, prob in context.probs.items():
+            longer = (*text, token)
+            reach[longer] = reach[text] * prob
+            if longer not in contexts:
+                outcomes[longer] = reach[longer]
+    return outcomes
+
+
+def fit_prompt(
+    reference: Reference,
+    prompt: Sequence[int],
+    texts: Sequence[Sequence[int]],
+    *,
+    settings: VerifySettings,
+    dtype: str,
+    false_alarm_rate: float,
+) -> dict[str, Any]:
+    """Return the test of one prompt's sampled texts."""
+    contexts = list_contexts(reference, prompt, settings, dtype)
+    outcomes = list_outcomes(contexts)
+    counts = Counter(find_outcome(contexts, text) for text in texts)
+    num_impossible = counts.pop(None, 0)
+    fit = fit_counts([counts[outcome] for outcome in outcomes], list(outcomes.values()))
+    p_value = 0.0 if num_impossible else fit.p_value if fit else None
+    cells = [
+        {"tokens": list(outcome), "expected": prob * len(texts), "count": counts[outcome]}
+        for outcome, prob in sorted(outcomes.items(), key=lambda item: -item[1])
+    ]
+    return {
+        "requests": len(texts),
+        "num_cells": fit.num_cells if fit else 1,
+        "statistic": fit.statistic if fit else None,
+        "p_value": p_value,
+        "impossible": num_impossible,
+        "detectable_distance": fit
+        and find_detectable_distance(fit.num_cells, len(texts), false_alarm_rate),
+        "verdict": "untested" if p_value is None else
+        "exact" if p_value >= false_alarm_rate else "differs",
+        "cells": cells,
+    }  # fmt: skip
+
+
+def verify_sampling(
+    reference: Reference,
+    prompts: Sequence[Sequence[int]],
+    sampled: Sequence[Sequence[int]],
+    unspeculated: Sequence[Sequence[int]] | None,
+    *,
+    settings: VerifySettings,
+    dtype: str,
+) -> dict[str, Any]:
+    """Test sampled texts, in the order of `make_requests`; return the report's part on sampling.
+
+    unspeculated: the same requests' without speculation, None where they may be others.
+    """
+    number = settings.num_samples
+    rate = FALSE_ALARM_RATE / len(prompts)
+    tests = [
+        {"prompt": index}
+        | fit_prompt(
+            reference, prompt, sampled[index * number : (index + 1) * number],
+            settings=settings, dtype=dtype, false_alarm_rate=rate,
+        )
+        for index, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    if all(test["verdict"] == "untested" for test in tests):
+        raise SpecDecError(
+            f"nothing to test: at temperature {settings.temperature:g} and top-k {settings.top_k}"
+            f" the model's first {NUM_TOKENS} tokens are all but certain, or tie",
+            "raise --temperature or --top-k, or give other --prompts",
+        )
+    same = None
+    if unspeculated is not None:
+        same = compare_seeds(sampled, unspeculated, dtype)
+    differs = any(test["verdict"] == "differs" for test in tests)
+    differs |= same is not None and same["verdict"] == "differs"
+    return {
+        "verdict": "differs" if differs else "exact",
+        "temperature": settings.temperature,
+        "top_k": settings.top_k,
+        "num_tokens": NUM_TOKENS,
+        "false_alarm_rate": FALSE_ALARM_RATE,
+        "power": POWER,
+        "tests": tests,
+        "same_seeds": same,
+    }
+
+
+def compare_seeds(
+    sampled: Sequence[Sequence[int]], unspeculated: Sequence[Sequence[int]], dtype: str
+) -> dict[str, Any]:
+    """Equal seeds must give equal texts with and without speculation, but for rounding."""
+    number = sum(a != b for a, b in zip(sampled, unspeculated, strict=True))
+    share = ALLOWED_DIFFERENT.get(dtype)
+    allowed = None if share is None else max(1, int(share * len(sampled)))
+    verdict = "untested" if allowed is None else "exact" if number <= allowed else "differs"
+    return {"texts": len(sampled), "different": number, "allowed": allowed, "verdict": verdict}
