@@ -44,7 +44,7 @@ demo: $(READY)
 	@$(BIN)/python examples/pycode/demo.py
 
 test: $(READY)
-	@$(BIN)/python -m pytest -q $(TESTS)
+	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile $(TESTS)
 
 check: $(READY)
 	@$(BIN)/ruff check
