@@ -103,13 +103,6 @@ class HfFolder:
             self.tensors[name] = info
             self._holders[name] = file
 
-    def _add_single_file(self, names: Sequence[str]) -> None:
-        """Add the first of the files, which hold the same drafter."""
-        path = self.path / names[0]
-        if len(names) > 1:
-            logger.warning("%s: reading %s, not %s", self.path, names[0], ", ".join(names[1:]))
-        self._add_file(TensorFile(path) if path.suffix == ".safetensors" else TorchFile(path))
-
     def _add_shards(self, index: Path) -> None:
         self.files.append(index)
         indexed = read_index(index)

@@ -100,6 +100,7 @@ class Batch:
     ) -> None:
         self.decoder, self.proposer, self.options = decoder, proposer, options
         self.timing = timing
+        self._requests = requests
         self.waiting = deque(enumerate(requests))
         self.active: list[ActiveRequest] = []
         self.results: dict[int, Result] = {}  # by place in `requests`
@@ -191,10 +192,12 @@ class Batch:
         """Results so far in the order of the requests; those that never ran have no tokens."""
         for active in self.active:
             self._store(active)
-        for place, request in self.waiting:
-            idle = ActiveRequest(request, 0, max_depth=0, text=None)
-            self.results[place] = idle.make_result()
-        return [self.results[place] for place in sorted(self.results)]
+        # Those whose prompts were being run belong neither to the waiting nor to the active.
+        for place, request in enumerate(self._requests):
+            if place not in self.results:
+                idle = ActiveRequest(request, 0, max_depth=0, text=None)
+                self.results[place] = idle.make_result()
+        return [self.results[place] for place in range(len(self._requests))]
 
     def _emit(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,19 @@ def make_engine(
         *build,
     )  # fmt: skip
     return engine
+
+
+def continue_greedily(model: Any, prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
+    """What transformers' `generate` continues each prompt with, alone and without an end token."""
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
 
 
 class OracleProposer:

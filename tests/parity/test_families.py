@@ -20,7 +20,7 @@ from specdec.errors import SpecDecError
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.requests import Request
 from tests.conftest import make_drafter
-from tests.engines import list_paths, make_engine
+from tests.engines import continue_greedily, list_paths, make_engine
 from tests.parity.models import NAMES, SWITCH, VARIANTS, VOCAB, WINDOW, make_model
 
 # Of the largest logit. Both sides compute in float32; sums are taken in another order.
@@ -90,15 +90,7 @@ def generate_reference(
 ) -> list[list[int]]:
     """What transformers continues the prompts of these lengths with, no end token."""
     model = load_reference(target)
-    outputs = []
-    for prompt in make_prompts(lengths):
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
+    return continue_greedily(model, make_prompts(lengths), limit)
 
 
 def make_prompts(lengths: tuple[int, ...]) -> list[list[int]]:

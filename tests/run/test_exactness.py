@@ -15,7 +15,7 @@ from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.loop import Options, generate
 from specdec.run.requests import Request, Result
 from tests.conftest import make_drafter, make_llama
-from tests.engines import OracleProposer, make_engine
+from tests.engines import OracleProposer, continue_greedily, make_engine
 
 PROMPT_LENGTHS = (5, 17, 1, 40)
 LIMIT = 40
@@ -30,15 +30,7 @@ def reference(target: Path, dtype: str = "float32") -> tuple[list[list[int]], li
     model = AutoModelForCausalLM.from_pretrained(target).to(getattr(torch, dtype)).eval()
     generator = torch.Generator().manual_seed(11)
     prompts = [torch.randint(3, 128, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        outputs.append(out[0, len(prompt) :].tolist())
-    return prompts, outputs
+    return prompts, continue_greedily(model, prompts, LIMIT)
 
 
 @pytest.fixture(scope="module", params=sorted(SHAPES))

@@ -22,7 +22,7 @@ from specdec.errors import SpecDecError
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.requests import Request
 from tests.conftest import make_drafter, make_llama
-from tests.engines import call
+from tests.engines import call, continue_greedily
 from tests.families import make_family_model
 
 PROMPTS = [[5, 17, 30], list(range(3, 17)), [64]]
@@ -83,15 +83,7 @@ def continue_with_transformers(target: Path, dtype: torch.dtype) -> list[list[in
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
-    outputs = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
+    return continue_greedily(model, PROMPTS, LIMIT)
 
 
 def generate(folder: Path, **options: Any) -> list[list[int]]:

@@ -32,7 +32,7 @@ from specdec.run.requests import Request
 from specdec.storage import read_json
 from specdec.tensors import list_medusa_tensors
 from tests.conftest import make_llama, make_medusa_heads, make_tokenizer
-from tests.engines import call
+from tests.engines import call, continue_greedily
 from tests.parity.models import VOCAB, make_model
 
 PARAMS = MedusaParams(num_heads=3, num_layers=1, max_draft_len=10)
@@ -135,15 +135,7 @@ def reference(target: Path) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target).to(torch.float32).eval()
-    outputs = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
+    return continue_greedily(model, PROMPTS, LIMIT)
 
 
 def make_medusa_engine(

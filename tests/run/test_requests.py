@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import SpecDecError, UsageError
+from specdec.run import loop
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.loop import Interrupted, Options, generate
 from specdec.run.prompts import make_requests, read_prompts
@@ -236,6 +237,23 @@ def test_interruption_keeps_what_was_done(engines: dict[str, TorchEngine]) -> No
     assert results[3].output_ids == []
     for result, whole in zip(results, expected, strict=True):
         assert result.output_ids == whole[: len(result.output_ids)]
+
+
+def test_interruption_while_prompts_are_run(
+    engines: dict[str, TorchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that have a row but no token yet are told of too."""
+    requests = mix_requests(5)
+
+    def interrupt(*args: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "fill_cache", interrupt)
+    engine = engines["plain"]
+    with pytest.raises(Interrupted) as caught:
+        generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=2))
+    assert [r.request.index for r in caught.value.results] == [0, 1, 2, 3, 4]
+    assert all(r.output_ids == [] for r in caught.value.results)
 
 
 # --- flags, files and the command ---
