@@ -47,7 +47,11 @@ def measure_acceptance(outputs: list[dict[str, Any]]) -> float | None:
 
 def evaluate(args: argparse.Namespace, max_output_len: int) -> dict[str, Any]:
     """Acceptance with outputs of at most `max_output_len` tokens."""
-    drafted = run_engine(args, max_output_len)
+    drafting = []
+    if args.draft_engine_dir is not None:
+        drafting = ["--draft-engine-dir", str(args.draft_engine_dir)]
+        drafting += ["--draft-len", str(args.draft_len)]
+    drafted = run_engine(args, max_output_len, *drafting)
     plain = run_engine(args, max_output_len, "--no-speculation")
     outputs = drafted["outputs"]
     steps = sum(o["stats"]["num_verify_steps"] for o in outputs)
@@ -78,6 +82,8 @@ def evaluate(args: argparse.Namespace, max_output_len: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine-dir", type=Path, required=True)
+    parser.add_argument("--draft-engine-dir", type=Path, help="a draft model's engine")
+    parser.add_argument("--draft-len", type=int, default=4, help="what that engine drafts a step")
     parser.add_argument("--tokenizer-dir", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)

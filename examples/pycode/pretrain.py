@@ -5,8 +5,10 @@
                        --output-dir work/target --steps 2400
 
 Plain next-token training on packed files: Muon for the matrices inside the layers, AdamW for the
-rest, linear decay to zero. Resumes from `OUTPUT/training_state.pt` after a kill. Writes the model
-in bfloat16 with its tokenizer, and `training_log.jsonl`.
+rest, linear decay to zero. With `--teacher-dir` the loss is the divergence from the teacher's own
+distribution instead, which is what a draft model is for; `--start-from` goes on from a trained
+model. Resumes from `OUTPUT/training_state.pt` after a kill. Writes the model in bfloat16 with its
+tokenizer, and `training_log.jsonl`.
 """
 
 from __future__ import annotations
@@ -57,19 +59,36 @@ def sample_batch(tokens: np.ndarray, batch_size: int, seed: int) -> torch.Tensor
     return torch.from_numpy(rows.astype(np.int64))
 
 
-def compute_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Mean next-token cross-entropy in nats. rows: [B, SEQUENCE_LENGTH + 1]."""
-    with torch.autocast("cuda" if rows.is_cuda else "cpu", dtype=torch.bfloat16):
+def predict(model: LlamaForCausalLM, rows: torch.Tensor, float32: bool) -> torch.Tensor:
+    """Log-probabilities in float32, [B * SEQUENCE_LENGTH, V], of rows [B, SEQUENCE_LENGTH + 1]."""
+    device = "cuda" if rows.is_cuda else "cpu"
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=not float32):
         logits = model(rows[:, :-1]).logits
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+    return logits.float().flatten(0, 1).log_softmax(-1)
 
 
-def evaluate(model: LlamaForCausalLM, tokens: np.ndarray, device: str) -> float:
-    """Held-out loss over a fixed set of windows."""
+def compute_loss(
+    model: LlamaForCausalLM,
+    rows: torch.Tensor,
+    float32: bool,
+    teacher: LlamaForCausalLM | None = None,
+) -> torch.Tensor:
+    """Mean loss a token, in nats: next-token cross-entropy, or KL(teacher || model)."""
+    predicted = predict(model, rows, float32)
+    if teacher is None:
+        return torch.nn.functional.nll_loss(predicted, rows[:, 1:].flatten())
+    with torch.no_grad():
+        expected = predict(teacher, rows, float32)
+    return torch.nn.functional.kl_div(predicted, expected, reduction="batchmean", log_target=True)
+
+
+def evaluate(model: LlamaForCausalLM, tokens: np.ndarray, device: str, float32: bool) -> float:
+    """Held-out cross-entropy over a fixed set of windows."""
     model.eval()
     with torch.inference_mode():
         losses = [
-            compute_loss(model, sample_batch(tokens, 8, 10**6 + i).to(device)) for i in range(4)
+            compute_loss(model, sample_batch(tokens, 8, 10**6 + i).to(device), float32)
+            for i in range(4)
         ]
     model.train()
     return float(torch.stack(losses).mean())
@@ -81,12 +100,17 @@ def main() -> None:
     parser.add_argument("--corpus-dir", type=Path, required=True)
     parser.add_argument("--tokenizer-dir", type=Path, required=True)
     parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--start-from", type=Path, help="a trained model of the same shape")
+    parser.add_argument("--teacher-dir", type=Path, help="learn this model's distribution")
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save-steps", type=int, default=100)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--float32", action="store_true", help="no bfloat16: faster on a CPU without such units"
+    )
     args = parser.parse_args()
     output_dir: Path = args.output_dir
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -109,7 +133,14 @@ def main() -> None:
         pad_token_id=tokenizer.pad_token_id,
         **SHAPES[args.size],
     )
-    model = LlamaForCausalLM(config).to(device)
+    if args.start_from is None:
+        model = LlamaForCausalLM(config).to(device)
+    else:
+        model = LlamaForCausalLM.from_pretrained(args.start_from, dtype=torch.float32).to(device)
+    teacher = None
+    if args.teacher_dir is not None:
+        teacher = LlamaForCausalLM.from_pretrained(args.teacher_dir, dtype=torch.float32)
+        teacher = teacher.to(device).eval()
     num_parameters = sum(p.numel() for p in model.parameters())
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     inside = {id(p) for p in matrices}
@@ -140,7 +171,7 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * scale
         rows = sample_batch(train, args.batch_size, args.seed * 10**7 + step).to(device)
-        loss = compute_loss(forward, rows)
+        loss = compute_loss(forward, rows, args.float32, teacher)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -157,7 +188,7 @@ def main() -> None:
             }
             recent = []
             if done % 200 == 0 or done == args.steps:
-                line["heldout_loss"] = round(evaluate(model, heldout, device), 4)
+                line["heldout_loss"] = round(evaluate(model, heldout, device, args.float32), 4)
             print(json.dumps(line), flush=True)
             log.write(json.dumps(line) + "\n")
             log.flush()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that made the pycode models, from the interpreter's own standard library on.
-# About an hour and a half on 2 CPU cores; what was interrupted resumes when it is started again.
+# About two hours on 2 CPU cores; what was interrupted resumes when it is started again.
 set -euo pipefail
 cd "$(dirname "$0")"
 WORK=${WORK:-work}
@@ -12,12 +12,16 @@ $PYTHON corpus.py --output-dir "$WORK/corpus"
 $PYTHON make_prompts.py --data "$WORK/corpus/heldout.jsonl" --output "$WORK/prompts.jsonl"
 
 pretrain() {
-  [ -f "$WORK/$1/model.safetensors" ] ||
-    $PYTHON pretrain.py --size "$1" --corpus-dir "$WORK/corpus" --tokenizer-dir "$WORK/tokenizer" \
-      --output-dir "$WORK/$1" --steps "$2" --compile
+  local size=$1 folder=$WORK/$2
+  shift 2
+  [ -f "$folder/model.safetensors" ] ||
+    $PYTHON pretrain.py --size "$size" --corpus-dir "$WORK/corpus" \
+      --tokenizer-dir "$WORK/tokenizer" --output-dir "$folder" "$@"
 }
-pretrain target 1200
-pretrain draft 600
+pretrain target target --steps 1200 --compile
+pretrain draft draft-pretrained --steps 600 --compile
+pretrain draft draft --start-from "$WORK/draft-pretrained" --teacher-dir "$WORK/target" \
+  --steps 700 --batch-size 4 --seed 2 --float32
 
 [ -f "$WORK/redrafter/model.safetensors" ] ||
   specdec-train --method redrafter --model-dir "$WORK/target" \
