@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -20,7 +21,18 @@ def command(settings: BuildSettings) -> None:
     if settings.json:
         click.echo(json.dumps(report))
     elif settings.dry_run:
-        click.echo("\n".join(f"{key}: {value}" for key, value in report.items()))
+        click.echo("\n".join(format_plan(report)))
+
+
+def format_plan(report: dict[str, Any]) -> list[str]:
+    """Return a plan as lines of text; commands as one types them."""
+    lines = []
+    for key, value in report.items():
+        if key == "commands":
+            lines += [f"command: {command['shell']}" for command in value]
+        elif key != "notes":  # the log has them
+            lines.append(f"{key}: {value}")
+    return lines
 
 
 def main() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from specdec.engine.layout import BuildConfig
 from specdec.errors import raise_problems
 from specdec.methods import EXTERNAL_METHODS
 from specdec.schema import CheckpointConfig, ModelConfig
 
 from .settings import BuildSettings
 
+if TYPE_CHECKING:
+    from specdec.engine.layout import BuildConfig
+
 DEFAULT_MAX_NUM_TOKENS = 8192
-EXTERNAL = EXTERNAL_METHODS["draft_target"]
+EXTERNAL_MODES = frozenset(EXTERNAL_METHODS.values())
 
 
 def count_positions(model: ModelConfig) -> int:
@@ -30,10 +33,13 @@ def count_positions(model: ModelConfig) -> int:
 
 def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> BuildConfig:
     """Fill in what follows from the checkpoint; raise SpecDecError that lists every conflict."""
+    # Here, not above: it brings torch, which a build for TensorRT-LLM has no use for.
+    from specdec.engine.layout import BuildConfig
+
     problems: list[tuple[str, str]] = []
     model, method, drafter = checkpoint.model, checkpoint.method, checkpoint.drafter
     mode = settings.speculative_decoding_mode
-    is_external = mode == EXTERNAL and method is None
+    is_external = mode in EXTERNAL_MODES and method is None
     if mode is not None and mode != checkpoint.mode and not is_external:
         holds = f"a {method.name} checkpoint ({method.mode})" if method else "a plain checkpoint"
         problems.append(
@@ -70,9 +76,10 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
         if max_draft_len == 0:
             problems.append(
                 (
-                    f"--speculative-decoding-mode {EXTERNAL} needs the most tokens that a draft"
-                    " model may propose at once",
-                    "give --max-draft-len, for example 10",
+                    f"--speculative-decoding-mode {mode} needs the most tokens that may be drafted"
+                    " at once",
+                    "give --max-draft-len, for example 10; for lookahead's [W,N,G] it is"
+                    " (W + G) (N - 1) - 1",
                 )
             )
     elif settings.max_draft_len not in (None, max_draft_len):
@@ -82,7 +89,8 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
                 f"--max-draft-len {settings.max_draft_len} contradicts the checkpoint: {why}",
                 "leave the flag out"
                 if drafter
-                else f"leave the flag out, or add --speculative-decoding-mode {EXTERNAL}",
+                else "leave the flag out, or add --speculative-decoding-mode"
+                f" {EXTERNAL_METHODS['draft_target']}",
             )
         )
     if settings.max_beam_width != 1:
@@ -111,5 +119,5 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
         max_num_tokens=max_num_tokens,
         max_draft_len=max_draft_len,
         max_beam_width=settings.max_beam_width,
-        speculative_decoding_mode=EXTERNAL if is_external else checkpoint.mode,
+        speculative_decoding_mode=mode if is_external else checkpoint.mode,
     )

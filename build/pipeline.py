@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.errors import SpecDecError
+from specdec.errors import UsageError
 from specdec.schema import read_checkpoint_config
-from specdec.settings import require, to_plain
+from specdec.settings import get_flags, make_unknown_error, require, to_plain
 from specdec.storage import check_output_dir, describe_file, stage_folder, write_manifest
 from specdec.vocabulary import read_recorded
 
@@ -18,19 +18,78 @@ from .settings import BuildSettings
 logger = logs.get_logger(__name__)
 
 
+# Fields of BuildSettings that belong to the TensorRT-LLM backend, with their defaults.
+TENSORRT_FIELDS = ("workers", "trtllm_version", "emit_script", "launcher", "emit_triton")
+
+
 def build_engine(settings: BuildSettings) -> dict[str, Any]:
     """Build an engine and return what was built; with `dry_run`, only check and describe it."""
+    from . import triton
+
+    triton.check_fields(settings)
+    if settings.emit_triton is not None:
+        require(settings, "output_dir")
+        templates = triton.read_templates(settings)
+        report: dict[str, Any] = {}
+        if settings.checkpoint_dir is not None:
+            report = build_any_engine(settings)
+            if settings.dry_run:  # there is no engine yet to describe
+                return report
+        return report | triton.write_repository(settings, templates)
+    return build_any_engine(settings)
+
+
+def build_any_engine(settings: BuildSettings) -> dict[str, Any]:
+    """Build with the backend that is asked for."""
+    require(settings, "checkpoint_dir", "output_dir")
+    if choose_backend(settings) == "tensorrt-llm":
+        from .backends.tensorrt_llm.pipeline import build_tensorrt_engine
+
+        return build_tensorrt_engine(settings)
+    refuse_foreign(settings)
+    return build_torch_engine(settings)
+
+
+def choose_backend(settings: BuildSettings) -> str:
+    """Return the backend; `auto` takes TensorRT-LLM where it is there, with a GPU."""
+    if settings.backend != "auto":
+        return settings.backend
+    from specdec.trtllm.environment import is_importable, list_gpus
+
+    if not is_importable("tensorrt_llm") or not list_gpus()[0]:
+        return "torch"
+    logger.info("backend tensorrt-llm: it is installed here, and a GPU is visible")
+    return "tensorrt-llm"
+
+
+def refuse_foreign(settings: BuildSettings) -> None:
+    """Raise UsageError for what only the TensorRT-LLM backend takes."""
+    from specdec.trtllm.facts import list_lines_with
+
+    for name, other in settings.others.items():
+        if list_lines_with(name):
+            shown = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{shown} is a flag of trtllm-build, which the torch backend has no use for",
+                f"leave {shown} out, or give --backend tensorrt-llm",
+            )
+        raise make_unknown_error(BuildSettings, "build", name, other)
+    for name, (_, default) in get_flags(BuildSettings).items():
+        if name in TENSORRT_FIELDS and getattr(settings, name) != default:
+            shown = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{shown} has no meaning for the torch backend",
+                f"leave {shown} out, or give --backend tensorrt-llm",
+            )
+
+
+def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
+    """Build for the embedded engine."""
     from .backends.torch_engine import describe_plan, plan_build, write_engine
     from .limits import resolve_limits
 
-    require(settings, "checkpoint_dir", "output_dir")
     assert settings.checkpoint_dir is not None
     assert settings.output_dir is not None
-    if settings.backend == "tensorrt-llm":
-        raise SpecDecError(
-            "this release of specdec builds for the torch backend only",
-            "leave --backend out; the checkpoint itself is what trtllm-build of TensorRT-LLM reads",
-        )
     began = time.monotonic()
     folder: Path = settings.checkpoint_dir
     checkpoint = read_checkpoint_config(folder)
@@ -44,7 +103,8 @@ def build_engine(settings: BuildSettings) -> dict[str, Any]:
     }
     if settings.dry_run:
         return {"dry_run": True, **report}
-    sources = [describe_file(folder / name) for name in ("config.json", "rank0.safetensors")]
+    sources = [describe_file(folder / "config.json")]
+    sources += [describe_file(source.path) for source in plan.sources]
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
         hashes = write_engine(plan, checkpoint, limits, staged)
         write_manifest(

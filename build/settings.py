@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
-from specdec.settings import setting
+from specdec.settings import Other, setting
+from specdec.trtllm.facts import LABELS
 
 MODES = (
     "explicit_draft_tokens", "draft_tokens_external", "medusa", "eagle", "lookahead_decoding",
 )  # fmt: skip
+LAUNCHERS = ("local", "mpirun", "srun")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,8 +29,9 @@ class BuildSettings:
     )
     max_batch_size: int = setting(8, kind="int", minimum=1, help="Most requests in one batch.")
     max_input_len: int | None = setting(
-        kind="int", minimum=1, help="Longest prompt in tokens; max-seq-len - 1 if not given."
-    )
+        kind="int", minimum=1,
+        help="Longest prompt in tokens; max-seq-len - 1 if not given, 1024 with TensorRT-LLM.",
+    )  # fmt: skip
     max_seq_len: int | None = setting(
         kind="int", minimum=2,
         help="Longest prompt plus output in tokens; the model's positions if not given.",
@@ -52,6 +56,53 @@ class BuildSettings:
     kv_cache_type: str | None = setting(
         choices=("paged", "continuous"), help="The torch backend has continuous."
     )
+    workers: int | None = setting(
+        kind="int", minimum=1, help="TensorRT-LLM only: ranks that are built side by side."
+    )
+    trtllm_version: str | None = setting(
+        choices=LABELS,
+        help="Line of TensorRT-LLM that the command is for; the installed one if not given.",
+    )  # fmt: skip
+    emit_script: Path | None = setting(
+        kind="path", metavar="FILE",
+        help="Write the TensorRT-LLM build as a shell script, and build nothing here.",
+    )  # fmt: skip
+    launcher: str = setting(
+        "local", choices=LAUNCHERS, help="What the script starts trtllm-build with."
+    )
+    emit_triton: Path | None = setting(
+        kind="path", metavar="DIR",
+        help="Write a model repository for Triton; without --checkpoint-dir, of the TensorRT-LLM"
+        " engine that --output-dir is already.",
+    )  # fmt: skip
+    triton_templates: Path | None = setting(
+        kind="path", metavar="DIR",
+        help="Triton's own all_models/inflight_batcher_llm, of the release that serves."
+        "  [default: where NVIDIA's image has it]",
+    )  # fmt: skip
+    triton_tokenizer_dir: str | None = setting(
+        metavar="DIR", help="Triton: the tokenizer's folder, as the server sees it."
+    )
+    triton_draft_engine_dir: Path | None = setting(
+        kind="path", metavar="DRAFT", help="Triton: the engine that drafts for this one."
+    )
+    triton_devices: str | None = setting(
+        metavar="N[,N...]", help="Triton: GPUs of the engine, one a rank."
+    )
+    triton_draft_devices: str | None = setting(
+        metavar="N[,N...]", help="Triton: GPUs of the draft engine."
+    )
+    triton_kv_cache_fraction: float | None = setting(
+        kind="float", metavar="F", help="Triton: part of the free GPU memory of each KV cache."
+    )
+    triton_streaming: bool = setting(
+        False, kind="flag", help="Triton: decoupled mode, as streaming clients need."
+    )
+    triton_parameters: list[str] = setting(
+        [], kind="list", metavar="NAME=VALUE...", help="Triton: further variables of the templates."
+    )
     dry_run: bool = setting(False, kind="flag", help="Check and print the plan; write nothing.")
     force: bool = setting(False, kind="flag", help="Replace an existing engine folder.")
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+    # Further flags of trtllm-build, by name; the torch backend has none.
+    others: Mapping[str, Other] = dataclasses.field(default_factory=dict)

@@ -9,6 +9,7 @@ from specdec.errors import SpecDecError, join_names, raise_problems
 from specdec.inventory import compare_tensors, find_rank_files
 from specdec.quantization import FLOAT8_STORAGE, FP8
 from specdec.schema import ModelConfig, find_shared_head, parse_checkpoint_config
+from specdec.sharding import Block, list_blocks
 from specdec.storage import TensorFile, TensorInfo, read_json
 from specdec.tensors import EMBEDDING, HEAD, Shard, TensorSpec, get_rank_shape, list_target_tensors
 
@@ -22,7 +23,6 @@ from .plan import (
     report_missing,
     report_unread,
 )
-from .sharding import Block, list_blocks
 
 SUPPORTED_QUANTIZATION = (None, FP8)
 

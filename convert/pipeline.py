@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +15,24 @@ from specdec.errors import SpecDecError, UsageError, join_names, raise_problems
 from specdec.schema import ModelConfig, parse_checkpoint_config
 from specdec.settings import require, to_plain
 from specdec.storage import (
+    FLOATS,
+    TensorInfo,
     check_output_dir,
     get_partial,
     list_local,
+    measure_free_space,
     measure_tensor_file,
     stage_folder,
     write_json,
     write_manifest,
 )
-from specdec.tensors import HEAD, list_drafter_tensors, list_rank_names, list_target_tensors
+from specdec.tensors import (
+    HEAD,
+    get_rank_shape,
+    list_drafter_tensors,
+    list_rank_names,
+    list_target_tensors,
+)
 from specdec.vocabulary import read_recorded, read_vocabulary
 
 from . import config as checkpoint_config
@@ -37,6 +45,7 @@ from .methods import CONVERTERS, find_converter, list_drafter_flags, name_flag
 from .methods.base import DrafterConverter
 from .plan import (
     Plan,
+    PlannedTensor,
     Problems,
     RankPlan,
     check_num_layers,
@@ -160,7 +169,7 @@ def list_inputs(settings: ConvertSettings) -> list[Path]:
     """The local folders that are read."""
     return list_local(
         settings.model_dir, settings.base_model_checkpoint_dir, settings.drafter_model_dir,
-        settings.medusa_model_dir, settings.calibration_data,
+        settings.medusa_model_dir, settings.eagle_model_dir, settings.calibration_data,
     )  # fmt: skip
 
 
@@ -374,12 +383,33 @@ def plan_drafter(
             dtype, model.dtype,
         )  # fmt: skip
     specs = list_drafter_tensors(params, model)
-    parts = converter.find_sources(folder, params, list(specs))
+    shared = converter.share_tensors(folder, params, list(specs))
+    own = {name: spec for name, spec in specs.items() if name not in shared}
+    parts = converter.find_sources(folder, params, list(own))
     ignored = converter.list_ignored(folder, params)
     ranks = plan_tensors(
-        specs, parts, folder, model=model, dtype=dtype, ignored=ignored, problems=problems
+        own, parts, folder, model=model, dtype=dtype, ignored=ignored, problems=problems
     )
+    for rank, targets in zip(ranks, target.ranks, strict=True):
+        for name, other in shared.items():
+            info = TensorInfo(dtype, get_rank_shape(specs[name], model))
+            if other is None:
+                rank[name] = PlannedTensor(info, ())
+            elif _is_like(targets.get(other), info):
+                rank[name] = PlannedTensor(info, targets[other].pieces)
+            else:
+                problems.append(
+                    (
+                        f"{folder.path} does not hold what makes {name}, and the target has no"
+                        f" {other} {list(info.shape)} to stand for it",
+                        "use the drafter that was trained for this target",
+                    )
+                )
     return config, ranks
+
+
+def _is_like(tensor: PlannedTensor | None, info: TensorInfo) -> bool:
+    return tensor is not None and tensor.info.shape == info.shape and tensor.info.dtype in FLOATS
 
 
 def describe_plan(plan: Plan, settings: ConvertSettings) -> dict[str, Any]:
@@ -426,13 +456,11 @@ def describe_plan(plan: Plan, settings: ConvertSettings) -> dict[str, Any]:
 
 def check_free_space(output_dir: Path, num_bytes: int) -> None:
     """Raise SpecDecError when the disk cannot hold the output."""
-    folder = output_dir.resolve()
-    while not folder.exists():
-        folder = folder.parent
+    folder, free = measure_free_space(output_dir)
     # What an interrupted conversion has written is gone on with, or removed first.
     partial = get_partial(output_dir)
     used = sum(path.stat().st_size for path in partial.rglob("*")) if partial.is_dir() else 0
-    free = shutil.disk_usage(folder).free + used
+    free += used
     if free < num_bytes:
         raise SpecDecError(
             f"the checkpoint takes {num_bytes / 1e6:.1f} MB, {folder} has {free / 1e6:.1f} MB free",

@@ -18,10 +18,9 @@ import numpy as np
 
 from specdec.errors import SpecDecError, join_names
 from specdec.schema import CheckpointConfig, ModelConfig
+from specdec.sharding import Block, list_blocks
 from specdec.storage import DTYPES, Array, TensorInfo, cast
-from specdec.tensors import Shard, TensorSpec, get_rank_shape
-
-from .sharding import Block, list_blocks
+from specdec.tensors import Shard, TensorSpec, get_rank_shape, get_stored_dtype
 
 if TYPE_CHECKING:
     from .quantize.scales import Quantizer
@@ -219,6 +218,7 @@ def plan_tensors(
     ranks: list[RankPlan] = [{} for _ in range(model.tp_size)]
     for canonical, spec in specs.items():
         heights = _list_heights(spec, model, len(parts[canonical]))
+        stored = get_stored_dtype(canonical, dtype)
         is_complete = True
         for part, num_rows in zip(parts[canonical], heights, strict=True):
             expected = part.get_source_shape(num_rows, spec.shape[1:])
@@ -227,14 +227,14 @@ def plan_tensors(
                 missing.append(part.name)
             elif info.shape != expected:
                 misshapen.append(f"{part.name} has shape {list(info.shape)}, not {list(expected)}")
-            elif info.dtype != dtype and info.dtype not in CASTABLE:
+            elif info.dtype != stored and (stored != dtype or info.dtype not in CASTABLE):
                 unreadable.append(f"{part.name} is {info.dtype}")
             else:
                 continue
             is_complete = False
         if not is_complete:
             continue
-        rank_info = TensorInfo(dtype, get_rank_shape(spec, model))
+        rank_info = TensorInfo(stored, get_rank_shape(spec, model))
         for rank, tensors in enumerate(ranks):
             pieces = [
                 piece
@@ -314,6 +314,7 @@ def _list_heights(spec: TensorSpec, model: ModelConfig, num_parts: int) -> list[
     if num_parts == 1:
         return [spec.shape[0]]
     if spec.shard is Shard.QKV:
+        model = spec.owner or model
         kv_size = model.num_key_value_heads * model.head_size
         return [model.num_attention_heads * model.head_size, kv_size, kv_size]
     return [spec.shape[0] // num_parts] * num_parts

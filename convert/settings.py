@@ -28,6 +28,9 @@ class ConvertSettings:
     medusa_model_dir: str | None = setting(
         metavar="HEADS", help="Medusa heads, alone or saved with their target: a folder or Hub id."
     )
+    eagle_model_dir: str | None = setting(
+        metavar="DRAFTER", help="EAGLE-1, 2 or 3 drafter: a folder or Hub id."
+    )
     output_dir: Path | None = setting(kind="path", help="Checkpoint folder to write.")
     dtype: str = setting(
         "auto", choices=("auto", "float16", "bfloat16", "float32"),
@@ -82,6 +85,18 @@ class ConvertSettings:
     max_medusa_token_len: int | None = setting(
         kind="int", minimum=1, metavar="N",
         help="Most draft tokens of a Medusa engine's verify step; 63 if not given.",
+    )  # fmt: skip
+    max_draft_len: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Most draft tokens of an EAGLE engine's verify step; 63 if not given.",
+    )  # fmt: skip
+    num_eagle_layers: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Depth of an EAGLE engine's draft trees; 4 if not given.",
+    )  # fmt: skip
+    max_non_leaves_per_layer: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Most nodes with children in a level of an EAGLE engine's trees; 10 if not given.",
     )  # fmt: skip
     quantization: str | None = setting(
         choices=("fp8",), help="Quantize the target's linears; needs --calibration-data."

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from specdec import logs
 from specdec.command import run_command, stage_command
 from specdec.errors import SpecDecError
 
@@ -16,9 +17,17 @@ from .settings import RunSettings
 @stage_command("run", RunSettings)
 def command(settings: RunSettings) -> None:
     """Generate text with an engine, and count how well its drafter did."""
+    from .ranks import end_ranks
+
+    if logs.get_launched_rank():  # rank 0 reads, decides and writes; this one computes with it
+        from .follower import follow_launcher
+
+        return follow_launcher()
     from .pipeline import run_engine
 
     report = run_engine(settings, lambda piece: click.echo(piece, nl=False))
+    if report is None:  # another process has written it
+        return None
     text = json.dumps(report) if settings.json else format_report(report)
     if not settings.streaming or settings.dry_run:
         click.echo(text)
@@ -33,6 +42,7 @@ def command(settings: RunSettings) -> None:
             f"interrupted: {finished} of {len(outputs)} prompts were finished",
             "what was done is shown; a finish_reason of null marks what was not",
         )
+    end_ranks(is_done=True)
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -52,11 +62,13 @@ def format_stats(stats: dict[str, Any]) -> str:
     line = (
         f"{stats['method']} on {stats['device']} ({stats['dtype']}):"
         f" {stats['num_output_tokens']} tokens in {stats['generate_seconds']:.2f} s,"
-        f" {stats['tokens_per_second']:.1f} tokens/s,"
-        f" {stats['acceptance_length']:.2f} tokens per verify step"
+        f" {stats['tokens_per_second']:.1f} tokens/s"
     )
+    if stats["acceptance_length"] is not None:
+        line += f", {stats['acceptance_length']:.2f} tokens per verify step"
     if profile := stats.get("profile_seconds"):
-        line += "; " + ", ".join(f"{name} {value:.2f} s" for name, value in profile.items())
+        told = [f"{name} {value:.2f} s" for name, value in profile.items() if value is not None]
+        line += "; " + (", ".join(told) or "the runtime does not tell its parts' times")
     return line
 
 

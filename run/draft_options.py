@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from typing import Any
 
 from specdec.errors import UsageError
 
@@ -55,22 +56,30 @@ def read_draft_options(settings: RunSettings) -> DraftOptions | None:
     return _read_joined(joined)
 
 
-def _read_joined(text: str) -> DraftOptions:
-    wrong = UsageError(f"--draft-target-model-config is {text!r}", f"write it as {FORM}")
+def read_literal(flag: str, text: str, form: str, *, length: int) -> list[Any]:
+    """Read a flag that is a list of `length` entries; raise UsageError that shows its form."""
     try:
         value = ast.literal_eval(text)  # literals only; nothing is executed
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        raise wrong from None
-    if not isinstance(value, (list, tuple)) or len(value) != 4:
-        raise wrong
-    draft_len, draft_devices, target_devices, use_logits = value
-    for devices in (draft_devices, target_devices):
-        if not isinstance(devices, (list, tuple)) or not devices:
-            raise wrong
-        if any(type(device) is not int or device < 0 for device in devices):
-            raise wrong
-    if type(draft_len) is not int or draft_len < 1 or not isinstance(use_logits, bool):
-        raise wrong
+        value = None
+    if not isinstance(value, (list, tuple)) or len(value) != length:
+        raise UsageError(f"{flag} is {text!r}", f"write it as {form}")
+    return list(value)
+
+
+def is_device_list(value: object) -> bool:
+    """Tell whether an entry is a list of one or more device numbers."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(type(device) is int and device >= 0 for device in value)
+
+
+def _read_joined(text: str) -> DraftOptions:
+    flag = "--draft-target-model-config"
+    draft_len, draft_devices, target_devices, use_logits = read_literal(flag, text, FORM, length=4)
+    is_good = is_device_list(draft_devices) and is_device_list(target_devices)
+    if not is_good or type(draft_len) is not int or draft_len < 1 or type(use_logits) is not bool:
+        raise UsageError(f"{flag} is {text!r}", f"write it as {FORM}")
     return DraftOptions(
         draft_len=draft_len,
         draft_devices=tuple(draft_devices),

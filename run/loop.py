@@ -20,7 +20,7 @@ from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.tree import Tree, build_tree_mask, make_root
 
-from .methods.base import Proposer, list_rows
+from .methods.base import PromptFollower, Proposer, list_rows
 from .prefill import count_shared, fill_cache
 from .requests import ActiveRequest, Request, Result
 from .text import TextStream
@@ -29,13 +29,24 @@ from .verify import Candidates, accept_batch
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds spent, by part, and prompt tokens that were taken from the cache."""
+    """Seconds spent, by part, verify steps, and prompt tokens that were taken from the cache.
+
+    is_exact: wait for the device at the end of each part, so that none pays for what came before.
+    """
 
     prefill: float = 0.0
     draft: float = 0.0
     verify: float = 0.0
+    accept: float = 0.0
     other: float = 0.0
+    num_steps: int = 0
     num_reused_tokens: int = 0
+    is_exact: bool = False
+
+    def list_seconds(self) -> dict[str, float]:
+        """The seconds of each part, by its name."""
+        fields = dataclasses.fields(self)
+        return {field.name: getattr(self, field.name) for field in fields if field.type == "float"}
 
 
 class Interrupted(Exception):
@@ -149,12 +160,14 @@ class Batch:
             [r.row for r in admitted],
             [r.request.input_ids for r in admitted],
             self.options.max_num_tokens,
+            self.proposer.follow if isinstance(self.proposer, PromptFollower) else None,
         )
         for request in admitted:
             self._held[request.row] = list(request.request.input_ids)
         self.proposer.start(admitted)
         roots = [Candidates(make_root(r.request.input_ids[-1])) for r in admitted]
-        paths = self._emit(admitted, roots, hidden[:, None])
+        logits = self.decoder.compute_logits(hidden[:, None])  # [B, 1, V]
+        paths = self._emit(admitted, roots, logits)
         self.proposer.observe(admitted, hidden[:, None], paths)
         self.active = sorted([*self.active, *admitted], key=lambda r: r.row)
 
@@ -167,12 +180,16 @@ class Batch:
         began = clock()
         candidates = self.proposer.propose(active)
         trees = [c.tree for c in candidates]
+        self._settle()
         drafted = clock()
         step = pack_step(trees, list_rows(active), self.cache)
         states = self.decoder.forward(step, self.cache)  # [B, T, D]
-        lengths = [len(r.output_ids) for r in active]
-        paths = self._emit(active, candidates, states)
+        logits = self.decoder.compute_logits(states)  # [B, T, V]
+        self._settle()
         verified = clock()
+        lengths = [len(r.output_ids) for r in active]
+        paths = self._emit(active, candidates, logits)
+        accepted = clock()
         for request, tree, path, before in zip(active, trees, paths, lengths, strict=True):
             taken = len(request.output_ids) - before
             request.stats.count_step(
@@ -184,9 +201,12 @@ class Batch:
             self.cache.commit(request.row, path)
         self.proposer.observe(active, states, paths)
         self._retire()
-        self.timing.draft += drafted - began
-        self.timing.verify += verified - drafted
-        self.timing.other += clock() - verified
+        timing = self.timing
+        timing.num_steps += 1
+        timing.draft += drafted - began
+        timing.verify += verified - drafted
+        timing.accept += accepted - verified
+        timing.other += clock() - accepted
 
     def collect(self) -> list[Result]:
         """Results so far in the order of the requests; those that never ran have no tokens."""
@@ -203,10 +223,9 @@ class Batch:
         self,
         requests: Sequence[ActiveRequest],
         candidates: Sequence[Candidates],
-        states: Tensor,
+        logits: Tensor,
     ) -> list[list[int]]:
-        """Choose and emit tokens after a forward; return each row's accepted nodes."""
-        logits = self.decoder.compute_logits(states)  # [B, T, V]
+        """Choose and emit tokens by the logits of a forward; return each row's accepted nodes."""
         accepted = accept_batch(
             candidates,
             logits,
@@ -224,6 +243,10 @@ class Batch:
             self.options.on_progress(requests)
         return paths
 
+    def _settle(self) -> None:
+        if self.timing.is_exact and self.cache.blocks.is_cuda:
+            torch.cuda.synchronize(self.cache.blocks.device)
+
     def _prepare_row(self, free: Sequence[int], prompt: Sequence[int]) -> int:
         """Choose a row; with block reuse, put the longest known prefix of the prompt into it."""
         shared, source = 0, free[0]
@@ -234,6 +257,8 @@ class Batch:
             shared = known[source]
         row = source if source in free else free[0]
         self.cache.copy_prefix(source, row, shared)
+        if isinstance(self.proposer, PromptFollower):
+            self.proposer.copy_prefix(source, row, shared)
         self.timing.num_reused_tokens += shared
         return row
 

@@ -12,24 +12,42 @@ from specdec import logs
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import EXTERNAL_METHODS
 from specdec.settings import require
+from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
+from specdec.trtllm.engine_folder import read_backend
 
 from .draft_options import DraftOptions, read_draft_options
-from .settings import RunSettings
+from .ngram_options import (
+    check_lookup,
+    choose_lookahead,
+    read_lookahead_config,
+    read_lookup_options,
+)
+from .settings import EAGLE_OPTIONS, RunSettings
 
 if TYPE_CHECKING:
+    from .backends.base import Engine
     from .backends.torch_engine import TorchEngine
     from .requests import ActiveRequest, Request, Result
 
 logger = logs.get_logger(__name__)
 
 
-def run_engine(settings: RunSettings, write: Callable[[str], None] | None = None) -> dict[str, Any]:
+def run_engine(
+    settings: RunSettings, write: Callable[[str], None] | None = None
+) -> dict[str, Any] | None:
     """Generate for every prompt; return the object that `--json` prints.
 
     `write` takes pieces of text as they become certain, with `--streaming`. After Ctrl-C, the
-    object holds what was done, and the key `interrupted`.
+    object holds what was done, and the key `interrupted`. None where the ranks of a TensorRT-LLM
+    engine are other processes, the first of which has written everything, or is doing so.
     """
     check_flags(settings)
+    assert settings.engine_dir is not None
+    if read_backend(settings.engine_dir) == TENSORRT_LLM and not settings.dry_run:
+        from .backends.tensorrt_ranks import run_ranks
+
+        if run_ranks(settings):
+            return None
     draft_options = read_draft_options(settings)
     from .prompts import load_tokenizer, make_requests, read_prompts
 
@@ -39,18 +57,12 @@ def run_engine(settings: RunSettings, write: Callable[[str], None] | None = None
     if settings.streaming and tokenizer is None:
         raise UsageError("--streaming needs --tokenizer-dir", "give the base model's folder")
     engine = load_engine(settings, draft_options, tokenizer)
-    model = engine.config.checkpoint.model
-    about = {
-        "method": engine.method,
-        "backend": engine.name,
-        "device": str(engine.device),
-        "dtype": model.dtype,
-        "tp_size": model.tp_size,
-    }
+    about = engine.describe()
+    engine.check_requests(requests)
     if settings.dry_run:
-        engine.check_requests(requests)
         longest = max(len(r.input_ids) for r in requests)
         return {"dry_run": True, **about, "num_prompts": len(requests), "longest": longest}
+    engine.load()
     logger.info("generating for %d prompts", len(requests))
     began = time.perf_counter()
     results, is_interrupted = generate(engine, requests, settings, tokenizer, write)
@@ -84,17 +96,44 @@ def check_flags(settings: RunSettings) -> None:
         raise UsageError(
             "--streaming and --json: one JSON object cannot come in pieces", "leave one of them out"
         )
+    read_lookup_options(settings)
+    read_lookahead_config(settings)
     if settings.output_generation_logits and settings.output_file is None:
         raise UsageError(
             "--output-generation-logits needs a place to write them", "give --output-file"
         )
 
 
-def load_engine(settings: RunSettings, options: DraftOptions | None, tokenizer: Any) -> TorchEngine:
-    """Load the engine, and the one that drafts for it."""
+def load_engine(settings: RunSettings, options: DraftOptions | None, tokenizer: Any) -> Engine:
+    """Return what executes the engine folder, and the one that drafts for it."""
+    assert settings.engine_dir is not None
+    if read_backend(settings.engine_dir) == TENSORRT_LLM:
+        given = [name for name in EAGLE_OPTIONS if getattr(settings, name) not in (None, False)]
+        if given:
+            raise UsageError(
+                f"--{given[0].replace('_', '-')} is for engines of torch; TensorRT-LLM's draft with"
+                " its own default tree here",
+                "leave it out",
+            )
+        from .backends.tensorrt_llm import TensorRTEngine
+
+        return TensorRTEngine(settings, options, tokenizer)
+    return load_torch_engine(settings, options, tokenizer)
+
+
+def load_torch_engine(
+    settings: RunSettings, options: DraftOptions | None, tokenizer: Any
+) -> TorchEngine:
+    """Load an engine of torch, and the one that drafts for it."""
     from .backends.torch_engine import TorchEngine
 
     assert settings.engine_dir is not None
+    if settings.kv_cache_free_gpu_memory_fraction is not None:
+        raise UsageError(
+            "--kv-cache-free-gpu-memory-fraction has no effect with an engine of torch, whose"
+            " cache is as large as the requests need",
+            "leave it out",
+        )
     engine = TorchEngine(
         settings.engine_dir, device=settings.device, speculate=not settings.no_speculation
     )
@@ -107,30 +146,81 @@ def load_engine(settings: RunSettings, options: DraftOptions | None, tokenizer: 
                 "leave it out",
             )
         engine.proposer.use_choices(parse_choices(settings.medusa_choices))
+    choose_eagle_tree(engine, settings)
+    attach_ngrams(engine, settings)
     if options is None:
         mode = engine.config.build.speculative_decoding_mode
-        if mode == EXTERNAL_METHODS["draft_target"] and not settings.no_speculation:
+        is_plain = engine.method == "plain" and not settings.no_speculation
+        if is_plain and mode == EXTERNAL_METHODS["draft_target"]:
             raise SpecDecError(
                 f"{settings.engine_dir} was built for a draft model, and none is given",
-                "give --draft-engine-dir, or --no-speculation to decode without",
+                "give --draft-engine-dir, --prompt-lookup-num-tokens to draft from the text itself,"
+                " or --no-speculation to decode without",
             )
         return engine
     from .devices import check_devices
-    from .vocabulary import check_vocabularies
+    from .vocabulary import ModelTokens, check_vocabularies
 
     assert settings.draft_engine_dir is not None
     draft = TorchEngine(settings.draft_engine_dir, device=settings.device)
-    check_devices(options, engine, draft)
-    check_vocabularies(
-        engine.config, draft.config, settings.engine_dir, settings.draft_engine_dir,
-        tokenizer, settings.draft_tokenizer_dir,
-    )  # fmt: skip
+    check_devices("draft", options.draft_devices, draft)
+    check_devices("target", options.target_devices, engine)
+    pairs = ((settings.engine_dir, engine.config), (settings.draft_engine_dir, draft.config))
+    target_tokens, draft_tokens = (
+        ModelTokens(folder, config.checkpoint.model.vocab_size, config.vocabulary)
+        for folder, config in pairs
+    )
+    check_vocabularies(target_tokens, draft_tokens, tokenizer, settings.draft_tokenizer_dir)
     engine.attach_draft(draft, draft_len=options.draft_len, use_logits=options.use_logits)
     return engine
 
 
+def choose_eagle_tree(engine: TorchEngine, settings: RunSettings) -> None:
+    """Let an EAGLE engine propose the trees that are asked for."""
+    given = [name for name in EAGLE_OPTIONS if getattr(settings, name) not in (None, False)]
+    if not given:
+        return
+    from .methods.eagle import EagleProposer, parse_choices
+
+    flags = ["--" + name.replace("_", "-") for name in given]
+    proposer = engine.proposer
+    if not isinstance(proposer, EagleProposer):
+        raise UsageError(
+            f"{flags[0]} has no effect with an engine that runs {engine.method}", "leave it out"
+        )
+    if settings.eagle_choices is None:
+        proposer.use_dynamic_tree(settings.eagle_dynamic_tree_max_top_k, settings.eagle_tree_tokens)
+    elif len(given) > 1:
+        raise UsageError(
+            f"{flags[0]} gives a static tree, {flags[1]} a dynamic one", "leave one of them out"
+        )
+    else:
+        proposer.use_choices(parse_choices(settings.eagle_choices))
+
+
+def attach_ngrams(engine: TorchEngine, settings: RunSettings) -> None:
+    """Let n-grams draft for an engine that was built for them, or for any external draft."""
+    if settings.no_speculation:
+        return
+    build = engine.config.build
+    mode, max_draft_len = build.speculative_decoding_mode, build.max_draft_len
+    lookup = read_lookup_options(settings)
+    if lookup is not None:
+        from .devices import check_devices
+        from .methods.prompt_lookup import PromptLookupProposer
+
+        check_lookup(lookup, mode, max_draft_len)
+        check_devices("target", lookup.devices, engine)
+        engine.use_method("prompt_lookup", PromptLookupProposer(lookup))
+    window = choose_lookahead(read_lookahead_config(settings), mode, max_draft_len)
+    if window is not None:
+        from .methods.lookahead import LookaheadProposer
+
+        engine.use_method("lookahead", LookaheadProposer(window, engine.decoder))
+
+
 def generate(
-    engine: TorchEngine,
+    engine: Engine,
     requests: Sequence[Request],
     settings: RunSettings,
     tokenizer: Any,
@@ -162,25 +252,27 @@ def generate(
 
 
 def describe_stats(
-    engine: TorchEngine, results: Sequence[Result], seconds: float, settings: RunSettings
+    engine: Engine, results: Sequence[Result], seconds: float, settings: RunSettings
 ) -> dict[str, Any]:
     """The counts and times of `stats`."""
     from .requests import sum_stats
 
     totals = sum_stats(results)
-    timing = engine.timing
+    num_tokens = sum(result.stats.num_output_tokens for result in results)
+    if untold := sorted(key for key, value in totals.items() if value is None):
+        logger.info("the runtime does not tell %s: null in the statistics", ", ".join(untold))
     stats: dict[str, Any] = {
         **totals,
         "generate_seconds": round(seconds, 4),
-        "tokens_per_second": round(totals["num_output_tokens"] / seconds, 2),
+        "tokens_per_second": round(num_tokens / seconds, 2),
         "load_seconds": round(engine.load_seconds, 4),
     }
     if settings.kv_cache_enable_block_reuse:
-        stats["num_reused_tokens"] = timing.num_reused_tokens
+        stats["num_reused_tokens"] = engine.num_reused_tokens
     if settings.run_profiling:
         stats["profile_seconds"] = {
-            name: round(getattr(timing, name), 4)
-            for name in ("prefill", "draft", "verify", "other")
+            name: None if value is None else round(value, 4)
+            for name, value in engine.describe_profile().items()
         }
     return stats
 

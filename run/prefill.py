@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.decoder import MAX_CHUNK_TOKENS, Decoder, Step
+from specdec.engine.decoder import MAX_CHUNK_TOKENS, Step
 from specdec.engine.kv_cache import KVCache
 
 
+class Runner(Protocol):
+    """What prompts are run by: the decoder, or what stands in its place."""
+
+    def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None: ...
+
+    def forward(self, step: Step, cache: KVCache) -> Tensor: ...
+
+
+# Takes what a pass was about: rows, the first token of each, their number, states [B, T, D].
+Follow = Callable[[Sequence[int], Sequence[int], Sequence[int], Tensor], None]
+
+
 def fill_cache(
-    decoder: Decoder,
+    decoder: Runner,
     cache: KVCache,
     rows: Sequence[int],
     prompts: Sequence[Sequence[int]],
     max_num_tokens: int,
+    follow: Follow | None = None,
 ) -> Tensor:
     """Run the part of each prompt that its row does not hold yet.
 
     Returns the hidden states [B, D] of the prompts' last tokens, so at least that one must be left
     to run. Rows of like length share a pass, padded on the right; padding is never committed.
+    follow: called after every pass.
     """
     for row, prompt in zip(rows, prompts, strict=True):
         decoder.start_row(cache, row, len(prompt))
@@ -43,9 +58,11 @@ def fill_cache(
         ]
         sharing.sort(key=lambda at: rows[at])  # a step's rows are sorted
         counts = [min(left[at], size) for at in sharing]
-        states = _run_pass(
-            decoder, cache, [rows[at] for at in sharing], [prompts[at] for at in sharing], counts
-        )
+        chosen = [rows[at] for at in sharing]
+        starts = cache.past_lens[chosen].tolist()
+        states = _run_pass(decoder, cache, chosen, [prompts[at] for at in sharing], counts)
+        if follow is not None:
+            follow(chosen, starts, counts, states)
         for line, (at, count) in enumerate(zip(sharing, counts, strict=True)):
             left[at] -= count
             if left[at] == 0:
@@ -54,7 +71,7 @@ def fill_cache(
 
 
 def _run_pass(
-    decoder: Decoder,
+    decoder: Runner,
     cache: KVCache,
     rows: Sequence[int],
     prompts: Sequence[Sequence[int]],

@@ -34,9 +34,11 @@ def read_prompts(settings: RunSettings) -> list[dict[str, Any]]:
         lines = _read_stdin()
         suffix = ".jsonl" if lines and lines[0].lstrip().startswith("{") else ".txt"
     else:
-        lines, suffix = _read_lines(path), path.suffix
+        lines, suffix = read_lines(path, "--input-file"), path.suffix
     if suffix == ".jsonl":
-        prompts = [_read_line(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
+        prompts = [
+            read_line(f"{path} line {n}", line) for n, line in enumerate(lines, 1) if line.strip()
+        ]
     elif suffix == ".txt":
         prompts = [{"prompt": line} for line in lines if line.strip()]
     else:
@@ -46,12 +48,13 @@ def read_prompts(settings: RunSettings) -> list[dict[str, Any]]:
     return prompts
 
 
-def _read_lines(path: Path) -> list[str]:
+def read_lines(path: Path, flag: str) -> list[str]:
+    """Return the lines of a text file that a flag names."""
     try:
         # Not splitlines(): U+2028 and its like may stand inside a JSON text.
         return path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
-        raise SpecDecError(f"{path} does not exist", "check the path of --input-file") from None
+        raise SpecDecError(f"{path} does not exist", f"check the path of {flag}") from None
     except UnicodeDecodeError:
         raise SpecDecError(f"{path} is not UTF-8 text", "convert the file to UTF-8") from None
 
@@ -64,8 +67,11 @@ def _read_stdin() -> list[str]:
         raise SpecDecError("stdin is not UTF-8 text", "convert it to UTF-8") from None
 
 
-def _read_line(path: Path, number: int, line: str) -> dict[str, Any]:
-    where = f"{path} line {number}"
+def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the request object of a line; `more_keys` may be there too, and are not checked.
+
+    One of them, `turns`, may stand for the prompt.
+    """
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -74,15 +80,17 @@ def _read_line(path: Path, number: int, line: str) -> dict[str, Any]:
         ) from None
     if not isinstance(entry, dict):
         raise SpecDecError(f"{where} is not a JSON object", 'write {"prompt": "..."}')
+    known = (*REQUEST_KEYS, *more_keys)
+    sources = (*SOURCE_KEYS, *({"turns"} & set(more_keys)))
     for key in entry:
-        if key not in REQUEST_KEYS:
+        if key not in known:
             raise SpecDecError(
-                f"{where}: unknown key {key!r}{suggest(key, REQUEST_KEYS)}",
-                f"this release knows {', '.join(REQUEST_KEYS)}",
+                f"{where}: unknown key {key!r}{suggest(key, known)}",
+                f"this release knows {', '.join(known)}",
             )
-    if sum(key in entry for key in SOURCE_KEYS) != 1:
+    if sum(key in entry for key in sources) != 1:
         raise SpecDecError(
-            f"{where} needs exactly one of {', '.join(SOURCE_KEYS)}", 'write {"prompt": "..."}'
+            f"{where} needs exactly one of {', '.join(sources)}", 'write {"prompt": "..."}'
         )
     problems = [
         (f"{where}: {key} is {entry[key]!r}, not {expected}", f"mend {key}")

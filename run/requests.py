@@ -36,6 +36,7 @@ class RequestStats:
 
     The prompt's own forward pass yields the first token outside of any verify step.
     accepted_histogram[n]: verify steps in which n draft tokens were accepted.
+    unknown: keys of the JSON form that the backend cannot tell; they are null there.
     """
 
     accepted_histogram: list[int]
@@ -44,6 +45,7 @@ class RequestStats:
     num_draft_tokens: int = 0
     num_draft_depth: int = 0
     num_accepted: int = 0
+    unknown: frozenset[str] = frozenset()
 
     def count_step(self, *, num_draft_tokens: int, depth: int, num_accepted: int) -> None:
         """Record a verify step; `depth` is the longest path proposed."""
@@ -66,7 +68,7 @@ class RequestStats:
         return self.num_accepted / self.num_draft_depth if self.num_draft_depth else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        values: dict[str, Any] = {
             "num_output_tokens": self.num_output_tokens,
             "num_verify_steps": self.num_verify_steps,
             "num_draft_tokens": self.num_draft_tokens,
@@ -75,6 +77,7 @@ class RequestStats:
             "acceptance_rate": round(self.acceptance_rate, 4),
             "accepted_histogram": self.accepted_histogram,
         }
+        return {key: None if key in self.unknown else value for key, value in values.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,16 +151,53 @@ class ActiveRequest:
         )
 
 
-def sum_stats(results: Sequence[Result]) -> dict[str, float]:
+def find_problems(
+    request: Request, *, max_input_len: int, max_seq_len: int, vocab_size: int
+) -> list[tuple[str, str]]:
+    """List what of a request is beyond an engine's limits, each with a remedy."""
+    length, where = len(request.input_ids), f"prompt {request.index}"
+    problems = []
+    if length == 0:
+        problems.append((f"{where} is empty", "give at least one token"))
+    if length > max_input_len:
+        problems.append(
+            (
+                f"{where} has {length} tokens, the engine's max_input_len is {max_input_len}",
+                "shorten it, or build with a larger --max-input-len",
+            )
+        )
+    elif length + request.max_output_len > max_seq_len:
+        problems.append(
+            (
+                f"{where} has {length} tokens and asks for {request.max_output_len} more, the"
+                f" engine's max_seq_len is {max_seq_len}",
+                f"lower --max-output-len to {max_seq_len - length}, or build with a larger"
+                " --max-seq-len",
+            )
+        )
+    bad = [t for t in request.input_ids if not 0 <= t < vocab_size]
+    if bad:
+        problems.append(
+            (
+                f"{where} holds token {bad[0]}, the model's vocabulary has {vocab_size}",
+                "use the tokenizer that belongs to the model",
+            )
+        )
+    return problems
+
+
+def sum_stats(results: Sequence[Result]) -> dict[str, float | None]:
     """Acceptance over all requests' verify steps, and the number of tokens."""
     tokens = sum(r.stats.num_output_tokens for r in results)
     steps = sum(r.stats.num_verify_steps for r in results)
     depth = sum(r.stats.num_draft_depth for r in results)
     emitted = sum(r.stats.num_output_tokens - 1 for r in results)
     accepted = sum(r.stats.num_accepted for r in results)
-    return {
+    values = {
         "num_output_tokens": tokens,
         "num_verify_steps": steps,
         "acceptance_length": round(emitted / steps, 4) if steps else 0.0,
         "acceptance_rate": round(accepted / depth, 4) if depth else 0.0,
     }
+    unknown = frozenset[str]().union(*(r.stats.unknown for r in results))
+    return {key: None if key in unknown else value for key, value in values.items()}

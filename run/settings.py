@@ -7,6 +7,10 @@ from pathlib import Path
 
 from specdec.settings import setting
 
+EAGLE_OPTIONS = (
+    "eagle_choices", "eagle_use_dynamic_tree", "eagle_dynamic_tree_max_top_k", "eagle_tree_tokens",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
@@ -54,6 +58,36 @@ class RunSettings:
     medusa_choices: str | None = setting(
         metavar="JSON", help="Medusa: the tree as a list of paths of ranks, [[0],[0,0],[1]]."
     )
+    eagle_choices: str | None = setting(
+        metavar="JSON", help="EAGLE: a static tree as a list of paths of ranks, [[0],[0,0],[1]]."
+    )
+    eagle_use_dynamic_tree: bool = setting(
+        False, kind="flag", help="EAGLE: grow each tree where the drafter is sure, as EAGLE-2."
+    )
+    eagle_dynamic_tree_max_top_k: int | None = setting(
+        kind="int", minimum=1, metavar="K",
+        help="EAGLE: nodes of a level that a dynamic tree goes on from, and tokens from each.",
+    )  # fmt: skip
+    eagle_tree_tokens: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="EAGLE: draft tokens of a dynamic tree."
+    )
+    lookahead_config: str | None = setting(
+        metavar="[W,N,G]",
+        help="Lookahead: columns of the window, tokens of an n-gram, n-grams verified a step; the"
+        " largest [n,n,n] that the engine has room for if not given.",
+    )
+    prompt_lookup_config: str | None = setting(
+        metavar="[LEN,SIZE,[TARGET]]",
+        help="Prompt lookup: tokens drafted a step, longest n-gram looked up and the engine's"
+        " devices, as TensorRT-LLM takes them: [10,2,[0]].",
+    )
+    prompt_lookup_num_tokens: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="Prompt lookup: most tokens drafted a step."
+    )
+    max_matching_ngram_size: int | None = setting(
+        kind="int", minimum=1, metavar="M",
+        help="Prompt lookup: longest end of the text that is looked up.  [default: 4]",
+    )  # fmt: skip
     draft_engine_dir: Path | None = setting(
         kind="path", metavar="DRAFT", help="Draft-target: the draft model's plain engine."
     )
@@ -83,6 +117,11 @@ class RunSettings:
     kv_cache_enable_block_reuse: bool = setting(
         False, kind="flag", help="Take prefixes that prompts share from the cache."
     )
+    kv_cache_free_gpu_memory_fraction: float | None = setting(
+        kind="float", metavar="F",
+        help="TensorRT-LLM only: part of the free GPU memory that each KV cache takes, 0.9 if not"
+        " given.",
+    )  # fmt: skip
     output_generation_logits: bool = setting(
         False, kind="flag",
         help="Write the logits that each token was chosen by beside --output-file.",

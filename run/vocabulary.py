@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.engine.layout import EngineConfig
 from specdec.errors import SpecDecError, raise_problems
 
 logger = logs.get_logger(__name__)
 MAX_SHOWN = 3
 
 
+@dataclasses.dataclass(frozen=True)
+class ModelTokens:
+    """What is known of an engine's tokens: how many, and what its manifest records of them."""
+
+    folder: Path
+    vocab_size: int
+    recorded: dict[str, Any] | None
+
+
 def check_vocabularies(
-    target: EngineConfig,
-    draft: EngineConfig,
-    target_dir: Path,
-    draft_dir: Path,
-    tokenizer: Any,
-    draft_tokenizer_dir: str | None,
+    target: ModelTokens, draft: ModelTokens, tokenizer: Any, draft_tokenizer_dir: str | None
 ) -> None:
     """Raise SpecDecError where token ids of one model mean something else to the other.
 
@@ -36,13 +40,13 @@ def check_vocabularies(
             )
         compare_tokenizers(tokenizer, load_tokenizer(draft_tokenizer_dir))
         return
-    sizes = target.checkpoint.model.vocab_size, draft.checkpoint.model.vocab_size
-    known = target.vocabulary, draft.vocabulary
+    sizes = target.vocab_size, draft.vocab_size
+    known = target.recorded, draft.recorded
     if known[0] is not None and known[1] is not None:
         if known[0] != known[1]:
             raise SpecDecError(
-                f"the tokenizers differ: {target_dir} was made with one of"
-                f" {known[0]['num_tokens']} tokens, {draft_dir} with one of"
+                f"the tokenizers differ: {target.folder} was made with one of"
+                f" {known[0]['num_tokens']} tokens, {draft.folder} with one of"
                 f" {known[1]['num_tokens']}",
                 "use a draft model of the target's family; --draft-tokenizer-dir tells which"
                 " tokens differ",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from click.core import ParameterSource
 
 from specdec import __version__, logs
 from specdec.errors import SpecDecError, UsageError, suggest
-from specdec.settings import SECTIONS, Flag, get_flags, resolve_settings
+from specdec.settings import SECTIONS, Flag, get_flags, resolve_settings, takes_others
 
-CONTEXT = {
+CONTEXT: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace("_", "-"),
     "max_content_width": 110,
@@ -25,9 +26,26 @@ CONTEXT = {
 
 
 class StageCommand(click.Command):
-    """A command whose list options take several words: `--input-text "a" "b"`."""
+    """A command whose list options take several words: `--input-text "a" "b"`.
+
+    Where the first word names a subcommand, that takes the others.
+    """
 
     list_options: frozenset[str] = frozenset()
+    subcommands: Mapping[str, click.Command] = {}
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:  # fmt: skip
+        if args and args[0] in self.subcommands:
+            subcommand = self.subcommands[args[0]]
+            return subcommand.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that the context was made for."""
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._repeat_list_options(args))
@@ -100,7 +118,8 @@ def stage_command(
             }
             logs.set_up(debug=debug)
             recipe = Path(config) if config else None
-            work(resolve_settings(settings_class, section or name, typed, recipe))
+            others = _group_others(ctx)
+            work(resolve_settings(settings_class, section or name, typed, recipe, others))
 
         params: list[click.Parameter] = [
             _build_option(key, flag, default) for key, (flag, default) in flags.items()
@@ -117,14 +136,34 @@ def stage_command(
             params=params,
             callback=callback,
             help=work.__doc__,
-            context_settings=dict(CONTEXT),
-        )
+            context_settings=CONTEXT
+            | ({"ignore_unknown_options": True, "allow_extra_args": True}
+               if takes_others(settings_class) else {}),
+        )  # fmt: skip
         command.list_options = frozenset(
             "--" + key.replace("_", "-") for key, (flag, _) in flags.items() if flag.kind == "list"
         )
         return command
 
     return decorate
+
+
+def _group_others(ctx: click.Context) -> dict[str, list[str]]:
+    """Group what click found no option for: each unknown option's name, the words behind it."""
+    grouped: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for word in ctx.args:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            current = [value] if equals else []
+            grouped[name.replace("-", "_")] = current
+        elif word.startswith("-") and not word[1:2].isdigit():
+            raise click.NoSuchOption(word, ctx=ctx)
+        elif current is None:
+            raise click.UsageError(f"Got unexpected extra argument ({word})", ctx=ctx)
+        else:
+            current.append(word)
+    return grouped
 
 
 def _make_version_option() -> click.Option:
@@ -159,7 +198,11 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
         if "--debug" in arguments:
             traceback.print_exception(error)
         status, message, hint = _explain_error(error)
-        print_error(message, hint)
+        if status == 2 and logs.get_launched_rank():
+            # Rank 0 says the same, and its launcher would cut it short for this one's end.
+            time.sleep(1)
+        else:
+            print_error(message, hint)
     _close_stdout()
     sys.exit(status if isinstance(status, int) else 0)
 
@@ -218,6 +261,10 @@ STAGES = {
     "run": ("specdec.run.cli", "engine folder -> text, tokens, statistics"),
     "train": ("specdec.train.cli", "data and base -> drafter folder"),
     "verify": ("specdec.verify.cli", "checkpoint or engine -> proof that it is what it claims"),
+    "bench": ("specdec.bench.cli", "speed and acceptance, speculation on and off"),
+    "tune": ("specdec.bench.tune_cli", "checkpoint and prompts -> the fastest setting here"),
+    "diagnose": ("specdec.bench.diagnose_cli", "engine and prompts -> why it is not faster"),
+    "doctor": ("specdec.doctor.cli", "what is installed, what this machine can build and run"),
 }
 
 

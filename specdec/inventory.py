@@ -18,7 +18,7 @@ from specdec.quantization import (
 )
 from specdec.schema import CheckpointConfig
 from specdec.storage import TensorInfo
-from specdec.tensors import get_rank_shape, list_rank_names, list_tensors
+from specdec.tensors import get_rank_shape, get_stored_dtype, list_rank_names, list_tensors
 
 # What TensorRT-LLM's own writer stores and every loader computes anew.
 ROTARY_BUFFERS = ("embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention")
@@ -46,7 +46,7 @@ def describe_rank(checkpoint: CheckpointConfig, rank: int) -> dict[str, TensorIn
     if checkpoint.drafter is not None:  # such checkpoints have no pipeline stages
         names |= {name: name for name in specs if name not in names}
     return {
-        own: TensorInfo(model.dtype, get_rank_shape(specs[name], model))
+        own: TensorInfo(get_stored_dtype(name, model.dtype), get_rank_shape(specs[name], model))
         for own, name in names.items()
     }
 
@@ -133,5 +133,6 @@ def _list_scales(
             scales += [f"{name.removesuffix('weight')}{scale}" for scale in SCALES]
     if quantization.kv_cache_quant_algo is not None:
         ending = "qkv.weight"
-        scales += [n.removesuffix(ending) + KV_SCALES[0] for n in expected if n.endswith(ending)]
+        own = [n for n in expected if n.startswith("transformer.") and n.endswith(ending)]
+        scales += [name.removesuffix(ending) + KV_SCALES[0] for name in own]
     return scales

@@ -11,12 +11,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from specdec.mpi import find_world
+
 T = TypeVar("T")
+
+
+def get_launched_rank() -> int | None:
+    """This process's rank where a launcher such as torchrun started it, else None."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"])
+    return None
 
 
 def set_up(*, debug: bool = False) -> None:
     """Send log lines to stderr; ranks other than 0 show warnings only, with their number."""
-    rank = int(os.environ.get("RANK", "0"))
+    world = find_world()
+    rank = get_launched_rank() or (world.rank if world else 0)
     level = logging.DEBUG if debug else logging.INFO if rank == 0 else logging.WARNING
     prefix = f"[rank {rank}] " if rank else ""
     handler = logging.StreamHandler(sys.stderr)
@@ -47,7 +57,7 @@ def show_progress(items: Iterable[T], *, label: str, total: int) -> Iterator[T]:
 def track(label: str, *, total: int, of_bytes: bool = False) -> Iterator[Callable[[int], None]]:
     """Yield a function that moves a progress bar on; there is one on a terminal only.
 
-    Any thread may call it. A bar of bytes also tells how many they are, and how many a second.
+    Any thread may call it. The bar also tells how many a second; of bytes, how many they are, too.
     """
     if not sys.stderr.isatty() or total <= 1:
         yield lambda count: None
@@ -60,6 +70,8 @@ def track(label: str, *, total: int, of_bytes: bool = False) -> Iterator[Callabl
 
     def describe(_item: object) -> str:
         rate = num_done / max(1e-6, time.monotonic() - began)
+        if not of_bytes:
+            return f"{rate:.2f}/s"
         return f"{num_done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s"
 
     def advance(count: int) -> None:
@@ -70,7 +82,7 @@ def track(label: str, *, total: int, of_bytes: bool = False) -> Iterator[Callabl
 
     with click.progressbar(
         length=total, label=label, file=sys.stderr,
-        item_show_func=describe if of_bytes else None,
+        item_show_func=describe,
         update_min_steps=max(1, total // 1000) if of_bytes else 1,
     ) as bar:  # fmt: skip
         yield advance

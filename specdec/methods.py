@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from specdec.errors import SpecDecError
 
+EAGLE_ARCHITECTURE = "EagleForCausalLM"
+# Ours: TensorRT-LLM's engine path has no EAGLE-3, and is to know that it is none of its own.
+EAGLE3_ARCHITECTURE = "Eagle3ForCausalLM"
 # Of a drafter's layers or heads. None has nearly as many; a list of far more fills the memory.
 MAX_MODULES = 1000
 
@@ -169,7 +173,212 @@ class MedusaParams:
         return cls(**{name: config[key] for name, key in cls.KEYS.items()})
 
 
-DrafterParams = ReDrafterParams | MedusaParams
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleNet:
+    """The decoder layers that draft, in a Llama's field names; the vocabulary is the target's."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_size: int
+    intermediate_size: int
+    norm_epsilon: float
+    max_position_embeddings: int
+    rotary_base: float
+    rotary_scaling: dict[str, Any] | None
+    hidden_act: str
+
+    def find_uneven(self, tp_size: int) -> list[str]:
+        """List the sizes that do not split over so many ranks."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        sizes = {
+            "num_attention_heads": heads,
+            "intermediate_size": self.intermediate_size,
+            "hidden_size": self.hidden_size,
+        }
+        uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
+        if kv_heads % tp_size and tp_size % kv_heads:
+            uneven.append(f"num_key_value_heads={kv_heads}")
+        return uneven
+
+    @classmethod
+    def from_checkpoint(cls, key: str, config: object) -> EagleNet:
+        """Read the object `key`, a whole Llama's config; raise SpecDecError for what is wrong."""
+        _check(key, config, "an object", is_good=isinstance(config, dict))
+        assert isinstance(config, dict)
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            name, value = f"{key}.{field.name}", config.get(field.name)
+            if field.name in ("norm_epsilon", "rotary_base"):
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                is_good = is_number and 0 < float(str(value)) < math.inf
+                _check(name, value, "a positive number", is_good=is_good)
+            elif field.name == "rotary_scaling":
+                is_good = value is None or isinstance(value, dict)
+                _check(name, value, "an object or null", is_good=is_good)
+            elif field.name == "hidden_act":
+                _check(name, value, "'silu'", is_good=value == "silu")
+            elif field.name == "num_hidden_layers":
+                _check_num_modules(name, value, lowest=1)
+            else:
+                _check_count(name, value, lowest=1)
+            values[field.name] = value
+        heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+        expected = f"a divisor of {key}.num_attention_heads={heads}"
+        _check(f"{key}.num_key_value_heads", kv_heads, expected, is_good=heads % kv_heads == 0)
+        return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Params:
+    """What EAGLE-3 (https://arxiv.org/abs/2503.01840) has and EAGLE-1 has not.
+
+    aux_layers: the target's layers, from 0, whose outputs are read, rising. draft_vocab_size:
+    tokens that can be drafted. norm_before_residual: whether the first layer's attention is added
+    to the normed state.
+    """
+
+    aux_layers: tuple[int, ...]
+    draft_vocab_size: int
+    norm_before_residual: bool
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Return the keys of the object in a checkpoint's config.json."""
+        return dataclasses.asdict(self) | {"aux_layers": list(self.aux_layers)}
+
+    @classmethod
+    def from_checkpoint(cls, key: str, config: object) -> Eagle3Params:
+        """Read the object `key`; raise SpecDecError for what is wrong."""
+        _check(key, config, "an object", is_good=isinstance(config, dict))
+        assert isinstance(config, dict)
+        found = config.get("aux_layers")
+        layers = found if isinstance(found, list) else []
+        is_good = 0 < len(layers) <= MAX_MODULES
+        is_good = is_good and all(type(layer) is int and layer >= 0 for layer in layers)
+        is_good = is_good and layers == sorted(set(layers))
+        _check(f"{key}.aux_layers", found, "a rising list of layers", is_good=is_good)
+        _check_count(f"{key}.draft_vocab_size", config.get("draft_vocab_size"), lowest=1)
+        normed = config.get("norm_before_residual")
+        name = f"{key}.norm_before_residual"
+        _check(name, normed, "true or false", is_good=isinstance(normed, bool))
+        assert isinstance(normed, bool)
+        _check_unknown(config, {field.name for field in dataclasses.fields(cls)})
+        return cls(
+            aux_layers=tuple(layers),
+            draft_vocab_size=config["draft_vocab_size"],
+            norm_before_residual=normed,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleParams:
+    """EAGLE (https://arxiv.org/abs/2401.15077): decoder layers that draft from features.
+
+    num_eagle_layers: the depth of a draft tree. max_non_leaves_per_layer: most nodes of a level
+    that have children. max_draft_len: most draft tokens of a tree. eagle3: None for EAGLE-1, whose
+    weights EAGLE-2 (https://arxiv.org/abs/2406.16858) shares.
+    """
+
+    net: EagleNet
+    num_eagle_layers: int
+    max_non_leaves_per_layer: int
+    max_draft_len: int
+    eagle3: Eagle3Params | None = None
+
+    NUMBERS: ClassVar[tuple[str, ...]] = (
+        "num_eagle_layers", "max_non_leaves_per_layer", "max_draft_len",
+    )  # fmt: skip
+    NET: ClassVar[str] = "eagle_net_config"
+    EAGLE3: ClassVar[str] = "eagle3"
+
+    @property
+    def num_nets(self) -> int:
+        """Copies of the net in a checkpoint: TensorRT-LLM reads one for each level of the tree."""
+        return 1 if self.eagle3 else self.num_eagle_layers
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that can be drafted."""
+        return self.eagle3.draft_vocab_size if self.eagle3 else self.net.vocab_size
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens proposed in a verify step."""
+        return self.max_draft_len
+
+    @property
+    def max_draft_depth(self) -> int:
+        """Most draft tokens that one verify step can accept."""
+        return min(self.num_eagle_layers, self.max_draft_len)
+
+    @property
+    def draft_len_source(self) -> str:
+        """Where `max_draft_tokens` comes from, in the words of an error message."""
+        return f"its max_draft_len is {self.max_draft_len}"
+
+    def find_problems(
+        self, *, hidden_size: int, vocab_size: int, tp_size: int
+    ) -> list[tuple[str, str]]:
+        """List what does not suit a target of these sizes, each with a remedy."""
+        problems = []
+        remedy = "use the EAGLE drafter that was trained for this target"
+        sizes = [("vocab_size", self.net.vocab_size, vocab_size)]
+        if self.eagle3 is None:
+            sizes.append(("hidden_size", self.net.hidden_size, hidden_size))
+        for name, ours, targets in sizes:
+            if ours != targets:
+                problems.append(
+                    (f"the EAGLE drafter's {name} is {ours}, the target's {targets}", remedy)
+                )
+        if self.draft_vocab_size > vocab_size:
+            problems.append(
+                (
+                    f"the EAGLE drafter's draft_vocab_size={self.draft_vocab_size} exceeds the"
+                    f" target's vocab_size={vocab_size}",
+                    remedy,
+                )
+            )
+        if uneven := self.net.find_uneven(tp_size):
+            problems.append(
+                (
+                    f"the EAGLE drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
+                    "use a tp_size that divides them",
+                )
+            )
+        return problems
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Return the keys of a checkpoint's config.json."""
+        config: dict[str, Any] = {name: getattr(self, name) for name in self.NUMBERS}
+        config[self.NET] = dataclasses.asdict(self.net)
+        if self.eagle3 is not None:
+            config[self.EAGLE3] = self.eagle3.to_checkpoint()
+        return config
+
+    @classmethod
+    def from_checkpoint(cls, config: Mapping[str, Any]) -> EagleParams:
+        """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
+        for name in cls.NUMBERS:
+            _check_count(name, config.get(name), lowest=1)
+        _check_num_modules("num_eagle_layers", config["num_eagle_layers"], lowest=1)
+        _check_unknown((k for k in config if "eagle" in k), {*cls.NUMBERS, cls.NET, cls.EAGLE3})
+        is_third = config.get("architecture") == EAGLE3_ARCHITECTURE
+        _check(
+            cls.EAGLE3, config.get(cls.EAGLE3), f"what {config.get('architecture')} has",
+            is_good=is_third == (config.get(cls.EAGLE3) is not None),
+        )  # fmt: skip
+        return cls(
+            net=EagleNet.from_checkpoint(cls.NET, config.get(cls.NET)),
+            eagle3=Eagle3Params.from_checkpoint(cls.EAGLE3, config[cls.EAGLE3])
+            if is_third
+            else None,
+            **{name: config[name] for name in cls.NUMBERS},
+        )
+
+
+DrafterParams = ReDrafterParams | MedusaParams | EagleParams
 
 
 def _check(key: str, value: object, expected: str, *, is_good: bool) -> None:
@@ -205,7 +414,7 @@ class Method:
 
     name: str
     mode: str
-    params: type[ReDrafterParams] | type[MedusaParams]
+    params: type[ReDrafterParams] | type[MedusaParams] | type[EagleParams]
     architectures: tuple[str, ...]
 
 
@@ -222,11 +431,22 @@ METHODS: dict[str, Method] = {
         params=MedusaParams,
         architectures=("MedusaForCausalLM", "MedusaLlamaForCausalLM"),
     ),
+    "eagle": Method(
+        name="eagle",
+        mode="eagle",
+        params=EagleParams,
+        architectures=(EAGLE_ARCHITECTURE, EAGLE3_ARCHITECTURE),
+    ),
 }
 
-# Methods whose drafts come from an engine of their own, with the mode of the target's engine:
-# they have no weights in the target's checkpoint, and nothing to convert or to train.
-EXTERNAL_METHODS = {"draft_target": "draft_tokens_external"}
+# Methods without weights in the target's checkpoint, so with nothing to convert or to train: their
+# drafts come from an engine of their own, the text, or the target itself. The mode is that of the
+# target's engine.
+EXTERNAL_METHODS = {
+    "draft_target": "draft_tokens_external",
+    "prompt_lookup": "draft_tokens_external",
+    "lookahead": "lookahead_decoding",
+}
 
 
 def find_method(config: Mapping[str, Any]) -> Method | None:

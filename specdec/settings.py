@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from specdec.errors import UsageError, suggest
 
 T = TypeVar("T")
-SECTIONS = ("convert", "build", "run", "train")
+SECTIONS = ("convert", "build", "run", "train", "data")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,14 @@ class Flag:
     minimum: float | None = None
     metavar: str | None = None
     hidden: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Other:
+    """What was given for an option that no settings field has, and the recipe it came from."""
+
+    words: tuple[str, ...]
+    recipe: Path | None = None  # None: the command line
 
 
 def setting(default: Any = None, *, help: str, **flag: Any) -> Any:
@@ -43,6 +51,27 @@ def get_flags(settings_class: type) -> dict[str, tuple[Flag, Any]]:
                 default = field.default_factory()
             flags[field.name] = (field.metadata["flag"], default)
     return flags
+
+
+def takes_others(settings_class: type) -> bool:
+    """Whether a settings class has a field `others`, for options that a backend may know."""
+    return any(field.name == "others" for field in dataclasses.fields(settings_class))
+
+
+def make_unknown_error(
+    settings_class: type, section: str, name: str, other: Other, more: Iterable[str] = ()
+) -> UsageError:
+    """Return the error for an option that nobody knows; `more` are names known besides fields."""
+    known = [*get_flags(settings_class), *more]
+    hint = f"`specdec {section} --help` lists the keys"
+    if other.recipe is not None:
+        fact = f"recipe {other.recipe}: unknown key {name!r} in section {section}"
+        return UsageError(fact + suggest(name, known), hint)
+    shown = "--" + name.replace("_", "-")
+    options = ["--" + option.replace("_", "-") for option in known]
+    return UsageError(
+        f"no such option {shown}{suggest(shown, options)}", "--help lists the options"
+    )
 
 
 def check_value(name: str, value: Any, flag: Flag) -> Any:
@@ -127,23 +156,29 @@ def read_recipe(path: Path, section: str) -> dict[str, Any]:
 
 
 def resolve_settings(
-    settings_class: type[T], section: str, typed: Mapping[str, Any], recipe: Path | None
+    settings_class: type[T],
+    section: str,
+    typed: Mapping[str, Any],
+    recipe: Path | None,
+    others: Mapping[str, Sequence[str]] | None = None,
 ) -> T:
     """Combine defaults, a recipe's section and the flags actually typed, in rising precedence.
 
-    Relative paths in a recipe are relative to the current folder, as on the command line.
+    Relative paths in a recipe are relative to the current folder, as on the command line. `others`
+    are typed options that the class has no field for; it must be one that takes them.
     """
     flags = get_flags(settings_class)
     values: dict[str, Any] = {}
+    unknown: dict[str, Other] = {}
     if recipe is not None:
         for key, value in read_recipe(recipe, section).items():
             name = str(key).replace("-", "_")
             if name not in flags:
-                raise UsageError(
-                    f"recipe {recipe}: unknown key {key!r} in section {section}"
-                    f"{suggest(name, list(flags))}",
-                    f"`specdec {section} --help` lists the keys",
-                )
+                other = Other(words=_list_words(name, value), recipe=recipe)
+                if not takes_others(settings_class):
+                    raise make_unknown_error(settings_class, section, str(key), other)
+                unknown[name] = other
+                continue
             if name in values:
                 raise UsageError(
                     f"recipe {recipe}: {name} is given twice in section {section}", "keep one"
@@ -152,7 +187,19 @@ def resolve_settings(
                 values[name] = check_value(name, value, flags[name][0])
     for name, value in typed.items():
         values[name] = check_value("--" + name.replace("_", "-"), value, flags[name][0])
+    unknown |= {name: Other(words=tuple(words)) for name, words in (others or {}).items()}
+    if takes_others(settings_class):
+        values["others"] = unknown
     return settings_class(**values)
+
+
+def _list_words(name: str, value: Any) -> tuple[str, ...]:
+    """Return what would stand behind an option of a recipe's key on a command line."""
+    if value is True:
+        return ()
+    if value is None or value is False or isinstance(value, dict):
+        raise UsageError(f"{name}: expected a text or true, got {value!r}", f"give {name} or not")
+    return tuple(str(item) for item in (value if isinstance(value, list) else [value]))
 
 
 def require(settings: Any, *names: str) -> None:
@@ -169,4 +216,24 @@ def to_plain(settings: Any) -> dict[str, Any]:
     for name in get_flags(type(settings)):
         value = getattr(settings, name)
         plain[name] = str(value) if isinstance(value, Path) else value
+    if takes_others(type(settings)):
+        plain |= {name: list(other.words) for name, other in settings.others.items()}
     return plain
+
+
+def to_arguments(settings: Any) -> list[str]:
+    """Return a command line that gives these settings, without what is at its default."""
+    arguments = []
+    for name, (flag, default) in get_flags(type(settings)).items():
+        value = getattr(settings, name)
+        option = "--" + name.replace("_", "-")
+        if value == default or value is None:
+            continue
+        if flag.kind == "flag":
+            arguments.append(option if value else f"--no-{option[2:]}")
+        elif flag.kind == "enable":
+            arguments.append(f"{option}={'enable' if value else 'disable'}")
+        else:
+            values = value if flag.kind == "list" else [value]
+            arguments += [f"{option}={entry}" for entry in values]
+    return arguments

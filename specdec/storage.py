@@ -517,6 +517,14 @@ def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = 
         )
 
 
+def measure_free_space(output_dir: Path) -> tuple[Path, int]:
+    """Return the existing folder that an output will lie in, and the free bytes of its disk."""
+    folder = output_dir.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return folder, shutil.disk_usage(folder).free
+
+
 def list_local(*given: Path | str | None) -> list[Path]:
     """Those of some inputs that are files or folders here; hub ids and absent ones are not."""
     return [Path(path) for path in given if path is not None and Path(path).exists()]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from enum import Enum
 
-from specdec.methods import DrafterParams, MedusaParams, ReDrafterParams
+from specdec.methods import DrafterParams, EagleParams, MedusaParams, ReDrafterParams
 from specdec.schema import ModelConfig
 
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD = "lm_head.weight"
+# EAGLE: its first net, and what a reduced vocabulary adds to a drafted token's number.
+EAGLE_NET = "eagle_nets.0."
+EAGLE_OFFSETS = EAGLE_NET + "d2t"
 
 
 class Shard(Enum):
@@ -25,14 +28,19 @@ class Shard(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the whole model. shape: [out, in] for a matrix, [size] for a vector."""
+    """A tensor of the whole model. shape: [out, in] for a matrix, [size] for a vector.
+
+    owner: the model whose heads a QKV tensor has, where that is not the target.
+    """
 
     shape: tuple[int, ...]
     shard: Shard
+    owner: ModelConfig | None = None
 
 
 def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:
     """Shape of one rank's part; the same on every rank."""
+    model = spec.owner or model
     tp_size, first, rest = model.tp_size, spec.shape[0], spec.shape[1:]
     if spec.shard in (Shard.ROWS, Shard.PAIR):
         return (first // tp_size, *rest)
@@ -186,8 +194,74 @@ def list_medusa_tensors(
     return tensors
 
 
+def make_net_model(drafter: EagleParams, model: ModelConfig) -> ModelConfig:
+    """An EAGLE drafter's net for `model` as a model of its own, with the drafted vocabulary."""
+    return ModelConfig(
+        **(dataclasses.asdict(drafter.net) | {"vocab_size": drafter.draft_vocab_size}),
+        architecture="LlamaForCausalLM",
+        dtype=model.dtype,
+        use_parallel_embedding=model.use_parallel_embedding,
+        embedding_sharding_dim=model.embedding_sharding_dim,
+        tp_size=model.tp_size,
+    )
+
+
+def list_eagle_tensors(drafter: EagleParams, model: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor of an EAGLE drafter for `model`, whole, by canonical name; all nets are alike.
+
+    The first layer of EAGLE-1 has no input norm: it reads what `fc` makes of embedding and feature.
+    That of EAGLE-3 reads both side by side, each normed.
+    """
+    net, eagle3 = make_net_model(drafter, model), drafter.eagle3
+    hidden = net.hidden_size
+    embedding_shard = list_target_tensors(model)[EMBEDDING].shard
+    tensors = {
+        "drafter.vocab_embedding.weight": TensorSpec((model.vocab_size, hidden), embedding_shard)
+    }
+    if eagle3 is None:
+        tensors["drafter.fc.weight"] = TensorSpec((hidden, 2 * hidden), Shard.ROWS)
+        tensors["drafter.fc.bias"] = TensorSpec((hidden,), Shard.ROWS)
+    else:
+        width = len(eagle3.aux_layers) * model.hidden_size
+        tensors["drafter.fc.weight"] = TensorSpec((hidden, width), Shard.ROWS)
+    for layer in range(net.num_hidden_layers):
+        prefix = f"drafter.layers.{layer}."
+        for name, spec in _list_layer_tensors(net).items():
+            if spec.shard is Shard.QKV:
+                spec = dataclasses.replace(spec, owner=net)
+                if eagle3 is not None and layer == 0:
+                    spec = dataclasses.replace(spec, shape=(spec.shape[0], 2 * hidden))
+            if eagle3 is None and layer == 0 and name.startswith("input_layernorm."):
+                continue
+            tensors[prefix + name] = spec
+    if eagle3 is not None:
+        tensors |= _list_norm(net, "drafter.layers.0.hidden_norm")
+        tensors |= _list_norm(net, "drafter.ln_f")
+    tensors["lm_head.weight"] = TensorSpec((drafter.draft_vocab_size, hidden), Shard.VOCAB)
+    if drafter.draft_vocab_size < model.vocab_size:
+        tensors["d2t"] = TensorSpec((drafter.draft_vocab_size,), Shard.WHOLE)
+    return {
+        f"eagle_nets.{index}.{name}": spec
+        for index in range(drafter.num_nets)
+        for name, spec in tensors.items()
+    }
+
+
+def find_first_copy(name: str) -> str:
+    """The tensor that one of a further EAGLE net repeats; the name itself of any other."""
+    head, _, rest = name.partition(".")
+    return EAGLE_NET + rest.partition(".")[2] if head == "eagle_nets" else name
+
+
+def get_stored_dtype(name: str, dtype: str) -> str:
+    """The type that a tensor is stored in beside weights of `dtype`."""
+    return "int64" if name == EAGLE_OFFSETS else dtype
+
+
 def list_drafter_tensors(drafter: DrafterParams, model: ModelConfig) -> dict[str, TensorSpec]:
     """Every tensor of a drafter for `model`, whole, by canonical name."""
+    if isinstance(drafter, EagleParams):
+        return list_eagle_tensors(drafter, model)
     if isinstance(drafter, MedusaParams):
         return list_medusa_tensors(drafter, model.hidden_size, model.vocab_size)
     return list_redrafter_tensors(drafter, model.vocab_size)

@@ -196,6 +196,105 @@ def make_medusa_heads(
     return folder
 
 
+def make_eagle_drafter(
+    parent: Path,
+    *,
+    version: int = 1,
+    hidden: int = 64,
+    vocab: int = 128,
+    draft_vocab: int | None = None,
+    layers: int = 1,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate: int = 96,
+    aux_layers: tuple[int, ...] = (0, 1),
+    bias: bool = True,
+    own_embedding: bool = True,
+    dtype: str = "float32",
+    seed: int = 0,
+    scale: float = 1.0,
+    name: str = "eagle",
+    **config: Any,
+) -> Path:
+    """Write a random EAGLE drafter and return `parent / name`.
+
+    Version 1 as SafeAILab publishes it, 3 as ModelOpt exports it, with `aux_layers` the layers of
+    the target whose outputs it reads. A reduced vocabulary has every other token, then the rest.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    head_dim = hidden // heads
+    width = {1: 2 * hidden, 3: len(aux_layers) * hidden}[version]
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, width)}
+    for layer in range(layers):
+        prefix = f"layers.{layer}."
+        read = 2 * hidden if version == 3 and layer == 0 else hidden
+        shapes |= {
+            f"{prefix}self_attn.q_proj.weight": (hidden, read),
+            f"{prefix}self_attn.k_proj.weight": (kv_heads * head_dim, read),
+            f"{prefix}self_attn.v_proj.weight": (kv_heads * head_dim, read),
+            f"{prefix}self_attn.o_proj.weight": (hidden, hidden),
+            f"{prefix}mlp.gate_proj.weight": (intermediate, hidden),
+            f"{prefix}mlp.up_proj.weight": (intermediate, hidden),
+            f"{prefix}mlp.down_proj.weight": (hidden, intermediate),
+            f"{prefix}post_attention_layernorm.weight": (hidden,),
+        }
+        if version == 3 or layer:
+            shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
+    if version == 3:
+        shapes |= {
+            "layers.0.hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (draft_vocab or vocab, hidden),
+        }
+    elif bias:
+        shapes["fc.bias"] = (hidden,)
+    if own_embedding:
+        shapes["embed_tokens.weight"] = (vocab, hidden)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[key] = 1 + 0.1 * noise if key.endswith("norm.weight") else noise
+        if len(shape) > 1 and "embed" not in key:
+            tensors[key] *= scale / shape[-1] ** 0.5
+        tensors[key] = tensors[key].to(getattr(torch, dtype))
+    document: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+        "torch_dtype": dtype,
+    }
+    if version == 3:
+        document |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": draft_vocab or vocab,
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": list(aux_layers),
+                "use_aux_hidden_state": True,
+            },
+        }
+        if draft_vocab is not None:
+            drafted = sorted([*range(0, vocab, 2), *range(1, vocab, 2)][:draft_vocab])
+            tensors["d2t"] = torch.tensor(drafted) - torch.arange(draft_vocab)
+            tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
+            tensors["t2d"][drafted] = True
+    folder = parent / name
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(document | config, indent=2) + "\n")
+    return folder
+
+
 def make_tokenizer(folder: Path, *, vocab: int = 128, add_bos: bool = False) -> Path:
     """Write a byte-level tokenizer of exactly `vocab` tokens (100 or more) into `folder`.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +26,15 @@ def call(stage: str, *args: object) -> None:
     command.main([str(a) for a in args], standalone_mode=False)
 
 
+def run_here(arguments: Sequence[str]) -> dict[str, Any]:
+    """`specdec run --json` in this process, which spares its start."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        call("run", "--json", *arguments)
+    report: dict[str, Any] = json.loads(out.getvalue())
+    return report
+
+
 def make_engine(
     parent: Path,
     target: Path,
@@ -32,14 +44,17 @@ def make_engine(
     length: int = 5,
     optimize: str = "auto",
     dtype: str = "auto",
+    convert: Sequence[object] = (),
     build: Sequence[object] = (),
 ) -> Path:
     """Convert and build; return the engine folder."""
-    name = f"b{beams}l{length}{optimize}{dtype}{'d' if drafter else 'p'}"
+    name = "".join(
+        map(str, (f"b{beams}l{length}", optimize, dtype, "dp"[drafter is None], *convert))
+    )
     checkpoint, engine = parent / f"ckpt-{name}", parent / f"engine-{name}"
-    extra: list[object] = []
+    extra = list(convert)
     if drafter is not None:
-        extra = [
+        extra += [
             "--drafter-model-dir", drafter, "--redrafter-num-beams", beams,
             "--redrafter-draft-len-per-beam", length,
         ]  # fmt: skip
@@ -62,6 +77,19 @@ def continue_greedily(model: Any, prompts: Sequence[Sequence[int]], limit: int) 
         )  # fmt: skip
         outputs.append(out[0, len(prompt) :].tolist())
     return outputs
+
+
+def make_noisy_copy(source: Path, copy: Path) -> None:
+    """A model that mostly agrees with another: some of its drafts are right, some wrong."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(source)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight += 0.06 * weight.std() * noise if weight.dim() > 1 else 0
+    model.save_pretrained(copy)
 
 
 class OracleProposer:

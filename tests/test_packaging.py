@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     tomllib = None
 
-SOURCES = ("specdec", "convert", "build", "run", "train", "verify", "configs")
+SOURCES = ("specdec", "convert", "build", "run", "train", "verify", "doctor", "bench", "configs")
 
 
 def list_package_folders() -> dict[str, str]:
@@ -74,7 +74,7 @@ def test_wheel_holds_what_it_should(tmp_path: Path) -> None:
     expected |= {f"specdec/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     # Whatever else the sources carry beside the modules is needed at run time too.
     for source in SOURCES:
-        for path in (ROOT / source).rglob("*.cpp"):
+        for path in [p for kind in ("cpp", "json") for p in (ROOT / source).rglob(f"*.{kind}")]:
             relative = path.relative_to(ROOT).as_posix()
             expected.add(relative if source == "specdec" else f"specdec/{relative}")
     assert expected - names == set()

@@ -8,6 +8,7 @@ import click
 
 from specdec.command import run_command, stage_command
 
+from .generation.settings import DataSettings
 from .settings import TrainSettings
 
 
@@ -19,6 +20,20 @@ def command(settings: TrainSettings) -> None:
     report = train_drafter(settings)
     if settings.json and report is not None:
         click.echo(json.dumps(report))
+
+
+@stage_command("train data", DataSettings, section="data")
+def data_command(settings: DataSettings) -> None:
+    """Make training data: let the target itself answer conversations or continue prompts."""
+    from .generation.pipeline import regenerate_data
+
+    report = regenerate_data(settings)
+    if settings.json:
+        click.echo(json.dumps(report))
+
+
+command.subcommands = {"data": data_command}
+command.epilog = "`data` as the first word makes training data: specdec-train data --help."
 
 
 def main() -> None:

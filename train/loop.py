@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,12 +25,22 @@ from .target import Target
 logger = get_logger(__name__)
 
 
+def _do_nothing(_: dict[str, Any]) -> None:
+    pass
+
+
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Where the loop reports to; they do nothing on other processes than the main one."""
+    """Where the loop reports to, and who judges; the defaults are other processes' than the main.
 
-    log: Callable[[dict[str, Any]], None]
-    save: Callable[[dict[str, Any]], None]
+    measure_acceptance: called at every evaluation on the main process. is_enough: whether an
+    evaluation ends the training; the same on all processes.
+    """
+
+    log: Callable[[dict[str, Any]], None] = _do_nothing
+    save: Callable[[dict[str, Any]], None] = _do_nothing
+    measure_acceptance: Callable[[Drafter], dict[str, Any]] | None = None
+    is_enough: Callable[[Mapping[str, Any]], bool] = lambda evaluation: False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +74,7 @@ class Loop:
         self.hooks = hooks
         optimizer = torch.optim.AdamW(
             drafter.parameters(),
-            lr=settings.learning_rate,
+            lr=settings.learning_rate or 0.0,  # set anew before every step
             weight_decay=settings.weight_decay,
         )
         self.model, self.optimizer = accelerator.prepare(drafter, optimizer)
@@ -90,7 +101,7 @@ class Loop:
         }
 
     def run(self) -> Outcome:
-        """Train to the last step and evaluate."""
+        """Train to the last step, or until an evaluation is good enough."""
         settings = self.settings
         recent: list[float] = []
         began, tokens_then = time.monotonic(), self.num_tokens
@@ -117,13 +128,16 @@ class Loop:
                 recent.clear()
                 began, tokens_then = now, self.num_tokens
             if settings.eval_steps and step % settings.eval_steps == 0 and not is_last:
-                self._report_evaluation()
+                evaluation = self._report_evaluation()
+                if self.hooks.is_enough(evaluation):
+                    logger.info("step %d of %d: good enough, it ends here", step, self.num_steps)
+                    return Outcome(step, self.num_tokens, evaluation)
                 began, tokens_then = time.monotonic(), self.num_tokens
                 recent.clear()
             if settings.save_steps and step % settings.save_steps == 0 and not is_last:
                 self.hooks.save(self._make_checkpoint())
                 self.accelerator.wait_for_everyone()
-        return Outcome(self.num_steps, self.num_tokens, self._report_evaluation())
+        return Outcome(self.step, self.num_tokens, self._report_evaluation())
 
     def _take_step(self, step: int, *, measure: bool) -> Measures:
         """Do one optimizer step over `rows_per_step` rows."""
@@ -139,6 +153,7 @@ class Loop:
         self.num_tokens += int(totals[-1])
         sums: Tensor | float = 0.0
         for i, (tokens, mask, _) in enumerate(batches):
+            self._seed(step, i)
             features = self.target.read(tokens)
             is_last = i == len(batches) - 1
             with contextlib.nullcontext() if is_last else accelerator.no_sync(self.model):
@@ -157,6 +172,11 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return measures
+
+    def _seed(self, step: int, part: int) -> None:
+        """Let what a drafter draws at random depend on the place in the training alone."""
+        place = (self.settings.seed, step, part, self.accelerator.process_index)
+        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1))
 
     def _refuse_to_continue(self, step: int, loss: float) -> None:
         raise SpecDecError(
@@ -197,14 +217,41 @@ class Loop:
         total = self.accelerator.reduce(sums, reduction="sum")
         return Measures.unpack(total, self.drafter.num_positions).summarize() | {"rows": wanted}
 
+    def _measure_acceptance(self) -> dict[str, Any] | None:
+        """Measure on the main process; all of them get the result, or its error."""
+        from accelerate.utils import broadcast_object_list
+
+        outcome: list[Any] = [None]
+        if self.hooks.measure_acceptance is not None:
+            try:
+                outcome = [self.hooks.measure_acceptance(self.drafter)]
+            except SpecDecError as error:
+                self.hooks.save(self._make_checkpoint())  # what was learned is not lost with it
+                outcome = [(error.message, error.hint)]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(outcome)
+        if isinstance(outcome[0], tuple):
+            raise SpecDecError(*outcome[0])
+        measured: dict[str, Any] | None = outcome[0]
+        return measured
+
     def _report_evaluation(self) -> dict[str, Any]:
         evaluation = self.evaluate()
+        acceptance = self._measure_acceptance()
+        if acceptance is not None:
+            evaluation["acceptance"] = acceptance
         self.hooks.log({"step": self.step, "tokens": self.num_tokens, "eval": evaluation})
         logger.info(
-            "step %d held out: loss %.3f  top-1 %s  top-5 %s  chain %.2f",
-            self.step, evaluation["loss"], *_format_accuracies(evaluation),
+            "step %d held out: loss %.3f  top-1 %s  top-%d %s  chain %.2f",
+            self.step, evaluation["loss"], _format_accuracies(evaluation, 0),
+            len(evaluation["top_k_accuracy"][0]), _format_accuracies(evaluation, -1),
             evaluation["chain_length"],
         )  # fmt: skip
+        if acceptance is not None:
+            logger.info(
+                "step %d engine: acceptance length %.2f over %d prompts", self.step,
+                acceptance["acceptance_length"], acceptance["prompts"],
+            )  # fmt: skip
         return evaluation
 
     def _show(self, line: dict[str, Any], seconds_per_step: float, *, is_start: bool) -> None:
@@ -216,15 +263,14 @@ class Loop:
         )
         logger.info(
             "step %d/%d  loss %.3f  top-1 %s  lr %.2e  %d tokens/s%s",
-            line["step"], self.num_steps, line["mean_loss"], _format_accuracies(line)[0],
+            line["step"], self.num_steps, line["mean_loss"], _format_accuracies(line, 0),
             line["learning_rate"], line["tokens_per_second"], left,
         )  # fmt: skip
 
 
-def _format_accuracies(measured: Mapping[str, Any]) -> tuple[str, str]:
-    """Format the top-1 and the top-K accuracies of each position, in percent."""
-    rows = measured["top_k_accuracy"]
-    return tuple(" ".join(f"{100 * row[k]:.1f}" for row in rows) for k in (0, -1))  # type: ignore[return-value]
+def _format_accuracies(measured: Mapping[str, Any], rank: int) -> str:
+    """Format each position's accuracy, in percent: top-1 for rank 0, top-K for rank -1."""
+    return " ".join(f"{100 * row[rank]:.1f}" for row in measured["top_k_accuracy"])
 
 
 def _format_time(seconds: float) -> str:
@@ -242,6 +288,7 @@ def count_steps(settings: TrainSettings, num_rows: int, rows_per_step: int) -> i
 
 def compute_learning_rate(settings: TrainSettings, step: int, num_steps: int) -> float:
     """Linear warm-up, then half a cosine down to zero. The first step is 0."""
+    assert settings.learning_rate is not None
     num_warmup = round(settings.warmup_ratio * num_steps)
     if step < num_warmup:
         return settings.learning_rate * (step + 1) / num_warmup

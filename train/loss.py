@@ -17,42 +17,85 @@ CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 NOT_MEASURED = -1
 
 
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """The target's own distribution at the labels, and its share in what is learned, 0 to 1.
+
+    With a share of 1 the labels no longer count: accuracies are then those of guessing the target's
+    most probable tokens.
+    """
+
+    hidden: Tensor  # [N, D] the target's states
+    weight: Tensor  # [V, D] its output layer
+    bias: Tensor | None  # [V]
+    share: float
+
+    def compute_logits(self, part: slice) -> Tensor:
+        """Logits [C, V] at some of the labels, in float32."""
+        logits = (self.hidden[part] @ self.weight.to(self.hidden.dtype).T).float()
+        return logits if self.bias is None else logits.add_(self.bias.float())
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients with the loss, chunk by chunk, so that no logits are kept."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, label_weights: Tensor, measure: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        label_weights: Tensor,
+        measure: bool,
+        teacher: Teacher | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         compute = x.dtype
         cast = weight.to(compute)  # [V, E]
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)  # [N]
         ranks = torch.full((len(x),), NOT_MEASURED, dtype=torch.int64, device=x.device)  # [N]
+        needs_weight = ctx.needs_input_grad[1]
+        needs_grad = ctx.needs_input_grad[0] or needs_weight
         grad_x = torch.empty_like(x) if needs_grad else None  # [N, E]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         budget = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS["cuda"])
         size = max(1, budget // len(weight))
+        share = teacher.share if teacher is not None else 0.0
         for start in range(0, len(x), size):
             part = slice(start, start + size)
             x_part, index = x[part], labels[part, None]  # [C, E], [C, 1]
             logits = (x_part @ cast.T).float()  # [C, V]
-            of_label = logits.gather(1, index)  # [C, 1]
+            wanted = teacher.compute_logits(part) if teacher is not None else None  # [C, V]
+            guessed = wanted.argmax(1, keepdim=True) if wanted is not None and share == 1 else index
+            of_label = logits.gather(1, guessed)  # [C, 1]
             if measure:
-                ranks[part] = rank_labels(logits, of_label, index)
+                ranks[part] = rank_labels(logits, of_label, guessed)
             highest = logits.amax(1, keepdim=True)  # [C, 1]
+            inner, entropy = None, None
+            if wanted is not None:
+                wanted = wanted.log_softmax(1)
+                entropy = -(wanted.exp() * wanted).sum(1)  # [C]
+                wanted = wanted.exp_()
+                inner = (wanted * logits).sum(1)  # [C]
             exponentials = logits.sub_(highest).exp_()  # [C, V]
             total = exponentials.sum(1, keepdim=True)  # [C, 1]
-            losses[part] = (total.log() + highest - of_label)[:, 0]
-            if grad_x is not None and grad_weight is not None:
+            whole = (total.log() + highest)[:, 0]  # [C] logarithm of the softmax's denominator
+            part_losses = whole - of_label[:, 0]
+            if inner is not None and entropy is not None:
+                # The divergence from the target's distribution, which is 0 at best.
+                part_losses = (1 - share) * part_losses + share * (whole - inner - entropy)
+            losses[part] = part_losses
+            if grad_x is not None:
                 row_weights = label_weights[part, None]  # [C, 1]
-                # Softmax minus one at the label, times the weight of the label.
-                gradient = exponentials.mul_(row_weights / total).scatter_add_(
-                    1, index, -row_weights
-                )
+                # Softmax minus what is wanted, times the weight of the label.
+                gradient = exponentials.mul_(row_weights / total)
+                if share < 1:
+                    gradient = gradient.scatter_add_(1, index, (share - 1) * row_weights)
+                if wanted is not None:
+                    gradient = gradient.sub_(wanted.mul_(share * row_weights))
                 scaled = gradient.to(compute)
                 grad_x[part] = scaled @ cast
-                grad_weight += scaled.T @ x_part
+                if grad_weight is not None:
+                    grad_weight += scaled.T @ x_part
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(losses, ranks)
@@ -61,7 +104,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grads[0], (grad_weight * grads[0]).to(ctx.weight_dtype), None, None, None
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grads[0]).to(ctx.weight_dtype)
+        return grad_x * grads[0], grad_weight, None, None, None, None
 
 
 def rank_labels(logits: Tensor, of_label: Tensor, index: Tensor) -> Tensor:
@@ -75,16 +120,23 @@ def rank_labels(logits: Tensor, of_label: Tensor, index: Tensor) -> Tensor:
 
 
 def compute_loss(
-    x: Tensor, weight: Tensor, labels: Tensor, label_weights: Tensor, *, measure: bool
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_weights: Tensor,
+    *,
+    measure: bool,
+    teacher: Teacher | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted sum of the labels' cross-entropies, each one of them, and their ranks.
+    """Return the weighted sum of the labels' losses, each one of them, and the labels' ranks.
 
-    x [N, E], weight [V, E], labels and label_weights [N] -> scalar, [N], [N]. Only the first is
-    differentiable. Ranks are NOT_MEASURED unless `measure`. Fused linear and cross-entropy as in
-    https://arxiv.org/abs/2410.10989; N may be 0.
+    x [N, E], weight [V, E], labels and label_weights [N] -> scalar, [N], [N]. A loss is the
+    label's cross-entropy and, as far as a teacher has a share, the divergence from its
+    distribution. Only the first result is differentiable. Ranks are NOT_MEASURED unless `measure`.
+    Fused linear and cross-entropy as in https://arxiv.org/abs/2410.10989; N may be 0.
     """
     results: tuple[Tensor, Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, labels, label_weights, measure
+        x, weight, labels, label_weights, measure, teacher
     )
     return results
 
@@ -97,7 +149,7 @@ class Measures:
     `num_chains` places of the text.
     """
 
-    loss: Tensor  # [P] summed cross-entropy in nats
+    loss: Tensor  # [P] summed losses in nats
     num_labels: Tensor  # [P]
     hits: Tensor  # [P, K] labels among the top k; zero where accuracy was not measured
     chain: Tensor  # []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,62 +11,76 @@ from specdec.settings import to_plain
 from specdec.storage import TensorInfo, write_json, write_manifest, write_tensor_file
 from specdec.torch_tensors import TORCH_DTYPES, to_array
 
-from .methods.base import Drafter
+from .methods.base import Drafter, TrainingMethod
 from .settings import TrainSettings
+from .target import Target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What is told of a training beside its weights; all numbers are those measured in it."""
+
+    settings: TrainSettings
+    log: list[dict[str, Any]]
+    report: dict[str, Any]
+    target_files: list[dict[str, Any]]
+    data_files: list[dict[str, Any]]
+    compute: dict[str, Any]
 
 
 def write_drafter(
     folder: Path,
     drafter: Drafter,
-    config: Mapping[str, Any],
+    method: TrainingMethod,
+    target: Target,
     *,
-    settings: TrainSettings,
     save_dtype: str,
-    log: list[dict[str, Any]],
-    report: dict[str, Any],
-    target_files: list[dict[str, Any]],
-    data_files: list[dict[str, Any]],
-    compute: dict[str, Any],
+    record: Record,
 ) -> None:
-    """Write everything into `folder`; all numbers are those measured in this training."""
-    weights = {
-        name: to_array(tensor.detach().to("cpu", TORCH_DTYPES[save_dtype]))
-        for name, tensor in drafter.state_dict().items()
-    }
-
-    infos = {n: TensorInfo(save_dtype, tuple(t.shape)) for n, t in weights.items()}
-    sha256 = write_tensor_file(
-        folder / "model.safetensors", infos, weights.__getitem__, metadata={"format": "pt"}
-    )
-    write_json(folder / "config.json", {**config, "dtype": save_dtype})
-    text = "".join(json.dumps(line) + "\n" for line in log)
+    """Write everything into `folder`."""
+    hashes = write_weights(folder, drafter, method, target, save_dtype)
+    text = "".join(json.dumps(line) + "\n" for line in record.log)
     (folder / "training_log.jsonl").write_text(text, encoding="utf-8")
-    card = write_card(settings, log, report, target_files, data_files, compute)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(write_card(record), encoding="utf-8")
     write_manifest(
         folder,
         kind="drafter",
-        settings=to_plain(settings),
-        sources=[*target_files, *data_files],
-        hashes={"model.safetensors": sha256},
-        compute=compute,
-        results=report,
+        settings=to_plain(record.settings),
+        sources=[*record.target_files, *record.data_files],
+        hashes=hashes,
+        compute=record.compute,
+        results=record.report,
     )
 
 
-def write_card(
-    settings: TrainSettings,
-    log: list[dict[str, Any]],
-    report: dict[str, Any],
-    target_files: list[dict[str, Any]],
-    data_files: list[dict[str, Any]],
-    compute: dict[str, Any],
-) -> str:
+def write_weights(
+    folder: Path, drafter: Drafter, method: TrainingMethod, target: Target, save_dtype: str
+) -> dict[str, str]:
+    """Write the weights and config.json: what specdec-convert reads; return the weights' sha256."""
+    tensors = {
+        **drafter.state_dict(),
+        **method.list_shared(target),
+    }
+    weights = {
+        name: to_array(tensor.detach().to("cpu", TORCH_DTYPES[save_dtype]))
+        for name, tensor in tensors.items()
+    }
+    infos = {n: TensorInfo(save_dtype, tuple(t.shape)) for n, t in weights.items()}
+    sha256 = write_tensor_file(
+        folder / method.weights_name, infos, weights.__getitem__, metadata={"format": "pt"}
+    )
+    config = method.describe(drafter, target)
+    write_json(folder / "config.json", {**config, "dtype": save_dtype})
+    return {method.weights_name: sha256}
+
+
+def write_card(record: Record) -> str:
     """Write the model card."""
+    settings, report, compute = record.settings, record.report, record.compute
     evaluation = report["eval"]
     accuracies = evaluation["top_k_accuracy"]
     max_k = len(accuracies[0])
-    losses = [line["mean_loss"] for line in log if "mean_loss" in line]
+    losses = [line["mean_loss"] for line in record.log if "mean_loss" in line]
     held_out = f"`{settings.eval_data.name}`" if settings.eval_data else "held out of the data"
     options = {k: v for k, v in to_plain(settings).items() if k.startswith(settings.method + "_")}
     lines = [
@@ -79,22 +93,24 @@ def write_card(
         f"A drafter for speculative decoding, trained by `specdec-train --method {settings.method}`"
         " with the target frozen. It is of use with this target only:",
         "",
-        *_list_files(target_files),
+        *_list_files(record.target_files),
         "",
         "## Data",
         "",
-        *_list_files(data_files),
+        *_list_files(record.data_files),
         "",
         f"{report['tokens']} tokens were seen in {report['steps']} steps of"
         f" {compute['rows_per_step']} rows of up to {compute['model_max_length']} tokens.",
         "",
         "## Training",
         "",
-        f"* AdamW, learning rate {settings.learning_rate:g} after a warm-up over"
+        f"* AdamW, learning rate {settings.learning_rate or 0:g} after a warm-up over"
         f" {100 * settings.warmup_ratio:g}% of the steps, then a cosine to zero; weight decay"
         f" {settings.weight_decay:g}, gradients clipped at {settings.max_grad_norm:g}; seed"
         f" {settings.seed}",
         f"* computed in {compute['dtype']} on {compute['processes']} x {compute['device']}",
+        f"* {100 * (settings.self_distillation or 0):g}% of what is learned is the target's own"
+        " distribution, the rest the text's tokens",
         "* " + ", ".join(f"{name} {value}" for name, value in options.items() if value is not None),
         *([f"* training loss {losses[0]} at the start, {losses[-1]} at the end"] if losses else []),
         "",
@@ -115,10 +131,23 @@ def write_card(
         "",
         f"A greedy chain of {len(accuracies)} draft tokens would yield"
         f" {evaluation['chain_length']:.2f} tokens per verify step on this text if the target wrote"
-        " exactly it. What an engine accepts is shown by `specdec-run --json`.",
+        " exactly it.",
         "",
+        *_describe_acceptance(evaluation.get("acceptance")),
     ]
     return "\n".join(lines)
+
+
+def _describe_acceptance(measured: dict[str, Any] | None) -> list[str]:
+    if measured is None:
+        return ["What an engine accepts was not measured; `specdec-run --json` shows it.", ""]
+    return [
+        f"An engine made by specdec-convert and specdec-build ({measured['dtype']}, their defaults)"
+        f" emitted **{measured['acceptance_length']:.2f}** tokens per verify step: greedy decoding"
+        f" of {measured['prompts']} held-out prompts, {measured['num_output_tokens']} tokens in"
+        f" {measured['num_verify_steps']} verify steps.",
+        "",
+    ]
 
 
 def _list_files(entries: list[dict[str, Any]]) -> list[str]:

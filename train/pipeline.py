@@ -4,39 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.documents import check_data_file
 from specdec.errors import SpecDecError, UsageError
 from specdec.logs import get_logger
-from specdec.settings import require
+from specdec.settings import get_flags, require
 from specdec.storage import check_output_dir, describe_file, list_local, stage_folder
 
+from .methods import TRAINABLE
 from .settings import TrainSettings
 
 if TYPE_CHECKING:
+    from .acceptance import AcceptanceMeter
     from .data import Rows
     from .loop import Loop
-    from .methods.base import TrainingMethod
+    from .methods.base import Drafter, TrainingMethod
     from .state import TrainingState
     from .target import Target
 
 DEFAULT_MAX_LENGTH = 2048
+# accelerate's kinds of distribution by which every process holds the whole model.
+REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 logger = get_logger(__name__)
 
 
 def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     """Train a drafter as `settings` say; return the results on the main process, else None."""
+    settings = fill_defaults(settings)
     check_settings(settings)
-    # torch and transformers take seconds to import: not before the cheap checks.
-    from .output import write_drafter
+    if settings.sanity:
+        from .sanity import learn_one_row
 
+        return learn_one_row(settings)
+    # torch and transformers take seconds to import: not before the cheap checks.
+    from .hub import open_hub, push_folder
+    from .output import Record, write_drafter
+
+    assert settings.output_dir
     accelerator = start_accelerator(settings)
+    hub = None
+    if settings.push_to_hub and accelerator.is_main_process:
+        hub = open_hub(settings.push_to_hub)
     report = None
     with open_output(settings, is_main=accelerator.is_main_process) as folder:
         job = prepare_job(settings, accelerator)
@@ -52,12 +67,8 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
                 "seconds": round(time.monotonic() - began, 1),
                 "eval": outcome.evaluation,
             }
-            write_drafter(
-                folder,
-                loop.drafter,
-                job.method.describe(loop.drafter),
+            record = Record(
                 settings=settings,
-                save_dtype=choose_save_dtype(settings, job.target.config),
                 log=job.state.read_log(),
                 report=report,
                 target_files=job.target_files,
@@ -70,9 +81,15 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
                     "model_max_length": job.max_length,
                 },
             )
+            write_drafter(
+                folder, loop.drafter, job.method, job.target,
+                save_dtype=choose_save_dtype(settings, job.target.config), record=record,
+            )  # fmt: skip
     if report is not None:
         job.state.remove()
         logger.info("the drafter is in %s", settings.output_dir)
+        if hub is not None and settings.push_to_hub:
+            report["hub"] = push_folder(hub, settings.push_to_hub, settings.output_dir)
     # In this order: what uses the connections, everybody's last word, the connections. A process
     # that leaves them to its own end now and then aborts there.
     del job, loop
@@ -80,6 +97,13 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return report
+
+
+def fill_defaults(settings: TrainSettings) -> TrainSettings:
+    """Give the settings that were not given the values that the method has for them."""
+    defaults = TRAINABLE[settings.method]
+    missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
+    return dataclasses.replace(settings, **missing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +127,7 @@ def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
     """Load the target, open the training's state, and load or make the rows."""
     from .methods import load_method
     from .state import TrainingState, collect_facts
-    from .target import describe_target, load_config, load_target
+    from .target import describe_target, load_config
 
     assert settings.model_dir
     assert settings.output_dir
@@ -111,7 +135,8 @@ def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
     dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
     config = load_config(settings.model_dir)
     max_length = choose_max_length(settings, config)
-    target = load_target(settings.model_dir, config, dtype, accelerator.device)
+    method = load_method(settings.method)
+    target = open_target(settings, method, config, dtype, accelerator)
     state = TrainingState(settings.output_dir)
     files = [f for f in (settings.data, settings.eval_data) if f and is_main]
     data_files = [describe_file(f) for f in files]
@@ -130,7 +155,7 @@ def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
     return Job(
         settings=settings,
         accelerator=accelerator,
-        method=load_method(settings.method),
+        method=method,
         state=state,
         target=target,
         train=train,
@@ -142,18 +167,36 @@ def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
     )
 
 
+def open_target(
+    settings: TrainSettings, method: TrainingMethod, config: Any, dtype: str, accelerator: Any
+) -> Target:
+    """Load what the method reads of the target."""
+    from .target import load_target
+
+    assert settings.model_dir
+    return load_target(
+        settings.model_dir,
+        config,
+        dtype,
+        accelerator.device,
+        with_head=method.needs_head or bool(settings.self_distillation),
+        aux_layers=method.choose_layers(settings, config),
+    )
+
+
 def start_loop(job: Job) -> Loop:
     """Make the drafter, with fresh weights or those of the checkpoint, and its training loop."""
-    import torch
-
     from .loop import Hooks, Loop
 
     settings, accelerator, state = job.settings, job.accelerator, job.state
-    torch.manual_seed(settings.seed)
-    drafter = job.method.build(settings, job.target.shape).to(accelerator.device)
-    hooks = Hooks(log=state.add_log, save=state.save_checkpoint)
-    if not accelerator.is_main_process:
-        hooks = Hooks(log=lambda _: None, save=lambda _: None)
+    drafter = make_drafter(settings, accelerator, job.method, job.target)
+    hooks = Hooks(is_enough=functools.partial(is_accepted, settings.stop_at_acceptance))
+    if accelerator.is_main_process:
+        hooks = dataclasses.replace(hooks, log=state.add_log, save=state.save_checkpoint)
+        if settings.eval_prompts:
+            meter = make_meter(job)
+            meter.check(drafter)
+            hooks = dataclasses.replace(hooks, measure_acceptance=meter.measure)
     loop = Loop(settings, accelerator, job.target, drafter, job.train, job.heldout, hooks)
     checkpoint = state.load_checkpoint()
     if checkpoint is not None:
@@ -169,6 +212,43 @@ def start_loop(job: Job) -> Loop:
     return loop
 
 
+def make_drafter(
+    settings: TrainSettings, accelerator: Any, method: TrainingMethod, target: Target
+) -> Drafter:
+    """Make the drafter with fresh weights, the same on every process."""
+    import torch
+
+    torch.manual_seed(settings.seed)
+    drafter = method.build(settings, target)
+    drafter.to(accelerator.device)
+    return drafter
+
+
+def is_accepted(wanted: float | None, evaluation: Mapping[str, Any]) -> bool:
+    """Tell whether an evaluation's acceptance length is what was wanted."""
+    measured = evaluation.get("acceptance")
+    if wanted is None or measured is None:
+        return False
+    return bool(measured["acceptance_length"] >= wanted)
+
+
+def make_meter(job: Job) -> AcceptanceMeter:
+    """Prepare the measurement of what an engine accepts."""
+    from .acceptance import AcceptanceMeter
+    from .target import get_max_length
+
+    return AcceptanceMeter(
+        job.settings,
+        job.method,
+        job.target,
+        job.heldout,
+        folder=job.state.folder / "acceptance",
+        dtype=job.dtype,
+        save_dtype=choose_save_dtype(job.settings, job.target.config),
+        max_positions=get_max_length(job.target.config) or job.max_length,
+    )
+
+
 def choose_save_dtype(settings: TrainSettings, config: Any) -> str:
     """Return the type to write the weights in."""
     from .target import get_stored_dtype
@@ -182,7 +262,8 @@ def check_settings(settings: TrainSettings) -> None:
     """Raise for what can be seen to be wrong before anything is loaded."""
     from .state import TrainingState
 
-    require(settings, "model_dir", "data", "output_dir")
+    require(settings, "model_dir", "data", *(() if settings.sanity else ("output_dir",)))
+    check_method_options(settings)
     if settings.max_steps is not None and settings.num_epochs is not None:
         raise UsageError("both --max-steps and --num-epochs are given", "give one of them")
     for name in ("num_epochs", "learning_rate"):
@@ -192,15 +273,37 @@ def check_settings(settings: TrainSettings) -> None:
             )
     if settings.warmup_ratio > 1:
         raise UsageError(f"--warmup-ratio is {settings.warmup_ratio:g}", "give 0 to 1")
+    if (settings.self_distillation or 0) > 1:
+        raise UsageError(
+            f"--self-distillation is {settings.self_distillation:g}", "give a share, 0 to 1"
+        )
+    if settings.stop_at_acceptance is not None and not settings.eval_prompts:
+        raise UsageError(
+            "--stop-at-acceptance without --eval-prompts: no acceptance is measured",
+            "give --eval-prompts more than 0",
+        )
     assert settings.data
-    assert settings.output_dir
     check_data_file(settings.data, "--data")
     if settings.eval_data is not None:
         check_data_file(settings.eval_data, "--eval-data")
+    if settings.sanity:
+        return
+    assert settings.output_dir
     check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
     TrainingState(settings.output_dir).refuse_unfinished(
         resume=settings.resume, force=settings.force
     )
+
+
+def check_method_options(settings: TrainSettings) -> None:
+    """Raise UsageError for an option of a method that is not the chosen one."""
+    for name, (_, default) in get_flags(TrainSettings).items():
+        owner = name.partition("_")[0]
+        if owner in TRAINABLE and owner != settings.method and getattr(settings, name) != default:
+            raise UsageError(
+                f"--{name.replace('_', '-')} has no effect with --method {settings.method}",
+                "leave it out",
+            )
 
 
 def list_inputs(settings: TrainSettings) -> list[Path]:
@@ -234,10 +337,18 @@ def start_accelerator(settings: TrainSettings) -> Any:
 
     has_gpu = torch.cuda.is_available()
     use_bf16 = settings.dtype == "bfloat16" or settings.dtype == "auto" and _has_fast_bf16()
-    return Accelerator(
+    accelerator = Accelerator(
         cpu=not has_gpu and not torch.backends.mps.is_available(),
         mixed_precision="bf16" if use_bf16 else "no",
     )
+    kind = str(accelerator.distributed_type.value)
+    if kind not in REPLICATED:
+        raise SpecDecError(
+            f"accelerate was launched with {kind}: target and drafter are replicated here, not"
+            " split over processes",
+            "launch with torchrun, or with accelerate's --multi_gpu alone",
+        )
+    return accelerator
 
 
 def _has_fast_bf16() -> bool:

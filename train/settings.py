@@ -14,7 +14,7 @@ from .methods import TRAINABLE
 class TrainSettings:
     """What `specdec-train` takes; options of one method carry its name."""
 
-    method: str = setting("redrafter", help="Kind of drafter.", choices=TRAINABLE)
+    method: str = setting("redrafter", help="Kind of drafter.", choices=tuple(TRAINABLE))
     model_dir: str | None = setting(
         help="The target: a Hugging Face folder or Hub id; it is not changed.", metavar="BASE"
     )
@@ -36,8 +36,10 @@ class TrainSettings:
         minimum=0,
         metavar="X",
     )
-    learning_rate: float = setting(
-        1e-3, help="Highest learning rate of AdamW.", kind="float", minimum=0
+    learning_rate: float | None = setting(
+        help="Highest learning rate of AdamW; the method's own if not given.",
+        kind="float",
+        minimum=0,
     )
     batch_size: int = setting(4, help="Rows per device and forward pass.", kind="int", minimum=1)
     gradient_accumulation_steps: int = setting(
@@ -58,6 +60,13 @@ class TrainSettings:
         " the processor has it.",
         choices=("auto", "bfloat16", "float32"),
     )
+    self_distillation: float | None = setting(
+        help="Share of the target's own distribution in what is learned, 0 to 1; the rest is the"
+        " text's tokens. The method's own if not given.",
+        kind="float",
+        minimum=0,
+        metavar="W",
+    )
     save_dtype: str = setting(
         "auto",
         help="Type of the written weights. auto: bfloat16 if the target is, else float32.",
@@ -70,6 +79,23 @@ class TrainSettings:
         500, help="Steps between evaluations; 0: at the end only.", kind="int", minimum=0
     )
     eval_rows: int = setting(128, help="Most rows per evaluation.", kind="int", minimum=1)
+    eval_prompts: int = setting(
+        16,
+        help="Held-out prompts on which an engine's real acceptance is measured at every"
+        " evaluation; 0: none.",
+        kind="int",
+        minimum=0,
+    )
+    eval_output_len: int = setting(
+        64, help="Tokens written for each of --eval-prompts.", kind="int", minimum=2
+    )
+    stop_at_acceptance: float | None = setting(
+        help="Stop at an evaluation with this acceptance length or more.",
+        kind="float",
+        minimum=1,
+        metavar="X",
+    )
+    report_top_k: int = setting(5, help="Report top-1 to top-K accuracy.", kind="int", minimum=1)
     logging_steps: int = setting(10, help="Steps between progress lines.", kind="int", minimum=1)
     redrafter_num_layers: int = setting(
         2, help="Residual blocks in the drafter's head.", kind="int", minimum=0
@@ -85,11 +111,51 @@ class TrainSettings:
     redrafter_rnn: bool = setting(
         True, help="Learned recurrence; else the sum of the token embeddings.", kind="flag"
     )
-    redrafter_top_k: int = setting(5, help="Report top-1 to top-K accuracy.", kind="int", minimum=1)
     redrafter_loss_decay: float = setting(
         1.0, help="Weight of each draft position relative to the one before.", kind="float",
         minimum=0,
     )  # fmt: skip
+    medusa_num_heads: int = setting(
+        4, help="Medusa heads: draft tokens ahead.", kind="int", minimum=1
+    )
+    medusa_num_layers: int = setting(
+        1, help="Residual blocks of each Medusa head.", kind="int", minimum=0
+    )
+    medusa_loss_decay: float = setting(
+        0.8, help="Weight of each Medusa head's loss relative to the one before.", kind="float",
+        minimum=0,
+    )  # fmt: skip
+    eagle_version: str = setting(
+        "1", help="1: for any engine, EAGLE-2's trees too; 3: for the torch engine.",
+        choices=("1", "3"),
+    )  # fmt: skip
+    eagle_num_layers: int = setting(
+        1, help="Decoder layers of the EAGLE drafter.", kind="int", minimum=1
+    )
+    eagle_num_steps: int = setting(
+        3, help="Draft steps unrolled in training; 1 is EAGLE-1's recipe.", kind="int", minimum=1
+    )
+    eagle_loss_decay: float = setting(
+        0.9, help="Weight of each EAGLE draft step relative to the one before.", kind="float",
+        minimum=0,
+    )  # fmt: skip
+    eagle_token_weight: float = setting(
+        0.1, help="EAGLE-1: weight of the tokens' loss beside the features'.", kind="float",
+        minimum=0,
+    )  # fmt: skip
+    eagle_noise: float = setting(
+        0.2, help="EAGLE-1: width of the uniform noise on the features.", kind="float", minimum=0
+    )
+    sanity: bool = setting(
+        False,
+        help="Learn one row by heart and write nothing: exit status 1 when that does not work.",
+        kind="flag",
+    )
+    push_to_hub: str | None = setting(
+        help="Also upload the drafter to this (private) repository of the Hugging Face Hub; the"
+        " token is HF_TOKEN.",
+        metavar="ID",
+    )
     resume: bool = setting(
         False, help="Continue an interrupted training from its last checkpoint.", kind="flag"
     )

@@ -26,8 +26,9 @@ from .settings import TrainSettings
 
 # Settings that do not touch the weights, or that are compared by what they name.
 FREE = frozenset(
-    "model_dir data eval_data output_dir save_steps eval_steps eval_rows logging_steps"
-    " save_dtype redrafter_top_k resume force json".split()
+    "model_dir data eval_data output_dir save_steps eval_steps eval_rows eval_prompts"
+    " eval_output_len stop_at_acceptance report_top_k logging_steps save_dtype sanity push_to_hub"
+    " resume force json".split()
 )
 
 logger = get_logger(__name__)

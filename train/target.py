@@ -13,15 +13,24 @@ from specdec.errors import SpecDecError, summarize
 from specdec.storage import describe_file
 from specdec.torch_tensors import TORCH_DTYPES
 
-from .methods.base import Features, TargetShape
+from .methods.base import Features, OutputHead, TargetShape
 
 
 class Target:
-    """A transformers model without its output layer, frozen. Legend as in methods/base.py."""
+    """A transformers model, frozen; `head` is its output layer where one was asked for.
 
-    def __init__(self, model: Any, config: Any) -> None:
+    Legend as in methods/base.py.
+    """
+
+    def __init__(
+        self, model: Any, config: Any, *, name: str, head: OutputHead | None,
+        aux_layers: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         self.model = model.eval().requires_grad_(False)
         self.config = config
+        self.name = name
+        self.head = head
+        self.aux_layers = aux_layers
         embedding = model.get_input_embeddings()
         self.embedding: torch.nn.Module = embedding
         self.shape = TargetShape(
@@ -35,9 +44,21 @@ class Target:
         no attention mask is needed.
         """
         with torch.no_grad():
-            output = self.model(input_ids=tokens, use_cache=False, return_dict=True)
+            output = self.model(
+                input_ids=tokens, use_cache=False, return_dict=True,
+                output_hidden_states=bool(self.aux_layers),
+            )  # fmt: skip
             embedded = self.embedding(tokens)
-        return Features(tokens=tokens, hidden=output.last_hidden_state, embedded=embedded)
+        auxiliary = None
+        if self.aux_layers:  # the first of these states is the embedding
+            auxiliary = torch.cat([output.hidden_states[i + 1] for i in self.aux_layers], dim=-1)
+        return Features(
+            tokens=tokens,
+            hidden=output.last_hidden_state,
+            embedded=embedded,
+            head=self.head,
+            auxiliary=auxiliary,
+        )
 
 
 def load_config(model_dir: str) -> Any:
@@ -82,17 +103,52 @@ def get_max_length(config: Any) -> int | None:
     return None
 
 
-def load_target(model_dir: str, config: Any, dtype: str, device: torch.device) -> Target:
-    """Load the target's weights in `dtype` onto `device`."""
+def load_target(
+    model_dir: str,
+    config: Any,
+    dtype: str,
+    device: torch.device,
+    *,
+    with_head: bool,
+    aux_layers: tuple[int, ...] = (),
+) -> Target:
+    """Load the target's weights in `dtype` onto `device`; its output layer only `with_head`."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    loader = transformers.AutoModelForCausalLM if with_head else transformers.AutoModel
     try:
-        model = transformers.AutoModel.from_pretrained(model_dir, dtype=TORCH_DTYPES[dtype])
+        model = loader.from_pretrained(model_dir, dtype=TORCH_DTYPES[dtype]).to(device)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _cannot_load(model_dir, error) from None
-    return Target(model.to(device), config)
+    name = Path(model_dir).resolve().name if Path(model_dir).is_dir() else model_dir
+    if not with_head:
+        return Target(model, config, name=name, head=None, aux_layers=aux_layers)
+    layer = model.eval().requires_grad_(False).get_output_embeddings()
+    head = OutputHead(layer.weight, getattr(layer, "bias", None))
+    _check_head(model, head, name)
+    return Target(model.base_model, config, name=name, head=head, aux_layers=aux_layers)
+
+
+def _check_head(model: Any, head: OutputHead, name: str) -> None:
+    """Raise SpecDecError where the logits are more than a matrix times the last hidden state.
+
+    Some targets scale them, or cap them; a drafter would learn from what the target never says.
+    """
+    tokens = torch.arange(min(8, len(head.weight)), device=head.weight.device)[None]
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        expected = model(input_ids=tokens, use_cache=False).logits.float()
+        found = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+    error = float((found - expected).abs().max())
+    if error > 0.02 * float(expected.abs().max()):
+        raise SpecDecError(
+            f"{name}: its logits differ by up to {error:.3g} from its output layer's of the last"
+            " hidden state: it scales or caps them",
+            "train a drafter that does without the target's output layer: --method redrafter with"
+            " --self-distillation 0",
+        )
 
 
 def load_tokenizer(model_dir: str, vocab_size: int) -> Any:

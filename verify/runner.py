@@ -1,11 +1,7 @@
-"""specdec-run, called as its users call it: a process of its own, prompts in, JSON out."""
+"""Runs of the engine to be verified, by specdec-run in a process of its own."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,45 +9,14 @@ from typing import Any
 
 import numpy as np
 
-import specdec
 from specdec.errors import SpecDecError
+from specdec.processes import call_run
 from specdec.storage import Array, TensorFile
 
 from .settings import VerifySettings
 
-
-def call_run(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run `specdec run --json ARGUMENTS`; return its object, or raise its error as our own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec", "run", "--json", *arguments],
-        env=_make_environment(), capture_output=True, text=True, encoding="utf-8", check=False,
-    )  # fmt: skip
-    if done.returncode == 0:
-        report: dict[str, Any] = json.loads(done.stdout)
-        return report
-    lines = done.stderr.rstrip("\n").split("\n")
-    found = {
-        label: line.removeprefix(label + ": ")
-        for line in lines[-2:]
-        for label in ("error", "hint")
-        if line.startswith(label + ": ")
-    }
-    if len(found) == 2:
-        raise SpecDecError(found["error"], found["hint"])
-    raise SpecDecError(
-        f"specdec run ended with status {done.returncode}: {lines[-1] or 'it said nothing'}",
-        f"call it by itself: specdec run {' '.join(arguments)}",
-    )
-
-
-def _make_environment() -> dict[str, str]:
-    """The child imports the very package that we are, and nothing out of the current folder."""
-    environment = dict(os.environ, PYTHONSAFEPATH="1")
-    root = Path(specdec.__file__).resolve().parent.parent
-    if (root / "pyproject.toml").is_file():  # a checkout, which may not be installed
-        known = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{root}{os.pathsep}{known}" if known else str(root)
-    return environment
+# Flags that are specdec-run's to check.
+PASSED_ON = ("prompt_lookup_num_tokens", "lookahead_config")
 
 
 def run_engine(
@@ -75,6 +40,13 @@ def run_engine(
         arguments += ["--draft-engine-dir", str(settings.draft_engine_dir)]
         arguments += ["--draft-len", settings.draft_len] if settings.draft_len else []
         arguments += ["--use-logits"] if settings.use_logits else []
+    if speculate:
+        arguments += [
+            word
+            for name in PASSED_ON
+            if (value := getattr(settings, name)) is not None
+            for word in ("--" + name.replace("_", "-"), str(value))
+        ]
     with tempfile.TemporaryDirectory(prefix="specdec-verify-") as folder:
         requests = Path(folder) / "requests.jsonl"
         requests.write_text("\n".join(lines) + "\n", encoding="utf-8")

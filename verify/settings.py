@@ -41,6 +41,12 @@ class VerifySettings:
         False, kind="flag",
         help="Draft-target: accept sampled tokens by the ratio of probabilities.",
     )  # fmt: skip
+    prompt_lookup_num_tokens: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="Prompt lookup: most tokens drafted a step."
+    )
+    lookahead_config: str | None = setting(
+        metavar="[W,N,G]", help="Lookahead: the window, as specdec-run takes it."
+    )
     prompts: Path | None = setting(
         kind="path", metavar="FILE",
         help="Prompts, .txt or .jsonl as for specdec-run; a small set of its own if not given.",

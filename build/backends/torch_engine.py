@@ -1,9 +1,9 @@
-"""The torch backend's build: one weight file laid out for execution, kernels for this machine."""
+"""The torch backend's build: weights laid out for execution, kernels for this machine."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,18 @@ import numpy as np
 
 from specdec import __version__, logs
 from specdec.engine.layout import (
-    WEIGHTS_NAME,
+    DRAFTER_NAME,
     BuildConfig,
     EngineConfig,
     add_scales,
     check_inventory,
     encode_engine_config,
-    list_engine_tensors,
+    list_engine_files,
+    name_weight_file,
 )
-from specdec.errors import SpecDecError, raise_problems
+from specdec.errors import SpecDecError, join_names, raise_problems
+from specdec.inventory import find_rank_files
+from specdec.methods import EagleParams
 from specdec.quantization import (
     ACTIVATION_SCALE,
     FLOAT8,
@@ -32,8 +35,16 @@ from specdec.quantization import (
     is_scale,
 )
 from specdec.schema import CheckpointConfig
+from specdec.sharding import join
 from specdec.storage import Array, TensorFile, TensorInfo, write_json, write_tensor_file
-from specdec.tensors import get_rank_shape, list_linears, list_tensors
+from specdec.tensors import (
+    find_first_copy,
+    get_rank_shape,
+    get_stored_dtype,
+    list_linears,
+    list_tensors,
+    make_net_model,
+)
 
 from ..settings import BuildSettings
 
@@ -42,16 +53,20 @@ logger = logs.get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TorchPlan:
-    """A checked build: the rank file to read, the tensors to write, whether to compile."""
+    """A checked build: the rank files to read, the files to write, whether to compile."""
 
-    source: TensorFile
-    tensors: dict[str, TensorInfo]
+    sources: list[TensorFile]
+    files: dict[str, dict[str, TensorInfo]]
     prepack: bool
     compile_kernels: bool
 
     @property
     def num_bytes(self) -> int:
-        return sum(info.num_bytes for info in self.tensors.values())
+        return sum(info.num_bytes for file in self.files.values() for info in file.values())
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(map(len, self.files.values()))
 
 
 def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Path) -> TorchPlan:
@@ -71,14 +86,6 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     if settings.kv_cache_type == "paged":
         problems.append(
             ("the torch backend has a continuous KV cache only", "leave --kv-cache-type out")
-        )
-    if model.tp_size != 1:
-        problems.append(
-            (
-                f"the checkpoint is split for tp_size={model.tp_size}; the torch backend of this"
-                " release runs one rank",
-                "convert it again with --tp-size 1",
-            )
         )
     if model.pp_size != 1:
         problems.append(
@@ -106,10 +113,56 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     raise_problems(problems)
     if model.arithmetic.positions == "rotary":
         compute_frequencies(model, model.max_position_embeddings)
-    source = TensorFile(folder / "rank0.safetensors")
-    specs = list_tensors(model, drafter)
+    if isinstance(drafter, EagleParams):
+        net = make_net_model(drafter, model)
+        compute_frequencies(net, net.max_position_embeddings)
+    paths, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")
+    raise_problems(problems)
+    sources = [TensorFile(path) for path in paths]
+    float8 = check_sources(sources, checkpoint)
+    has_kernels = NativeKernels.supports(TORCH_DTYPES[model.dtype])
+    if settings.optimize == "native" and not has_kernels:
+        raise SpecDecError(
+            f"--optimize native: there are no native kernels for {model.dtype}",
+            "use --optimize auto, or convert with --dtype bfloat16 or float32",
+        )
+    compile_kernels = settings.optimize != "none" and has_kernels
+    if settings.optimize == "auto" and compile_kernels and find_compiler() is None:
+        logger.warning(
+            "no C++ compiler found: the engine will run on torch's own operators, slower on a CPU"
+        )
+        compile_kernels = False
+    return TorchPlan(
+        sources=sources,
+        files={
+            file: plan_tensors(shapes, model.dtype, float8)
+            for file, shapes in list_engine_files(model, drafter).items()
+        },
+        prepack=settings.optimize != "none",
+        compile_kernels=compile_kernels,
+    )
+
+
+def check_sources(sources: Sequence[TensorFile], checkpoint: CheckpointConfig) -> set[str]:
+    """Check every rank's file against config.json; return the matrices that are float8 in all."""
+    found = [check_source(source, checkpoint) for source in sources]
+    for source, float8 in zip(sources[1:], found[1:], strict=True):
+        if unlike := sorted(float8 ^ found[0]):
+            raise SpecDecError(
+                f"{source.path} and {sources[0].path} differ in which linears are FP8:"
+                f" {join_names(unlike)}",
+                "the ranks' files must come from one run: convert again",
+            )
+    return found[0]
+
+
+def check_source(source: TensorFile, checkpoint: CheckpointConfig) -> set[str]:
+    """Check one rank's file: names, shapes and types; return its float8 matrices."""
+    model = checkpoint.model
+    specs = list_tensors(model, checkpoint.drafter)
     expected = {name: get_rank_shape(spec, model) for name, spec in specs.items()}
-    float8 = find_float8(source, expected) if algorithm == FP8 else set()
+    is_quantized = checkpoint.quantization.quant_algo == FP8
+    float8 = find_float8(source, expected) if is_quantized else set()
     if float8:
         expected = add_scales(expected, source.tensors)
         # The cache keeps the model's type, for which it needs none of its scales.
@@ -129,32 +182,32 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
             f" {'; '.join(wrong[:4])}",
             "config.json and the tensors must come from one run: convert again",
         )
-    found = sorted({source.tensors[name].dtype for name in specs if name not in float8})
-    if found != [model.dtype]:
+    found = sorted(
+        {
+            source.tensors[name].dtype for name in specs
+            if name not in float8
+            and source.tensors[name].dtype != get_stored_dtype(name, model.dtype)
+        }
+    )  # fmt: skip
+    if found:
         raise SpecDecError(
             f"config.json says dtype={model.dtype}, the tensors are {', '.join(found)}",
             "target and drafter must be converted with one --dtype",
         )
-    shapes = list_engine_tensors(model, drafter)
-    has_kernels = NativeKernels.supports(TORCH_DTYPES[model.dtype])
-    if settings.optimize == "native" and not has_kernels:
-        raise SpecDecError(
-            f"--optimize native: there are no native kernels for {model.dtype}",
-            "use --optimize auto, or convert with --dtype bfloat16 or float32",
-        )
-    compile_kernels = settings.optimize != "none" and has_kernels
-    if settings.optimize == "auto" and compile_kernels and find_compiler() is None:
-        logger.warning(
-            "no C++ compiler found: the engine will run on torch's own operators, slower on a CPU"
-        )
-        compile_kernels = False
-    tensors = plan_tensors(shapes, model.dtype, float8)
-    return TorchPlan(
-        source=source,
-        tensors=tensors,
-        prepack=settings.optimize != "none",
-        compile_kernels=compile_kernels,
-    )
+    check_copies(source, specs)
+    return float8
+
+
+def check_copies(source: TensorFile, names: Iterable[str]) -> None:
+    """Raise SpecDecError where EAGLE nets that are to be copies differ: the first alone is run."""
+    for name in names:
+        first = find_first_copy(name)
+        if first != name and not np.array_equal(source.read(name), source.read(first)):
+            raise SpecDecError(
+                f"{source.path}: {name} differs from {first}; the torch backend runs one EAGLE net"
+                " for all levels of a tree",
+                "use the tensorrt-llm backend, which runs one each",
+            )
 
 
 def find_float8(source: TensorFile, names: Iterable[str]) -> set[str]:
@@ -185,7 +238,7 @@ def plan_tensors(
     for name, shape in shapes.items():
         is_stacked = ".mlp.gate_up." in name
         if name.replace(".gate_up.", ".fc.") not in float8:
-            tensors[name] = TensorInfo(dtype, shape)
+            tensors[name] = TensorInfo(get_stored_dtype(name, dtype), shape)
             continue
         module = name.removesuffix(".weight")
         num_scales = 2 if is_stacked and name.replace(".gate_up.", ".gate.") in float8 else 1
@@ -201,27 +254,14 @@ def write_engine(
     """Write the engine's files into `folder`; return their sha256 sums by name where known."""
     from specdec.engine.native import compile_kernels, describe_coverage
 
-    def produce(name: str) -> Array:
-        if name.rpartition(".")[2] in SCALES:
-            return read_scales(plan.source, name)
-        if plan.tensors[name].dtype == FLOAT8:
-            return stack(name).view(np.uint8)  # older writers store it as int8
-        return stack(name)
-
-    def stack(name: str) -> Array:
-        if ".mlp.gate_up." in name:
-            fc = plan.source.read(name.replace("gate_up", "fc"))
-            if checkpoint.model.arithmetic.mlp == "fused":
-                up, gate = np.split(fc, 2)  # the activated half comes second
-                return np.concatenate([gate, up])
-            return np.concatenate([fc, plan.source.read(name.replace("gate_up", "gate"))])
-        return plan.source.read(name)
-
     kernels: dict[str, str] | None = None
     if plan.compile_kernels:
         kernels = compile_kernels(folder)
         logger.info("native kernels: %s", describe_coverage(checkpoint.model))
-    sha256 = write_tensor_file(folder / WEIGHTS_NAME, plan.tensors, produce)
+    hashes = {
+        name: write_tensor_file(folder / name, tensors, make_reader(plan, checkpoint, name))
+        for name, tensors in plan.files.items()
+    }
     config = EngineConfig(
         version=__version__,
         checkpoint=checkpoint,
@@ -230,7 +270,38 @@ def write_engine(
         kernels=kernels,
     )
     write_json(folder / "config.json", encode_engine_config(config))
-    return {WEIGHTS_NAME: sha256}
+    return hashes
+
+
+def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Callable[[str], Array]:
+    """Return the function that reads a tensor of an engine file out of the checkpoint's files."""
+    model, tensors = checkpoint.model, plan.files[file]
+    specs = list_tensors(model, checkpoint.drafter)
+    ranks = [rank for rank in range(model.tp_size) if name_weight_file(model, rank) == file]
+    source = plan.sources[ranks[0] if ranks else 0]
+
+    def read(name: str) -> Array:
+        if file == DRAFTER_NAME:  # every rank has a part of it
+            return join([other.read(name) for other in plan.sources], specs[name], model)
+        return source.read(name)
+
+    def stack(name: str) -> Array:
+        if ".mlp.gate_up." in name:
+            fc = read(name.replace("gate_up", "fc"))
+            if model.arithmetic.mlp == "fused":
+                up, gate = np.split(fc, 2)  # the activated half comes second
+                return np.concatenate([gate, up])
+            return np.concatenate([fc, read(name.replace("gate_up", "gate"))])
+        return read(name)
+
+    def produce(name: str) -> Array:
+        if name.rpartition(".")[2] in SCALES:
+            return read_scales(source, name)
+        if tensors[name].dtype == FLOAT8:
+            return stack(name).view(np.uint8)  # older writers store it as int8
+        return stack(name)
+
+    return produce
 
 
 def read_scales(source: TensorFile, name: str) -> Array:
@@ -249,6 +320,7 @@ def describe_plan(plan: TorchPlan, limits: BuildConfig) -> dict[str, Any]:
         "prepack": plan.prepack,
         "native_kernels": plan.compile_kernels,
         "weights_bytes": plan.num_bytes,
-        "num_tensors": len(plan.tensors),
+        "num_tensors": plan.num_tensors,
+        "weight_files": list(plan.files),
         "build_config": dataclasses.asdict(limits),
     }

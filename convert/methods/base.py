@@ -36,6 +36,11 @@ class DrafterConverter(Protocol):
     ) -> dict[str, tuple[Part, ...]]:
         """Map canonical tensor names to the folder's."""
 
+    def share_tensors(
+        self, folder: HfFolder, params: Any, canonical: Sequence[str]
+    ) -> Mapping[str, str | None]:
+        """The canonical tensors that the folder need not hold: the target's, or None for zeros."""
+
     def list_ignored(self, folder: HfFolder, params: Any) -> Sequence[str]:
         """Patterns of the folder's tensors that are knowingly left out."""
 

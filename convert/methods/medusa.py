@@ -159,6 +159,13 @@ def find_sources(
     return sources
 
 
+def share_tensors(
+    folder: HfFolder, params: MedusaParams, canonical: Sequence[str]
+) -> dict[str, str | None]:
+    """Nothing: the heads hold all that they need."""
+    return {}
+
+
 def list_ignored(folder: HfFolder, params: MedusaParams) -> list[str]:
     """Heads beyond those asked for, and the target in a folder that holds both."""
     prefix = find_prefix(folder)

@@ -111,6 +111,13 @@ def find_sources(
     return sources
 
 
+def share_tensors(
+    folder: HfFolder, params: ReDrafterParams, canonical: Sequence[str]
+) -> dict[str, str | None]:
+    """Nothing: the drafter holds all that it needs."""
+    return {}
+
+
 def list_ignored(folder: HfFolder, params: ReDrafterParams) -> tuple[str, ...]:
     """Nothing: every tensor of a drafter counts."""
     return ()

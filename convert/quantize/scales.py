@@ -28,11 +28,11 @@ from specdec.quantization import (
     WEIGHT_SCALE,
 )
 from specdec.schema import ModelConfig
+from specdec.sharding import Block
 from specdec.storage import DTYPES, Array, TensorInfo
 from specdec.tensors import list_linears
 
 from ..plan import Chunk, Part, Piece, PlannedTensor, RankPlan
-from ..sharding import Block
 from .calibration import Watch
 from .float8 import Requantizer, find_amax
 

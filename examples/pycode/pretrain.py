@@ -64,7 +64,8 @@ def predict(model: LlamaForCausalLM, rows: torch.Tensor, float32: bool) -> torch
     device = "cuda" if rows.is_cuda else "cpu"
     with torch.autocast(device, dtype=torch.bfloat16, enabled=not float32):
         logits = model(rows[:, :-1]).logits
-    return logits.float().flatten(0, 1).log_softmax(-1)
+    log_probs: torch.Tensor = logits.float().flatten(0, 1).log_softmax(-1)
+    return log_probs
 
 
 def compute_loss(

@@ -23,9 +23,16 @@ pretrain draft draft-pretrained --steps 600 --compile
 pretrain draft draft --start-from "$WORK/draft-pretrained" --teacher-dir "$WORK/target" \
   --steps 700 --batch-size 4 --seed 2 --float32
 
-[ -f "$WORK/redrafter/model.safetensors" ] ||
-  specdec-train --method redrafter --model-dir "$WORK/target" \
-    --data "$WORK/corpus/train.jsonl" --eval-data "$WORK/corpus/heldout.jsonl" \
-    --output-dir "$WORK/redrafter" --max-steps 2000 --batch-size 8 --model-max-length 512 \
-    --learning-rate 2e-3 --redrafter-num-layers 2 --redrafter-exit-dim 320 \
-    --redrafter-predict-n-tokens 5 --eval-steps 500 --eval-rows 64 --save-steps 100 --seed 1 --resume
+drafter() {
+  [ -f "$WORK/$1/config.json" ] ||
+    specdec-train --method "$1" --model-dir "$WORK/target" \
+      --data "$WORK/corpus/train.jsonl" --eval-data "$WORK/corpus/heldout.jsonl" \
+      --output-dir "$WORK/$1" --model-max-length 512 --seed 1 --resume "${@:2}"
+}
+drafter redrafter --max-steps 2000 --batch-size 8 --learning-rate 2e-3 --redrafter-num-layers 2 \
+  --redrafter-exit-dim 320 --redrafter-predict-n-tokens 5 --eval-steps 500 --eval-rows 64 \
+  --save-steps 100
+drafter medusa --max-steps 1200 --batch-size 4 --learning-rate 1e-3 --self-distillation 1 \
+  --medusa-num-heads 4 --medusa-num-layers 1 --eval-steps 300 --eval-rows 16 --save-steps 50
+drafter eagle --max-steps 700 --batch-size 4 --learning-rate 1e-3 --eagle-token-weight 0.5 \
+  --eagle-num-steps 3 --eval-steps 300 --eval-rows 16 --save-steps 50

@@ -6,66 +6,60 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from specdec import logs
 from specdec.engine.decoder import Decoder
 from specdec.engine.layout import (
-    WEIGHTS_NAME,
     EngineConfig,
-    add_scales,
-    check_inventory,
-    list_engine_tensors,
-    load_tensors,
+    load_embedding,
+    load_weights,
     read_engine_config,
 )
-from specdec.engine.native import LIBRARY_NAME, NativeKernels, describe_cpu
-from specdec.errors import SpecDecError, raise_problems
+from specdec.errors import raise_problems
 from specdec.methods import EXTERNAL_METHODS
-from specdec.storage import TensorFile
-from specdec.torch_tensors import TORCH_DTYPES
+from specdec.tensors import EMBEDDING
 
 from ..draft_length import DraftLength
+from ..leading import lead_decoder
 from ..loop import Options, Timing, generate
 from ..methods import make_proposer
 from ..methods.base import PlainProposer, Proposer
 from ..methods.draft_target import DraftTargetProposer
-from ..requests import Request, Result
+from ..ranks import open_ranks
+from ..requests import Request, Result, find_problems
+from .torch_rank import choose_device, list_options
 
 logger = logs.get_logger(__name__)
 
 
 class TorchEngine:
-    """An engine folder in memory, on one device."""
+    """An engine folder in memory, on one device or on one of every rank."""
 
     name = "torch"
 
     def __init__(self, folder: Path, *, device: str = "auto", speculate: bool = True) -> None:
         began = time.perf_counter()
         self.config: EngineConfig = read_engine_config(folder)
-        self.device = _choose_device(device)
-        checkpoint, build = self.config.checkpoint, self.config.build
-        model, drafter = checkpoint.model, checkpoint.drafter
-        file = TensorFile(folder / WEIGHTS_NAME)
-        shapes = list_engine_tensors(model, drafter)
-        check_inventory(file, add_scales(shapes, file.tensors), "engine")
-        names = shapes if speculate else list_engine_tensors(model, None)
-        weights = load_tensors(file, list(names), self.device, TORCH_DTYPES[model.dtype])
-        depth = drafter.max_draft_depth if drafter else build.max_draft_len
-        self.decoder = Decoder(
-            model,
-            weights,
-            num_positions=build.max_seq_len + depth + 1,
-            device=self.device,
-            prepack=self.config.prepack,
-            kernels=_load_kernels(self.config, folder, self.device),
+        checkpoint = self.config.checkpoint
+        model = checkpoint.model
+        self.device = choose_device(device, model.tp_size)
+        ranks = open_ranks(model.tp_size)  # they start while this one loads
+        weights = load_weights(folder, self.config, self.device, drafts=speculate)
+        options = list_options(self.config, folder, self.device)
+        self.decoder = (
+            Decoder(model, weights, **options)
+            if ranks is None
+            else lead_decoder(ranks, folder, model, weights, **options)
         )
         self.method = "plain"
         self.proposer: Proposer = PlainProposer()
         self._draft: TorchEngine | None = None
         if checkpoint.method is not None and speculate:
             self.method = checkpoint.method.name
+            if ranks is not None and model.use_parallel_embedding:
+                # Drafters run on this rank alone.
+                weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
             self.proposer = make_proposer(checkpoint, weights, self.decoder)
         self.load_seconds = time.perf_counter() - began
         self.timing = Timing()
@@ -79,37 +73,16 @@ class TorchEngine:
             max_input_len = min(max_input_len, self._draft.config.build.max_input_len)
         problems = []
         for request in requests:
-            length, where = len(request.input_ids), f"prompt {request.index}"
-            if length == 0:
-                problems.append((f"{where} is empty", "give at least one token"))
-            if length > max_input_len:
-                problems.append(
-                    (
-                        f"{where} has {length} tokens, the engine's max_input_len is"
-                        f" {max_input_len}",
-                        "shorten it, or build with a larger --max-input-len",
-                    )
-                )
-            elif length + request.max_output_len > max_seq_len:
-                problems.append(
-                    (
-                        f"{where} has {length} tokens and asks for {request.max_output_len} more,"
-                        f" the engine's max_seq_len is {max_seq_len}",
-                        f"lower --max-output-len to {max_seq_len - length}, or build with a"
-                        " larger --max-seq-len",
-                    )
-                )
+            problems += find_problems(
+                request,
+                max_input_len=max_input_len,
+                max_seq_len=max_seq_len,
+                vocab_size=vocab_size,
+            )
+            length = len(request.input_ids)
             table, total = self.decoder.rotary, length + request.max_output_len
             if table is not None and (found := table.check_request(length, total)):
-                problems.append((f"{where}: {found[0]}", found[1]))
-            bad = [t for t in request.input_ids if not 0 <= t < vocab_size]
-            if bad:
-                problems.append(
-                    (
-                        f"{where} holds token {bad[0]}, the model's vocabulary has {vocab_size}",
-                        "use the tokenizer that belongs to the model",
-                    )
-                )
+                problems.append((f"prompt {request.index}: {found[0]}", found[1]))
         raise_problems(problems)
 
     def attach_draft(self, draft: TorchEngine, *, draft_len: int | None, use_logits: bool) -> None:
@@ -162,6 +135,10 @@ class TorchEngine:
             max_num_tokens=theirs.build.max_num_tokens,
         )
 
+    def use_method(self, name: str, proposer: Proposer) -> None:
+        """Let a method that has no weights draft for this engine."""
+        self.method, self.proposer = name, proposer
+
     def generate(self, requests: Sequence[Request], options: Options | None = None) -> list[Result]:
         """Decode all requests, at most the engine's max_batch_size at once.
 
@@ -176,24 +153,25 @@ class TorchEngine:
         )
         return generate(self.decoder, self.proposer, requests, options, self.timing)
 
+    def describe(self) -> dict[str, Any]:
+        """Return method, backend, device, dtype and tp_size, as statistics name them."""
+        model = self.config.checkpoint.model
+        return {
+            "method": self.method,
+            "backend": self.name,
+            "device": str(self.device),
+            "dtype": model.dtype,
+            "tp_size": model.tp_size,
+        }
 
-def _choose_device(name: str) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise SpecDecError("--device cuda: torch sees no CUDA device", "use --device cpu or auto")
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+    def describe_profile(self) -> dict[str, float | None]:
+        """Return the seconds of each part of a step."""
+        return {**self.timing.list_seconds()}
 
+    def load(self) -> None:
+        """Nothing: an engine of torch is loaded when it is made."""
 
-def _load_kernels(config: EngineConfig, folder: Path, device: torch.device) -> NativeKernels | None:
-    if device.type != "cpu" or config.kernels is None:
-        return None
-    if config.kernels.get("cpu") != describe_cpu():
-        logger.warning(
-            "the engine's kernels were compiled for another CPU and are not used:"
-            " build the engine again on this machine for full speed"
-        )
-        return None
-    library = folder / LIBRARY_NAME
-    if not library.is_file():
-        raise SpecDecError(f"{library} is missing", "build the engine again")
-    return NativeKernels(library, TORCH_DTYPES[config.checkpoint.model.dtype])
+    @property
+    def num_reused_tokens(self) -> int:
+        """Prompt tokens taken from the cache."""
+        return self.timing.num_reused_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,6 +37,19 @@ class Proposer(Protocol):
 
         After the prompts, T is 1 and the only node is each prompt's last token.
         """
+
+
+@runtime_checkable
+class PromptFollower(Protocol):
+    """A proposer that also wants the target's states of every token of the prompts."""
+
+    def follow(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+    ) -> None:
+        """Take the states [B, T, D] of a pass: of row rows[b], counts[b] tokens from starts[b]."""
+
+    def copy_prefix(self, source: int, row: int, length: int) -> None:
+        """Let `row` start over with what is known of the first `length` tokens of row `source`."""
 
 
 def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:

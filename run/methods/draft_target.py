@@ -51,11 +51,13 @@ class DraftTargetProposer:
         self._cache: KVCache | None = None
         self._known: dict[int, int] = {}  # by row: tokens of the request when drafting began
         self._num_drafted: dict[int, int] = {}  # by row, in the last draft
-        self._began_verify = 0.0
+        self._num_caught_up = 0  # tokens, in the last draft
+        self._draft_seconds = self._began_verify = 0.0
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape."""
         self._cache = self.decoder.make_cache(num_rows, num_positions)
+        self.draft_length.reset()
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Empty the rows; their prompts are run when the first draft is asked for."""
@@ -69,14 +71,19 @@ class DraftTargetProposer:
         assert self._cache is not None
         began = time.perf_counter()
         texts = [[*r.request.input_ids, *r.output_ids] for r in requests]
-        has_prompts = any(self._known[r.row] == 0 for r in requests)
-        chosen = self.draft_length.choose()
+        # Every draft runs the newest token, and the one before it where that was drafted itself.
+        lags = [
+            max(0, len(text) - int(self._cache.past_lens[r.row]) - 2)
+            for r, text in zip(requests, texts, strict=True)
+        ]
+        chosen = self.draft_length.plan(lags, [r.remaining for r in requests])
         # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
         vocab_size = self.decoder.model.vocab_size
         counts = [
-            min(chosen, request.remaining - 1) if max(text) < vocab_size else 0
-            for request, text in zip(requests, texts, strict=True)
+            min(count, request.remaining - 1) if count and max(text) < vocab_size else 0
+            for count, request, text in zip(chosen, requests, texts, strict=True)
         ]
+        self._num_caught_up = sum(lag for lag, n in zip(lags, counts, strict=True) if n)
         for request, text, count in zip(requests, texts, counts, strict=True):
             self._known[request.row], self._num_drafted[request.row] = len(text), count
         draft_probs: list[list[Tensor]] = [[] for _ in requests]
@@ -103,8 +110,7 @@ class DraftTargetProposer:
             tree = pack_beams(root, np.array([text[-count:]])) if count else make_root(root)
             candidates.append(Candidates(tree, probs_list or None))
         self._began_verify = time.perf_counter()
-        if not has_prompts:
-            self.draft_length.record_draft(max(counts), self._began_verify - began)
+        self._draft_seconds = self._began_verify - began
         return candidates
 
     def observe(
@@ -115,13 +121,22 @@ class DraftTargetProposer:
         if self._known[requests[0].row] == 0:  # the prompts' own pass
             return
         seconds = time.perf_counter() - self._began_verify
-        self.draft_length.record_verify(states.shape[1], seconds)
+        drafts = []
         for request, path in zip(requests, paths, strict=True):
             num_accepted = len(path) - 1
             kept = self._known[request.row] + num_accepted
             past = int(self._cache.past_lens[request.row])
             self._cache.copy_prefix(request.row, request.row, min(past, kept))
-            self.draft_length.record_accepted(num_accepted, self._num_drafted[request.row])
+            drafts.append((self._num_drafted[request.row], num_accepted))
+        self.draft_length.record_step(
+            num_rows=len(requests),
+            num_tokens=states.shape[1],
+            num_passes=max(drafted for drafted, _ in drafts),
+            num_caught_up=self._num_caught_up,
+            draft_seconds=self._draft_seconds,
+            verify_seconds=seconds,
+            drafts=drafts,
+        )
 
     def _choose(
         self, logits: Tensor, requests: Sequence[ActiveRequest], depth: int

@@ -11,6 +11,7 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.redrafter import ReDrafterHead
 from specdec.engine.tree import pack_beams
 from specdec.methods import ReDrafterParams
+from specdec.tensors import EMBEDDING
 
 from ..requests import ActiveRequest
 from ..verify import Candidates
@@ -24,7 +25,7 @@ def make_proposer(
     head = ReDrafterHead(
         params,
         weights,
-        decoder.embedding,
+        weights[EMBEDDING],
         prepack=decoder.is_prepacked,
         kernels=decoder.kernels,
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.float8 import Float8Linear
+from specdec.engine.group import Group
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import (
     ACTIVATIONS,
@@ -45,7 +46,8 @@ class Step:
     """One forward pass: row b of the step is row rows[b] of the cache.
 
     tokens, positions: [B, T]; tree_mask: [B, T, T], true where a token sees a token of this step;
-    every token sees all committed positions of its row. Padding tokens see themselves.
+    every token sees all committed positions of its row. Padding tokens see themselves. A mask of
+    more columns, [B, T, N], begins with those of earlier steps that were not committed.
     """
 
     rows: IntArray
@@ -67,7 +69,13 @@ class _Layer:
 
 
 class Decoder:
-    """A target of any family; weights come under the names of `list_engine_tensors`."""
+    """A target of any family; weights come under the names of `list_engine_tensors`.
+
+    Of a model that is split over ranks it is one rank's part. All ranks of the group make the same
+    calls; hidden states are whole on every rank, logits on rank 0.
+    """
+
+    cache_class = KVCache
 
     def __init__(
         self,
@@ -78,21 +86,37 @@ class Decoder:
         device: torch.device,
         prepack: bool = True,
         kernels: NativeKernels | None = None,
+        group: Group | None = None,
     ) -> None:
+        assert model.tp_size == (group.size if group else 1)
         self.model = model
+        self.group = group
+        self.rank = group.rank if group else 0
+        # This rank's own heads.
+        self.num_heads = model.num_attention_heads // model.tp_size
+        self.num_kv_heads = model.get_num_kv_heads()
         self.device = device
+        self.num_positions = num_positions
+        # Layers whose outputs are kept, and those of the last step side by side, [B, T, n * D].
+        self.observed_layers: tuple[int, ...] = ()
+        self.observed: Tensor | None = None
         self.dtype = TORCH_DTYPES[model.dtype]
         self.kernels = kernels
         prepack = prepack and can_prepack(self.dtype, device)
         self.is_prepacked = prepack
         arithmetic = model.arithmetic
 
-        def linear(name: str) -> Linear:
-            weight, bias = weights[name + ".weight"], weights.get(name + ".bias")
+        def linear(name: str, *, has_bias: bool = True) -> Linear:
+            weight = weights[name + ".weight"]
+            bias = weights.get(name + ".bias") if has_bias else None
             if weight.dtype is torch.float8_e4m3fn:
                 weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
                 return Float8Linear(weight, weight_scales, input_scale, bias)
             return Linear(weight, bias, prepack=prepack)
+
+        def row_linear(name: str) -> Linear:
+            """Of a product that is summed over the ranks: rank 0 adds the bias."""
+            return linear(name, has_bias=self.rank == 0)
 
         def norm(name: str) -> Norm:
             bias = weights[name + ".bias"] if arithmetic.norm == "layer" else None
@@ -118,26 +142,26 @@ class Decoder:
                 _Layer(
                     input_norm=norm(prefix + "input_layernorm"),
                     qkv=linear(prefix + "attention.qkv"),
-                    dense=linear(prefix + "attention.dense"),
+                    dense=row_linear(prefix + "attention.dense"),
                     post_norm=None if arithmetic.is_parallel else norm(prefix + "post_layernorm"),
                     up=linear(prefix + ("mlp.gate_up" if self.is_gated else "mlp.fc")),
-                    down=linear(prefix + "mlp.proj"),
+                    down=row_linear(prefix + "mlp.proj"),
                 )
             )
         self.final_norm = norm("transformer.ln_f")
         if model.share_embedding_table:
             head_bias = weights["lm_head.bias"] if arithmetic.head_bias else None
-            self.lm_head = Linear(self.embedding, head_bias, prepack=prepack)
+            self.lm_head = Linear(self._cut_head(), head_bias, prepack=prepack)
         else:
             self.lm_head = linear("lm_head")
 
     def make_cache(self, num_rows: int, num_positions: int) -> KVCache:
         """Allocate a cache of `num_positions` a row, rounded up to whole blocks."""
         blocks = -(-num_positions // POSITION_BLOCK)
-        return KVCache(
+        return self.cache_class(
             num_layers=self.model.num_hidden_layers,
             num_rows=num_rows,
-            num_heads=self.model.get_num_kv_heads(),
+            num_heads=self.num_kv_heads,
             num_positions=blocks * POSITION_BLOCK,
             head_size=self.model.head_size,
             dtype=self.dtype,
@@ -157,30 +181,38 @@ class Decoder:
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Input embeddings, [..., D]."""
-        x = torch.nn.functional.embedding(tokens, self.embedding)
-        if self.embedding_scale is not None:
-            x = x * self.embedding_scale
-        if self.position_embedding is not None:
-            # Drafts may run past the last position; what is beyond it is never emitted.
-            last = self.position_embedding.shape[0] - 1
-            x = x + torch.nn.functional.embedding(
-                positions.clamp(max=last), self.position_embedding
-            )
-        return x
+        return self._embed(tokens, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        return self.lm_head(hidden)
+        logits = self.lm_head(hidden)
+        if self.group is None:
+            return logits
+        # Where the vocabulary does not divide, the last rank's rows end in padding.
+        return self.group.gather(logits)[..., : self.model.vocab_size]
 
     def forward(self, step: Step, cache: KVCache) -> Tensor:
         """Run a step, write its keys and values, return the normed last hidden state [B, T, D]."""
         self._check_lengths(step, cache)
         if self.kernels is not None and step.tokens.shape[1] <= MAX_NATIVE_TOKENS:
             return self._forward_native(step, cache, self.kernels)
+        x = self._embed(
+            torch.from_numpy(step.tokens).to(self.device),
+            torch.from_numpy(step.positions).to(self.device),
+        )
+        return self.final_norm(self.run_layers(x, step, cache))
+
+    def run_layers(
+        self, x: Tensor, step: Step, cache: KVCache, first_input: Tensor | None = None
+    ) -> Tensor:
+        """Run the layers over [B, T, D], write keys and values; the result is not normed.
+
+        first_input: what the first layer's attention reads instead of its normed input.
+        """
         model, device, window = self.model, self.device, self.model.sliding_window
         past = cache.past_lens[step.rows]  # [B]
-        num_tokens = step.tokens.shape[1]
-        used = int(past.max()) + num_tokens
+        num_tokens, num_new = step.tree_mask.shape[1:]
+        used = int(past.max()) + num_new
         used = min(-(-used // POSITION_BLOCK) * POSITION_BLOCK, cache.num_positions)
         # The block that holds the first position in any token's window.
         first = 0 if window is None else max(0, int(step.positions.min()) - window + 1)
@@ -189,20 +221,19 @@ class Decoder:
             _build_full_mask(past, step.tree_mask, step.positions, used, window)[..., first:]
         ).to(device)
         rows = torch.from_numpy(step.rows).to(device)
-        slots = torch.from_numpy(past[:, None] + np.arange(num_tokens)).to(device)  # [B, T]
+        newest = np.arange(num_new - num_tokens, num_new)
+        slots = torch.from_numpy(past[:, None] + newest).to(device)  # [B, T]
         all_rows = len(step.rows) == cache.blocks.shape[2]  # rows are sorted and distinct
-        num_heads = model.num_attention_heads
-        num_turned = num_heads + model.num_key_value_heads  # queries and keys
+        num_heads = self.num_heads
+        num_turned = num_heads + self.num_kv_heads  # queries and keys
         cos = sin = None
         if self.rotary is not None:
             lines = torch.from_numpy(self._find_lines(step, cache)).to(device)
             cos = self.rotary.cos[lines].unsqueeze(2)  # [B, T, 1, R]
             sin = self.rotary.sin[lines].unsqueeze(2)
-        x = self.embed(
-            torch.from_numpy(step.tokens).to(device), torch.from_numpy(step.positions).to(device)
-        )
+        seen = []
         for index, layer in enumerate(self.layers):
-            h = layer.input_norm(x)
+            h = first_input if first_input is not None and index == 0 else layer.input_norm(x)
             qkv = layer.qkv(h).view(*step.tokens.shape, -1, model.head_size)
             turned, new_values = qkv[:, :, :num_turned], qkv[:, :, num_turned:]
             if cos is not None and sin is not None:
@@ -216,11 +247,14 @@ class Decoder:
                 keys, values = keys[rows], values[rows]
             attended = layer.dense(attend(queries, keys, values, mask))
             if layer.post_norm is None:
-                x = x + (attended + self._run_mlp(layer, h))
+                x = x + self._sum(attended + self._run_mlp(layer, h))
             else:
-                x = x + attended
-                x = x + self._run_mlp(layer, layer.post_norm(x))
-        return self.final_norm(x)
+                x = x + self._sum(attended)
+                x = x + self._sum(self._run_mlp(layer, layer.post_norm(x)))
+            if index in self.observed_layers:
+                seen.append(x)
+        self.observed = torch.cat(seen, dim=-1) if seen else None
+        return x
 
     def _forward_native(self, step: Step, cache: KVCache, kernels: NativeKernels) -> Tensor:
         model = self.model
@@ -228,25 +262,67 @@ class Decoder:
             step.rows, step.positions, self._find_lines(step, cache), cache.past_lens[step.rows],
             step.tree_mask,
         )  # fmt: skip
-        x = self.embed(torch.from_numpy(step.tokens), torch.from_numpy(step.positions))
+        x = self._embed(torch.from_numpy(step.tokens), torch.from_numpy(step.positions))
         h = kernels.norm(x, self.layers[0].input_norm)
+        seen = []
         for index, layer in enumerate(self.layers):
             attended = kernels.attend(
                 layer.qkv(h), cache.blocks[index], self.rotary, plan,
-                model.num_attention_heads, model.num_key_value_heads, model.head_size,
-                model.sliding_window,
+                self.num_heads, self.num_kv_heads, model.head_size, model.sliding_window,
             )  # fmt: skip
             mixed = layer.dense(attended)
             if layer.post_norm is None:
                 mixed = mixed + self._run_mlp(layer, h, kernels)
             else:
-                h = kernels.add_norm(x, mixed, layer.post_norm)
+                h = kernels.add_norm(x, self._sum(mixed), layer.post_norm)
                 mixed = self._run_mlp(layer, h, kernels)
             following = self.layers[index + 1 :]
             h = kernels.add_norm(
-                x, mixed, following[0].input_norm if following else self.final_norm
+                x, self._sum(mixed), following[0].input_norm if following else self.final_norm
             )
+            if index in self.observed_layers:
+                seen.append(x.clone())
+        self.observed = torch.cat(seen, dim=-1) if seen else None
         return h
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        """Add up what the ranks computed of a product."""
+        return partial if self.group is None else self.group.sum(partial)
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self._look_up(self.embedding, tokens)
+        if self.embedding_scale is not None:
+            x = x * self.embedding_scale
+        if self.position_embedding is not None:
+            # Drafts may run past the last position; what is beyond it is never emitted.
+            last = self.model.max_position_embeddings - 1
+            x = x + self._look_up(self.position_embedding, positions.clamp(max=last))
+        return self._sum(x) if self.model.use_parallel_embedding else x
+
+    def _look_up(self, table: Tensor, indices: Tensor) -> Tensor:
+        """Rows [..., D] of a table; of one that is split, zeros where other ranks hold the value.
+
+        The sum over the ranks is then the row itself, to the last bit.
+        """
+        if self.group is None or not self.model.use_parallel_embedding:
+            return torch.nn.functional.embedding(indices, table)
+        height, width = table.shape
+        if self.model.embedding_sharding_dim == 1:
+            before = self.rank * width
+            found = torch.nn.functional.embedding(indices, table)
+            return torch.nn.functional.pad(found, (before, self.model.hidden_size - before - width))
+        own = indices - self.rank * height
+        is_elsewhere = (own < 0) | (own >= height)
+        found = torch.nn.functional.embedding(own.clamp(0, height - 1), table)
+        return found.masked_fill(is_elsewhere[..., None], 0.0)
+
+    def _cut_head(self) -> Tensor:
+        """This rank's rows of a head that is the embedding; zeros beyond the vocabulary."""
+        if self.group is None or self.model.use_parallel_embedding:
+            return self.embedding
+        height = -(-self.model.vocab_size // self.group.size)
+        rows = self.embedding[self.rank * height : (self.rank + 1) * height]
+        return torch.nn.functional.pad(rows, (0, 0, 0, height - len(rows)))
 
     def _run_mlp(self, layer: _Layer, h: Tensor, kernels: NativeKernels | None = None) -> Tensor:
         inner = layer.up(h)
@@ -280,17 +356,18 @@ class Decoder:
 def _build_full_mask(
     past: IntArray, tree_mask: BoolArray, positions: IntArray, size: int, window: int | None
 ) -> BoolArray:
-    """[B, 1, T, S]: committed positions, then this step's tokens as `tree_mask` says.
+    """[B, 1, T, S]: committed positions, then the newest as `tree_mask` [B, T, N] says.
 
     size: S. window: positions that a token sees, itself included.
     """
-    batch, num_tokens, _ = tree_mask.shape
+    batch, num_tokens, num_new = tree_mask.shape
     mask = np.zeros((batch, 1, num_tokens, size), np.bool_)
     mask |= (np.arange(size) < past[:, None])[:, None, None, :]
     if window is not None:
         lowest = positions[:, :, None] - window  # [B, T, 1]
+        assert num_new == num_tokens
         mask &= (np.arange(size) > lowest)[:, None]
         tree_mask = tree_mask & (positions[:, None, :] > lowest)
     for row, start in enumerate(past):
-        mask[row, 0, :, start : start + num_tokens] = tree_mask[row]
+        mask[row, 0, :, start : start + num_new] = tree_mask[row]
     return mask

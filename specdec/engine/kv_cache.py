@@ -41,15 +41,19 @@ class KVCache:
         """Keep the entries of tree nodes `path` (root first) of the last step; drop the others."""
         start = int(self.past_lens[row])
         if path != list(range(len(path))):
-            entries = self.blocks[:, :, row]  # [layers, 2, N, S, H]
-            source = torch.tensor(path, device=entries.device) + start
-            entries[:, :, :, start : start + len(path)] = entries.index_select(3, source)
+            self.move(row, row, np.array(path, np.int64) + start, start)
         self.past_lens[row] += len(path)
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Let `row` start over with the first `length` committed positions of row `source`."""
         assert length <= self.past_lens[source]
         if source != row and length:
-            self.blocks[:, :, row, :, :length] = self.blocks[:, :, source, :, :length]
+            self.move(source, row, np.arange(length), 0)
         self.past_lens[row] = length
         self.rotary_starts[row] = self.rotary_starts[source]
+
+    def move(self, source: int, row: int, positions: IntArray, start: int) -> None:
+        """Copy the entries at `positions` of row `source` to `start` and after in `row`."""
+        chosen = torch.from_numpy(positions).to(self.blocks.device)
+        entries = self.blocks[:, :, source].index_select(3, chosen)  # [layers, 2, N, len, H]
+        self.blocks[:, :, row, :, start : start + len(positions)] = entries

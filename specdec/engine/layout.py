@@ -16,14 +16,24 @@ from specdec.errors import SpecDecError
 from specdec.methods import DrafterParams
 from specdec.quantization import FLOAT8, FLOAT8_STORAGE, SCALES, WEIGHT_SCALE
 from specdec.schema import CheckpointConfig, ModelConfig, parse_checkpoint_config
+from specdec.sharding import join
 from specdec.storage import TensorFile, TensorInfo, read_json
-from specdec.tensors import list_tensors
+from specdec.tensors import (
+    EMBEDDING,
+    find_first_copy,
+    get_rank_shape,
+    get_stored_dtype,
+    list_drafter_tensors,
+    list_target_tensors,
+)
 from specdec.torch_tensors import TORCH_DTYPES, to_tensor
 from specdec.vocabulary import read_recorded
 
 logger = logs.get_logger(__name__)
 
+# Of an engine of one rank, everything; of several, each has a file, and the drafter has its own.
 WEIGHTS_NAME = "weights.safetensors"
+DRAFTER_NAME = "drafter.safetensors"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,18 +64,47 @@ class EngineConfig:
 def list_engine_tensors(
     model: ModelConfig, drafter: DrafterParams | None
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every engine tensor: the checkpoint's, but [fc; gate] stacked as gate_up."""
+    """Name -> shape of every engine tensor: the checkpoint's, but [fc; gate] stacked as gate_up.
+
+    Of the target, shapes are one rank's; the drafter is whole.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, spec in list_tensors(model, drafter).items():
+    for name, spec in list_target_tensors(model).items():
+        shape = get_rank_shape(spec, model)
         if model.arithmetic.mlp == "plain" or ".mlp.fc." not in name:
             if ".mlp.gate." not in name:
-                shapes[name] = spec.shape
+                shapes[name] = shape
             continue
-        rows, *rest = spec.shape
+        rows, *rest = shape
         if model.arithmetic.mlp == "gated":
             rows *= 2
         shapes[name.replace(".mlp.fc.", ".mlp.gate_up.")] = (rows, *rest)
+    if drafter is not None:
+        shapes |= {
+            name: spec.shape
+            for name, spec in list_drafter_tensors(drafter, model).items()
+            if find_first_copy(name) == name
+        }
     return shapes
+
+
+def name_weight_file(model: ModelConfig, rank: int) -> str:
+    """The file of an engine folder that holds a rank's part of the target."""
+    return WEIGHTS_NAME if model.tp_size == 1 else f"rank{rank}.safetensors"
+
+
+def list_engine_files(
+    model: ModelConfig, drafter: DrafterParams | None
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Weight file -> its tensors, name -> shape. The drafter is rank 0's alone, and stored once."""
+    everything = list_engine_tensors(model, drafter)
+    if model.tp_size == 1:
+        return {WEIGHTS_NAME: everything}
+    target = list_engine_tensors(model, None)
+    files = {name_weight_file(model, rank): target for rank in range(model.tp_size)}
+    if drafter is not None:
+        files[DRAFTER_NAME] = {n: everything[n] for n in everything if n not in target}
+    return files
 
 
 def add_scales(
@@ -178,7 +217,7 @@ def load_tensors(
                 tensors[name] = widen(weight, scales[0], dtype)
                 num_widened += 1
             continue
-        if info.dtype not in TORCH_DTYPES:
+        if info.dtype not in TORCH_DTYPES and info.dtype != get_stored_dtype(name, ""):
             raise SpecDecError(
                 f"{file.path}: {name} is stored as {info.dtype}",
                 f"the torch backend reads {', '.join(TORCH_DTYPES)}",
@@ -192,3 +231,30 @@ def load_tensors(
             num_widened, str(dtype).removeprefix("torch."),
         )  # fmt: skip
     return tensors
+
+
+def load_weights(
+    folder: Path, config: EngineConfig, device: torch.device, *, rank: int = 0, drafts: bool = True
+) -> dict[str, Tensor]:
+    """Check and load a rank's files of an engine: its part of the target, on rank 0 the drafter."""
+    model, drafter = config.checkpoint.model, config.checkpoint.drafter
+    wanted = list_engine_tensors(model, drafter if drafts else None)
+    names = [name_weight_file(model, rank)] + ([DRAFTER_NAME] if rank == 0 else [])
+    files = list_engine_files(model, drafter)
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        if name in files:
+            file, shapes = TensorFile(folder / name), files[name]
+            check_inventory(file, add_scales(shapes, file.tensors), "engine")
+            chosen = [tensor for tensor in shapes if tensor in wanted]
+            weights |= load_tensors(file, chosen, device, TORCH_DTYPES[model.dtype])
+    return weights
+
+
+def load_embedding(folder: Path, config: EngineConfig, device: torch.device) -> Tensor:
+    """Load the whole of an embedding that is split over the ranks."""
+    model = config.checkpoint.model
+    files = [TensorFile(folder / name_weight_file(model, rank)) for rank in range(model.tp_size)]
+    parts = [file.read(EMBEDDING) for file in files]
+    whole = join(parts, list_target_tensors(model)[EMBEDDING], model)
+    return to_tensor(whole, files[0].tensors[EMBEDDING].dtype).to(device)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
-import os
-import platform
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +15,8 @@ import torch
 from torch import Tensor
 
 from specdec import logs
+from specdec.engine.compiler import describe_cpu as describe_cpu
+from specdec.engine.compiler import find_compiler as find_compiler
 from specdec.engine.layers import Norm, name_activation
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, IntArray
@@ -37,28 +36,6 @@ GATES = {
 }  # fmt: skip
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-def find_compiler() -> str | None:
-    """Path of a C++ compiler: $CXX, or the first of g++, c++, clang++ that is installed."""
-    chosen = os.environ.get("CXX")
-    for name in [chosen] if chosen else ["g++", "c++", "clang++"]:
-        if path := shutil.which(name):
-            return path
-    return None
-
-
-def describe_cpu() -> str:
-    """Identify the instruction set that `-march=native` compiles for."""
-    features = ""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.split(":")[0].strip() in ("flags", "Features"):
-                features = " ".join(sorted(line.split(":", 1)[1].split()))
-                break
-    except OSError:
-        features = platform.processor()
-    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:16]}"
 
 
 def describe_coverage(model: ModelConfig) -> str:

@@ -81,3 +81,24 @@ def build_tree_mask(tree: Tree) -> BoolArray:
     for node in range(1, tree.num_nodes):
         mask[node] |= mask[tree.parents[node]]
     return mask
+
+
+class TreeBuilder:
+    """Grows a tree node by node; equal paths from the root become one."""
+
+    def __init__(self, root: int) -> None:
+        self._tokens, self._parents, self._depths = [root], [-1], [0]
+        self._children: dict[tuple[int, int], int] = {}
+
+    def add(self, parent: int, token: int) -> int:
+        """Return the child of `parent` that holds `token`, a new one if there is none."""
+        node = self._children.setdefault((parent, token), len(self._tokens))
+        if node == len(self._tokens):
+            self._tokens.append(token)
+            self._parents.append(parent)
+            self._depths.append(self._depths[parent] + 1)
+        return node
+
+    def build(self) -> Tree:
+        columns = (self._tokens, self._parents, self._depths)
+        return Tree(*(np.array(column, np.int64) for column in columns))

@@ -115,7 +115,7 @@ def test_limits_are_reported_together(checkpoint: Path, tmp_path: Path) -> None:
         (["--gemm-plugin", "float16"], "--gemm-plugin has no meaning for the torch backend"),
         (["--use-paged-context-fmha", "enable"], "no meaning for the torch backend"),
         (["--kv-cache-type", "paged"], "continuous KV cache only"),
-        (["--backend", "tensorrt-llm"], "torch backend only"),
+        (["--backend", "tensorrt-llm"], "TensorRT-LLM is not installed here"),
         (["--max-batch-size", 2, "--max-num-tokens", 25], r"3 x|= 26"),
     ],
 )

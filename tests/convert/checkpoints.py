@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec.convert.sharding import join
 from specdec.schema import read_checkpoint_config
+from specdec.sharding import join
 from specdec.tensors import list_rank_names, list_tensors
 from tests.convert.golden_models import read_tensors
 from tests.families import CLASSES

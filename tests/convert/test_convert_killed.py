@@ -233,8 +233,8 @@ def test_nothing_to_resume(
 def test_too_little_space_is_seen_beforehand(
     source: Source, convert: Converter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = pipeline.shutil.disk_usage(convert.output.parent)
-    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = shutil.disk_usage(convert.output.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     error = convert.fail(model_dir=source("llama_gqa"))
     assert "the checkpoint takes 0.2 MB" in error.message
     assert "has 0.0 MB free" in error.message

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from specdec.convert import pipeline
 from specdec.convert.quantize import calibration
-from specdec.convert.sharding import join
 from specdec.errors import SpecDecError
 from specdec.schema import read_checkpoint_config
+from specdec.sharding import join
 from specdec.tensors import list_linears, list_target_tensors
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.convert.conftest import Converter

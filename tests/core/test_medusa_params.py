@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.convert.sharding import join, split
 from specdec.errors import SpecDecError
 from specdec.methods import MedusaParams
 from specdec.schema import parse_checkpoint_config
+from specdec.sharding import join, split
 from specdec.tensors import Shard, TensorSpec, list_drafter_tensors
 from tests.core.test_schema import LLAMA
 from tests.core.test_tensors import MODEL

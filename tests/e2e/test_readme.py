@@ -81,6 +81,7 @@ PAGES = [
     "docs/verify.md",
     "docs/exactness.md",
     "docs/methods/draft_target.md",
+    "docs/methods/eagle.md",
     "docs/methods/medusa.md",
     "docs/methods/redrafter.md",
 ]

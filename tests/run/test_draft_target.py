@@ -13,7 +13,6 @@ import torch
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.draft_length import DraftLength
 from specdec.run.draft_options import DraftOptions, read_draft_options
 from specdec.run.loop import Options, generate
 from specdec.run.methods.draft_target import DraftTargetProposer
@@ -21,7 +20,7 @@ from specdec.run.requests import Request
 from specdec.run.sampling import SamplingParams
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_tokenizer, read_error_lines, run_cli
-from tests.engines import call
+from tests.engines import call, make_noisy_copy
 
 LIMIT = 24
 
@@ -48,19 +47,6 @@ def build(parent: Path, name: str, *flags: object, source: str | None = None) ->
         flags = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6)
     call("build", "--checkpoint-dir", checkpoint, "--output-dir", parent / name, *flags)
     return parent / name
-
-
-def make_noisy_copy(source: Path, copy: Path) -> None:
-    """A model that mostly agrees with another: some of its drafts are right, some wrong."""
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(source)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight += 0.06 * weight.std() * noise if weight.dim() > 1 else 0
-    model.save_pretrained(copy)
 
 
 @functools.cache
@@ -214,47 +200,6 @@ def test_draft_cache_is_never_recomputed(folder: Path, monkeypatch: pytest.Monke
     assert max(fed[1:]) <= 2, "then the newest token, and the last draft token if it was accepted"
 
 
-# --- draft length ---
-
-
-def test_fixed_length() -> None:
-    fixed = DraftLength(3)
-    fixed.record_accepted(0, 3)
-    assert fixed.choose() == 3
-
-
-@pytest.mark.parametrize(
-    ("rate", "draft_cost", "slope", "expected"),
-    [
-        (0.9, 0.01, 0.0, range(7, 9)),  # cheap and right: as long as may be
-        (0.6, 0.01, 0.5, range(0, 3)),  # verifying more tokens is dear
-        (0.05, 0.2, 0.0, range(0, 2)),  # mostly wrong
-        (0.7, 1.5, 0.0, range(0, 1)),  # drafting costs more than the target
-    ],
-)
-def test_auto_length_finds_what_pays(
-    rate: float, draft_cost: float, slope: float, expected: range
-) -> None:
-    import random
-
-    dice = random.Random(4)
-    auto = DraftLength(8, is_auto=True)
-    chosen = []
-    for _ in range(300):
-        length = auto.choose()
-        chosen.append(length)
-        auto.record_draft(length, draft_cost * length)
-        auto.record_verify(length + 1, 1.0 + slope * length)
-        accepted = 0
-        while accepted < length and dice.random() < rate:
-            accepted += 1
-        auto.record_accepted(accepted, length)
-    late = sorted(chosen[100:])
-    assert late[len(late) // 2] in expected, late
-    if expected[0] == 0 and expected[-1] == 0:
-        assert max(late) == 1, "once in a while a draft is tried"
-
-
 # --- options and refusals ---
 
 
@@ -340,21 +285,25 @@ def test_build_wants_both_flags(
 
 def test_vocabularies_are_compared(folder: Path, tmp_path: Path) -> None:
     """By what the engines' manifests record, and by the tokenizers themselves."""
-    from specdec.run.vocabulary import check_vocabularies, compare_tokenizers
+    from specdec.run.vocabulary import ModelTokens, check_vocabularies, compare_tokenizers
 
-    target, draft = TorchEngine(folder / "target").config, TorchEngine(folder / "draft").config
-    assert target.vocabulary == draft.vocabulary
-    assert target.vocabulary is not None
-    assert target.vocabulary["num_tokens"] == 128
+    def describe(engine: Path) -> ModelTokens:
+        config = TorchEngine(engine).config
+        return ModelTokens(engine, config.checkpoint.model.vocab_size, config.vocabulary)
+
+    target, draft = describe(folder / "target"), describe(folder / "draft")
+    assert target.recorded == draft.recorded
+    assert target.recorded is not None
+    assert target.recorded["num_tokens"] == 128
     make_llama(tmp_path, vocab=160, name="other-hf")
     make_tokenizer(tmp_path / "other-hf", vocab=150)
-    other = TorchEngine(build(tmp_path, "other")).config
+    other = describe(build(tmp_path, "other"))
     with pytest.raises(SpecDecError, match="tokenizers differ: .* of 128 tokens, .* of 150"):
-        check_vocabularies(target, other, Path("t"), Path("d"), None, None)
+        check_vocabularies(target, other, None, None)
     make_tokenizer(tmp_path / "padded-hf", vocab=128)
     make_llama(tmp_path, vocab=160, name="padded-hf")
-    padded = TorchEngine(build(tmp_path, "padded")).config
-    check_vocabularies(target, padded, Path("t"), Path("d"), None, None)
+    padded = describe(build(tmp_path, "padded"))
+    check_vocabularies(target, padded, None, None)
     from transformers import AutoTokenizer
 
     ours = AutoTokenizer.from_pretrained(folder / "target-hf")

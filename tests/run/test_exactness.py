@@ -13,9 +13,13 @@ from specdec.engine.tree import Tree
 from specdec.run import verify
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.loop import Options, generate
+from specdec.run.methods.base import Proposer
+from specdec.run.methods.lookahead import LookaheadProposer
+from specdec.run.methods.prompt_lookup import PromptLookupProposer
+from specdec.run.ngram_options import LookaheadConfig, LookupOptions
 from specdec.run.requests import Request, Result
-from tests.conftest import make_drafter, make_llama
-from tests.engines import OracleProposer, continue_greedily, make_engine
+from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.engines import OracleProposer, call, continue_greedily, make_engine
 
 PROMPT_LENGTHS = (5, 17, 1, 40)
 LIMIT = 40
@@ -76,6 +80,38 @@ def test_redrafter_equals_transformers(
     assert alone == expected, "batch 1 differs from batch 4"
 
 
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("optimize", ["none", "auto"])
+def test_heads_and_eagle_equal_transformers(
+    target: Path, tmp_path: Path, method: str, optimize: str
+) -> None:
+    prompts, expected = reference(target)
+    if method == "medusa":
+        drafter = make_medusa_heads(tmp_path, scale=3.0)
+    else:
+        drafter = make_eagle_drafter(tmp_path, version=3 if method == "eagle3" else 1, scale=2.0)
+    name = method.rstrip("3")
+    call(
+        "convert", "--model-dir", target, f"--{name}-model-dir", drafter,
+        "--output-dir", tmp_path / "checkpoint",
+    )  # fmt: skip
+    call(
+        "build", "--checkpoint-dir", tmp_path / "checkpoint", "--output-dir", tmp_path / "engine",
+        "--optimize", optimize, "--max-batch-size", 3,
+    )  # fmt: skip
+    engine = TorchEngine(tmp_path / "engine", device="cpu")
+    assert engine.method == name
+    requests = make_requests(prompts)
+    assert outputs_of(engine.generate(requests)) == expected
+    for limit in (1, 2, 9):
+        cut = [tokens[:limit] for tokens in expected]
+        assert outputs_of(engine.generate(make_requests(prompts, limit=limit))) == cut
+    end = expected[0][4]
+    cut = [t[: t.index(end) + 1] if end in t else t for t in expected]
+    stopping = make_requests(prompts, end_ids=frozenset([end]))
+    assert outputs_of(engine.generate(stopping)) == cut
+
+
 @pytest.fixture(scope="module")
 def engine(target: Path, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     return TorchEngine(make_engine(tmp_path_factory.mktemp("plain"), target), device="cpu")
@@ -111,6 +147,24 @@ def test_any_drafter_leaves_the_text_unchanged(
         if quality == 1.0:
             steps = -(-(LIMIT - 1) // (length + 1))
             assert stats.num_verify_steps == steps, "a perfect drafter is always accepted"
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (6, 3), (2, 2, 1), (4, 4, 4), (7, 7, 7)], ids=str)
+def test_drafts_from_the_text_leave_it_unchanged(
+    target: Path, engine: TorchEngine, shape: tuple[int, ...]
+) -> None:
+    """Prompt lookup, by length and n-gram; lookahead, by [W,N,G], with 84 nodes at most."""
+    prompts, expected = reference(target)
+    proposer: Proposer
+    if len(shape) == 2:
+        lookup = LookupOptions(num_tokens=shape[0], max_ngram_size=shape[1])
+        proposer = PromptLookupProposer(lookup)
+    else:
+        proposer = LookaheadProposer(LookaheadConfig(*shape), engine.decoder)
+    requests = make_requests(prompts)
+    assert outputs_of(generate(engine.decoder, proposer, requests, Options())) == expected
+    few = Options(max_batch_size=2, max_num_tokens=12)
+    assert outputs_of(generate(engine.decoder, proposer, requests, few)) == expected
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 9])

@@ -18,13 +18,11 @@ from specdec.engine.tree import build_tree_mask
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import MedusaParams
 from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.choices import DEFAULT_CPU_TOKENS, Choices, grow_choices
 from specdec.run.methods.medusa import (
-    DEFAULT_CPU_TOKENS,
-    Choices,
     ChoiceTree,
     MedusaProposer,
     check_choices,
-    grow_choices,
     make_proposer,
     parse_choices,
 )

@@ -169,7 +169,7 @@ def damage(folder: Path, name: str) -> None:
         write_json(folder / "config.json", config["pretrained_config"])
     elif name == "other backend":
         config = read_json(folder / "config.json")
-        write_json(folder / "config.json", {**config, "backend": "tensorrt-llm"})
+        write_json(folder / "config.json", {**config, "backend": "onnx"})
     elif name == "truncated weights":
         data = (folder / "weights.safetensors").read_bytes()
         (folder / "weights.safetensors").write_bytes(data[:-1000])
@@ -188,7 +188,7 @@ def damage(folder: Path, name: str) -> None:
     [
         ("missing config", "config.json does not exist"),
         ("a checkpoint", "is not an engine"),
-        ("other backend", "built for the backend 'tensorrt-llm'"),
+        ("other backend", "built for the backend 'onnx'"),
         ("truncated weights", "weights.safetensors describes"),
         ("other layers", "missing: transformer.layers.2"),
         ("no kernels", "kernels.so is missing"),

@@ -19,6 +19,10 @@ from torch import Tensor
 
 from specdec.engine.tree import Tree, make_root, pack_beams
 from specdec.run import verify
+from specdec.run.methods.eagle import DynamicTree, Level, StaticTree
+from specdec.run.methods.lookahead import Lookahead
+from specdec.run.methods.prompt_lookup import NgramIndex
+from specdec.run.ngram_options import LookaheadConfig
 from specdec.run.sampling import (
     CHOICE,
     DRAFT,
@@ -104,6 +108,46 @@ def draft_heads(text: list[int], sampler: Sampler) -> Candidates:
     return Candidates(pack_beams(text[-1] if text else 0, pairs))
 
 
+class ToyDraft:
+    """The draft model behind EAGLE's trees, for one row: what `methods.eagle.Draft` is to them."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.roots = np.array([text[-1] if text else 0])
+        self.texts = [list(text)]  # of the newest level
+
+    def rank_root(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        logits = torch.stack([DRAFT_MODEL.get_logits(text) for text in self.texts])
+        best = logits.log_softmax(-1).topk(width)
+        return best.indices[None].numpy(), best.values[None].numpy()
+
+    def rank_level(self, level: Level) -> tuple[np.ndarray, np.ndarray]:
+        pairs = zip(level.parents[0].tolist(), level.tokens[0].tolist(), strict=True)
+        self.texts = [[*self.texts[parent], token] for parent, token in pairs]
+        return self.rank_root(level.width)
+
+
+def draft_ranks(text: list[int], sampler: Sampler) -> Candidates:
+    """EAGLE-1's: a static tree, a node's children following from the node."""
+    choices = ((0,), (1,), (2,), (0, 0), (0, 3), (1, 1), (0, 0, 1))
+    return Candidates(_grow(StaticTree(choices), *text[-2:]))
+
+
+def draft_sure(text: list[int], sampler: Sampler) -> Candidates:
+    """EAGLE-2's: a tree that grows where the draft model is sure."""
+    return Candidates(_grow(DynamicTree(top_k=3, depth=3, num_tokens=7), *text[-2:]))
+
+
+_TREES: dict[Any, Tree] = {}
+
+
+def _grow(tree: StaticTree | DynamicTree, *text: int) -> Tree:
+    key = (type(tree), text)
+    if key not in _TREES:
+        draft: Any = ToyDraft(text)
+        _TREES[key] = tree.grow(draft)[0]
+    return _TREES[key]
+
+
 def draft_chain(stream: int, length: int) -> Drafter:
     """A chain drawn token by token, as draft-target proposes."""
 
@@ -125,6 +169,32 @@ def draft_chain(stream: int, length: int) -> Drafter:
     return draft
 
 
+def draft_copy(text: list[int], sampler: Sampler) -> Candidates:
+    """What followed the newest token before, as prompt lookup proposes; the prompt is 0 1 3 0 2."""
+    index = NgramIndex(2)
+    index.extend([0, 1, 3, 0, 2, *text])
+    root = text[-1] if text else 2
+    copied = index.draft(2)
+    return Candidates(pack_beams(root, np.array([copied])) if copied else make_root(root))
+
+
+def draft_window(text: list[int], sampler: Sampler) -> Candidates:
+    """A window that the target itself fills, as lookahead proposes."""
+    return Candidates(_fill_window(*text))
+
+
+@functools.cache
+def _fill_window(*text: int) -> Tree:
+    """The tree after a text that came one token a step; before the first one is 0."""
+    lookahead = Lookahead(LookaheadConfig(2, 3, 2), [0, 1, 3, 0, 2])
+    for end in range(len(text) + 1):
+        tree = lookahead.grow([0, *text[:end]])
+        texts = list_texts(tree, list(text[:end]))
+        ends = [TARGET.get_logits(texts[node]) for node in lookahead.ends]
+        lookahead.advance([int(logits.argmax()) for logits in ends])
+    return tree
+
+
 METHODS: dict[str, Drafter] = {
     "plain": draft_nothing,
     "beams": draft_beams,
@@ -132,8 +202,15 @@ METHODS: dict[str, Drafter] = {
     "draft model, ratio": draft_chain(DRAFT, 2),
     "draft model, long chain, ratio": draft_chain(DRAFT, 4),
     "draft model, compared": draft_chain(CHOICE, 2),
+    "prompt lookup": draft_copy,
+    "lookahead": draft_window,
+    "static tree": draft_ranks,
+    "dynamic tree": draft_sure,
 }
-EXACT_BY_SEED = ["beams", "heads", "draft model, compared"]
+EXACT_BY_SEED = [
+    "beams", "heads", "draft model, compared", "prompt lookup", "lookahead", "static tree",
+    "dynamic tree",
+]  # fmt: skip
 
 
 def write_texts(drafters: Sequence[Drafter], params: Sequence[SamplingParams]) -> list[list[int]]:

@@ -20,7 +20,10 @@ from tests.conftest import ROOT
 # As in this process, see conftest.py; and without an installed specdec.
 ONE_THREAD = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 MAIN = "from specdec.train.cli import main; main()"
-BASIC = ("--dtype", "float32", "--model-max-length", "32", "--batch-size", "2", "--seed", "3")
+BASIC = (
+    "--dtype", "float32", "--model-max-length", "32", "--batch-size", "2", "--seed", "3",
+    "--eval-prompts", "0",
+)  # fmt: skip
 
 
 def read_weights(folder: Path) -> dict[str, Any]:
@@ -309,7 +312,8 @@ def test_two_processes_learn_what_one_does(
     assert one.status == 0, one.err
     script = tmp_path / "main.py"
     script.write_text(MAIN)
-    arguments = [str(a) for a in (*inputs, "--output-dir", tmp_path / "two", *options)]
+    measure = ("--eval-prompts", 1, "--eval-output-len", 8)
+    arguments = [str(a) for a in (*inputs, "--output-dir", tmp_path / "two", *options, *measure)]
     two = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -320,6 +324,8 @@ def test_two_processes_learn_what_one_does(
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("\n") == 1
     reports = json.loads(one.out), json.loads(two.stdout)
+    # The engine's own processes do not take themselves for more of those that train.
+    assert reports[1]["eval"]["acceptance"]["num_output_tokens"] == 8
     assert reports[0]["tokens"] == reports[1]["tokens"]
     assert reports[0]["eval"]["num_labels"] == reports[1]["eval"]["num_labels"]
     assert abs(reports[0]["eval"]["loss"] - reports[1]["eval"]["loss"]) < 1e-3

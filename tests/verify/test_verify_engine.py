@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,20 +26,11 @@ from tests.conftest import (
     read_error_lines,
     run_cli,
 )
-from tests.engines import call, make_engine
+from tests.engines import call, make_engine, run_here
 
 Report = dict[str, Any]
 CALL_RUN = runner.call_run
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
-
-
-def run_here(arguments: Sequence[str]) -> Report:
-    """specdec-run in this process, which spares its start."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        call("run", "--json", *arguments)
-    report: Report = json.loads(out.getvalue())
-    return report
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +102,23 @@ def test_a_medusa_engine_is_exact(parent: Path) -> None:
     call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", "none")
     report = verify(engine, parent / "target")
     assert (report["verdict"], report["method"]) == ("exact", "medusa")
+
+
+def test_prompt_lookup_is_exact(draft_target: Path, parent: Path) -> None:
+    report = verify(draft_target, parent / "target", prompt_lookup_num_tokens=3)
+    assert (report["verdict"], report["method"]) == ("exact", "prompt_lookup")
+
+
+def test_lookahead_is_exact(parent: Path) -> None:
+    folder = parent / "window"
+    folder.mkdir()
+    flags = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
+    engine = make_engine(folder, parent / "target", optimize="none", build=flags)
+    report = verify(engine, parent / "target", sampling=True, num_samples=100)
+    assert (report["verdict"], report["method"]) == ("exact", "lookahead")
+    assert report["sampling"]["same_seeds"]["different"] == 0
+    with pytest.raises(SpecDecError, match="drafts 83 tokens a step"):
+        verify(engine, parent / "target", lookahead_config="[7,7,7]")
 
 
 @pytest.mark.parametrize("use_logits", [False, True])

@@ -1,4 +1,8 @@
-"""What every trainable method provides. Legend: B rows, T tokens, D hidden, P draft positions."""
+"""What every trainable method provides. Legend: B rows, T tokens, D hidden, P draft positions.
+
+Draft position i at place t of a row is about token t+2+i: token t+1 is the target's own, which
+nobody has to guess. N counts the labels of one position, V the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
+
+from ..loss import Teacher
 
 if TYPE_CHECKING:
     from ..settings import TrainSettings
+    from ..target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +31,69 @@ class TargetShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class OutputHead:
+    """The target's own output layer."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V]
+
+
+@dataclasses.dataclass(frozen=True)
 class Features:
     """What the frozen target says about a batch of rows."""
 
     tokens: Tensor  # [B, T] int64
     hidden: Tensor  # [B, T, D] last hidden states, after the final norm
     embedded: Tensor  # [B, T, D] the target's own embeddings of the tokens
+    head: OutputHead | None = None  # where something is learned from the target's distribution
+    auxiliary: Tensor | None = None  # [B, T, A D] outputs of A inner layers, where they are read
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """The labels of one draft position."""
+
+    mask: Tensor  # [B, T-2-i] which places have one
+    tokens: Tensor  # [N]
+    weights: Tensor  # [N] of each one's loss in the whole
+    hidden: Tensor  # [N, D] the target's states by which it predicts the same tokens itself
+
+
+def find_labels(
+    features: Features, mask: Tensor, num_labels: Tensor, position: int, decay: float
+) -> Labels:
+    """Return the labels of a draft position; num_labels [P] as `Drafter.forward` has them."""
+    here = mask[:, 2 + position :]
+    tokens = features.tokens[:, 2 + position :][here]
+    weight = decay**position / num_labels[position].clamp(min=1)
+    return Labels(
+        mask=here,
+        tokens=tokens,
+        weights=weight.float().expand(len(tokens)),
+        hidden=features.hidden[:, 1 + position : 1 + position + here.shape[1]][here],
+    )
+
+
+def make_teacher(features: Features, hidden: Tensor, share: float) -> Teacher | None:
+    """Let the target's distribution after its states `hidden` [N, D] be `share` of what is learned.
+
+    None where it has no share.
+    """
+    if not share:
+        return None
+    assert features.head is not None
+    return Teacher(hidden, features.head.weight, features.head.bias, share)
+
+
+class ResidualBlock(torch.nn.Module):
+    """x + silu(A x + a)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + silu(self.linear(x))
 
 
 class Drafter(torch.nn.Module, abc.ABC):
@@ -36,9 +101,9 @@ class Drafter(torch.nn.Module, abc.ABC):
 
     num_positions: int
 
-    @abc.abstractmethod
     def count_labels(self, mask: Tensor) -> Tensor:
         """Count the labels of each draft position. mask [B, T] bool -> [P]."""
+        return torch.stack([mask[:, 2 + i :].sum() for i in range(self.num_positions)])
 
     @abc.abstractmethod
     def forward(
@@ -52,9 +117,21 @@ class Drafter(torch.nn.Module, abc.ABC):
         """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingMethod:
-    """A method's entry in the registry."""
+    """A method's entry in the registry.
 
-    build: Callable[[TrainSettings, TargetShape], Drafter]
-    describe: Callable[[Any], Mapping[str, Any]]  # a drafter -> its part of config.json
+    describe: a drafter and its target -> its config.json. convert_flags: what specdec-convert is
+    given besides the drafter's folder, which follows `convert_folder`. list_shared: tensors of the
+    target that the written file repeats, by their names there. choose_layers: the target's layers,
+    from 0, whose outputs are read as `Features.auxiliary`, from the settings and its configuration.
+    """
+
+    build: Callable[[TrainSettings, Target], Drafter]
+    describe: Callable[[Any, Target], Mapping[str, Any]]
+    convert_folder: str
+    convert_flags: Callable[[TrainSettings], list[str]] = lambda settings: []
+    list_shared: Callable[[Target], Mapping[str, Tensor]] = lambda target: {}
+    choose_layers: Callable[[TrainSettings, Any], tuple[int, ...]] = lambda settings, config: ()
+    weights_name: str = "model.safetensors"
+    needs_head: bool = False

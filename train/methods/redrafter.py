@@ -20,21 +20,19 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ..loss import compute_loss, measure_positions
-from .base import Drafter, Features, TargetShape, TrainingMethod
+from .base import (
+    Drafter,
+    Features,
+    ResidualBlock,
+    TargetShape,
+    TrainingMethod,
+    find_labels,
+    make_teacher,
+)
 
 if TYPE_CHECKING:
     from ..settings import TrainSettings
-
-
-class ResidualBlock(torch.nn.Module):
-    """x + silu(A x + a)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + silu(self.linear(x))
+    from ..target import Target
 
 
 class ReDrafter(Drafter):
@@ -50,6 +48,7 @@ class ReDrafter(Drafter):
         is_rnn: bool = True,
         max_k: int = 5,
         loss_decay: float = 1.0,
+        self_distillation: float = 0.0,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -59,6 +58,7 @@ class ReDrafter(Drafter):
         self.is_rnn = is_rnn
         self.max_k = min(max_k, shape.vocab_size)
         self.loss_decay = loss_decay
+        self.self_distillation = self_distillation
         self.input_proj: torch.nn.Linear | None = None
         if self.exit_dim != 2 * shape.hidden_size:
             self.input_proj = torch.nn.Linear(2 * shape.hidden_size, self.exit_dim)
@@ -84,22 +84,17 @@ class ReDrafter(Drafter):
             states.append(state)
         return states
 
-    def count_labels(self, mask: Tensor) -> Tensor:
-        return torch.stack([mask[:, 2 + i :].sum() for i in range(self.num_positions)])
-
     def forward(
         self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
     ) -> tuple[Tensor, Tensor]:
-        inputs, labels, label_weights, label_masks = [], [], [], []
-        for step, state in enumerate(self.compute_states(features.embedded)):
-            label_mask = mask[:, 2 + step :]  # [B, T-2-i]
+        states = self.compute_states(features.embedded)
+        positions = range(self.num_positions)
+        labels = [find_labels(features, mask, num_labels, i, self.loss_decay) for i in positions]
+        inputs = []
+        for state, found in zip(states, labels, strict=True):
             hidden = features.hidden[:, : state.shape[1]]  # [B, T-2-i, D]
             # Only places with a label go through the head, which is nearly all of the work.
-            inputs.append(torch.cat((hidden[label_mask], state[label_mask]), dim=-1))
-            labels.append(features.tokens[:, 2 + step :][label_mask])
-            weight = self.loss_decay**step / num_labels[step].clamp(min=1)
-            label_weights.append(weight.float().expand(len(labels[-1])))
-            label_masks.append(label_mask)
+            inputs.append(torch.cat((hidden[found.mask], state[found.mask]), dim=-1))
         x = torch.cat(inputs)  # [N, 2D]
         if self.input_proj is not None:
             x = self.input_proj(x)
@@ -109,25 +104,35 @@ class ReDrafter(Drafter):
         output = self.lm_head[self.num_layers].weight  # [V, E]
         assert isinstance(output, Tensor)
         loss, losses, ranks = compute_loss(
-            x, output, torch.cat(labels), torch.cat(label_weights), measure=measure
+            x,
+            output,
+            torch.cat([found.tokens for found in labels]),
+            torch.cat([found.weights for found in labels]),
+            measure=measure,
+            teacher=make_teacher(
+                features, torch.cat([found.hidden for found in labels]), self.self_distillation
+            ),
         )
-        return loss, measure_positions(losses, ranks, label_masks, self.max_k).pack()
+        masks = [found.mask for found in labels]
+        return loss, measure_positions(losses, ranks, masks, self.max_k).pack()
 
 
-def build_redrafter(settings: TrainSettings, shape: TargetShape) -> ReDrafter:
+def build_redrafter(settings: TrainSettings, target: Target) -> ReDrafter:
     """Make a drafter with fresh weights."""
+    assert settings.self_distillation is not None
     return ReDrafter(
-        shape,
+        target.shape,
         num_layers=settings.redrafter_num_layers,
         num_positions=settings.redrafter_predict_n_tokens,
         exit_dim=settings.redrafter_exit_dim,
         is_rnn=settings.redrafter_rnn,
-        max_k=settings.redrafter_top_k,
+        max_k=settings.report_top_k,
         loss_decay=settings.redrafter_loss_decay,
+        self_distillation=settings.self_distillation,
     )
 
 
-def describe_redrafter(drafter: ReDrafter) -> Mapping[str, Any]:
+def describe_redrafter(drafter: ReDrafter, target: Target) -> Mapping[str, Any]:
     """Return the keys of Apple's drafter config.json, and how many tokens were trained."""
     return {
         "architectures": ["Drafter"],
@@ -142,4 +147,11 @@ def describe_redrafter(drafter: ReDrafter) -> Mapping[str, Any]:
     }
 
 
-METHOD = TrainingMethod(build=build_redrafter, describe=describe_redrafter)
+METHOD = TrainingMethod(
+    build=build_redrafter,
+    describe=describe_redrafter,
+    convert_folder="--drafter-model-dir",
+    convert_flags=lambda settings: [
+        "--redrafter-draft-len-per-beam", str(settings.redrafter_predict_n_tokens)
+    ],
+)  # fmt: skip

@@ -33,6 +33,7 @@ class Block:
 
 def list_blocks(spec: TensorSpec, model: ModelConfig, rank: int) -> list[Block]:
     """List the blocks of the full tensor that make up one rank's part, from the top."""
+    model = spec.owner or model
     tp_size, num_rows = model.tp_size, spec.shape[0]
     if spec.shard is Shard.COLUMNS:
         width = spec.shape[1] // tp_size

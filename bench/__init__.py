@@ -1,0 +1,1 @@
+"""specdec-bench, specdec tune and specdec diagnose: what speculation brings on this machine."""

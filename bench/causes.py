@@ -1,0 +1,257 @@
+"""Why speculation is not faster: each cause with its evidence, and what removing it would bring.
+
+All of it is arithmetic on measurements. With C the time of a speculative step, P that of a plain
+one and E the tokens that a speculative step emits, speculation is E P / C times as fast; E must
+exceed C / P, the break-even. A cause's gain is that ratio without the cause over the ratio now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+GOOD_RATE = 0.8  # of drafted tokens accepted where they are reached: what good drafters come to
+LEAST_GAIN = 1.05  # a cause that would bring less is not told
+LEAST_STEPS = 30  # of a range of context lengths, to be told apart from chance
+FALL = 0.7  # of the best acceptance before it, that makes a range of contexts suspicious
+SATURATED = 0.9  # of the largest float16
+MAX_FLOAT16 = 65504.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was measured for one batch size.
+
+    speculation, plain: milliseconds of a step by part, and `total`. step_ms: of a verify step by
+    tokens a request. tokens_per_step: verified a request. by_position: share of steps that accept
+    at least 1, 2, ... draft tokens. contexts: (tokens before a step, draft tokens it accepted).
+    ratio: of tokens per second, prompts included; step_ratio: without them. smallest: the ratio at
+    the smallest batch that was measured, and its size.
+    """
+
+    batch_size: int
+    speculation: dict[str, float]
+    plain: dict[str, float]
+    step_ms: dict[int, float]
+    tokens_per_step: float
+    acceptance_length: float
+    by_position: Sequence[float]
+    contexts: Sequence[tuple[int, int]]
+    ratio: float
+    step_ratio: float
+    smallest: tuple[int, float]
+    prefill_share: float
+
+    @property
+    def break_even(self) -> float:
+        """Tokens a step must emit to be as fast as plain decoding."""
+        return self.speculation["total"] / self.plain["total"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """A cause and what to do about it.
+
+    gain: None where nothing can be reckoned. is_certain: something is wrong, whatever it costs.
+    """
+
+    name: str
+    evidence: str
+    remedy: str
+    gain: float | None = None
+    is_certain: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        gain = None if self.gain is None else round(self.gain, 3)
+        return dataclasses.asdict(self) | {"gain": gain}
+
+
+def rank_causes(facts: Facts, others: Sequence[Cause]) -> list[Cause]:
+    """What is certainly wrong first, then by gain, then what can only be suspected."""
+    found = [cause for find in FINDERS if (cause := find(facts)) is not None]
+    told = [c for c in found if c.gain is not None and c.gain >= LEAST_GAIN]
+    certain = [c for c in others if c.is_certain]
+    suspected = [c for c in others if not c.is_certain]
+    return [*certain, *sorted(told, key=lambda c: -(c.gain or 0.0)), *suspected]
+
+
+def find_low_acceptance(facts: Facts) -> Cause | None:
+    """Fewer drafted tokens are right than those of a good drafter would be."""
+    if not facts.by_position:
+        return None
+    good = sum(GOOD_RATE**n for n in range(len(facts.by_position) + 1))
+    shares = ", ".join(f"{share:.0%}" for share in facts.by_position)
+    return Cause(
+        "few drafted tokens are accepted",
+        f"a step emits {facts.acceptance_length:.2f} tokens and breaks even at"
+        f" {facts.break_even:.2f}; steps that accept at least 1, 2, ...: {shares}; a drafter that"
+        f" is right {GOOD_RATE:.0%} of the time would emit {good:.2f}",
+        "train the drafter longer, on the target's own answers to prompts such as these",
+        good / max(facts.acceptance_length, 1.0),
+    )
+
+
+def find_long_draft(facts: Facts) -> Cause | None:
+    """The last positions are accepted too seldom for what they cost."""
+    depth = len(facts.by_position)
+    if depth < 2:
+        return None
+    plain, extra = facts.plain["total"], facts.speculation["total"] - facts.plain["total"]
+    speeds = [
+        (1 + sum(facts.by_position[:n])) / (plain + extra * n / depth) for n in range(depth + 1)
+    ]
+    best = max(range(depth + 1), key=speeds.__getitem__)
+    price = extra / depth / plain
+    advice = f"draft {best} tokens" if best else "decode without speculation"
+    return Cause(
+        "the draft is too long",
+        f"each of {depth} positions costs {price:.0%} of a plain step on average, and pays only"
+        f" where at least as large a share of steps accepts it; the last is accepted in"
+        f" {facts.by_position[-1]:.0%}",
+        f"{advice}; specdec tune measures which",
+        speeds[best] / speeds[depth],
+    )
+
+
+def find_dear_drafter(facts: Facts) -> Cause | None:
+    """Drafting takes much of a step."""
+    total, draft = facts.speculation["total"], facts.speculation["draft"]
+    return Cause(
+        "the drafter takes long",
+        f"drafting takes {draft:.3f} of {total:.3f} ms, {draft / total:.0%} of a step",
+        "use a smaller drafter, fewer beams or a shorter draft",
+        total / max(1e-9, total - draft),
+    )
+
+
+def find_dear_verification(facts: Facts) -> Cause | None:
+    """A verify step over the tree costs far more than one over a token."""
+    total, verify = facts.speculation["total"], facts.speculation["verify"]
+    extra = verify - facts.plain["verify"]
+    costs = ", ".join(f"{n}: {ms / facts.step_ms[1]:.2f}" for n, ms in facts.step_ms.items())
+    return Cause(
+        "verification is dear on this machine",
+        f"a step verifies {facts.tokens_per_step:.1f} tokens a request in {verify:.3f} ms, a plain"
+        f" one takes {facts.plain['verify']:.3f} ms; times of one token, by tokens: {costs}",
+        "verify a smaller tree, or bfloat16 weights with compiled kernels",
+        total / max(1e-9, total - max(0.0, extra)),
+    )
+
+
+def find_overhead(facts: Facts) -> Cause | None:
+    """Accepting and bookkeeping take more of a step than those of plain decoding."""
+    total = facts.speculation["total"]
+    ours, plain = (times["accept"] + times["other"] for times in (facts.speculation, facts.plain))
+    return Cause(
+        "acceptance and bookkeeping take long",
+        f"they take {ours:.3f} of {total:.3f} ms a step, {plain:.3f} ms in a plain one",
+        "a larger target makes them small; for a small one, a smaller tree does",
+        total / max(1e-9, total - max(0.0, ours - plain)),
+    )
+
+
+def find_large_batch(facts: Facts) -> Cause | None:
+    """Speculation wins more in a smaller batch."""
+    size, ratio = facts.smallest
+    if size == facts.batch_size:
+        return None
+    return Cause(
+        "the batch is large",
+        f"speculation is {facts.ratio:.2f} times as fast with {facts.batch_size} requests at once"
+        f" and {ratio:.2f} times with {size}: a full batch uses the machine without it",
+        "draft less in large batches; --draft-len auto does that for a draft model",
+        ratio / max(1e-9, facts.ratio),
+    )
+
+
+def find_long_prompts(facts: Facts) -> Cause | None:
+    """The prompts' own passes, which nothing drafts, take much of the time."""
+    return Cause(
+        "the prompts take much of the time",
+        f"{facts.prefill_share:.0%} of plain decoding is the prompts' own passes; without them"
+        f" speculation is {facts.step_ratio:.2f} times as fast",
+        "ask for longer outputs, or take shared prefixes with --kv-cache-enable-block-reuse",
+        facts.step_ratio / max(1e-9, facts.ratio),
+    )
+
+
+def find_long_context(facts: Facts) -> Cause | None:
+    """Acceptance falls where the text has grown long."""
+    ranges: dict[int, list[int]] = {}
+    for length, accepted in facts.contexts:
+        ranges.setdefault(length.bit_length(), []).append(accepted)
+    means = {
+        bits: sum(found) / len(found)
+        for bits, found in sorted(ranges.items())
+        if len(found) >= LEAST_STEPS
+    }
+    best = 0.0
+    for mean in means.values():
+        if mean < FALL * best:
+            overall = sum(accepted for _, accepted in facts.contexts) / len(facts.contexts)
+            told = ", ".join(f"from {1 << (b - 1)}: {m:.2f}" for b, m in means.items())
+            return Cause(
+                "acceptance falls in long contexts",
+                f"draft tokens accepted a step, by tokens before it: {told}",
+                "train the drafter on sequences as long as these (--model-max-length)",
+                (1 + best) / (1 + overall),
+            )
+        best = max(best, mean)
+    return None
+
+
+FINDERS: tuple[Callable[[Facts], Cause | None], ...] = (
+    find_low_acceptance, find_long_draft, find_dear_drafter, find_dear_verification,
+    find_overhead, find_large_batch, find_long_prompts, find_long_context,
+)  # fmt: skip
+
+
+def find_overflow(dtype: str, largest: float) -> Cause | None:
+    """Values of a float16 engine that overflow, or are about to. largest: nan, inf or finite."""
+    if dtype != "float16" or largest <= SATURATED * MAX_FLOAT16:
+        return None
+    return Cause(
+        "float16 overflows",
+        f"the largest hidden value or logit is {largest:g}, float16 ends at {MAX_FLOAT16:g}",
+        "convert with --dtype bfloat16",
+        is_certain=True,
+    )
+
+
+def find_wrong_tokenizer(
+    recorded: dict[str, Any] | None, given: dict[str, Any] | None
+) -> Cause | None:
+    """A tokenizer other than the one that the engine's model came with."""
+    if recorded is None or given is None or recorded == given:
+        return None
+    return Cause(
+        "the tokenizer is another model's",
+        f"the engine was made from a folder whose tokenizer has {recorded['num_tokens']} tokens;"
+        f" the one given has {given['num_tokens']}, and their tokens and ids differ",
+        "give the base model's folder as --tokenizer-dir",
+        is_certain=True,
+    )
+
+
+def find_unused_template(has_template: bool, num_messages: int) -> Cause | None:
+    """Bare prompts for a model of chats."""
+    if not has_template or num_messages:
+        return None
+    return Cause(
+        "the chat template is not used",
+        "the tokenizer has one and no prompt goes through it: drafters of chat models are trained"
+        " on conversations",
+        'write prompts as {"messages": [...]} or {"turns": [...]}',
+    )
+
+
+def find_missing_kernels(device: str, has_kernels: bool) -> Cause | None:
+    """An engine that runs on torch's own operators."""
+    if device != "cpu" or has_kernels:
+        return None
+    return Cause(
+        "the engine has no compiled kernels",
+        "it runs on torch's own operators, in which a step of several tokens costs more",
+        "build it again with --optimize native, where a C++ compiler is installed",
+    )

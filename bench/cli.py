@@ -1,0 +1,30 @@
+"""specdec-bench."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from specdec.command import run_command, stage_command
+
+from .settings import BenchSettings
+
+
+@stage_command("bench", BenchSettings)
+def command(settings: BenchSettings) -> None:
+    """Measure an engine with and without speculation, by turns in one process."""
+    from .pipeline import find_error, run_bench
+    from .report import format_report, write_report
+
+    report = run_bench(settings)
+    click.echo(json.dumps(report) if settings.json else format_report(report))
+    if settings.output is not None:
+        write_report(report, settings.output, force=settings.force)
+    if error := find_error(report, settings.use_logits):
+        raise error
+
+
+def main() -> None:
+    """Entry point of `specdec-bench`."""
+    run_command(command)

@@ -1,0 +1,183 @@
+"""Why is speculation not faster here? Measure, then rank the causes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.run.methods.base import Proposer
+from specdec.run.requests import ActiveRequest
+from specdec.settings import require
+from specdec.vocabulary import read_vocabulary
+
+from .causes import (
+    Cause,
+    Facts,
+    find_missing_kernels,
+    find_overflow,
+    find_unused_template,
+    find_wrong_tokenizer,
+    rank_causes,
+)
+from .engine import Bench, open_bench
+from .machine import LoadMeter, describe_load, describe_machine
+from .measure import measure_batch
+from .prompts import Prompt, read_prompt_set
+from .settings import DiagnoseSettings, read_counts
+from .steps import list_sizes, time_steps
+
+
+@dataclasses.dataclass
+class Observed:
+    """What a run showed besides its times.
+
+    contexts: (tokens before a step, draft tokens it accepted). largest: hidden value or logit.
+    """
+
+    contexts: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    largest: float = 0.0
+
+
+def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
+    """Return the causes for each batch size, with what they were found by."""
+    require(settings, "engine_dir", "tokenizer_dir")
+    batch_sizes = sorted(read_counts("--batch-sizes", settings.batch_sizes))
+    prompts = read_prompt_set(settings.prompts)
+    run_settings = settings.to_run()
+    meter = LoadMeter()
+    bench = open_bench(run_settings)
+    bench.take_prompts(prompts, run_settings)
+    bench.check_batch_sizes(batch_sizes)
+    observed = observe_run(bench, max(batch_sizes))
+    suspects = list_suspects(bench, prompts, observed, settings.tokenizer_dir)
+    batches = []
+    smallest = None
+    for size in batch_sizes:
+        measured = measure_batch(bench, size, settings.repeat)
+        smallest = smallest or (size, measured["ratio"]["median"])
+        facts = collect_facts(bench, measured, observed, smallest, settings.repeat)
+        batches.append(
+            {
+                "batch_size": size,
+                "ratio": measured["ratio"],
+                "acceptance_length": facts.acceptance_length,
+                "break_even": round(facts.break_even, 4),
+                "step_ms": {"speculation": facts.speculation, "plain": facts.plain},
+                "step_ms_by_tokens": facts.step_ms,
+                "causes": [cause.to_json() for cause in rank_causes(facts, suspects)],
+            }
+        )
+    others = meter.measure()
+    return {
+        **describe_machine(),
+        "processors_used_by_others": others,
+        "engine_dir": str(settings.engine_dir),
+        "method": bench.engine.method,
+        "device": str(bench.engine.device),
+        "dtype": bench.dtype,
+        "num_prompts": len(bench.requests),
+        "max_output_len": settings.max_output_len,
+        "batches": batches,
+        "warnings": describe_load(others),
+    }
+
+
+def observe_run(bench: Bench, batch_size: int) -> Observed:
+    """Decode once, untimed, and look at every step."""
+    observed = Observed()
+    with watch(bench, observed):
+        bench.run(bench.engine.proposer, batch_size)
+    return observed
+
+
+@contextlib.contextmanager
+def watch(bench: Bench, observed: Observed) -> Iterator[None]:
+    """Note what the engine's proposer is shown of each step."""
+    proposer: Proposer = bench.engine.proposer
+    honest = proposer.observe
+    half = bench.dtype == "float16"
+
+    def observe(
+        requests: Sequence[ActiveRequest], states: Any, paths: Sequence[Sequence[int]]
+    ) -> None:
+        for line, (request, path) in enumerate(zip(requests, paths, strict=True)):
+            if request.stats.num_verify_steps:  # else it is the prompt's own pass
+                length = len(request.request.input_ids) + len(request.output_ids)
+                observed.contexts.append((length - len(path), len(path) - 1))
+            if half:
+                own = states[line, list(path)]
+                logits = bench.engine.decoder.compute_logits(own[None])
+                observed.largest = find_largest(observed.largest, own, logits)
+        honest(requests, states, paths)
+
+    proposer.observe = observe
+    try:
+        yield
+    finally:
+        del proposer.observe
+
+
+def find_largest(before: float, *tensors: Any) -> float:
+    """The largest magnitude so far; infinity for what is no number."""
+    import torch
+
+    for tensor in tensors:
+        value = float(torch.nan_to_num(tensor.float().abs(), nan=torch.inf, posinf=torch.inf).max())
+        before = max(before, value)
+    return before
+
+
+def list_suspects(
+    bench: Bench, prompts: Sequence[Prompt], observed: Observed, tokenizer_dir: str | None
+) -> list[Cause]:
+    """Causes that no time tells."""
+    engine = bench.engine
+    folder = Path(tokenizer_dir or "")
+    num_messages = sum("messages" in prompt.entry or bool(prompt.turns) for prompt in prompts)
+    found = (
+        find_overflow(bench.dtype, observed.largest),
+        find_wrong_tokenizer(
+            engine.config.vocabulary, read_vocabulary(folder) if folder.is_dir() else None
+        ),
+        find_unused_template(bool(bench.tokenizer.chat_template), num_messages),
+        find_missing_kernels(engine.device.type, engine.decoder.kernels is not None),
+    )
+    return [cause for cause in found if cause is not None]
+
+
+def collect_facts(
+    bench: Bench,
+    measured: dict[str, Any],
+    observed: Observed,
+    smallest: tuple[int, float],
+    repeat: int,
+) -> Facts:
+    """Put together what a batch's measurement and the costs of its steps say."""
+    acceptance = measured["acceptance"]
+    lengths = [length for length, _ in observed.contexts] or [1]
+    sizes = list_sizes(1 + bench.engine.proposer.max_draft_tokens)
+    costs = time_steps(
+        bench.engine.decoder, sizes, past_len=round(statistics.median(lengths)),
+        repeat=max(3, repeat), batch_size=measured["batch_size"],
+    )  # fmt: skip
+    plain = measured["plain"]
+    prefill = plain["prefill_seconds"]["median"]
+    stepping = plain["num_steps"] * plain["step_ms"]["total"] / 1000
+    return Facts(
+        batch_size=measured["batch_size"],
+        speculation=measured["speculation"]["step_ms"],
+        plain=plain["step_ms"],
+        step_ms={size: round(1000 * seconds, 4) for size, seconds in costs.items()},
+        tokens_per_step=1 + acceptance["draft_tokens_per_step"],
+        acceptance_length=acceptance["acceptance_length"],
+        by_position=acceptance["accepted_by_position"],
+        contexts=observed.contexts,
+        ratio=measured["ratio"]["median"],
+        step_ratio=measured["step_ratio"]["median"],
+        smallest=smallest,
+        prefill_share=prefill / (prefill + stepping),
+    )

@@ -1,0 +1,139 @@
+"""An engine in this process, run with and without speculation on the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.errors import SpecDecError
+from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.draft_options import read_draft_options
+from specdec.run.loop import Options, Timing, generate
+from specdec.run.methods.base import PlainProposer, Proposer
+from specdec.run.pipeline import check_flags, load_torch_engine
+from specdec.run.prompts import load_tokenizer
+from specdec.run.requests import Request, Result
+from specdec.run.settings import RunSettings
+from specdec.settings import require
+from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
+from specdec.trtllm.engine_folder import read_backend
+
+from .prompts import Prompt, group_requests
+
+PARTS = ("draft", "verify", "accept", "other")  # of a step
+Groups = Mapping[str, Sequence[Request]]  # requests by category
+
+
+@dataclasses.dataclass
+class Pass:
+    """One decoding of all requests, category after category."""
+
+    seconds: dict[str, float]  # by category
+    results: dict[str, list[Result]]
+    timing: Timing
+
+    @property
+    def texts(self) -> list[list[int]]:
+        return [result.output_ids for results in self.results.values() for result in results]
+
+    def count_tokens(self, category: str | None = None) -> int:
+        return sum(
+            len(result.output_ids)
+            for name, results in self.results.items()
+            if category in (None, name)
+            for result in results
+        )
+
+
+class Bench:
+    """An engine, its tokenizer, and the prompts as requests."""
+
+    def __init__(self, engine: TorchEngine, tokenizer: Any) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.plain = PlainProposer()
+        self.groups: Groups = {}
+
+    @property
+    def dtype(self) -> str:
+        return str(self.engine.config.checkpoint.model.dtype)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those of all categories."""
+        return [request for group in self.groups.values() for request in group]
+
+    def take_prompts(self, prompts: Sequence[Prompt], settings: RunSettings) -> None:
+        """Turn prompts into requests; raise SpecDecError where the engine has no room for them."""
+
+        def answer(requests: Sequence[Request]) -> list[list[int]]:
+            self.engine.check_requests(requests)
+            results = self.decode(requests, self.plain, self.max_batch_size, Timing())
+            return [result.output_ids for result in results]
+
+        self.groups = group_requests(prompts, settings, self.tokenizer, answer)
+        self.engine.check_requests(self.requests)
+
+    @property
+    def max_batch_size(self) -> int:
+        return int(self.engine.config.build.max_batch_size)
+
+    def check_batch_sizes(self, sizes: Sequence[int]) -> None:
+        """Raise SpecDecError for a batch that the engine or the prompts are too few for."""
+        smallest = min(len(group) for group in self.groups.values())
+        for size in sizes:
+            if size > self.max_batch_size:
+                raise SpecDecError(
+                    f"batch size {size}: the engine's max_batch_size is {self.max_batch_size}",
+                    f"build it with --max-batch-size {size}, or measure smaller batches",
+                )
+            if size > smallest:
+                raise SpecDecError(
+                    f"batch size {size}: a category has {smallest} prompts, so that the batch would"
+                    " never be full",
+                    "give more prompts, or measure smaller batches",
+                )
+
+    def decode(
+        self, requests: Sequence[Request], proposer: Proposer, batch_size: int, timing: Timing
+    ) -> list[Result]:
+        """Decode requests with an empty cache; nothing of an earlier call is used again."""
+        options = Options(
+            max_num_tokens=self.engine.config.build.max_num_tokens,
+            max_batch_size=batch_size,
+            tokenizer=self.tokenizer,
+        )
+        results: list[Result] = generate(self.engine.decoder, proposer, requests, options, timing)
+        return results
+
+    def run(self, proposer: Proposer, batch_size: int) -> Pass:
+        """Decode the requests of every category."""
+        done = Pass({}, {}, Timing(is_exact=True))
+        for category, requests in self.groups.items():
+            began = time.perf_counter()
+            done.results[category] = self.decode(requests, proposer, batch_size, done.timing)
+            done.seconds[category] = time.perf_counter() - began
+        return done
+
+
+def open_bench(settings: RunSettings, *, needs_drafter: bool = True) -> Bench:
+    """Load what the flags of specdec-run say; raise SpecDecError where nothing drafts."""
+    require(settings, "engine_dir", "tokenizer_dir")
+    check_flags(settings)
+    options = read_draft_options(settings)
+    assert settings.engine_dir is not None
+    if read_backend(settings.engine_dir) == TENSORRT_LLM:
+        raise SpecDecError(
+            f"{settings.engine_dir} is an engine of TensorRT-LLM, whose steps cannot be timed here",
+            "compare specdec-run with and without --no-speculation, or build it with"
+            " --backend torch",
+        )
+    tokenizer = load_tokenizer(settings.tokenizer_dir)
+    engine = load_torch_engine(settings, options, tokenizer)
+    if needs_drafter and engine.method == "plain":
+        raise SpecDecError(
+            f"{settings.engine_dir} is a plain engine: there is no speculation to measure",
+            "give an engine with a drafter, or --draft-engine-dir",
+        )
+    return Bench(engine, tokenizer)

@@ -1,0 +1,114 @@
+"""The machine that figures come from, and what else it was doing meanwhile."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from specdec import __version__
+
+CPU_INFO = Path("/proc/cpuinfo")
+CPU_TIMES = Path("/proc/stat")
+SELF_STATUS = Path("/proc/self/status")
+BUSY_SHARE = 0.1  # of the processors; more than this for others makes figures doubtful
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the head of every report: date, processor, cores, threads, libraries, load."""
+    machine: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "specdec": __version__,
+        "processor": read_processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": count_usable_cores(),
+        "memory_gb": round(_read_total_memory() / 1e9, 1),
+        "platform": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    if (torch := sys.modules.get("torch")) is not None:
+        machine |= {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
+        if torch.cuda.is_available():
+            machine["gpu"] = torch.cuda.get_device_name()
+    return machine
+
+
+def read_processor() -> str:
+    """Return the processor's name."""
+    return next(iter(_read_cpu_info("model name")), platform.processor())
+
+
+def read_cpu_flags() -> set[str]:
+    """Return the names of the processor's instruction sets; empty where nobody tells."""
+    lines = [*_read_cpu_info("flags"), *_read_cpu_info("Features")]
+    return {word for line in lines for word in line.split()}
+
+
+def _read_cpu_info(key: str) -> list[str]:
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    return [line.split(":", 1)[1].strip() for line in lines if line.startswith(key)]
+
+
+def count_usable_cores() -> int:
+    """Return how many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _read_total_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+
+
+def measure_memory() -> dict[str, float | None]:
+    """Return the process's peak memory, and the GPU's, in MB."""
+    lines = SELF_STATUS.read_text().splitlines() if SELF_STATUS.exists() else []
+    peak = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
+    gpu = None
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        gpu = round(torch.cuda.max_memory_allocated() / 1e6, 1)
+    return {"peak_mb": None if peak is None else round(peak * 1024 / 1e6, 1), "peak_gpu_mb": gpu}
+
+
+class LoadMeter:
+    """How busy others keep the processors between its making and `measure`."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._busy, self._own = _read_busy_seconds(), sum(os.times()[:4])
+
+    def measure(self) -> float | None:
+        """Return the processors that others used, on average; None where nobody tells."""
+        busy = _read_busy_seconds()
+        if busy is None or self._busy is None:
+            return None
+        own = sum(os.times()[:4]) - self._own
+        return round(max(0.0, busy - self._busy - own) / (time.monotonic() - self._began), 2)
+
+
+def _read_busy_seconds() -> float | None:
+    """Seconds that all processors have worked since the machine started, for anyone."""
+    if not CPU_TIMES.exists():
+        return None
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    ticks = [int(word) for word in CPU_TIMES.read_text().splitlines()[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def describe_load(others: float | None) -> list[str]:
+    """Return a warning where others kept the machine busy while something was measured."""
+    cores = os.cpu_count() or 1
+    if others is None or others <= BUSY_SHARE * cores:
+        return []
+    return [
+        f"others kept {others:.1f} of {cores} processors busy meanwhile: the figures are doubtful"
+    ]

@@ -1,0 +1,104 @@
+"""Engine and prompts to a report: what speculation brings, and whether to believe it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec import logs
+from specdec.errors import SpecDecError
+from specdec.settings import require
+from specdec.storage import check_output_dir
+
+from .machine import LoadMeter, describe_load, describe_machine, measure_memory
+from .settings import BenchSettings, read_counts
+
+logger = logs.get_logger(__name__)
+MANY_LOOPS = 0.25  # of the texts
+
+
+def run_bench(settings: BenchSettings) -> dict[str, Any]:
+    """Measure, and return the object that `--json` prints."""
+    require(settings, "engine_dir", "tokenizer_dir")
+    batch_sizes = read_counts("--batch-sizes", settings.batch_sizes)
+    if settings.output is not None:
+        check_output_dir(settings.output, force=settings.force, inputs=[])
+    from .engine import open_bench
+    from .measure import measure_batch
+    from .prompts import read_prompt_set
+
+    prompts = read_prompt_set(settings.prompts)
+    run_settings = settings.to_run()
+    meter = LoadMeter()
+    bench = open_bench(run_settings)
+    bench.take_prompts(prompts, run_settings)
+    bench.check_batch_sizes(batch_sizes)
+    batches = []
+    for size in batch_sizes:
+        logger.info("batch size %d: %d rounds", size, settings.repeat)
+        batches.append(measure_batch(bench, size, settings.repeat))
+    others = meter.measure()
+    report: dict[str, Any] = {
+        **describe_machine(),
+        "processors_used_by_others": others,
+        "engine_dir": str(settings.engine_dir),
+        "draft_engine_dir": str(settings.draft_engine_dir) if settings.draft_engine_dir else None,
+        "method": bench.engine.method,
+        "device": str(bench.engine.device),
+        "dtype": bench.dtype,
+        "load_seconds": round(bench.engine.load_seconds, 3),
+        "prompts": str(settings.prompts) if settings.prompts else None,
+        "num_prompts": len(bench.requests),
+        "max_output_len": settings.max_output_len,
+        "repeat": settings.repeat,
+        "memory": measure_memory(),
+        "batches": batches,
+        "warnings": [],
+    }
+    report["warnings"] = list_warnings(report, settings.use_logits)
+    return report
+
+
+def list_warnings(report: dict[str, Any], use_logits: bool) -> list[str]:
+    """Return what makes the figures less than they seem."""
+    warnings = describe_load(report["processors_used_by_others"])
+    for batch in report["batches"]:
+        where = f"batch size {batch['batch_size']}"
+        loops, texts = batch["looping"], batch["texts"]
+        if loops["texts"] > MANY_LOOPS * loops["of"]:
+            warnings.append(
+                f"{where}: {loops['texts']} of {loops['of']} texts run in circles, which are easy"
+                f" to draft; acceptance length over the others:"
+                f" {loops['acceptance_length_of_others']}"
+            )
+        if texts["equal"] < texts["compared"] and not use_logits:
+            warnings.append(
+                f"{where}: {texts['compared'] - texts['equal']} of {texts['compared']} texts differ"
+                f" from those without speculation ({report['dtype']})"
+            )
+        for name in ("speculation", "plain"):
+            rates = batch[name]["tokens_per_second"]
+            if rates["highest"] > 1.3 * rates["lowest"]:
+                warnings.append(
+                    f"{where}: {name} ran at {rates['lowest']:.1f} to {rates['highest']:.1f}"
+                    " tokens/s: too unsteady for small differences"
+                )
+    return warnings
+
+
+def find_error(report: dict[str, Any], use_logits: bool) -> SpecDecError | None:
+    """Return the error of a report whose texts differ where they must not."""
+    if report["dtype"] != "float32" or use_logits:
+        return None
+    different = [
+        f"{batch['texts']['compared'] - batch['texts']['equal']} at batch size"
+        f" {batch['batch_size']}"
+        for batch in report["batches"]
+        if batch["texts"]["equal"] < batch["texts"]["compared"]
+    ]
+    if not different:
+        return None
+    return SpecDecError(
+        f"{report['engine_dir']}: texts differ with and without speculation in float32:"
+        f" {', '.join(different)}",
+        "specdec-verify --engine-dir tells where, and whether a near-tie explains it",
+    )

@@ -1,0 +1,115 @@
+"""The best setting as command lines and as a recipe for `--config`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from specdec.methods import EXTERNAL_METHODS
+from specdec.storage import read_json
+
+from .candidates import Candidate
+from .settings import TuneSettings
+
+Sections = dict[str, dict[str, Any]]
+
+
+def describe_best(
+    best: Candidate | None, settings: TuneSettings, method: str, batch_size: int
+) -> dict[str, Any]:
+    """Return the recipe's sections, the commands that say the same, and what must be done before.
+
+    best: None where plain decoding is fastest.
+    """
+    checkpoint_dir = str(settings.checkpoint_dir)
+    sections: Sections = {}
+    notes = []
+    if best is not None and best.convert and differs(settings.checkpoint_dir, best.convert):
+        converted = read_conversion(settings.checkpoint_dir)
+        checkpoint_dir += "-tuned"
+        if converted is None:
+            notes.append(
+                f"{settings.checkpoint_dir} does not tell how it was converted: convert it again"
+                f" into {checkpoint_dir} with {to_flags(best.convert)}"
+            )
+        else:
+            sections["convert"] = converted | best.convert | {"output_dir": checkpoint_dir}
+    build: dict[str, Any] = {
+        "checkpoint_dir": checkpoint_dir,
+        "output_dir": f"{checkpoint_dir}-engine",
+        "max_batch_size": batch_size,
+    }
+    run: dict[str, Any] = {
+        "engine_dir": build["output_dir"],
+        "tokenizer_dir": settings.tokenizer_dir,
+    }
+    if best is None:
+        run["no_speculation"] = True
+        notes.append("no setting that was measured beats plain decoding here")
+    else:
+        build |= best.build
+        run |= best.run
+        if method == "draft_target":
+            build["speculative_decoding_mode"] = EXTERNAL_METHODS["draft_target"]
+            run["draft_engine_dir"] = f"{settings.draft_checkpoint_dir}-engine"
+            notes.append(
+                "the draft model's own engine first: specdec build --checkpoint-dir"
+                f" {settings.draft_checkpoint_dir} --output-dir {run['draft_engine_dir']}"
+                f" --max-batch-size {batch_size}"
+            )
+    sections |= {"build": build, "run": run}
+    commands = [f"specdec {name} {to_flags(options)}" for name, options in sections.items()]
+    return {"recipe": sections, "commands": commands, "notes": notes}
+
+
+def differs(checkpoint_dir: Path | None, options: dict[str, Any]) -> bool:
+    """Whether a checkpoint was converted with other values than these."""
+    assert checkpoint_dir is not None
+    config = read_json(checkpoint_dir / "config.json")
+    return any(config.get(key) != value for key, value in options.items())
+
+
+def read_conversion(checkpoint_dir: Path | None) -> dict[str, Any] | None:
+    """Return the options that a checkpoint was converted with, as its manifest has them."""
+    assert checkpoint_dir is not None
+    path = checkpoint_dir / "manifest.json"
+    settings = read_json(path).get("settings") if path.is_file() else None
+    if not isinstance(settings, dict):
+        return None
+    idle = {"json", "force", "resume", "dry_run"}
+    return {
+        key: value
+        for key, value in settings.items()
+        if key not in idle and value not in (None, False, [])
+    }
+
+
+def to_flags(options: dict[str, Any]) -> str:
+    """Return options as they are typed."""
+    words = []
+    for key, value in options.items():
+        words.append("--" + key.replace("_", "-"))
+        if value is not True:
+            words.append(str(value))
+    return shlex.join(words)
+
+
+def write_recipe(path: Path, report: dict[str, Any]) -> None:
+    """Write the recipe, with what it came from as a comment."""
+    import yaml
+
+    batch = report["batches"][0]
+    lines = [
+        f"# Written by specdec tune on {report['date']}: {report['method']}, {batch['best']}, for"
+        f" batch size {batch['batch_size']}",
+        f"# on {report['processor']}.",
+        *(f"# {note}" for note in report["notes"]),
+    ]
+    text = yaml.safe_dump(report["recipe"], sort_keys=False, allow_unicode=True)
+    partial = Path(f"{path}.partial")
+    try:
+        partial.write_text("\n".join(lines) + "\n\n" + text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,119 @@
+"""A report as text for people, and as files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec import logs
+from specdec.storage import stage_folder, write_json
+
+from .engine import PARTS
+
+logger = logs.get_logger(__name__)
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay out columns: the first to the left, the others to the right."""
+    table = [list(head), *map(list, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
+
+
+def format_spread(values: dict[str, float], digits: int = 2) -> str:
+    """Median, and lowest to highest."""
+    return (
+        f"{values['median']:.{digits}f}"
+        f" ({values['lowest']:.{digits}f}-{values['highest']:.{digits}f})"
+    )
+
+
+def format_machine(report: dict[str, Any]) -> list[str]:
+    """What ran where."""
+    others = report["processors_used_by_others"]
+    return [
+        f"{report['processor']}, {report['usable_cores']} cores, {report.get('threads')} threads,"
+        f" {report.get('gpu', 'no GPU')}, torch {report.get('torch')}, {report['date']}",
+        f"load average {report['load_average']}, processors used by others meanwhile:"
+        f" {'unknown' if others is None else others}",
+    ]
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """Return a report of specdec-bench as lines of text."""
+    lines = [
+        f"{report['engine_dir']}: {report['method']} in {report['dtype']} on {report['device']}",
+        *format_machine(report),
+        f"{report['num_prompts']} prompts, up to {report['max_output_len']} tokens, medians of"
+        f" {report['repeat']} rounds (lowest-highest)",
+        "",
+    ]
+    rows = [
+        [
+            str(batch["batch_size"]),
+            format_spread(batch["plain"]["tokens_per_second"], 1),
+            format_spread(batch["speculation"]["tokens_per_second"], 1),
+            format_spread(batch["ratio"]),
+            f"{batch['acceptance']['acceptance_length']:.2f}",
+            f"{batch['texts']['equal']} of {batch['texts']['compared']}",
+        ]
+        for batch in report["batches"]
+    ]
+    head = ["batch", "plain, tokens/s", "speculation", "ratio", "tokens a step", "equal texts"]
+    lines += format_table(head, rows)
+    for batch in report["batches"]:
+        lines += ["", *format_batch(batch)]
+    lines += ["", f"peak memory {report['memory']['peak_mb']} MB"]
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
+    return "\n".join(lines)
+
+
+def format_batch(batch: dict[str, Any]) -> list[str]:
+    """Where the time of a step goes, what is accepted where, and the categories."""
+    rows = [
+        [name, *(f"{batch[name]['step_ms'][part]:.3f}" for part in (*PARTS, "total"))]
+        for name in ("plain", "speculation")
+    ]
+    lines = format_table([f"batch {batch['batch_size']}, ms a step", *PARTS, "total"], rows)
+    shares = batch["acceptance"]["accepted_by_position"]
+    lines.append(
+        "steps that accept at least 1, 2, ... draft tokens: "
+        + (", ".join(f"{share:.0%}" for share in shares) or "none is drafted")
+    )
+    if len(batch["categories"]) > 1:
+        lines += format_table(
+            ["category", "prompts", "ratio", "tokens a step"],
+            [
+                [
+                    name,
+                    str(found["num_prompts"]),
+                    format_spread(found["ratio"]),
+                    f"{found['acceptance']['acceptance_length']:.2f}",
+                ]
+                for name, found in batch["categories"].items()
+            ],
+        )
+    return lines
+
+
+def write_report(report: dict[str, Any], folder: Path, *, force: bool) -> None:
+    """Write report.json, report.txt, and plots where matplotlib is installed."""
+    from .plots import has_matplotlib, plot_report
+
+    with stage_folder(folder, force=force, inputs=[]) as staged:
+        write_json(staged / "report.json", report)
+        (staged / "report.txt").write_text(format_report(report) + "\n", encoding="utf-8")
+        if has_matplotlib():
+            plot_report(report, staged)
+        else:
+            logger.warning(
+                "no plots: matplotlib is not installed; pip install 'specdec[plot]' brings it"
+            )
+    logger.info("the report is in %s", folder)

@@ -1,0 +1,129 @@
+"""Settings of specdec-bench, specdec tune and specdec diagnose."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import UsageError
+from specdec.run.settings import RunSettings
+from specdec.settings import setting
+
+# Options of specdec-run that say who drafts and how; they mean the same here.
+DRAFT_OPTIONS = (
+    "draft_engine_dir", "draft_tokenizer_dir", "draft_len", "use_logits", "medusa_choices",
+    "lookahead_config", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+)  # fmt: skip
+FIELDS = {field.name: field for field in dataclasses.fields(RunSettings)}
+
+
+def _like_run(name: str) -> Any:
+    field = FIELDS[name]
+    return dataclasses.field(default=field.default, metadata=dict(field.metadata))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptSettings:
+    """What every command here runs."""
+
+    tokenizer_dir: str | None = _like_run("tokenizer_dir")
+    prompts: Path | None = setting(
+        kind="path", metavar="FILE",
+        help="Prompts by category, .jsonl (docs/bench.md) or .txt; a few of its own if not given.",
+    )  # fmt: skip
+    max_output_len: int = setting(
+        128, kind="int", minimum=2, metavar="N", help="New tokens a prompt."
+    )
+    repeat: int = setting(
+        5, kind="int", minimum=1, metavar="N",
+        help="Measured rounds; speculation and plain decoding take turns in each.",
+    )  # fmt: skip
+    device: str = _like_run("device")
+    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSettings(PromptSettings):
+    """What is measured on a finished engine."""
+
+    engine_dir: Path | None = _like_run("engine_dir")
+    draft_engine_dir: Path | None = _like_run("draft_engine_dir")
+    draft_tokenizer_dir: str | None = _like_run("draft_tokenizer_dir")
+    draft_len: str | None = _like_run("draft_len")
+    use_logits: bool = _like_run("use_logits")
+    medusa_choices: str | None = _like_run("medusa_choices")
+    lookahead_config: str | None = _like_run("lookahead_config")
+    prompt_lookup_num_tokens: int | None = _like_run("prompt_lookup_num_tokens")
+    max_matching_ngram_size: int | None = _like_run("max_matching_ngram_size")
+
+    def to_run(self) -> RunSettings:
+        """Return the settings of specdec-run that load the same engine in the same way."""
+        shared = {name: getattr(self, name) for name in DRAFT_OPTIONS}
+        return RunSettings(
+            engine_dir=self.engine_dir, tokenizer_dir=self.tokenizer_dir, device=self.device,
+            max_output_len=self.max_output_len, **shared,
+        )  # fmt: skip
+
+
+def _batch_sizes(default: str) -> Any:
+    return setting(
+        default, metavar="N[,N...]", help="Requests decoded at once, one measurement for each."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchSettings(EngineSettings):
+    """One field is one flag of specdec-bench."""
+
+    batch_sizes: str = _batch_sizes("1")
+    output: Path | None = setting(
+        kind="path", metavar="DIR", help="Also write the report, as JSON and text, and plots."
+    )
+    force: bool = setting(False, kind="flag", help="Replace an existing --output folder.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiagnoseSettings(EngineSettings):
+    """One field is one flag of specdec diagnose."""
+
+    batch_sizes: str = _batch_sizes("1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneSettings(PromptSettings):
+    """One field is one flag of specdec tune."""
+
+    checkpoint_dir: Path | None = setting(
+        kind="path", metavar="CKPT", help="Checkpoint folder of the target, with its drafter."
+    )
+    draft_checkpoint_dir: Path | None = setting(
+        kind="path", metavar="CKPT", help="Draft-target: the draft model's checkpoint folder."
+    )
+    batch_sizes: str = _batch_sizes("1")
+    beams: str = setting(
+        "1,2,4", metavar="N[,N...]", help="ReDrafter: numbers of beams to consider."
+    )
+    max_length: int = setting(
+        5, kind="int", minimum=1, metavar="N",
+        help="ReDrafter and draft-target: longest draft to consider.",
+    )  # fmt: skip
+    num_measured: int = setting(
+        3, kind="int", minimum=1, metavar="N",
+        help="Settings to measure, of those that are predicted to be fastest.",
+    )  # fmt: skip
+    output_file: Path | None = setting(
+        kind="path", metavar="RECIPE", help="Write the best setting as a recipe for --config."
+    )
+    force: bool = setting(False, kind="flag", help="Replace an existing --output-file.")
+
+
+def read_counts(flag: str, text: str) -> list[int]:
+    """Read a flag that lists whole numbers above 0; raise UsageError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise UsageError(f"{flag} is {text!r}", "give whole numbers above 0, as 1,4,16")
+    counts = [int(part) for part in parts]
+    if len(set(counts)) < len(counts):
+        raise UsageError(f"{flag} is {text!r}, with a number given twice", "give each once")
+    return counts

@@ -1,0 +1,76 @@
+"""What a step of the target costs, by its tokens and requests."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+
+from specdec.engine.decoder import Decoder, Step
+
+WARM_UPS = 2
+
+
+def list_sizes(largest: int) -> list[int]:
+    """1, 2, 4, 8, ... and the largest size itself."""
+    sizes = [1]
+    while sizes[-1] * 2 < largest:
+        sizes.append(sizes[-1] * 2)
+    return [*sizes, largest] if largest > 1 else sizes
+
+
+def make_step(past_len: int, size: int, batch_size: int = 1) -> Step:
+    """A step over a chain of `size` tokens in every row, behind `past_len` others."""
+    causal = np.tril(np.ones((size, size), np.bool_))
+    return Step(
+        rows=np.arange(batch_size),
+        tokens=np.full((batch_size, size), 5, np.int64),
+        positions=np.tile(past_len + np.arange(size), (batch_size, 1)),
+        tree_mask=np.tile(causal, (batch_size, 1, 1)),
+    )
+
+
+@torch.inference_mode()
+def time_steps(
+    decoder: Decoder, sizes: Sequence[int], *, past_len: int, repeat: int, batch_size: int = 1
+) -> dict[int, float]:
+    """Median seconds of a forward with logits and the choice of tokens, by tokens a request.
+
+    Sizes take turns, after rounds that are not timed.
+    """
+    cache = decoder.make_cache(batch_size, past_len + max(sizes))
+    cache.past_lens[:] = past_len
+    steps = {size: make_step(past_len, size, batch_size) for size in sizes}
+
+    def verify(size: int) -> None:
+        decoder.compute_logits(decoder.forward(steps[size], cache)).argmax(-1).cpu()
+
+    return take_turns({size: functools.partial(verify, size) for size in sizes}, repeat)
+
+
+def take_turns(calls: dict[int, Callable[[], object]], repeat: int) -> dict[int, float]:
+    """Median seconds of each call, made in turn after rounds that are not timed."""
+    times: dict[int, list[float]] = {key: [] for key in calls}
+    for index in range(repeat + WARM_UPS):
+        for key, call in calls.items():
+            began = time.perf_counter()
+            call()
+            if index >= WARM_UPS:
+                times[key].append(time.perf_counter() - began)
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def interpolate(costs: dict[int, float], size: float) -> float:
+    """Seconds of a step of that many tokens, on the line through the nearest measured sizes."""
+    sizes = sorted(costs)
+    return float(np.interp(size, sizes, [costs[n] for n in sizes]))
+
+
+def average(values: Iterable[float]) -> float:
+    """The mean, 0 of nothing."""
+    listed = list(values)
+    return statistics.fmean(listed) if listed else 0.0

@@ -1,0 +1,67 @@
+"""specdec tune."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from specdec.command import stage_command
+
+from .settings import TuneSettings
+
+
+@stage_command("tune", TuneSettings)
+def command(settings: TuneSettings) -> None:
+    """Find the fastest setting of a drafter on this machine."""
+    from .tune import tune
+
+    report = tune(settings)
+    click.echo(json.dumps(report) if settings.json else format_report(report))
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The table: every setting with its prediction, the best few with their measurement."""
+    from .report import format_machine, format_spread, format_table
+
+    lines = [
+        f"{report['checkpoint_dir']}: {report['method']} in {report['dtype']} on"
+        f" {report['device']}",
+        *format_machine(report),
+    ]
+    head = [
+        "setting", "tokens a step", "verified", "draft ms", "predicted", "ratio",
+        "measured", "ratio", "tokens a step",
+    ]  # fmt: skip
+    for batch in report["batches"]:
+        plain = batch["plain"]
+        rows = [
+            ["plain", "1.00", "1.0", "0.000", f"{plain['predicted_tokens_per_second']:.1f}", "1.00",
+             format_spread(plain["tokens_per_second"], 1), "1.00", "1.00"],
+        ]  # fmt: skip
+        for row in batch["settings"]:
+            found = row["measured"]
+            rows.append(
+                [
+                    row["name"],
+                    f"{row['acceptance_length']:.2f}",
+                    f"{row['tokens_per_step']:.1f}",
+                    f"{row['draft_ms']:.3f}",
+                    f"{row['predicted_tokens_per_second']:.1f}",
+                    f"{row['predicted_ratio']:.2f}",
+                    "-" if found is None else format_spread(found["tokens_per_second"], 1),
+                    "-" if found is None else format_spread(found["ratio"]),
+                    "-" if found is None else f"{found['acceptance_length']:.2f}",
+                ]
+            )
+        costs = ", ".join(f"{n}: {ms:.3f}" for n, ms in batch["step_ms_by_tokens"].items())
+        lines += [
+            "",
+            f"batch size {batch['batch_size']}; ms of a verify step by tokens: {costs}",
+            *format_table(head, rows),
+            f"best: {batch['best']}",
+        ]
+    lines += ["", *report["commands"], *(f"note: {note}" for note in report["notes"])]
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
+    return "\n".join(lines)

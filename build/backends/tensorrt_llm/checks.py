@@ -1,0 +1,456 @@
+"""What trtllm-build, the engine's reader or the run would refuse or quietly bend, found first.
+
+Each function lists (fact, remedy) pairs, so that all of them are told at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.errors import join_names, suggest
+from specdec.inventory import compare_tensors, describe_rank
+from specdec.methods import EAGLE3_ARCHITECTURE
+from specdec.quantization import FLOAT8_STORAGE
+from specdec.schema import CheckpointConfig
+from specdec.storage import TensorFile
+from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
+from specdec.trtllm.facts import LABELS, Facts, load_facts
+
+from ...limits import count_positions
+from .record import Record, deduce_max_seq_len
+
+Problems = list[tuple[str, str]]
+
+LOOKAHEAD, EXTERNAL, REDRAFTER = (
+    "lookahead_decoding", "draft_tokens_external", "explicit_draft_tokens",
+)  # fmt: skip
+PLAIN_MODES = (EXTERNAL, LOOKAHEAD)  # of a checkpoint without a drafter
+MAX_EAGLE_BATCH, MAX_EAGLE_DRAFT = 512, 256
+NO_INTEGER_GPUS = ((10, 0), (12, 0))  # from, before: no INT8, INT4 or SmoothQuant
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Build:
+    """A build that is to be checked. given: the flags that were typed; record: what comes of it."""
+
+    facts: Facts
+    checkpoint: CheckpointConfig
+    mode: str | None
+    given: Mapping[str, Any]
+    record: Record
+
+    @property
+    def label(self) -> str:
+        return self.facts.label
+
+    @property
+    def num_ranks(self) -> int:
+        return self.checkpoint.model.tp_size * self.checkpoint.model.pp_size
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return self.record.values
+
+
+def dash(name: str) -> str:
+    """Return a flag as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Problems:
+    """What the line's loader makes of the checkpoint's config.json."""
+    raw, label = checkpoint.raw, facts.label
+    architecture = raw["architecture"]
+    problems: Problems = []
+    if architecture == EAGLE3_ARCHITECTURE:
+        problems.append(
+            (
+                "the checkpoint holds an EAGLE-3 drafter, which TensorRT-LLM's engines have not",
+                "use --backend torch, or EAGLE-1 heads",
+            )
+        )
+    elif architecture not in facts.architectures:
+        others = [other for other in LABELS if architecture in load_facts(other).architectures]
+        problems.append(
+            (
+                f"TensorRT-LLM {label} knows no architecture {architecture!r}"
+                f"{suggest(architecture, facts.architectures)}",
+                f"convert it with --trtllm-version {label}"
+                + (f", or build it for {others[0]}" if others else ""),
+            )
+        )
+    for section, known in (
+        ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys),
+    ):  # fmt: skip
+        unknown = sorted(set(raw.get(section) or {}) - set(known) - {"rank"})
+        if unknown:
+            problems.append(
+                (
+                    f"the checkpoint's {section} has {join_names(unknown)}, which the loader of"
+                    f" TensorRT-LLM {label} fails on",
+                    f"convert it with --trtllm-version {label}",
+                )
+            )
+    if "qwen" in architecture.lower() and not raw.get("qwen_type"):
+        problems.append(
+            (
+                f"the checkpoint is {architecture} and its config.json has no qwen_type, without"
+                " which the engine cannot be run",
+                "convert it again, or add qwen_type",
+            )
+        )
+    if raw.get("logits_dtype", "float32") not in ("float16", "float32"):
+        problems.append(
+            (
+                f"logits_dtype is {raw['logits_dtype']!r}, the engine's reader takes float16 and"
+                " float32",
+                "give --logits-dtype float32",
+            )
+        )
+    return problems
+
+
+def find_mode_problems(
+    facts: Facts, checkpoint: CheckpointConfig, wanted: str | None, draft_len: int | None
+) -> Problems:
+    """Whether the speculation mode, the draft length and the checkpoint belong together."""
+    drafter, own = checkpoint.drafter, checkpoint.mode
+    mode = own or wanted
+    problems: Problems = []
+    if own is not None and checkpoint.method is not None and wanted not in (None, own):
+        problems.append(
+            (
+                f"--speculative-decoding-mode {wanted} does not fit a {checkpoint.method.name}"
+                f" checkpoint ({own})",
+                "leave the flag out",
+            )
+        )
+    if own is None and wanted is not None and wanted not in PLAIN_MODES:
+        problems.append(
+            (
+                f"--speculative-decoding-mode {wanted} needs a checkpoint with a drafter, this one"
+                f" is plain; trtllm-build would not notice",
+                "convert the target with its drafter, or leave the flag out",
+            )
+        )
+    if mode is not None and mode not in facts.modes:
+        problems.append(
+            (
+                f"TensorRT-LLM {facts.label} has no mode {mode}",
+                "its modes are " + ", ".join(name for name in facts.modes if name != "none"),
+            )
+        )
+    if drafter is not None and draft_len not in (None, drafter.max_draft_tokens):
+        problems.append(
+            (
+                f"--max-draft-len {draft_len} contradicts the checkpoint: "
+                f"{drafter.draft_len_source}; the engine would take one number to build and"
+                " another to run",
+                "leave the flag out",
+            )
+        )
+    if drafter is None and mode in PLAIN_MODES and not draft_len:
+        problems.append(
+            (
+                f"--speculative-decoding-mode {mode} with max_draft_len 0: trtllm-build would build"
+                " it, and the run refuse it",
+                "give --max-draft-len, for example 10" if mode == EXTERNAL else
+                "give --max-draft-len, for lookahead's [W,N,G] at least (W + G) (N - 1) - 1",
+            )
+        )  # fmt: skip
+    if drafter is None and mode is None and draft_len:
+        problems.append(
+            (
+                f"--max-draft-len {draft_len} without a mode: the engine would get inputs for"
+                " drafts that nothing fills",
+                f"leave it out, or add --speculative-decoding-mode {EXTERNAL}",
+            )
+        )
+    return problems
+
+
+def find_flag_problems(build: Build) -> Problems:
+    """Flags that the engine's reader, the run or trtllm-build itself would stumble over."""
+    values, given, mode = build.values, build.given, build.mode
+    problems: Problems = []
+
+    def add(fact: str, remedy: str) -> None:
+        problems.append((fact, remedy))
+
+    if values["max_beam_width"] != 1:
+        reason = "drafts and beams exclude each other" if mode else "specdec-run has no beam search"
+        add(f"--max-beam-width {values['max_beam_width']}: {reason}", "use --max-beam-width 1")
+    if mode and (values["gather_context_logits"] or values["gather_all_token_logits"]):
+        name = "context" if values["gather_context_logits"] else "all_token"
+        add(
+            f"--gather-{name.replace('_', '-')}-logits does not go with speculation"
+            f" (max_draft_len {values['max_draft_len']})",
+            "give --gather-generation-logits, which is what acceptance by logits needs",
+        )
+    wanted = {
+        "remove_input_padding": "enable", "gpt_attention_plugin": None, "kv_cache_type": "paged",
+    }  # fmt: skip
+    for name, needed in wanted.items():
+        if name in given and (
+            given[name] == "disable" if needed is None else given[name] != needed
+        ):
+            add(
+                f"{dash(name)} {given[name]}: such an engine has no in-flight batching, which is"
+                " all that specdec-run uses",
+                f"leave {dash(name)} out",
+            )
+    if given.get("multiple_profiles") == "enable" and values["opt_num_tokens"] is not None:
+        add("--multiple-profiles and --opt-num-tokens exclude each other", "give one of the two")
+    if given.get("streamingllm") == "enable":
+        add(
+            "--streamingllm enable: the 1.x line refuses it, and no mode of speculation has it",
+            "leave --streamingllm out",
+        )
+    if given.get("pp_reduce_scatter") == "enable":
+        add("--pp-reduce-scatter is for Mixtral alone", "leave --pp-reduce-scatter out")
+    if values["lora_plugin"] == "disable":
+        without = [name for name in given if name.startswith("lora_") or name == "max_lora_rank"]
+        if without:
+            add(
+                f"{', '.join(map(dash, without))} without --lora-plugin has no effect",
+                "add --lora-plugin auto, or leave them out",
+            )
+    if given.get("auto_parallel", 1) != 1:
+        add(
+            f"--auto-parallel {given['auto_parallel']}: the checkpoint decides over how many ranks"
+            " the model is split",
+            "convert with --tp-size",
+        )
+    else:
+        idle = [name for name in ("gpus_per_node", "cluster_key") if name in given]
+        if idle:
+            add(f"{', '.join(map(dash, idle))} without --auto-parallel has no effect", "leave out")
+    for name in ("gemm_swiglu_plugin", "low_latency_gemm_swiglu_plugin"):
+        if given.get(name) == "fp8" and values["use_fused_mlp"] == "disable":
+            add(f"{dash(name)} needs the fused MLP", "leave --use-fused-mlp out")
+    problems += _find_plugin_problems(build)
+    if "workers" in given and given["workers"] > build.num_ranks:
+        add(
+            f"--workers {given['workers']} for {build.num_ranks} rank(s)",
+            f"use --workers {build.num_ranks} or fewer",
+        )
+    return problems
+
+
+def _find_plugin_problems(build: Build) -> Problems:
+    """Whether plugins' types are the checkpoint's."""
+    checkpoint, plugin = build.checkpoint, build.given.get("gemm_plugin")
+    dtype, algorithm = checkpoint.model.dtype, checkpoint.quantization.quant_algo
+    if plugin in ("float16", "bfloat16", "float32", "int32") and plugin != dtype:
+        return [
+            (
+                f"--gemm-plugin {plugin} for a {dtype} checkpoint: a plugin takes tensors of"
+                " its own type alone",
+                f"give --gemm-plugin {dtype} or auto",
+            )
+        ]
+    if plugin == "fp8" and algorithm != "FP8":
+        return [
+            (
+                f"--gemm-plugin fp8 for a checkpoint that is {algorithm or 'not quantized'}",
+                "quantize the target first (specdec-convert --quantization fp8), or give"
+                f" --gemm-plugin {dtype}",
+            )
+        ]
+    return []
+
+
+def find_method_problems(build: Build) -> Problems:
+    """What each mode of speculation needs besides."""
+    values, given, mode, model = build.values, build.given, build.mode, build.checkpoint.model
+    problems: Problems = []
+    paged = "use_paged_context_fmha"
+    if mode == EXTERNAL and not build.record.is_on(paged):
+        why = build.record.reasons.get(paged, f"the line {build.label} has it off unless told")
+        problems.append(
+            (
+                "draft_tokens_external without paged context FMHA: the KV cache's blocks cannot be"
+                f" reused, and each step would compute the whole prompt again ({why})",
+                "give --use-paged-context-fmha enable, for the draft model's engine too",
+            )
+        )
+    if mode == REDRAFTER and model.vocab_size % model.tp_size:
+        problems.append(
+            (
+                f"vocab_size={model.vocab_size} does not divide by tp_size={model.tp_size}: the"
+                " runtime pads the drafts' logits, the engine does not",
+                "convert with a tp_size that divides it",
+            )
+        )
+    if mode == "eagle":
+        for name, limit in (
+            ("max_batch_size", MAX_EAGLE_BATCH), ("max_draft_len", MAX_EAGLE_DRAFT),
+        ):  # fmt: skip
+            if values[name] > limit:
+                problems.append(
+                    (f"{name}={values[name]} with EAGLE", f"use {dash(name)} {limit} or less")
+                )
+        if given.get(paged) == "disable":
+            problems.append(
+                (
+                    f"{dash(paged)} disable with EAGLE, which trtllm-build would turn on again",
+                    f"leave {dash(paged)} out",
+                )
+            )
+    return problems
+
+
+def find_quantization_problems(build: Build) -> Problems:
+    """Combinations of quantization and attention that 0.14 refuses; 1.x bends them instead."""
+    quantization = build.checkpoint.quantization
+    problems: Problems = []
+    if build.label != "0.14" or not build.record.is_on("use_paged_context_fmha"):
+        return problems
+    cache = quantization.kv_cache_quant_algo
+    if cache == "FP8" and quantization.quant_algo != "FP8":
+        problems.append(
+            (
+                "paged context FMHA with an FP8 KV cache needs FP8 weights, these are"
+                f" {quantization.quant_algo or 'not quantized'}",
+                "quantize the weights too, or leave the KV cache unquantized",
+            )
+        )
+    if cache == "INT8":
+        problems.append(
+            (
+                "paged context FMHA does not work with an INT8 KV cache",
+                "leave --use-paged-context-fmha out, or quantize the cache to FP8",
+            )
+        )
+    return problems
+
+
+def find_bent(build: Build) -> Problems:
+    """Typed flags that the engine would record otherwise."""
+    problems: Problems = []
+    for name, reason in build.record.reasons.items():
+        if name not in build.given or name == "max_seq_len":
+            continue
+        typed, recorded = build.given[name], build.values[name]
+        problems.append(
+            (
+                f"{dash(name)} {typed} would quietly become {recorded}: {reason}",
+                f"leave {dash(name)} out, or give {dash(name)} {recorded}",
+            )
+        )
+    return problems
+
+
+def find_length_problems(build: Build) -> Problems:
+    """Lengths beyond what the model is for."""
+    model, given = build.checkpoint.model, build.given
+    positions = count_positions(model)
+    asked = given.get("max_seq_len")
+    if asked is not None and asked > positions:
+        return [
+            (
+                f"max_seq_len={asked} exceeds the model's {positions} positions",
+                f"use --max-seq-len {positions} or less",
+            )
+        ]
+    deduced = deduce_max_seq_len(model, build.label)
+    if asked is None and deduced > positions:
+        kind = (model.rotary_scaling or {}).get("rope_type")
+        return [
+            (
+                f"without --max-seq-len trtllm-build takes {deduced}, the model has {positions}"
+                f" positions (the line {build.label} multiplies by the factor of {kind!r} scaling)",
+                f"give --max-seq-len {positions} or less",
+            )
+        ]
+    return []
+
+
+def find_tensor_problems(checkpoint: CheckpointConfig, files: list[TensorFile]) -> Problems:
+    """Whether every rank's tensors are those that config.json describes; a drafter's type too."""
+    problems: Problems = []
+    dtype = checkpoint.model.dtype
+    for rank, file in enumerate(files):
+        drafter = {
+            info.dtype for name, info in file.tensors.items()
+            if name.startswith(("drafter.", "medusa_heads.", "eagle_nets."))
+            and info.dtype not in (dtype, *FLOAT8_STORAGE)
+        }  # fmt: skip
+        if drafter:
+            problems.append(
+                (
+                    f"{file.path}: the drafter is {join_names(sorted(drafter))}, the model {dtype};"
+                    " an engine computes both in one type",
+                    f"convert the drafter with --dtype {dtype}",
+                )
+            )
+            continue
+        found = compare_tensors(
+            file.tensors, describe_rank(checkpoint, rank), checkpoint.quantization
+        )
+        for what, names in (
+            ("lacks", found.missing), ("is at odds with config.json:", found.wrong),
+            ("holds what config.json does not describe:", found.unread),
+        ):  # fmt: skip
+            if names:
+                problems.append(
+                    (
+                        f"{file.path} {what} {join_names(names)}",
+                        "config.json and the tensors must come from one run: convert again",
+                    )
+                )
+    return problems
+
+
+def find_gpu_problems(build: Build, gpus: tuple[Gpu, ...], rank_bytes: int) -> Problems:
+    """Whether the GPUs that are here can build the engine."""
+    if not gpus:
+        return [
+            (
+                "no GPU is visible, and trtllm-build needs one",
+                "build where nvidia-smi lists a GPU; --dry-run and --emit-script need none",
+            )
+        ]
+    problems: Problems = []
+    gpu, algorithm = gpus[0], build.checkpoint.quantization.quant_algo
+    cache = build.checkpoint.quantization.kv_cache_quant_algo
+    needed = MIN_CAPABILITY_FP8 if "FP8" in (algorithm, cache) else MIN_CAPABILITY
+    if gpu.capability < needed:
+        what = "FP8" if needed == MIN_CAPABILITY_FP8 else "TensorRT-LLM's speculation"
+        problems.append(
+            (
+                f"{gpu.name} has compute capability {gpu.compute_capability}, {what} needs"
+                f" {needed[0]}.{needed[1]}",
+                "build on a newer GPU"
+                + (", or from an unquantized checkpoint" if what == "FP8" else ""),
+            )
+        )
+    first, end = NO_INTEGER_GPUS
+    integers = [a for a in (algorithm, cache) if a and ("W8A" in a or "W4A16" in a or a == "INT8")]
+    if build.label != "0.14" and integers and first <= gpu.capability < end:
+        problems.append(
+            (
+                f"{integers[0]} is not supported on {gpu.name} (compute capability"
+                f" {gpu.compute_capability})",
+                "use FP8, or another GPU",
+            )
+        )
+    workers = build.given.get("workers", 1)
+    if workers > len(gpus):
+        problems.append(
+            (
+                f"--workers {workers} with {len(gpus)} GPU(s), to which it would be cut",
+                f"use --workers {len(gpus)} or fewer",
+            )
+        )
+    if 0 < gpu.memory_bytes < rank_bytes:
+        problems.append(
+            (
+                f"a rank's weights are {rank_bytes / 1e9:.1f} GB, {gpu.name} has"
+                f" {gpu.memory_bytes / 1e9:.1f} GB",
+                "convert with a larger --tp-size, or quantize",
+            )
+        )
+    return problems

@@ -1,0 +1,167 @@
+"""Checkpoint folder to TensorRT-LLM engine: check, run trtllm-build aside, record, rename."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from specdec import logs
+from specdec.errors import SpecDecError, join_names, raise_problems
+from specdec.schema import read_checkpoint_config
+from specdec.settings import to_plain
+from specdec.storage import (
+    check_output_dir,
+    describe_file,
+    measure_free_space,
+    read_json,
+    stage_folder,
+    write_manifest,
+)
+from specdec.trtllm.environment import BUILD_COMMAND, Environment, read_environment
+from specdec.vocabulary import read_recorded
+
+from ...settings import BuildSettings
+from .plan import TOLD, Plan, choose_facts, make_plan
+from .process import run_child
+from .script import find_launcher_problems, format_script, write_script
+
+logger = logs.get_logger(__name__)
+
+LOG_NAME = "build.log"
+
+
+def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
+    """Build an engine, or write down how; with `dry_run`, only check and describe it."""
+    assert settings.checkpoint_dir is not None
+    assert settings.output_dir is not None
+    began = time.monotonic()
+    builds = not settings.dry_run and settings.emit_script is None
+    here = read_environment()
+    if builds:
+        check_installed(here)
+    facts = choose_facts(settings, here, builds=builds)
+    checkpoint = read_checkpoint_config(settings.checkpoint_dir)
+    check_output_dir(
+        settings.output_dir, force=settings.force, inputs=[settings.checkpoint_dir]
+    )  # fmt: skip
+    plan = make_plan(settings, facts, checkpoint, here if builds else None)
+    if settings.emit_script is None and settings.launcher != "local":
+        raise SpecDecError(
+            f"--launcher {settings.launcher} is for a script", "add --emit-script FILE"
+        )
+    raise_problems(find_launcher_problems(plan, settings.launcher))
+    report = plan.describe()
+    for note in plan.notes:
+        logger.info("%s", note)
+    if settings.emit_script is not None:
+        text = format_script(plan, settings.launcher)
+        report["script"] = str(settings.emit_script)
+        if not settings.dry_run:
+            write_script(settings.emit_script, text, force=settings.force)
+            logger.info("script %s: run it where TensorRT-LLM is", settings.emit_script)
+        return {"dry_run": settings.dry_run, **report}
+    if settings.dry_run:
+        return {"dry_run": True, **report}
+    check_disk(plan)
+    recorded = run_build(plan, settings, here)
+    seconds = round(time.monotonic() - began, 2)
+    logger.info("engine %s: %s, TensorRT-LLM %s, %d rank(s), %.1f s", settings.output_dir,
+                plan.method, here.tensorrt_llm, plan.num_ranks, seconds)  # fmt: skip
+    return {"dry_run": False, **report, "build_config": recorded, "build_seconds": seconds}
+
+
+def check_installed(here: Environment) -> None:
+    """Raise SpecDecError, one clear sentence, where TensorRT-LLM is not here."""
+    missing = "TensorRT-LLM" if here.tensorrt_llm is None else None
+    if missing is None and shutil.which(BUILD_COMMAND) is None:
+        missing = f"{BUILD_COMMAND} of TensorRT-LLM {here.tensorrt_llm}"
+    if missing is not None:
+        raise SpecDecError(
+            f"{missing} is not installed here, and nothing else can build its engines",
+            "run this in NVIDIA's container, or pip install 'specdec[tensorrt-llm]'; --dry-run"
+            " and --emit-script FILE write the build down for another machine, and --backend"
+            " torch builds for this one",
+        )
+
+
+def check_disk(plan: Plan) -> None:
+    """Raise SpecDecError where the engine's weights alone do not fit on the disk."""
+    folder, free = measure_free_space(plan.output_dir)
+    needed = sum(plan.weights_bytes)
+    if free < needed:
+        raise SpecDecError(
+            f"the engine takes at least {needed / 1e6:.1f} MB, {folder} has {free / 1e6:.1f} MB"
+            " free",
+            "free some space, or choose another folder",
+        )
+
+
+def run_build(plan: Plan, settings: BuildSettings, here: Environment) -> dict[str, Any]:
+    """Run trtllm-build into the engine folder; return the build_config that it recorded."""
+    assert settings.output_dir is not None
+    folder, kept = plan.checkpoint_dir.resolve(), settings.output_dir.resolve()
+    failed_log = kept.parent / f"{kept.name}.{LOG_NAME}"
+    with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
+        # It leaves its timing cache in the current folder.
+        with tempfile.TemporaryDirectory(prefix="specdec-build-") as scratch:
+            argv = plan.make_argv(folder, staged)
+            try:
+                run_child(argv, plan.environment, Path(scratch), failed_log)
+                recorded = check_engine(plan, staged)
+            except KeyboardInterrupt:
+                failed_log.unlink(missing_ok=True)
+                raise
+        shutil.move(failed_log, staged / LOG_NAME)
+        manifest = folder / "manifest.json"
+        write_manifest(
+            staged, kind="engine", settings=to_plain(settings),
+            sources=[describe_file(folder / "config.json")]
+            + [describe_file(file.path) for file in plan.files],
+            backend="tensorrt-llm",
+            trtllm_version=plan.label,
+            environment=here.to_json(),
+            method=plan.method,
+            build_commands=[{"argv": argv, "env": plan.environment}],
+            checkpoint=read_json(manifest) if manifest.is_file() else None,
+            vocabulary=read_recorded(folder),
+        )  # fmt: skip
+    return recorded
+
+
+def check_engine(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Check that the engine is whole, and tell what it recorded otherwise than was predicted."""
+    wanted = ["config.json", *(f"rank{rank}.engine" for rank in range(plan.num_ranks))]
+    absent = [name for name in wanted if not (folder / name).is_file()]
+    if absent:
+        raise SpecDecError(
+            f"trtllm-build ended without an error and without {join_names(absent)}",
+            "read its log above; a worker may have failed",
+        )
+    document = read_json(folder / "config.json")
+    recorded = document.get("build_config")
+    if not isinstance(recorded, dict):
+        raise SpecDecError(
+            "the engine's config.json has no build_config", "read trtllm-build's log above"
+        )
+    plugins = recorded.get("plugin_config")
+    found = recorded | (plugins if isinstance(plugins, dict) else {})
+    for name in TOLD:
+        predicted, value = _normalize(plan, name), found.get(name)
+        if name in found and value is not None and value != predicted:
+            logger.warning("the engine records %s %s, not %s as predicted", name, value, predicted)
+    return {name: found[name] for name in TOLD if name in found}
+
+
+def _normalize(plan: Plan, name: str) -> Any:
+    """Return a predicted value as config.json has it."""
+    value = plan.record.values[name]
+    if name == "speculative_decoding_mode":
+        return plan.facts.modes[value]
+    if plan.facts.flags[name].is_toggle:
+        return value == "enable"
+    if name.endswith("_plugin") and value in ("disable", None):
+        return None
+    return value

@@ -1,0 +1,209 @@
+"""A checked build for TensorRT-LLM: its command, what the engine will record, what it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecDecError, raise_problems
+from specdec.inventory import find_rank_files
+from specdec.methods import EXTERNAL_METHODS
+from specdec.schema import CheckpointConfig, ModelConfig
+from specdec.storage import DTYPES, TensorFile, TensorInfo
+from specdec.trtllm.environment import BUILD_COMMAND, Environment
+from specdec.trtllm.facts import DEFAULT_LABEL, Facts, find_label, load_facts
+
+from ...settings import BuildSettings
+from . import checks
+from .flags import collect_flags, list_words
+from .record import Record, predict_record
+
+# Recorded by the engine and worth telling, as an answer to "what did it make of my flags".
+TOLD = (
+    "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_draft_len",
+    "max_beam_width", "speculative_decoding_mode", "gemm_plugin", "tokens_per_block",
+    "use_paged_context_fmha", "use_fp8_context_fmha", "gather_generation_logits",
+)  # fmt: skip
+# Lines reach the log as they are printed.
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A build that has passed every check. files: the checkpoint's, one a rank."""
+
+    facts: Facts
+    checkpoint: CheckpointConfig
+    checkpoint_dir: Path
+    output_dir: Path
+    mode: str | None
+    given: dict[str, Any]
+    record: Record
+    files: list[TensorFile]
+    notes: list[str]
+    environment: dict[str, str] = dataclasses.field(default_factory=lambda: dict(ENVIRONMENT))
+
+    @property
+    def label(self) -> str:
+        return self.facts.label
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.files)
+
+    @property
+    def gpus_per_node(self) -> int:
+        count = (self.checkpoint.raw.get("mapping") or {}).get("gpus_per_node", 8)
+        return count if isinstance(count, int) and count > 0 else 8
+
+    @property
+    def method(self) -> str:
+        if self.checkpoint.method is not None:
+            return self.checkpoint.method.name
+        names = {mode: name for name, mode in reversed(EXTERNAL_METHODS.items())}
+        return names.get(self.mode or "", "plain")
+
+    @property
+    def weights_bytes(self) -> list[int]:
+        return [sum(info.num_bytes for info in file.tensors.values()) for file in self.files]
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """One sequence of max_seq_len tokens, on one rank."""
+        model, cache = self.checkpoint.model, self.checkpoint.quantization.kv_cache_quant_algo
+        dtype = "uint8" if cache in ("FP8", "INT8") else model.dtype
+        return count_cache_bytes(model, dtype) * int(self.record.values["max_seq_len"])
+
+    def make_argv(self, checkpoint_dir: Path, output_dir: Path) -> list[str]:
+        """Return trtllm-build's command line for these folders."""
+        mode = ["--speculative_decoding_mode", self.mode] if self.mode else []
+        return [
+            BUILD_COMMAND, "--checkpoint_dir", str(checkpoint_dir), "--output_dir", str(output_dir),
+            *mode, *list_words(self.given),
+        ]  # fmt: skip
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `--dry-run` and `--json` report."""
+        argv = self.make_argv(self.checkpoint_dir, self.output_dir)
+        return {
+            "engine_dir": str(self.output_dir),
+            "method": self.method,
+            "backend": "tensorrt-llm",
+            "trtllm_version": self.label,
+            "tp_size": self.checkpoint.model.tp_size,
+            "pp_size": self.checkpoint.model.pp_size,
+            "commands": [
+                {"argv": argv, "shell": format_command(argv, self.environment),
+                 "env": dict(self.environment)},
+            ],
+            "engine_records": {name: self.record.values[name] for name in TOLD},
+            "weights_bytes": self.weights_bytes,
+            "kv_cache_bytes_per_sequence": self.kv_cache_bytes,
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def format_command(argv: list[str], environment: dict[str, str]) -> str:
+    """Return a command as one types it into a shell."""
+    return " ".join([f"{k}={shlex.quote(v)}" for k, v in environment.items()] + [shlex.join(argv)])
+
+
+def count_cache_bytes(model: ModelConfig, dtype: str) -> int:
+    """Bytes of the KV cache that one token takes on one rank."""
+    assert dtype in DTYPES
+    shape = (2, model.num_hidden_layers // model.pp_size, model.get_num_kv_heads(), model.head_size)
+    return TensorInfo(dtype, shape).num_bytes
+
+
+def choose_facts(settings: BuildSettings, here: Environment, *, builds: bool) -> Facts:
+    """Return the line that the command is for: as stated, as installed, or 1.2."""
+    stated, installed = settings.trtllm_version, here.tensorrt_llm
+    if installed is not None and (builds or stated is None):
+        label = find_label(installed)
+        if stated not in (None, label):
+            raise SpecDecError(
+                f"--trtllm-version {stated}, but TensorRT-LLM {installed} is installed here",
+                "leave the flag out, or add --dry-run or --emit-script",
+            )
+        return load_facts(label)
+    return load_facts(stated or DEFAULT_LABEL)
+
+
+def make_plan(
+    settings: BuildSettings, facts: Facts, checkpoint: CheckpointConfig, here: Environment | None
+) -> Plan:
+    """Check everything and return the build; raise SpecDecError that lists all that is wrong.
+
+    here: this machine, where it is to build; None where another will.
+    """
+    assert settings.checkpoint_dir is not None
+    assert settings.output_dir is not None
+    given = collect_flags(settings, facts)
+    mode = checkpoint.mode or settings.speculative_decoding_mode
+    problems = checks.find_checkpoint_problems(facts, checkpoint)
+    problems += checks.find_mode_problems(
+        facts, checkpoint, settings.speculative_decoding_mode, given.get("max_draft_len")
+    )
+    gpus = here.gpus if here is not None else ()
+    capability = gpus[0].capability if gpus else None
+    record = predict_record(facts, checkpoint, mode, given, capability)
+    build = checks.Build(
+        facts=facts, checkpoint=checkpoint, mode=mode, given=given, record=record
+    )  # fmt: skip
+    for find in (
+        checks.find_flag_problems, checks.find_method_problems, checks.find_quantization_problems,
+        checks.find_length_problems, checks.find_bent,
+    ):  # fmt: skip
+        problems += find(build)
+    if settings.optimize != "auto":
+        problems.append(
+            (
+                f"--optimize {settings.optimize} has no meaning for TensorRT-LLM",
+                "leave --optimize out",
+            )
+        )
+    because = f"tp_size {checkpoint.model.tp_size}"
+    if checkpoint.model.pp_size > 1:
+        because += f" x pp_size {checkpoint.model.pp_size}"
+    paths, missing = find_rank_files(settings.checkpoint_dir, build.num_ranks, because)
+    problems += missing
+    files = [TensorFile(path) for path in paths]
+    problems += checks.find_tensor_problems(checkpoint, files)
+    plan = Plan(
+        facts=facts, checkpoint=checkpoint, checkpoint_dir=settings.checkpoint_dir,
+        output_dir=settings.output_dir, mode=mode, given=given, record=record, files=files,
+        notes=list_notes(build, here),
+    )  # fmt: skip
+    if here is not None:
+        needed = max(plan.weights_bytes, default=0) + plan.kv_cache_bytes
+        problems += checks.find_gpu_problems(build, gpus, needed)
+    raise_problems(problems)
+    return plan
+
+
+def list_notes(build: checks.Build, here: Environment | None) -> list[str]:
+    """What the user should know although nothing is wrong."""
+    notes = []
+    record, values = build.record, build.values
+    if record.growth is not None:
+        notes.append(
+            f"the engine will record max_seq_len {values['max_seq_len']} = {record.growth};"
+            " prompt plus output stay within the first number"
+        )
+    is_quantized = build.checkpoint.quantization.is_quantized
+    for name, reason in record.reasons.items():
+        # Of weights that are not FP8, nobody expects FP8 attention.
+        if name not in build.given and (is_quantized or name != "use_fp8_context_fmha"):
+            notes.append(f"the engine will record {name} {values[name]}: {reason}")
+    if build.mode == checks.EXTERNAL and not values["gather_generation_logits"]:
+        notes.append(
+            "without --gather-generation-logits on both engines, drafts are accepted token by"
+            " token: --use-logits needs it"
+        )
+    if build.label == "1.2" and build.given.get("gather_generation_logits"):
+        notes.append("trtllm-build calls --gather_generation_logits deprecated on every run")
+    if here is None:
+        notes.append("not checked: the GPU, its memory and the version of the machine that builds")
+    return notes

@@ -1,0 +1,380 @@
+"""A model repository for Triton: the backend's own templates, filled in for an engine.
+
+Templates and model.py files are Triton's, of the release that is to serve the engine: the folder
+all_models/inflight_batcher_llm of its TensorRT-LLM backend. Known here are the variables in them.
+A variable that is left out stays as it is in a text, which the backend takes as not set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec import logs
+from specdec.errors import SpecDecError, UsageError, join_names, raise_problems, suggest
+from specdec.storage import check_output_dir, stage_folder
+from specdec.trtllm.engine_folder import (
+    BACKEND,
+    EXTERNAL,
+    EngineFolder,
+    read_backend,
+    read_engine_folder,
+)
+
+from .settings import BuildSettings
+
+logger = logs.get_logger(__name__)
+
+CONFIG = "config.pbtxt"
+TARGET, DRAFT, BLS = "tensorrt_llm", "tensorrt_llm_draft", "tensorrt_llm_bls"
+MODELS = ("preprocessing", TARGET, "postprocessing", "ensemble", BLS)
+CONTAINER = Path("/app/all_models/inflight_batcher_llm")  # of NVIDIA's image of Triton
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+# A text that is one variable may stay unset; anywhere else the file would not parse.
+TEXT = re.compile(r'string_value:\s*"\$\{(\w+)\}"')
+
+# The variables of each model's template, as of TensorRT-LLM 2a9abd95, 808059da, 89fd9b74, bff88ea8.
+KNOWN: dict[str, tuple[str, ...]] = {
+    "preprocessing": (
+        "triton_max_batch_size", "max_queue_delay_microseconds", "max_queue_size", "tokenizer_dir",
+        "add_special_tokens", "multimodal_model_path", "visual_model_path", "engine_dir",
+        "max_num_images", "preprocessing_instance_count", "tokenizer_type",
+    ),
+    TARGET: (
+        "triton_backend", "triton_max_batch_size", "decoupled_mode", "max_queue_delay_microseconds",
+        "max_queue_size", "encoder_input_features_data_type", "logits_datatype",
+        "prompt_embedding_table_data_type", "max_beam_width", "batching_strategy", "engine_dir",
+        "encoder_engine_dir", "max_tokens_in_paged_kv_cache", "max_attention_window_size",
+        "sink_token_length", "batch_scheduler_policy", "kv_cache_free_gpu_mem_fraction",
+        "cross_kv_cache_fraction", "kv_cache_host_memory_bytes", "kv_cache_onboard_blocks",
+        "enable_trt_overlap", "exclude_input_in_output", "cancellation_check_period_ms",
+        "stats_check_period_ms", "iter_stats_max_iterations", "request_stats_max_iterations",
+        "enable_kv_cache_reuse", "normalize_log_probs", "enable_chunked_context", "gpu_device_ids",
+        "participant_ids", "num_nodes", "lora_cache_optimal_adapter_size",
+        "lora_cache_max_adapter_size", "lora_cache_gpu_memory_fraction",
+        "lora_cache_host_memory_bytes", "lora_prefetch_dir", "decoding_mode",
+        "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size",
+        "medusa_choices", "eagle_choices", "gpu_weights_percent", "enable_context_fmha_fp32_acc",
+        "multi_block_mode", "cuda_graph_mode", "cuda_graph_cache_size",
+        "speculative_decoding_fast_logits", "tokenizer_dir", "guided_decoding_backend",
+        "xgrammar_tokenizer_info_path",
+    ),
+    "postprocessing": (
+        "triton_max_batch_size", "tokenizer_dir", "skip_special_tokens", "tokenizer_type",
+        "postprocessing_instance_count",
+    ),
+    "ensemble": ("triton_max_batch_size", "logits_datatype"),
+    BLS: (
+        "triton_max_batch_size", "decoupled_mode", "logits_datatype", "accumulate_tokens",
+        "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name", "multimodal_encoders_name",
+        "bls_instance_count", "prompt_embedding_table_data_type",
+    ),
+}  # fmt: skip
+# Without these a template is of no release that is known here.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "preprocessing": ("triton_max_batch_size", "tokenizer_dir", "preprocessing_instance_count"),
+    TARGET: (
+        "triton_max_batch_size", "decoupled_mode", "max_beam_width", "batching_strategy",
+        "engine_dir", "kv_cache_free_gpu_mem_fraction", "enable_kv_cache_reuse", "gpu_device_ids",
+        "exclude_input_in_output",
+    ),
+    "postprocessing": ("triton_max_batch_size", "tokenizer_dir", "postprocessing_instance_count"),
+    "ensemble": ("triton_max_batch_size",),
+    BLS: (
+        "triton_max_batch_size", "decoupled_mode", "bls_instance_count", "accumulate_tokens",
+        "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name",
+    ),
+}  # fmt: skip
+# What the user alone knows of an engine of these modes.
+CHOSEN = {
+    "medusa": ("medusa_choices",),
+    "eagle": ("eagle_choices",),
+    "lookahead_decoding": (
+        "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size",
+    ),
+}  # fmt: skip
+FIELDS = (
+    "triton_templates", "triton_tokenizer_dir", "triton_draft_engine_dir", "triton_devices",
+    "triton_draft_devices", "triton_kv_cache_fraction", "triton_streaming", "triton_parameters",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Templates:
+    """Triton's folder of models, and the text of each config.pbtxt."""
+
+    folder: Path
+    texts: dict[str, str]
+
+
+def check_fields(settings: BuildSettings) -> None:
+    """Raise UsageError for what contradicts, misses or has no effect without --emit-triton."""
+    given = [name for name in FIELDS if getattr(settings, name) not in (None, False, [])]
+    if settings.emit_triton is None:
+        if given:
+            flag = "--" + given[0].replace("_", "-")
+            raise UsageError(f"{flag} has no effect without --emit-triton", "leave it out")
+        return
+    if settings.emit_script is not None:
+        raise UsageError(
+            "--emit-triton describes an engine that is there, --emit-script one that is not yet",
+            "build the engine first; then call it with --output-dir and --emit-triton alone",
+        )
+    if settings.triton_tokenizer_dir is None:
+        raise UsageError(
+            "--emit-triton needs --triton-tokenizer-dir",
+            "give the tokenizer's folder as the server will see it",
+        )
+    if settings.triton_draft_engine_dir is None and settings.triton_draft_devices is not None:
+        raise UsageError(
+            "--triton-draft-devices without --triton-draft-engine-dir", "give the draft engine"
+        )
+    if settings.triton_streaming and settings.triton_draft_engine_dir is not None:
+        raise UsageError(
+            "--triton-streaming with a draft engine: the BLS model refuses to stream drafts",
+            "leave one of them out",
+        )
+
+
+def read_templates(settings: BuildSettings) -> Templates:
+    """Read Triton's templates; raise SpecDecError for variables that are missing or unknown."""
+    folder = settings.triton_templates or CONTAINER
+    texts, problems = {}, []
+    for model in MODELS:
+        path = folder / model / CONFIG
+        if not path.is_file():
+            problems.append(
+                (
+                    f"{path} does not exist",
+                    "give --triton-templates: the folder all_models/inflight_batcher_llm of the"
+                    " TensorRT-LLM backend of Triton's release, in NVIDIA's image or from"
+                    " triton_backend/ of TensorRT-LLM's repository",
+                )
+            )
+            continue
+        texts[model] = path.read_text(encoding="utf-8")
+    raise_problems(problems[:1])
+    chosen = parse_parameters(settings)
+    found = {model: set(VARIABLE.findall(text)) for model, text in texts.items()}
+    for model, variables in found.items():
+        if lacking := [name for name in NEEDED[model] if name not in variables]:
+            problems.append(
+                (
+                    f"{folder / model / CONFIG} has no variable {join_names(lacking)}",
+                    "give the templates unfilled, of a release up to TensorRT-LLM 1.2",
+                )
+            )
+        if foreign := sorted(variables - set(KNOWN[model]) - set(chosen)):
+            problems.append(
+                (
+                    f"{folder / model / CONFIG} has unknown variables {join_names(foreign)}",
+                    "say what they are: --triton-parameters NAME=VALUE",
+                )
+            )
+    everywhere = sorted(set().union(*found.values()))
+    for name in sorted(set(chosen) - set(everywhere)):
+        problems.append(
+            (
+                f"--triton-parameters {name}: no template has it{suggest(name, everywhere)}",
+                "leave it out",
+            )
+        )
+    raise_problems(problems)
+    return Templates(folder, texts)
+
+
+def parse_parameters(settings: BuildSettings) -> dict[str, str]:
+    """Read --triton-parameters, NAME=VALUE each."""
+    chosen: dict[str, str] = {}
+    for entry in settings.triton_parameters:
+        name, equals, value = entry.partition("=")
+        if not equals or not name or any(c in value for c in '"\\\n$'):
+            raise UsageError(
+                f"--triton-parameters {entry!r}",
+                "write NAME=VALUE, without quotes, backslashes or dollar signs",
+            )
+        if chosen.setdefault(name, value) != value:
+            raise UsageError(f"--triton-parameters gives {name} twice", "keep one")
+    return chosen
+
+
+def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
+    """Return each model's variables; raise SpecDecError that lists what does not fit."""
+    assert settings.output_dir is not None
+    target, draft = read_engine(settings.output_dir), None
+    if settings.triton_draft_engine_dir is not None:
+        draft = read_engine(settings.triton_draft_engine_dir)
+    chosen = parse_parameters(settings)
+    raise_problems(find_engine_problems(settings, target, draft, chosen))
+    batch = min(engine.max_batch_size for engine in (target, draft) if engine)
+    streams = str(settings.triton_streaming)
+    common = {"triton_max_batch_size": str(batch), "max_queue_delay_microseconds": "0",
+              "max_queue_size": "0"}  # fmt: skip
+    tokenizer = {"tokenizer_dir": str(settings.triton_tokenizer_dir)}
+    logits = {"logits_datatype": "TYPE_FP16" if target.logits_dtype == "float16" else "TYPE_FP32"}
+    reuses = target.mode == EXTERNAL or draft is not None
+
+    def describe(engine: EngineFolder, devices: str | None) -> dict[str, str]:
+        values = {
+            **common, **logits, "triton_backend": "tensorrtllm", "decoupled_mode": streams,
+            "max_beam_width": str(engine.max_beam_width),
+            "batching_strategy": "inflight_fused_batching",
+            "engine_dir": str(engine.folder.resolve()),
+            "enable_kv_cache_reuse": str(reuses), "exclude_input_in_output": "True",
+            "encoder_input_features_data_type": "TYPE_FP16",
+            "prompt_embedding_table_data_type": "TYPE_FP16", **tokenizer,
+        }  # fmt: skip
+        if devices is not None:
+            values["gpu_device_ids"] = devices
+        if settings.triton_kv_cache_fraction is not None:
+            values["kv_cache_free_gpu_mem_fraction"] = f"{settings.triton_kv_cache_fraction:g}"
+        return values | chosen
+
+    models = {
+        "preprocessing": {
+            **common, **tokenizer, "preprocessing_instance_count": "1",
+            "add_special_tokens": "True", "engine_dir": str(target.folder.resolve()), **chosen,
+        },
+        TARGET: describe(target, settings.triton_devices),
+        "postprocessing": {
+            **common, **tokenizer, "postprocessing_instance_count": "1",
+            "skip_special_tokens": "True", **chosen,
+        },
+        "ensemble": {**common, **logits, **chosen},
+        BLS: {
+            **common, **logits, "decoupled_mode": streams, "accumulate_tokens": "False",
+            "bls_instance_count": "1", "tensorrt_llm_model_name": TARGET,
+            "prompt_embedding_table_data_type": "TYPE_FP16",
+            **({"tensorrt_llm_draft_model_name": DRAFT} if draft else {}), **chosen,
+        },
+    }  # fmt: skip
+    if draft is not None:
+        models[DRAFT] = describe(draft, settings.triton_draft_devices)
+    return models
+
+
+def read_engine(folder: Path) -> EngineFolder:
+    """Read an engine; raise SpecDecError for one that Triton's backend does not serve."""
+    backend = read_backend(folder)
+    if backend != BACKEND:
+        raise SpecDecError(
+            f"{folder} was built for the backend {backend!r}, and Triton serves TensorRT-LLM's",
+            "build it with --backend tensorrt-llm",
+        )
+    return read_engine_folder(folder)
+
+
+def find_engine_problems(
+    settings: BuildSettings,
+    target: EngineFolder,
+    draft: EngineFolder | None,
+    chosen: Mapping[str, str],
+) -> list[tuple[str, str]]:
+    """List what keeps these engines from being served as they are asked to be."""
+    problems = []
+    fraction = settings.triton_kv_cache_fraction
+    if fraction is not None and not 0 < fraction <= 1:
+        problems.append(
+            (f"--triton-kv-cache-fraction is {fraction:g}", "give a number above 0, at most 1")
+        )
+    lacking = [name for name in CHOSEN.get(target.mode or "", ()) if name not in chosen]
+    if lacking:
+        problems.append(
+            (
+                f"an engine of mode {target.mode} is served with {join_names(lacking)}",
+                "give --triton-parameters " + " ".join(f"{name}=..." for name in lacking),
+            )
+        )
+    pairs = [("--triton-devices", settings.triton_devices, target)]
+    if draft is not None:
+        pairs.append(("--triton-draft-devices", settings.triton_draft_devices, draft))
+    for flag, devices, engine in pairs:
+        if devices is None:
+            continue
+        numbers = devices.split(",")
+        if not all(number.isdecimal() for number in numbers) or len(numbers) != engine.world_size:
+            problems.append(
+                (
+                    f"{flag} is {devices!r}, the engine has {engine.world_size} ranks",
+                    "give one device number a rank, as 0,1",
+                )
+            )
+    if draft is None:
+        return problems
+    if target.mode != EXTERNAL:
+        problems.append(
+            (
+                f"{target.folder} has mode {target.mode} and takes no drafts of another engine",
+                f"build the target with --speculative-decoding-mode {EXTERNAL}",
+            )
+        )
+    if draft.mode is not None:
+        problems.append((f"{draft.folder} has mode {draft.mode}", "draft with a plain engine"))
+    for engine in (target, draft):
+        if not engine.has_paged_context_fmha:
+            problems.append(
+                (
+                    f"{engine.folder} cannot reuse blocks of its KV cache, which drafts need",
+                    "build it with --use-paged-context-fmha enable",
+                )
+            )
+    ours, theirs = settings.triton_devices or "0", settings.triton_draft_devices or "0"
+    if set(ours.split(",")) & set(theirs.split(",")) and fraction is None:
+        problems.append(
+            (
+                "both engines are on one GPU, and each KV cache would take 0.9 of what is free",
+                "give --triton-kv-cache-fraction 0.4, or --triton-devices and"
+                " --triton-draft-devices",
+            )
+        )
+    return problems
+
+
+def fill(text: str, values: Mapping[str, str], path: Path) -> str:
+    """Fill a template in; raise SpecDecError where a variable has no value and needs one."""
+    unset = set(VARIABLE.findall(TEXT.sub("", text))) - set(values)
+    if unset:
+        raise SpecDecError(
+            f"{path} needs a value of {join_names(sorted(unset))}",
+            "give --triton-parameters NAME=VALUE",
+        )
+    return VARIABLE.sub(lambda match: values.get(match[1], match[0]), text)
+
+
+def write_repository(settings: BuildSettings, templates: Templates) -> dict[str, Any]:
+    """Write the model repository of the engine in output_dir; return what was written."""
+    assert settings.emit_triton is not None
+    output = settings.emit_triton
+    inputs = [path for path in (settings.output_dir, settings.triton_draft_engine_dir,
+                                templates.folder) if path is not None]  # fmt: skip
+    models = plan_models(settings)
+    texts = {}
+    for model, values in models.items():
+        source = TARGET if model == DRAFT else model
+        text = fill(templates.texts[source], values, templates.folder / source / CONFIG)
+        texts[model] = text.replace(f'name: "{TARGET}"', f'name: "{model}"', 1)
+    check_output_dir(output, force=settings.force, inputs=inputs)
+    report = {"triton_dir": str(output), "models": list(models), "launch": make_launch(settings)}
+    if settings.dry_run:
+        return report
+    with stage_folder(output, force=settings.force, inputs=inputs) as staged:
+        for model, text in texts.items():
+            source = TARGET if model == DRAFT else model
+            shutil.copytree(templates.folder / source, staged / model)
+            (staged / model / CONFIG).write_text(text, encoding="utf-8")
+            (staged / model / "1").mkdir(exist_ok=True)
+    logger.info("model repository %s; serve it with: %s", output, report["launch"])
+    return report
+
+
+def make_launch(settings: BuildSettings) -> str:
+    """Return the command that serves the repository, in NVIDIA's image of Triton."""
+    assert settings.output_dir is not None
+    command = f"python3 /app/scripts/launch_triton_server.py --model_repo={settings.emit_triton}"
+    if settings.triton_draft_engine_dir is not None:
+        return f"{command} --tensorrt_llm_model_name {TARGET},{DRAFT} --multi-model"
+    return f"{command} --world_size={read_engine_folder(settings.output_dir).world_size}"

@@ -1,0 +1,370 @@
+"""EAGLE: a drafter folder -> the `eagle_nets.*` tensors and EAGLE's keys of a checkpoint.
+
+What is published: SafeAILab's EAGLE-1, whose weights EAGLE-2 shares; EAGLE-3 as SafeAILab and
+SpecForge save it, as ModelOpt exports it, and as speculators does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specdec import logs
+from specdec.errors import SpecDecError, join_names
+from specdec.methods import (
+    EAGLE3_ARCHITECTURE,
+    EAGLE_ARCHITECTURE,
+    Eagle3Params,
+    EagleNet,
+    EagleParams,
+)
+from specdec.schema import ModelConfig
+from specdec.tensors import EAGLE_NET, EMBEDDING, HEAD, find_first_copy
+
+from ..families import llama
+from ..families.base import ROTARY_BUFFERS, read_decoder
+from ..hf import ConfigReader, HfFolder
+from ..plan import Part, check_num_layers
+from .base import exclude_modules
+
+if TYPE_CHECKING:
+    from ..settings import ConvertSettings
+
+logger = logs.get_logger(__name__)
+
+FOLDER = "eagle_model_dir"
+OPTIONS = ("max_draft_len", "num_eagle_layers", "max_non_leaves_per_layer")
+WEIGHT_FILES: tuple[str, ...] = ()
+# As ModelOpt saves a target with its drafter; how that one is built is in its pickle alone.
+WITH_TARGET = "eagle_module."
+IN_TARGET = (f"{WITH_TARGET}*",)
+
+MAX_DRAFT_LEN = 256  # TensorRT-LLM's, of a tree
+# EAGLE-1's targets: TensorRT-LLM makes Llamas of them.
+TARGETS = ("LlamaForCausalLM", "MistralForCausalLM")
+
+LAYER = "layers.0."
+ONLY_LAYER = "midlayer."  # what a drafter of one layer may call it
+OFFSETS, IS_DRAFTED = "d2t", "t2d"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """One way of writing EAGLE-3.
+
+    find_layers: the target's layers, from 0, whose outputs are read, for a target of so many.
+    layers_key: where config.json may tell them, for a message. fixed: fields that must hold a value
+    if they are there, in the object that `place` names or, if it names none, at the top level.
+    """
+
+    name: str
+    find_layers: Callable[[ConfigReader, int], list[int]]
+    layers_key: str
+    place: str | None = None
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _read_layers(reader: ConfigReader, name: str) -> list[int] | None:
+    """Return a list of layers, or None where it is absent."""
+    layers = reader.config.get(name)
+    if layers is None:
+        return None
+    if isinstance(layers, list) and layers and all(type(layer) is int for layer in layers):
+        return layers
+    reader.refuse(f"{name} is {layers!r}"[:120], "give the list of the target's layers")
+    return None
+
+
+def _find_outputs(reader: ConfigReader, num_layers: int) -> list[int]:
+    """The layers whose outputs are read, as their numbers tell; SafeAILab's three by default."""
+    inner = ConfigReader(reader.get_object("eagle_config"), reader.path)
+    layers = _read_layers(inner, "eagle_aux_hidden_state_layer_ids")
+    reader.problems += inner.problems
+    return layers or [1, num_layers // 2 - 1, num_layers - 4]
+
+
+def _find_inputs(reader: ConfigReader, num_layers: int) -> list[int]:
+    """The same where the numbers tell which layers are entered by what is read, as in vLLM."""
+    layers = _read_layers(reader, "eagle_aux_hidden_state_layer_ids")
+    return [layer - 1 for layer in layers or [2, num_layers // 2, num_layers - 3]]
+
+
+# SafeAILab's and SpecForge's are ModelOpt's without most of the fields.
+MODELOPT = Format(
+    name="ModelOpt or SafeAILab",
+    find_layers=_find_outputs,
+    layers_key="eagle_config.eagle_aux_hidden_state_layer_ids",
+    place="eagle_config",
+    fixed={
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+    },
+)
+SPECULATORS = Format(
+    name="speculators",
+    find_layers=_find_inputs,
+    layers_key="eagle_aux_hidden_state_layer_ids",
+    fixed={
+        "speculators_model_type": "eagle3",
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+    },
+)
+# Of the drafter's layers, in the Llama config that each format has somewhere.
+FIXED_NET = {
+    "model_type": "llama", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,
+    "use_sliding_window": False,
+}  # fmt: skip
+
+
+def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> EagleParams:
+    """Read the drafter's config.json; raise SpecDecError where tensors or target disagree."""
+    _check_kind(folder)
+    reader = ConfigReader(folder.config, folder.path)
+    is_speculators = folder.config.get("speculators_model_type") is not None
+    net_config = reader.get_object("transformer_layer_config") if is_speculators else folder.config
+    net_reader = ConfigReader(net_config, folder.path)
+    _check_fixed(net_reader, FIXED_NET, "a Llama's decoder layers without biases")
+    values = read_decoder(net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
+    net = EagleNet(**{field.name: values[field.name] for field in dataclasses.fields(EagleNet)})
+    if net.num_attention_heads % net.num_key_value_heads:
+        net_reader.refuse(
+            f"num_attention_heads {net.num_attention_heads} is no multiple of"
+            f" num_key_value_heads {net.num_key_value_heads}",
+            "mend them",
+        )
+    if net.hidden_act != "silu":
+        net_reader.refuse(f"hidden_act is {net.hidden_act!r}", "EAGLE drafters have 'silu'")
+    reader.problems += net_reader.problems
+    reader.finish()
+    check_num_layers(net.num_hidden_layers, folder)
+    eagle3 = None
+    if is_speculators or any(name.endswith("hidden_norm.weight") for name in folder.tensors):
+        form = SPECULATORS if is_speculators else MODELOPT
+        eagle3 = _read_eagle3(reader, folder, form, net, model)
+        reader.finish()
+    max_draft_len = settings.max_draft_len or 63
+    if max_draft_len > MAX_DRAFT_LEN:
+        raise SpecDecError(
+            f"--max-draft-len is {max_draft_len}, EAGLE trees have at most {MAX_DRAFT_LEN} tokens",
+            f"give {MAX_DRAFT_LEN} or less",
+        )
+    return EagleParams(
+        net=net,
+        num_eagle_layers=settings.num_eagle_layers or 4,
+        max_non_leaves_per_layer=settings.max_non_leaves_per_layer or 10,
+        max_draft_len=max_draft_len,
+        eagle3=eagle3,
+    )
+
+
+def _check_kind(folder: HfFolder) -> None:
+    """Raise SpecDecError unless the folder holds an EAGLE drafter alone, under one naming."""
+    together = [name for name in folder.tensors if name.startswith(WITH_TARGET)]
+    if together:
+        raise SpecDecError(
+            f"{folder.path} holds an EAGLE drafter saved with its target ({together[0]}), whose"
+            " config.json does not describe it",
+            "export it with ModelOpt's export_speculative_decoding and give that folder",
+        )
+    if "fc.weight" not in folder.tensors:
+        raise SpecDecError(
+            f"{folder.path} holds no fc.weight, which every EAGLE drafter has; it holds"
+            f" {join_names(sorted(folder.tensors)) if folder.tensors else 'no tensors'}",
+            "give the folder of an EAGLE drafter",
+        )
+    prefixes = [p for p in (LAYER, ONLY_LAYER) if any(n.startswith(p) for n in folder.tensors)]
+    if len(prefixes) > 1:
+        raise SpecDecError(
+            f"{folder.path} has two namings of one layer, {LAYER}* and {ONLY_LAYER}*",
+            "keep one of them: which is the trained one cannot be known",
+        )
+
+
+def _check_fixed(reader: ConfigReader, fixed: Mapping[str, Any], what: str) -> None:
+    """Note every field that says another thing than the only one which is known."""
+    for name, known in fixed.items():
+        value = reader.config.get(name)
+        if value is not None and value != known:
+            reader.refuse(
+                f"{name} is {value!r}"[:120], f"only {what} can be converted: {name} {known!r}"
+            )
+
+
+def _read_eagle3(
+    reader: ConfigReader, folder: HfFolder, form: Format, net: EagleNet, model: ModelConfig
+) -> Eagle3Params | None:
+    """Read what EAGLE-3 has besides its layers; None where something is wrong."""
+    place = ConfigReader(
+        reader.get_object(form.place) if form.place else reader.config, folder.path
+    )
+    _check_fixed(place, form.fixed, f"the usual EAGLE-3 of {form.name}")
+    reader.problems += place.problems
+    layers = sorted(form.find_layers(reader, model.num_hidden_layers))
+    is_distinct = len(set(layers)) == len(layers)
+    if not is_distinct or layers[0] < 0 or layers[-1] >= model.num_hidden_layers:
+        reader.refuse(
+            f"the features would come from the outputs of layers {layers}, the target has"
+            f" {model.num_hidden_layers} layers",
+            f"give {form.layers_key} in config.json, as the drafter was trained",
+        )
+    width = folder.tensors["fc.weight"].shape[-1:]
+    if width != (len(layers) * model.hidden_size,):
+        reader.refuse(
+            f"fc.weight has shape {list(folder.tensors['fc.weight'].shape)}, for the outputs of"
+            f" {len(layers)} layers of {model.hidden_size} it would be"
+            f" {[net.hidden_size, len(layers) * model.hidden_size]}",
+            f"use the drafter that was trained for this target, and mend {form.layers_key}",
+        )
+    draft_vocab_size = reader.get_int("draft_vocab_size", net.vocab_size)
+    normed = reader.get_bool("norm_before_residual", False)
+    if not reader.problems:
+        _check_offsets(reader, folder, draft_vocab_size, model.vocab_size)
+    if reader.problems:
+        return None
+    return Eagle3Params(
+        aux_layers=tuple(layers), draft_vocab_size=draft_vocab_size, norm_before_residual=normed
+    )
+
+
+def _check_offsets(
+    reader: ConfigReader, folder: HfFolder, draft_vocab_size: int, vocab_size: int
+) -> None:
+    """Note whether drafted tokens are told apart and lie in the vocabulary, and both maps agree."""
+    offsets = folder.tensors.get(OFFSETS)
+    if offsets is None:
+        return  # planning the tensors names it where it is needed
+    if offsets.dtype != "int64" or offsets.shape != (draft_vocab_size,):
+        reader.refuse(
+            f"{OFFSETS} is {offsets.dtype} {list(offsets.shape)}, not int64 [{draft_vocab_size}]",
+            "its config.json and tensors disagree: take both from the same drafter",
+        )
+        return
+    tokens = folder.read(OFFSETS) + np.arange(draft_vocab_size)
+    if draft_vocab_size == vocab_size and (tokens != np.arange(vocab_size)).any():
+        reader.refuse(
+            f"{OFFSETS} renames tokens of a vocabulary that is not reduced", "set it to zeros"
+        )
+    elif len(np.unique(tokens)) < len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
+        reader.refuse(
+            f"{OFFSETS} maps {draft_vocab_size} drafted tokens to {len(np.unique(tokens))} from"
+            f" {tokens.min()} to {tokens.max()}; the target has {vocab_size}",
+            "use the drafter that was trained for this target; its offsets are added to the number",
+        )
+    drafted = folder.tensors.get(IS_DRAFTED)
+    if drafted is None or draft_vocab_size == vocab_size or reader.problems:
+        return  # of a vocabulary that is not reduced some writers leave t2d all zeros
+    is_drafted = np.zeros(vocab_size, np.bool_)
+    is_drafted[tokens] = True
+    if drafted.shape != (vocab_size,) or (folder.read(IS_DRAFTED) != is_drafted).any():
+        reader.refuse(
+            f"{IS_DRAFTED} and {OFFSETS} disagree on which tokens are drafted",
+            "copy or download the folder again",
+        )
+
+
+def share_tensors(
+    folder: HfFolder, params: EagleParams, canonical: Sequence[str]
+) -> dict[str, str | None]:
+    """What the folder does not hold: the target's embedding and head, and zeros for a bias."""
+    absent: dict[str, tuple[str, str | None]] = {
+        "drafter.vocab_embedding.weight": ("embed_tokens.weight", EMBEDDING),
+        "drafter.fc.bias": ("fc.bias", None),
+    }
+    if params.draft_vocab_size == params.net.vocab_size:
+        absent["lm_head.weight"] = ("lm_head.weight", HEAD)
+    shared = {}
+    for name in canonical:
+        own, other = absent.get(find_first_copy(name).removeprefix(EAGLE_NET), ("", None))
+        if own and own not in folder.tensors:
+            shared[name] = other
+    return shared
+
+
+def find_sources(
+    folder: HfFolder, params: EagleParams, canonical: Sequence[str]
+) -> dict[str, tuple[Part, ...]]:
+    """Map canonical tensor names to the folder's; every net is made from the same ones."""
+    first = {name: find_first_copy(name).removeprefix(EAGLE_NET) for name in canonical}
+    decoder = {name: f"transformer.{own.removeprefix('drafter.')}" for name, own in first.items()}
+    beside = {
+        "drafter.fc.weight": "fc.weight",
+        "drafter.fc.bias": "fc.bias",
+        "drafter.layers.0.hidden_norm.weight": "layers.0.hidden_norm.weight",
+        "lm_head.weight": "lm_head.weight",
+        OFFSETS: OFFSETS,
+    }
+    found = llama.FAMILY.find_sources(decoder[n] for n in canonical if first[n] not in beside)
+    is_only = any(name.startswith(ONLY_LAYER) for name in folder.tensors)
+
+    def rename(part: Part) -> Part:
+        name = part.name.removeprefix("model.")
+        if is_only and name.startswith(LAYER):
+            name = ONLY_LAYER + name.removeprefix(LAYER)
+        return dataclasses.replace(part, name=name)
+
+    sources = {}
+    for name in canonical:
+        parts = (Part(beside[first[name]]),) if first[name] in beside else found[decoder[name]]
+        sources[name] = tuple(rename(part) for part in parts)
+    return sources
+
+
+def list_ignored(folder: HfFolder, params: EagleParams) -> Sequence[str]:
+    """What follows from the rest: rotary tables, and maps of the vocabulary that were checked."""
+    if params.eagle3 is None:
+        return ROTARY_BUFFERS
+    is_reduced = params.draft_vocab_size < params.net.vocab_size
+    return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)))
+
+
+def add_to_config(
+    config: Mapping[str, Any], params: EagleParams, version: str, *, is_head_quantized: bool
+) -> dict[str, Any]:
+    """Return a target's config.json with the drafter added."""
+    if version == "0.14":
+        raise SpecDecError("TensorRT-LLM 0.14 has no EAGLE", "convert for 1.2")
+    target, combined = config["architecture"], dict(config)
+    if params.eagle3 is None and target not in TARGETS:
+        raise SpecDecError(
+            f"TensorRT-LLM has no EAGLE-1 for {target}",
+            f"the targets it has one for are {', '.join(TARGETS)}; EAGLE-3, on the torch backend,"
+            " takes any",
+        )
+    if params.eagle3 is None and is_head_quantized:
+        raise SpecDecError(
+            "the target's lm_head is quantized, and EAGLE-1 drafts with it",
+            "quantize the target without its head",
+        )
+    if params.eagle3 is not None:
+        logger.warning(
+            "EAGLE-3: TensorRT-LLM's engine path does not read this checkpoint (%s); the torch"
+            " backend runs it", EAGLE3_ARCHITECTURE,
+        )  # fmt: skip
+    own = params.to_checkpoint()
+    kept = ("dtype", "logits_dtype", "position_embedding_type", "mapping")
+    own[EagleParams.NET] = {
+        "architecture": "LlamaForCausalLM",
+        **{key: config[key] for key in kept if key in config},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        "use_parallel_embedding": config.get("use_parallel_embedding", False),
+        "embedding_sharding_dim": config.get("embedding_sharding_dim", 0),
+        **own[EagleParams.NET],
+    }
+    combined |= own
+    combined["architecture"] = EAGLE3_ARCHITECTURE if params.eagle3 else EAGLE_ARCHITECTURE
+    combined["base_architecture"] = target
+    excluded = exclude_modules(
+        config.get("quantization"), ["eagle_nets.*"], is_head_quantized=is_head_quantized
+    )
+    if excluded is not None:
+        combined["quantization"] = combined["quantization"] | {"exclude_modules": excluded}
+    return combined

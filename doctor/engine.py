@@ -1,0 +1,129 @@
+"""Whether an engine folder can run on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specdec.engine.compiler import describe_cpu
+from specdec.errors import SpecDecError, join_names
+from specdec.schema import CheckpointConfig, parse_checkpoint_config
+from specdec.storage import read_json
+from specdec.trtllm.environment import Environment, compare_environments
+
+from .abilities import MIN_TORCH, order
+
+Problems = list[tuple[str, str]]
+
+
+def check_engine(folder: Path, machine: dict[str, Any], here: Environment) -> dict[str, Any]:
+    """Return what stands in the way of an engine, and what does not but is worth knowing."""
+    if not folder.is_dir():
+        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
+    document = read_json(folder / "config.json")
+    if not isinstance(document.get("build_config"), dict):
+        raise SpecDecError(
+            f"{folder} is not an engine: its config.json has no build_config",
+            "run specdec-build on the checkpoint first",
+        )
+    backend = document.get("backend", "tensorrt-llm")
+    pretrained = document.get("pretrained_config")
+    checkpoint = parse_checkpoint_config(pretrained if isinstance(pretrained, dict) else {})
+    check = _check_torch if backend == "torch" else _check_tensorrt
+    problems, notes = check(folder, document, checkpoint, machine, here)
+    return {
+        "engine_dir": str(folder),
+        "backend": backend,
+        "method": checkpoint.method.name if checkpoint.method else "plain",
+        "dtype": checkpoint.model.dtype,
+        "tp_size": checkpoint.model.tp_size,
+        "can_run": not problems,
+        "problems": [{"fact": fact, "remedy": remedy} for fact, remedy in problems],
+        "notes": notes,
+    }
+
+
+def _check_torch(
+    folder: Path, document: dict[str, Any], checkpoint: CheckpointConfig,
+    machine: dict[str, Any], here: Environment,
+) -> tuple[Problems, list[str]]:  # fmt: skip
+    problems: Problems = []
+    notes: list[str] = []
+    torch = machine["packages"]["torch"]
+    if torch is None or order(torch) < MIN_TORCH:
+        problems.append(
+            (
+                f"the torch backend needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, here is"
+                f" {torch or 'none'}",
+                "pip install --upgrade torch",
+            )
+        )
+    options = document.get("torch_config")
+    kernels = options.get("kernels") if isinstance(options, dict) else None
+    on_gpu = bool(here.gpus) and here.cuda is not None
+    if isinstance(kernels, dict) and kernels.get("cpu") != describe_cpu() and not on_gpu:
+        notes.append(
+            "its kernels were compiled for another CPU and will not be used: build it again here"
+            " for full speed"
+        )
+    if kernels is None and not on_gpu:
+        notes.append("it has no native kernels: it runs on torch's own operators")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        problems.append((f"{folder} holds no weights", "build the engine again"))
+    size = sum(path.stat().st_size for path in weights)
+    if on_gpu:
+        room, where = here.gpus[0].memory_bytes, here.gpus[0].name
+        size = -(-size // checkpoint.model.tp_size)
+    else:
+        room, where = machine["cpu"]["available_bytes"] or 0, "this machine"
+    problems += _check_memory(size, room, where)
+    if checkpoint.model.tp_size > 1:
+        ranks, cores = checkpoint.model.tp_size, machine["cpu"]["cores"] or 1
+        if on_gpu and len(here.gpus) < ranks:
+            notes.append(f"its {ranks} ranks will not have a GPU each: {len(here.gpus)} visible")
+        elif not on_gpu and cores < ranks:
+            notes.append(f"its {ranks} ranks share {cores} cores")
+    return problems, notes
+
+
+def _check_tensorrt(
+    folder: Path, document: dict[str, Any], checkpoint: CheckpointConfig,
+    machine: dict[str, Any], here: Environment,
+) -> tuple[Problems, list[str]]:  # fmt: skip
+    num_ranks = checkpoint.model.tp_size * checkpoint.model.pp_size
+    problems: Problems = []
+    notes: list[str] = []
+    files = [folder / f"rank{rank}.engine" for rank in range(num_ranks)]
+    absent = [path.name for path in files if not path.is_file()]
+    if absent:
+        problems.append((f"{folder} lacks {join_names(absent)}", "copy the folder again"))
+    manifest = folder / "manifest.json"
+    recorded = read_json(manifest).get("environment") if manifest.is_file() else None
+    if not isinstance(recorded, dict):
+        notes.append("it has no record of the machine that built it: only its version is compared")
+        recorded = {"tensorrt_llm": document.get("version")}
+    for difference in compare_environments(recorded, here, num_ranks=num_ranks):
+        if difference.stops:
+            problems.append((difference.fact, difference.remedy))
+        else:
+            notes.append(f"{difference.fact}: {difference.remedy}")
+    if num_ranks > 1 and not machine["mpi"]["launchers"]:
+        problems.append(
+            (f"the engine has {num_ranks} ranks and no mpirun is found", "install OpenMPI")
+        )
+    if here.gpus and not absent:
+        largest = max(path.stat().st_size for path in files)
+        problems += _check_memory(largest, here.gpus[0].memory_bytes, here.gpus[0].name)
+    return problems, notes
+
+
+def _check_memory(needed: int, room: int, where: str) -> Problems:
+    if not 0 < room < needed:
+        return []
+    return [
+        (
+            f"the weights take {needed / 1e9:.1f} GB, {where} has {room / 1e9:.1f} GB",
+            "use a machine with more memory, more ranks or a quantized model",
+        )
+    ]

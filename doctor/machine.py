@@ -1,0 +1,89 @@
+"""What is on this machine, read without importing any of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from specdec import __version__
+from specdec.engine.compiler import find_compiler
+from specdec.trtllm.environment import (
+    BUILD_COMMAND,
+    Environment,
+    find_version,
+    is_importable,
+    read_environment,
+)
+
+LAUNCHERS = ("mpirun", "mpiexec", "srun")
+MPI_SECONDS = 10
+# Distributions by the name that users know; several where a package has had several.
+PACKAGES = {
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+    "numpy": ("numpy",),
+    "safetensors": ("safetensors",),
+    "accelerate": ("accelerate",),
+    "tensorrt_llm": ("tensorrt-llm",),
+    "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+    "modelopt": ("nvidia-modelopt",),
+    "mpi4py": ("mpi4py",),
+}
+
+
+def describe_machine() -> tuple[dict[str, Any], Environment]:
+    """Return what a report tells of the machine, and the part that TensorRT-LLM's engines see."""
+    here = read_environment()
+    packages = {name: find_version(*names) for name, names in PACKAGES.items()}
+    packages["tensorrt_llm"] = here.tensorrt_llm
+    if not is_importable("torch"):
+        packages["torch"] = None
+    report = {
+        "specdec": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "cuda": {"runtime": here.cuda, "driver": here.cuda_driver, "driver_version": here.driver},
+        "mpi": describe_mpi(),
+        "trtllm_build": shutil.which(BUILD_COMMAND),
+        "gpus": here.to_json()["gpus"],
+        "cpu": {"cores": os.cpu_count(), "memory_bytes": read_memory("MemTotal"),
+                "available_bytes": read_memory("MemAvailable")},
+        "compiler": find_compiler(),
+        "disk": {"path": str(Path.cwd()), "free_bytes": shutil.disk_usage(Path.cwd()).free},
+    }  # fmt: skip
+    return report, here
+
+
+def describe_mpi() -> dict[str, Any]:
+    """Return the launchers that are there, and what the first of MPI's own calls itself."""
+    found = {name: path for name in LAUNCHERS if (path := shutil.which(name)) is not None}
+    launcher = found.get("mpirun") or found.get("mpiexec")
+    version = None
+    if launcher is not None:
+        try:
+            done = subprocess.run(
+                [launcher, "--version"], capture_output=True, text=True, timeout=MPI_SECONDS,
+                check=False,
+            )  # fmt: skip
+            version = next(iter(done.stdout.splitlines()), None)
+        except (OSError, subprocess.TimeoutExpired):
+            version = None
+    return {"launchers": found, "version": version}
+
+
+def read_memory(key: str) -> int | None:
+    """Return an entry of /proc/meminfo in bytes."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name == key:
+            return int(rest.split()[0]) << 10
+    return None

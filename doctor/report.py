@@ -1,0 +1,93 @@
+"""The doctor's findings, as an object and as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.errors import SpecDecError
+
+from .abilities import find_pin_problems, list_abilities, list_pins
+from .engine import check_engine
+from .machine import describe_machine
+from .settings import DoctorSettings
+
+COLUMNS = ("tensorrt_llm", "python", "tensorrt", "cuda", "torch", "transformers", "modelopt")
+
+
+def examine(settings: DoctorSettings) -> dict[str, Any]:
+    """Look at the machine, and at an engine if one is given."""
+    machine, here = describe_machine()
+    report = {
+        **machine,
+        "abilities": [ability.to_json() for ability in list_abilities(machine, here)],
+        "pins": list_pins(),
+        "problems": find_pin_problems(machine, here),
+    }
+    if settings.engine_dir is not None:
+        report["engine"] = check_engine(settings.engine_dir, machine, here)
+    return report
+
+
+def find_error(report: dict[str, Any]) -> SpecDecError | None:
+    """Return the error that ends the command where an engine cannot run here."""
+    engine = report.get("engine")
+    if engine is None or engine["can_run"]:
+        return None
+    first = engine["problems"][0]
+    more = len(engine["problems"]) - 1
+    also = f", and {more} more reason{'s' if more > 1 else ''}" if more else ""
+    return SpecDecError(
+        f"{engine['engine_dir']} cannot run here: {first['fact']}{also}", first["remedy"]
+    )
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """Return the findings as lines of text."""
+    packages, cuda, mpi = report["packages"], report["cuda"], report["mpi"]
+    lines = [f"specdec {report['specdec']}, Python {report['python']}, {report['platform']}"]
+    lines += [f"  {name}: {version or 'not installed'}" for name, version in packages.items()]
+    lines.append(
+        f"  CUDA: runtime {cuda['runtime'] or 'none'}, driver {cuda['driver'] or 'none'}"
+        + (f" ({cuda['driver_version']})" if cuda["driver_version"] else "")
+    )
+    launchers = ", ".join(mpi["launchers"]) or "no launcher"
+    lines.append(f"  MPI: {mpi['version'] or launchers}")
+    for index, gpu in enumerate(report["gpus"]):
+        lines.append(
+            f"  GPU {index}: {gpu['name']}, compute capability {gpu['compute_capability']},"
+            f" {gpu['memory_bytes'] / 2**30:.0f} GiB"
+        )
+    if not report["gpus"]:
+        lines.append("  GPU: none is visible")
+    cpu, disk = report["cpu"], report["disk"]
+    memory = f"{(cpu['memory_bytes'] or 0) / 2**30:.1f} GiB"
+    available = f"{(cpu['available_bytes'] or 0) / 2**30:.1f} GiB"
+    lines.append(f"  CPU: {cpu['cores']} cores, {memory} memory, {available} available")
+    lines.append(f"  C++ compiler: {report['compiler'] or 'none'}")
+    lines.append(f"  disk: {disk['free_bytes'] / 2**30:.1f} GiB free at {disk['path']}")
+    lines.append("What can be done here:")
+    for ability in report["abilities"]:
+        mark = "yes" if ability["can"] else "no "
+        because = "" if ability["can"] else ": " + "; ".join(ability["reasons"])
+        lines.append(f"  {mark} {ability['what']}{because}")
+    lines.append("Versions that go together:")
+    rows = [list(COLUMNS), *([str(row.get(c, "-")) for c in COLUMNS] for row in report["pins"])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  " + "  ".join(cells).rstrip())
+    lines += [f"problem: {problem}" for problem in report["problems"]]
+    if "engine" in report:
+        lines += _format_engine(report["engine"])
+    return "\n".join(lines)
+
+
+def _format_engine(engine: dict[str, Any]) -> list[str]:
+    verdict = "can run here" if engine["can_run"] else "cannot run here"
+    lines = [
+        f"{engine['engine_dir']} ({engine['backend']}, {engine['method']}, {engine['dtype']},"
+        f" tp_size {engine['tp_size']}): {verdict}"
+    ]
+    lines += [f"  {problem['fact']}: {problem['remedy']}" for problem in engine["problems"]]
+    lines += [f"  note: {note}" for note in engine["notes"]]
+    return lines

@@ -1,0 +1,18 @@
+"""Settings of specdec doctor."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from specdec.settings import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorSettings:
+    """One field is one flag."""
+
+    engine_dir: Path | None = setting(
+        kind="path", metavar="ENGINE", help="Also tell whether this engine can run here."
+    )
+    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")

@@ -1,0 +1,204 @@
+"""The TensorRT-LLM backend: checks what its runtime would bend or ignore, then runs requests.
+
+Everything is checked before the engine is loaded, which may take minutes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec import logs
+from specdec.errors import SpecDecError, raise_problems
+from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder, read_engine_folder
+
+from ..draft_length import DraftLength
+from ..draft_options import DraftOptions
+from ..loop import Interrupted, Options, Timing
+from ..methods.prompt_lookup import PromptLookupProposer
+from ..ngram_options import check_lookup, read_lookup_options
+from ..requests import ActiveRequest, Request, Result
+from ..settings import RunSettings
+from ..vocabulary import ModelTokens, check_vocabularies
+from .tensorrt_call import Call, group_requests
+from .tensorrt_checks import (
+    check_devices,
+    check_machine,
+    check_requests,
+    check_settings,
+    find_engine_problems,
+)
+from .tensorrt_external import Drafter, EngineDrafter, ExternalLoop, LookupDrafter, NoDrafter
+from .tensorrt_options import (
+    choose_logits,
+    make_method_options,
+    make_shared_options,
+    place_pair,
+)
+from .tensorrt_runner import Runner, find_rank, import_runtime
+
+logger = logs.get_logger(__name__)
+
+
+class TensorRTEngine:
+    """An engine folder, with the one that drafts for it; loaded when it is first needed."""
+
+    name = "tensorrt-llm"
+
+    def __init__(
+        self, settings: RunSettings, options: DraftOptions | None, tokenizer: Any = None
+    ) -> None:
+        assert settings.engine_dir is not None
+        self.folder = read_engine_folder(settings.engine_dir)
+        self.draft: EngineFolder | None = None
+        if options is not None:
+            assert settings.draft_engine_dir is not None
+            self.draft = read_engine_folder(settings.draft_engine_dir)
+            check_vocabularies(
+                _describe_tokens(self.folder), _describe_tokens(self.draft),
+                tokenizer, settings.draft_tokenizer_dir,
+            )  # fmt: skip
+        self._settings, self._options, self._tokenizer = settings, options, tokenizer
+        self._lookup = None if settings.no_speculation else read_lookup_options(settings)
+        self._runner: Runner | None = None
+        self._drafter: Drafter | None = None
+        self.timing = Timing()
+        self.load_seconds = 0.0
+        self.num_reused_tokens = None  # the runtime does not tell
+        check_settings(settings)
+        check_devices(self.folder, self.draft, options, self._lookup)
+        raise_problems(
+            find_engine_problems(
+                settings, options, self.folder, self.draft, has_lookup=self._lookup is not None
+            )
+        )
+        self._method_options = make_method_options(settings, self.folder)
+        if self._lookup is not None:
+            check_lookup(self._lookup, self.folder.mode, self.folder.max_draft_len)
+        check_machine(self.folder, self.draft, must_run=not settings.dry_run)
+
+    @property
+    def method(self) -> str:
+        if self.draft is not None:
+            return "draft_target"
+        return "prompt_lookup" if self._lookup is not None else self.folder.method
+
+    def describe(self) -> dict[str, Any]:
+        """Return method, backend, device, dtype and tp_size, as statistics name them."""
+        return {
+            "method": self.method,
+            "backend": self.name,
+            "device": "cuda",
+            "dtype": self.folder.dtype,
+            "tp_size": self.folder.tp_size,
+        }
+
+    def describe_profile(self) -> dict[str, float | None]:
+        """Seconds of each part of a step, where the loop is ours; else nobody tells."""
+        is_told = self.folder.mode == EXTERNAL
+        seconds = self.timing.list_seconds()
+        return {name: value if is_told else None for name, value in seconds.items()}
+
+    def check_requests(self, requests: Sequence[Request]) -> None:
+        """Raise SpecDecError that lists every request that the engine cannot do."""
+        check_requests(requests, self.folder, self.draft)
+
+    def load(self) -> None:
+        """Load the engine, and the one that drafts for it."""
+        if self._runner is not None:
+            return
+        began = time.perf_counter()
+        runtime = import_runtime()
+        folder, draft, settings = self.folder, self.draft, self._settings
+        shared = make_shared_options(settings)
+        rank, size = find_rank()
+        placement: list[dict[str, Any]] = [{"rank": rank}, {"rank": rank}]
+        if draft is None:
+            if size != folder.world_size:
+                raise SpecDecError(
+                    f"MPI has {size} processes, the engine has {folder.world_size} ranks",
+                    f"start it with mpirun -n {folder.world_size}, or without mpirun",
+                )
+            if self._lookup is not None and self._lookup.devices is not None:
+                placement[0]["device_ids"] = list(self._lookup.devices)
+        else:
+            assert self._options is not None
+            placement = place_pair(
+                self._options, folder, draft, runtime,
+                num_processes=size, fraction=settings.kv_cache_free_gpu_memory_fraction,
+            )  # fmt: skip
+        reuses = settings.kv_cache_enable_block_reuse or folder.mode == EXTERNAL
+        gathers = choose_logits(settings, self._options, runtime)
+        self._runner = Runner(
+            folder,
+            {
+                **shared, **placement[0], **self._method_options, **gathers,
+                "kv_cache_enable_block_reuse": reuses,
+            },
+        )  # fmt: skip
+        if folder.mode == EXTERNAL:
+            self._drafter = self._make_drafter(shared | placement[1] | gathers)
+        self.load_seconds = time.perf_counter() - began
+
+    def generate(self, requests: Sequence[Request], options: Options | None = None) -> list[Result]:
+        """Decode all requests, those of equal settings together: a call takes one setting."""
+        self.check_requests(requests)
+        self.load()
+        assert self._runner is not None
+        limits = [self.folder.max_batch_size] + ([self.draft.max_batch_size] if self.draft else [])
+        options = dataclasses.replace(options or Options(), max_batch_size=min(limits))
+        results: dict[int, Result] = {}
+        groups = list(group_requests(requests, self.folder.mode == EXTERNAL, min(limits)))
+        if len(groups) > 1:
+            logger.info(
+                "%d prompts in %d calls: one has room for %d, and takes one setting of sampling%s",
+                len(requests), len(groups), min(limits),
+                "" if self.folder.mode == EXTERNAL else " and length",
+            )  # fmt: skip
+        try:
+            for places in groups:
+                found = self._run([requests[place] for place in places], options)
+                results |= zip(places, found, strict=True)
+        except Interrupted as interrupted:
+            results |= zip(places, interrupted.results, strict=True)
+            raise Interrupted(_fill(requests, results)) from None
+        except KeyboardInterrupt:
+            raise Interrupted(_fill(requests, results)) from None
+        return _fill(requests, results)
+
+    def _run(self, requests: Sequence[Request], options: Options) -> list[Result]:
+        assert self._runner is not None
+        if self._drafter is not None:
+            return ExternalLoop(self._runner, self._drafter, requests, options, self.timing).run()
+        call = Call(self._runner, self.folder, requests, options)
+        return call.stream() if options.follow_text else call.run()
+
+    def _make_drafter(self, options: Mapping[str, Any]) -> Drafter:
+        if self._lookup is not None:
+            return LookupDrafter(PromptLookupProposer(self._lookup))
+        if self.draft is None:
+            return NoDrafter()
+        assert self._options is not None
+        fixed, longest = self._options.draft_len, self.folder.max_draft_len
+        return EngineDrafter(
+            Runner(self.draft, {**options, "kv_cache_enable_block_reuse": True}),
+            DraftLength(fixed or longest, is_auto=fixed is None),
+            use_logits=self._options.use_logits,
+            target_vocab_size=self.folder.vocab_size,
+        )
+
+
+def _describe_tokens(engine: EngineFolder) -> ModelTokens:
+    return ModelTokens(engine.folder, engine.vocab_size, engine.vocabulary)
+
+
+def _fill(requests: Sequence[Request], results: Mapping[int, Result]) -> list[Result]:
+    """Results in the order of the requests; those that never ran have no tokens."""
+    return [
+        results[place]
+        if place in results
+        else ActiveRequest(request, 0, max_depth=0, text=None).make_result()
+        for place, request in enumerate(requests)
+    ]

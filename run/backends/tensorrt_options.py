@@ -1,0 +1,156 @@
+"""What a TensorRT-LLM engine is loaded with: the arguments of ModelRunnerCpp.from_dir."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods import EagleParams, MedusaParams
+from specdec.trtllm.engine_folder import EngineFolder
+
+from ..choices import grow_choices
+from ..draft_options import DraftOptions
+from ..methods import eagle, medusa
+from ..ngram_options import choose_lookahead, read_lookahead_config
+from ..settings import EAGLE_OPTIONS, RunSettings
+from .tensorrt_checks import EAGLE, MEDUSA
+from .tensorrt_runner import has_orchestrator
+
+
+def make_shared_options(settings: RunSettings) -> dict[str, Any]:
+    """Arguments of from_dir that every engine of a run has in common."""
+    fraction = settings.kv_cache_free_gpu_memory_fraction
+    return {} if fraction is None else {"kv_cache_free_gpu_memory_fraction": fraction}
+
+
+def make_method_options(settings: RunSettings, folder: EngineFolder) -> dict[str, Any]:
+    """Arguments of from_dir that the engine's own method needs."""
+    options: dict[str, Any] = {}
+    chosen = settings.medusa_choices
+    if folder.mode == MEDUSA:
+        params = MedusaParams(
+            num_heads=folder.pretrained["num_medusa_heads"],
+            num_layers=folder.pretrained.get("num_medusa_layers", 1),
+            max_draft_len=folder.max_draft_len,
+        )
+        if chosen is not None:
+            choices = medusa.parse_choices(chosen)
+            medusa.check_choices(choices, params, folder.vocab_size)
+        else:
+            # The runtime's own default tree is for four heads and 63 tokens.
+            choices = grow_choices(params.num_heads, params.max_draft_len, folder.vocab_size)
+        options["medusa_choices"] = [list(path) for path in choices]
+    elif chosen is not None:
+        raise _make_idle_error("--medusa-choices", folder)
+    options |= make_eagle_options(settings, folder)
+    window = choose_lookahead(read_lookahead_config(settings), folder.mode, folder.max_draft_len)
+    if window is not None:
+        options["lookahead_config"] = [
+            window.window_size, window.ngram_size, window.verification_set_size
+        ]  # fmt: skip
+    return options
+
+
+def make_eagle_options(settings: RunSettings, folder: EngineFolder) -> dict[str, Any]:
+    """Arguments of from_dir for the tree of an EAGLE engine: static, or dynamic as EAGLE-2's.
+
+    The runtime drops choices where a dynamic tree is on, needs its width then, and wants a static
+    tree to be as deep as the engine.
+    """
+    given = [name for name in EAGLE_OPTIONS if getattr(settings, name) not in (None, False)]
+    flags = ["--" + name.replace("_", "-") for name in given]
+    if folder.mode != EAGLE:
+        if given:
+            raise _make_idle_error(flags[0], folder)
+        return {}
+    if settings.eagle_tree_tokens is not None:
+        raise UsageError(
+            "--eagle-tree-tokens: TensorRT-LLM's dynamic tree has as many tokens as the engine",
+            "leave it out; the engine's max_draft_len decides",
+        )
+    if settings.eagle_choices is None:
+        width = settings.eagle_dynamic_tree_max_top_k
+        if not settings.eagle_use_dynamic_tree or width is None:
+            raise UsageError(
+                "TensorRT-LLM's EAGLE needs a tree",
+                "give --eagle-choices, or --eagle-use-dynamic-tree with"
+                " --eagle-dynamic-tree-max-top-k",
+            )
+        return {"eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": width}
+    if len(given) > 1:
+        raise UsageError(
+            f"{flags[0]} gives a static tree, {flags[1]} a dynamic one", "leave one of them out"
+        )
+    params = EagleParams.from_checkpoint(folder.pretrained)
+    choices = eagle.parse_choices(settings.eagle_choices)
+    eagle.check_choices(choices, params)
+    depth = max(map(len, choices))
+    if depth != params.num_eagle_layers:
+        raise UsageError(
+            f"--eagle-choices is {depth} deep, and TensorRT-LLM wants exactly num_eagle_layers"
+            f" {params.num_eagle_layers}",
+            "make the longest path as long",
+        )
+    return {"eagle_choices": [list(path) for path in choices]}
+
+
+def _make_idle_error(flag: str, folder: EngineFolder) -> UsageError:
+    return UsageError(
+        f"{flag} has no effect with an engine that runs {folder.method}", "leave it out"
+    )
+
+
+def choose_logits(
+    settings: RunSettings, options: DraftOptions | None, runtime: Any
+) -> dict[str, Any]:
+    """The argument of from_dir by which 1.x returns logits; before, the build alone decides."""
+    is_wanted = settings.output_generation_logits or (options is not None and options.use_logits)
+    name = "gather_generation_logits"
+    is_known = name in inspect.signature(runtime.from_dir).parameters
+    return {name: True} if is_wanted and is_known else {}
+
+
+def place_pair(
+    options: DraftOptions,
+    folder: EngineFolder,
+    draft: EngineFolder,
+    runtime: Any,
+    *,
+    num_processes: int,
+    fraction: float | None,
+) -> list[dict[str, Any]]:
+    """Arguments of from_dir by which target and draft engine find their GPUs, in that order.
+
+    Both are led from this one process, which needs the orchestrator mode for more than one rank.
+    """
+    is_orchestrated = has_orchestrator(runtime)
+    if num_processes != 1:
+        raise SpecDecError(
+            f"MPI has {num_processes} processes, and both engines are led from a single one",
+            "run it without mpirun or srun",
+        )
+    placements: list[dict[str, Any]] = []
+    for what, engine, devices in (
+        ("target", folder, options.target_devices),
+        ("draft", draft, options.draft_devices),
+    ):
+        if engine.world_size > 1 and not is_orchestrated:
+            raise SpecDecError(
+                f"the {what} engine has {engine.world_size} ranks, and this TensorRT-LLM has no"
+                " orchestrator mode to lead them beside a second engine",
+                "use release 1.0 or later, or engines of one rank",
+            )
+        chosen = list(range(engine.world_size)) if devices is None else list(devices)
+        placements.append({"rank": 0, "device_ids": chosen})
+        if is_orchestrated:
+            placements[-1]["is_orchestrator_mode"] = True
+    shared = set(placements[0]["device_ids"]) & set(placements[1]["device_ids"])
+    if shared and fraction is None:
+        raise SpecDecError(
+            f"target and draft engine share GPU {', '.join(map(str, sorted(shared)))}, and each"
+            " KV cache would take 0.9 of what is free there",
+            "give --kv-cache-free-gpu-memory-fraction, 0.4 for instance, or --draft-devices and"
+            " --target-devices",
+        )
+    return placements

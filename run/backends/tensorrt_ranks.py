@@ -1,0 +1,111 @@
+"""The processes of a TensorRT-LLM engine of several ranks: MPI's, started here or found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+from specdec import logs
+from specdec.errors import SpecDecError, UsageError
+from specdec.mpi import find_world
+from specdec.processes import make_environment
+from specdec.settings import to_arguments
+from specdec.trtllm.engine_folder import read_engine_folder
+
+from ..settings import RunSettings
+
+logger = logs.get_logger(__name__)
+
+MARK = "SPECDEC_MPI_RANKS"  # set for the ranks that are started here
+LABELS = ("error: ", "hint: ")
+
+
+def run_ranks(settings: RunSettings) -> bool:
+    """Whether the work is, or is being, done by other processes than this one.
+
+    Without a launcher, all ranks are started and waited for; under one, ranks other than 0 join in
+    until rank 0 is done.
+    """
+    assert settings.engine_dir is not None
+    folder = read_engine_folder(settings.engine_dir)
+    world = find_world()
+    if settings.draft_engine_dir is not None:  # led from one process
+        if world is not None and world.size > 1:
+            raise SpecDecError(
+                f"{world.source} is {world.size}, and a run with a draft engine is led from a"
+                " single process",
+                "run it without mpirun or srun; it starts what its engines need",
+            )
+        return False
+    size = folder.world_size
+    if world is None and size > 1:
+        start_ranks(settings, size)
+        return True
+    if world is not None and world.size != size:
+        raise SpecDecError(
+            f"{world.source} is {world.size}, the engine has {size} ranks (tp_size"
+            f" {folder.tp_size}, pp_size {folder.pp_size})",
+            f"start {size} processes"
+            + (", or call specdec-run alone: it starts them" if size > 1 else ""),
+        )
+    if world is None or world.rank == 0:
+        return False
+    join_rank_0(settings)
+    return True
+
+
+def join_rank_0(settings: RunSettings) -> None:
+    """Load this rank's part: the runtime then works for rank 0, and ends when that does."""
+    from .tensorrt_llm import TensorRTEngine
+
+    TensorRTEngine(settings, None).load()
+
+
+def start_ranks(settings: RunSettings, size: int) -> None:
+    """Run this command with mpirun; its error, if it ends in one, becomes ours."""
+    if MARK in os.environ:
+        raise SpecDecError(
+            f"this is one of {os.environ[MARK]} ranks that mpirun was to start, and it finds"
+            " neither its rank nor their number",
+            "use the mpirun of Open MPI or MPICH, or start the ranks with srun",
+        )
+    launcher = shutil.which("mpirun")
+    if launcher is None:
+        raise SpecDecError(
+            f"the engine has {size} ranks, and there is no mpirun to start them",
+            "install Open MPI, or start specdec-run with srun",
+        )
+    arguments = to_arguments(settings)
+    command = [launcher, "-n", str(size), sys.executable, "-m", "specdec", "run", *arguments]
+    environment = make_environment() | {MARK: str(size)}
+    if os.geteuid() == 0:  # as in a container; Open MPI asks for both
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    logger.info("starting %d ranks with %s", size, launcher)
+    child = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, encoding="utf-8",
+        errors="replace",
+    )  # fmt: skip
+    assert child.stderr is not None
+    told: dict[str, str] = {}
+    try:
+        for line in child.stderr:
+            label = next((label for label in LABELS if line.startswith(label)), None)
+            if label is None:
+                sys.stderr.write(line)
+            else:
+                told.setdefault(label, line.removeprefix(label).rstrip("\n"))
+        status = child.wait()
+    except BaseException:
+        child.terminate()  # mpirun then ends its ranks
+        child.wait()
+        raise
+    if status == 0:
+        return
+    if len(told) == len(LABELS):
+        kind = UsageError if status == 2 else SpecDecError
+        raise kind(*(told[label] for label in LABELS))
+    raise SpecDecError(
+        f"mpirun ended with status {status}", "what the ranks and mpirun said is above"
+    )

@@ -1,0 +1,286 @@
+"""TensorRT-LLM's ModelRunnerCpp, called so that nothing is ignored, cut or mixed up in silence.
+
+What its versions take differs, and an unknown keyword argument of `generate` is dropped without a
+word: options are compared with the installed signatures instead of with a version number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec import logs
+from specdec.errors import SpecDecError, summarize
+from specdec.trtllm.engine_folder import EngineFolder
+
+from ..sampling import SamplingParams
+
+logger = logs.get_logger(__name__)
+
+NO_END = -1  # an end id that no token has: the runtime then ends at the length alone
+# Parts of the runtime's messages, and what helps.
+REMEDIES = (
+    ("out of memory", "lower --kv-cache-free-gpu-memory-fraction, or use a GPU with more memory"),
+    ("cudamalloc", "lower --kv-cache-free-gpu-memory-fraction, or use a GPU with more memory"),
+    ("serializ", "build the engine again with the TensorRT that is installed here"),
+    ("world size", "start as many processes as the engine has ranks, or none at all"),
+    ("maximum draft tokens", "draft fewer tokens, or build with a larger --max-draft-len"),
+    ("maximum input length", "shorten the prompt, or build with a larger --max-input-len"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What one row of a call has brought: new tokens only.
+
+    logits: [tokens or more, V], those that each was chosen by, as the runtime has them: of its own
+    type, V padded. num_iterations: decoding steps, that of the prompt included; None where the
+    runtime does not tell.
+    """
+
+    tokens: list[int]
+    logits: Tensor | None = None
+    num_iterations: int | None = None
+
+
+@contextlib.contextmanager
+def explain_errors(doing: str) -> Iterator[None]:
+    """Turn whatever the runtime raises into an error of ours."""
+    try:
+        yield
+    except SpecDecError:
+        raise
+    except Exception as error:  # the runtime raises anything, from C++ as from asserts
+        text = summarize(error)
+        hints = [hint for part, hint in REMEDIES if part in str(error).lower()]
+        raise SpecDecError(
+            f"TensorRT-LLM failed {doing}: {text}",
+            hints[0] if hints else "its own log above tells more; --debug shows the traceback",
+        ) from error
+
+
+def import_runtime() -> Any:
+    """Import TensorRT-LLM; one clear sentence where it is not installed or does not load."""
+    try:
+        return importlib.import_module("tensorrt_llm.runtime").ModelRunnerCpp
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("tensorrt_llm"):
+            raise SpecDecError(
+                f"TensorRT-LLM is installed but lacks {error.name}",
+                "install tensorrt-llm again, with what it requires",
+            ) from None
+        raise SpecDecError(
+            "this engine was built for TensorRT-LLM, which is not installed here",
+            "run it where tensorrt-llm is, in NVIDIA's container for instance, or build the"
+            " checkpoint with --backend torch",
+        ) from None
+    except Exception as error:  # noqa: BLE001 - a library that does not load raises anything
+        raise SpecDecError(
+            f"TensorRT-LLM does not load here: {summarize(error)}",
+            "`specdec doctor` shows what is missing",
+        ) from None
+
+
+def find_rank() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, as MPI itself has them."""
+    package = importlib.import_module("tensorrt_llm")
+    return int(package.mpi_rank()), int(package.mpi_world_size())
+
+
+def has_orchestrator(runtime: Any) -> bool:
+    """Whether several ranks can be led from a plain process."""
+    return "is_orchestrator_mode" in inspect.signature(runtime.from_dir).parameters
+
+
+class Recorder:
+    """Stands for a runner's executor and keeps the number of iterations that responses carry."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._ids: list[int] = []
+        self._iterations: dict[int, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def enqueue_requests(self, requests: Any) -> Any:
+        self._ids = self._executor.enqueue_requests(requests)
+        self._iterations = {}
+        return self._ids
+
+    def await_responses(self, *args: Any, **kwargs: Any) -> Any:
+        responses = self._executor.await_responses(*args, **kwargs)
+        for response in responses:
+            if not response.has_error() and response.result.is_final:
+                count = getattr(response.result, "decoding_iter", None)
+                if type(count) is int:
+                    self._iterations[response.request_id] = count
+        return responses
+
+    def list_iterations(self) -> list[int | None]:
+        """The iterations of the last call's rows, in their order."""
+        return [self._iterations.get(number) for number in self._ids]
+
+
+class Runner:
+    """A loaded engine; rank 0's, where there are several."""
+
+    def __init__(self, folder: EngineFolder, options: Mapping[str, Any]) -> None:
+        self.folder = folder
+        runtime = import_runtime()
+        parameters = inspect.signature(runtime.from_dir).parameters
+        if unknown := sorted(name for name in options if name not in parameters):
+            raise SpecDecError(
+                f"this TensorRT-LLM's runner does not know {', '.join(unknown)}",
+                "install the version that the engine was built with",
+            )
+        with explain_errors(f"to load {folder.folder}"):
+            self._runner = runtime.from_dir(engine_dir=str(folder.folder), **options)
+        self._takes_logits = (
+            "output_generation_logits" in inspect.signature(runtime.generate).parameters
+        )
+        self._recorder: Recorder | None = None
+        if hasattr(self._runner, "executor"):
+            self._recorder = self._runner.executor = Recorder(self._runner.executor)
+
+    def generate(
+        self,
+        texts: Sequence[Sequence[int]],
+        *,
+        drafts: Sequence[Sequence[int]] | None = None,
+        draft_logits: Sequence[Tensor] | None = None,
+        keep_logits: bool = False,
+        **call: Any,
+    ) -> list[Output]:
+        """Continue texts with at most `max_new_tokens` each; `call` as of `_make_arguments`.
+
+        drafts: of each text, one token or more. With them the runtime returns logits in the order
+        in which requests happen to complete: those are then run one by one.
+        """
+        if keep_logits and drafts is not None and len(texts) > 1:
+            return [
+                self.generate(
+                    [text],
+                    drafts=[drafts[at]],
+                    draft_logits=None if draft_logits is None else [draft_logits[at]],
+                    keep_logits=True,
+                    **call,
+                )[0]
+                for at, text in enumerate(texts)
+            ]
+        arguments = self._make_arguments(texts, **call)
+        if drafts is not None:
+            assert all(drafts), "the runtime takes no empty draft"
+            arguments["draft_tokens_list"] = [list(draft) for draft in drafts]
+            arguments["draft_logits_list"] = None if draft_logits is None else list(draft_logits)
+        if keep_logits and self._takes_logits:
+            arguments["output_generation_logits"] = True
+        with explain_errors("to generate"):
+            found = self._runner.generate(**arguments)
+        tokens = self._read_tokens(found, texts)
+        logits = self._read_logits(found, tokens) if keep_logits else [None] * len(texts)
+        iterations = self._list_iterations(len(texts))
+        return [Output(*row) for row in zip(tokens, logits, iterations, strict=True)]
+
+    def stream(self, texts: Sequence[Sequence[int]], **call: Any) -> Iterator[list[list[int]]]:
+        """Yield every row's new tokens so far, whenever some row has more."""
+        arguments = self._make_arguments(texts, **call)
+        with explain_errors("to generate"):
+            for found in self._runner.generate(streaming=True, **arguments):
+                yield self._read_tokens(found, texts)
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """Logits [tokens, V] in float32 on the CPU, without the padding of the vocabulary."""
+        return logits[:, : self.folder.vocab_size].float().cpu()
+
+    def list_iterations(self, num_rows: int) -> list[int | None]:
+        """The decoding steps of the last call's rows; None where the runtime does not tell."""
+        return self._list_iterations(num_rows)
+
+    def _list_iterations(self, num_rows: int) -> list[int | None]:
+        found = self._recorder.list_iterations() if self._recorder is not None else []
+        return found if len(found) == num_rows else [None] * num_rows
+
+    def _make_arguments(
+        self,
+        texts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        seed: int,
+        end_id: int = NO_END,
+        stop_ids: Sequence[Sequence[Sequence[int]]] | None = None,
+    ) -> dict[str, Any]:
+        """Arguments of ModelRunnerCpp.generate.
+
+        stop_ids: for each text, sequences of tokens that end it. An end id must be given: the
+        runner pads its output with it.
+        """
+        arguments: dict[str, Any] = {
+            "batch_input_ids": [torch.tensor(list(text), dtype=torch.int32) for text in texts],
+            "max_new_tokens": max_new_tokens,
+            "end_id": end_id,
+            "pad_id": max(end_id, 0),
+            "return_dict": True,
+            "output_sequence_lengths": True,
+            "num_beams": 1,
+        }
+        if sampling.is_greedy:
+            arguments |= {"top_k": 1, "temperature": 1.0}
+        else:
+            arguments |= {
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "temperature": sampling.temperature,
+                "random_seed": seed,
+            }
+        if stop_ids is not None and any(stop_ids):
+            arguments["stop_words_list"] = [[list(ids) for ids in row] for row in stop_ids]
+        return arguments
+
+    def _read_tokens(self, found: Any, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Cut each row's new tokens out of the output, which begins with its prompt."""
+        ids, lengths = found["output_ids"], found["sequence_lengths"]
+        if ids.dim() != 3 or lengths.dim() != 2 or len(ids) != len(texts):
+            raise SpecDecError(
+                f"TensorRT-LLM returned output_ids {list(ids.shape)} and sequence_lengths"
+                f" {list(lengths.shape)} for {len(texts)} requests",
+                "this is not the form that its releases up to 1.2 have",
+            )
+        rows = []
+        for row, (text, length) in enumerate(zip(texts, lengths[:, 0].tolist(), strict=True)):
+            whole = ids[row, 0, :length].tolist()
+            if whole[: len(text)] != list(text):
+                raise SpecDecError(
+                    f"TensorRT-LLM's output of row {row} does not begin with its {len(text)}"
+                    " prompt tokens",
+                    "this is not the form that its releases up to 1.2 have",
+                )
+            rows.append(whole[len(text) :])
+        return rows
+
+    def _read_logits(self, found: Any, tokens: Sequence[Sequence[int]]) -> list[Tensor | None]:
+        """Take each row's logits [tokens or more, V]: a list with drafts, else one tensor."""
+        logits = found.get("generation_logits")
+        if logits is None or len(logits) != len(tokens):
+            raise SpecDecError(
+                f"TensorRT-LLM returned no generation logits for {self.folder.folder}",
+                "build the engine with --gather-generation-logits",
+            )
+        rows: list[Tensor | None] = []
+        for row, new in zip(logits, tokens, strict=True):
+            taken = row[0]
+            if len(taken) < len(new):
+                raise SpecDecError(
+                    f"TensorRT-LLM returned logits of {len(taken)} tokens for {len(new)}",
+                    "leave --output-generation-logits out for this engine",
+                )
+            rows.append(taken)
+        return rows

@@ -1,0 +1,72 @@
+"""One rank's part of an engine in memory: all of it where there is one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec import logs
+from specdec.engine.decoder import Decoder
+from specdec.engine.group import Group
+from specdec.engine.layout import EngineConfig, load_weights, read_engine_config
+from specdec.engine.native import LIBRARY_NAME, NativeKernels, describe_cpu
+from specdec.errors import SpecDecError
+from specdec.torch_tensors import TORCH_DTYPES
+
+from ..ranks import count_local_ranks
+
+logger = logs.get_logger(__name__)
+
+
+def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
+    """Load the part of a rank other than 0."""
+    config = read_engine_config(folder)
+    weights = load_weights(folder, config, device, rank=group.rank)
+    return Decoder(
+        config.checkpoint.model, weights, group=group, **list_options(config, folder, device)
+    )
+
+
+def list_options(config: EngineConfig, folder: Path, device: torch.device) -> dict[str, Any]:
+    """The arguments of an engine's decoder besides its model and weights."""
+    drafter, build = config.checkpoint.drafter, config.build
+    depth = drafter.max_draft_depth if drafter else build.max_draft_len
+    return {
+        "num_positions": build.max_seq_len + depth + 1,
+        "device": device,
+        "prepack": config.prepack,
+        "kernels": _load_kernels(config, folder, device),
+    }
+
+
+def choose_device(name: str, num_ranks: int) -> torch.device:
+    """The device that `--device` means, one on every rank."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise SpecDecError("--device cuda: torch sees no CUDA device", "use --device cpu or auto")
+    num_local = num_ranks if logs.get_launched_rank() is None else count_local_ranks()
+    if num_gpus < num_local:
+        raise SpecDecError(
+            f"--device {name}: {num_local} ranks need a GPU each, torch sees {num_gpus}",
+            f"use --device cpu, or convert with --tp-size {num_gpus}",
+        )
+    return torch.device("cuda")
+
+
+def _load_kernels(config: EngineConfig, folder: Path, device: torch.device) -> NativeKernels | None:
+    if device.type != "cpu" or config.kernels is None:
+        return None
+    if config.kernels.get("cpu") != describe_cpu():
+        logger.warning(
+            "the engine's kernels were compiled for another CPU and are not used:"
+            " build the engine again on this machine for full speed"
+        )
+        return None
+    library = folder / LIBRARY_NAME
+    if not library.is_file():
+        raise SpecDecError(f"{library} is missing", "build the engine again")
+    return NativeKernels(library, TORCH_DTYPES[config.checkpoint.model.dtype])

@@ -1,0 +1,127 @@
+"""Static trees of drafts: paths of ranks, TensorRT-LLM's and Medusa's own form.
+
+The path [0, 2] is the third most probable token after the most probable one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from collections.abc import Callable
+
+from specdec.errors import UsageError, raise_problems
+
+Choices = tuple[tuple[int, ...], ...]
+
+# Draft tokens of a tree that nobody chose, on a CPU: there a verify step over 8 tokens costs half
+# as much again as over one, over 32 three times as much (benchmarks/RESULTS.md).
+DEFAULT_CPU_TOKENS = 7
+# The prior by which that tree grows: the best token at depth i (from 0) is the target's with
+# probability 0.6 * 0.8 ** i, and that of rank r (from 0) is so 1 / (r + 1) ** 2 times as often.
+FIRST_ACCURACY = 0.6
+ACCURACY_DECAY = 0.8
+
+
+def parse_paths(text: str, flag: str) -> Choices:
+    """Read a flag's value, a JSON list of paths; raise UsageError for anything else."""
+    hint = "give a JSON list of paths of ranks, such as '[[0], [0, 0], [1]]'"
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{flag} is no JSON: {error}", hint) from None
+    if not isinstance(listed, list) or not listed:
+        raise UsageError(f"{flag} is {text[:80]}, not a list of paths", hint)
+    for path in listed:
+        is_path = isinstance(path, list) and bool(path)
+        if not is_path or not all(type(rank) is int and rank >= 0 for rank in path):
+            raise UsageError(f"{flag}: {json.dumps(path)[:80]} is no path", hint)
+    return tuple(tuple(path) for path in listed)
+
+
+def check_paths(
+    choices: Choices,
+    flag: str,
+    *,
+    max_depth: int,
+    depth_source: str,
+    max_tokens: int,
+    tokens_flag: str,
+    vocab_size: int,
+) -> None:
+    """Raise SpecDecError that lists what is wrong with a tree, for an engine of these limits.
+
+    depth_source: what sets max_depth, and tokens_flag: the option that sets max_tokens, for the
+    messages.
+    """
+    problems = []
+    known = set(choices)
+    if len(known) < len(choices):
+        twice = next(path for path in choices if choices.count(path) > 1)
+        problems.append((f"{flag} has {list(twice)} twice", "give every path once"))
+    orphans = [path for path in choices if len(path) > 1 and path[:-1] not in known]
+    if orphans:
+        path = list(orphans[0])
+        problems.append(
+            (f"{flag} has {path} but not {path[:-1]}", "give every path's beginning too")
+        )
+    depth = max(len(path) for path in choices)
+    if depth > max_depth:
+        problems.append(
+            (
+                f"{flag} is {depth} deep, the engine has {depth_source}",
+                f"give paths of at most {max_depth} ranks",
+            )
+        )
+    if len(choices) > max_tokens:
+        problems.append(
+            (
+                f"{flag} has {len(choices)} paths, the engine's max_draft_len is {max_tokens}",
+                f"give fewer, or convert with a larger {tokens_flag}",
+            )
+        )
+    highest = max(rank for path in choices for rank in path)
+    if highest >= vocab_size:
+        problems.append(
+            (
+                f"{flag} has rank {highest}, the vocabulary {vocab_size} tokens",
+                "give ranks below that",
+            )
+        )
+    raise_problems(problems)
+
+
+def estimate_accuracy(depth: int, rank: int) -> float:
+    """The prior above: how often a token of that rank is right below a right path."""
+    return FIRST_ACCURACY * ACCURACY_DECAY**depth / (rank + 1) ** 2
+
+
+def grow_choices(
+    max_depth: int,
+    num_tokens: int,
+    vocab_size: int,
+    accuracy: Callable[[int, int], float] = estimate_accuracy,
+) -> Choices:
+    """The `num_tokens` paths that are most probable, or all there are.
+
+    accuracy: of a depth and a rank, both from 0; it must not rise with the rank.
+    """
+
+    def rate(path: tuple[int, ...]) -> float:
+        return math.prod(accuracy(depth, rank) for depth, rank in enumerate(path))
+
+    # A path's beginning and its better sibling rate no lower, so the best of what they lead to
+    # is the best of all that are left.
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-rate((0,)), (0,))]
+    chosen: list[tuple[int, ...]] = []
+    while waiting and len(chosen) < num_tokens:
+        _, path = heapq.heappop(waiting)
+        chosen.append(path)
+        following: list[tuple[int, ...]] = []
+        if path[-1] + 1 < vocab_size:
+            following.append((*path[:-1], path[-1] + 1))
+        if len(path) < max_depth:
+            following.append((*path, 0))
+        for other in following:
+            heapq.heappush(waiting, (-rate(other), other))
+    return tuple(chosen)

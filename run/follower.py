@@ -1,0 +1,123 @@
+"""Ranks other than 0: each holds its part of every engine and does what rank 0 tells it.
+
+`python -m specdec.run.follower STORE RANK` is how rank 0 starts one; a launcher's come here from
+specdec-run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec import logs
+from specdec.errors import SpecDecError, summarize
+
+from .ranks import exchange_status, join_group, open_store
+
+if TYPE_CHECKING:
+    from specdec.engine.group import Group
+
+    from .messages import Message
+
+
+class Follower:
+    """Decoders and caches of one rank, by the numbers that rank 0 gave them."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._objects: dict[int | None, Any] = {}
+
+    def serve(self) -> None:
+        """Do as told until told to end."""
+        import torch
+
+        from .leading import follow_embed, follow_forward, follow_logits
+        from .messages import receive
+
+        with torch.inference_mode():
+            while True:
+                message = receive(self.group)
+                values = message.values
+                for handle in values["dropped"]:
+                    self._objects.pop(handle, None)
+                decoder: Any = self._objects.get(values.get("decoder"))
+                if message.call == "end":
+                    return
+                if message.call == "load":
+                    self._load(message)
+                elif message.call == "make_cache":
+                    cache = decoder.make_cache(values["num_rows"], values["num_positions"])
+                    self._objects[values["cache"]] = cache
+                elif message.call == "forward":
+                    follow_forward(decoder, self._objects[values["cache"]], message.arrays)
+                elif message.call == "embed":
+                    follow_embed(decoder, message.arrays)
+                else:
+                    assert message.call == "compute_logits", message.call
+                    follow_logits(decoder, values["shape"])
+
+    def _load(self, message: Message) -> None:
+        import torch
+
+        from .backends.torch_rank import load_decoder
+
+        values = message.values
+        problem = None
+        try:
+            self._objects[values["decoder"]] = load_decoder(
+                Path(values["folder"]), torch.device(values["device"]), self.group
+            )
+        except SpecDecError as error:
+            problem = error.message, error.hint
+        except (OSError, RuntimeError) as error:  # no file, no memory
+            problem = (
+                f"rank {self.group.rank}: {summarize(error)}",
+                "free memory, or use more ranks",
+            )
+        exchange_status(self.group, problem)
+
+
+def follow_launcher() -> None:
+    """Be a launcher's rank until rank 0 is done; end with status 1 where it ends otherwise."""
+    _follow(int(os.environ["RANK"]), None)
+
+
+def _follow(rank: int, store_path: str | None) -> None:
+    from specdec.engine.group import PeerLost
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    size = int(os.environ["WORLD_SIZE"])
+    store = None
+    if store_path is not None:
+        store = open_store(store_path, size)
+        store.set(f"rank{rank}", "here")
+    try:
+        Follower(join_group(rank, size, store)).serve()
+    except PeerLost:
+        # Rank 0 tells why; and torch.distributed has nothing left to end in good order.
+        os._exit(1)
+    import torch.distributed
+
+    torch.distributed.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main() -> None:
+    """Entry point of a process that rank 0 started: its stdin closes when rank 0 is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.set_up()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    store_path, rank = sys.argv[1:]
+    _follow(int(rank), store_path)
+
+
+if __name__ == "__main__":
+    main()

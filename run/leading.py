@@ -1,0 +1,163 @@
+"""Rank 0's decoder: what it is asked for, it tells the other ranks, and all compute it together.
+
+Loop, sampler and drafters run on rank 0 alone and call this decoder as they call any other, so the
+ranks can never come to different decisions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.decoder import Decoder, Step
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.tree import IntArray
+from specdec.schema import ModelConfig
+from specdec.storage import Array
+
+from .ranks import Ranks
+
+
+class LeadingCache(KVCache):
+    """Rank 0's part of a cache; remembers what was moved, for the others to do likewise.
+
+    moves: source row, row, start and number of positions, then these, of each move.
+    """
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.handle = -1
+        self.moves: list[int] = []
+
+    def move(self, source: int, row: int, positions: IntArray, start: int) -> None:
+        super().move(source, row, positions, start)
+        self.moves += [source, row, start, len(positions), *positions.tolist()]
+
+
+class LeadingDecoder(Decoder):
+    """Rank 0's part of a decoder, in the hands of code that knows of no ranks."""
+
+    cache_class = LeadingCache
+
+    def __init__(self, *arguments: Any, ranks: Ranks, handle: int, **options: Any) -> None:
+        super().__init__(*arguments, group=ranks.group, **options)
+        self._ranks = ranks
+        self._handle = handle
+        ranks.own(self, handle)
+
+    def make_cache(self, num_rows: int, num_positions: int) -> KVCache:
+        """Allocate a cache of `num_positions` a row on every rank."""
+        handle = self._ranks.make_handle()
+        with self._ranks.together():
+            self._tell("make_cache", cache=handle, num_rows=num_rows, num_positions=num_positions)
+            cache = super().make_cache(num_rows, num_positions)
+        assert isinstance(cache, LeadingCache)
+        cache.handle = handle
+        self._ranks.own(cache, handle)
+        return cache
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Input embeddings, [..., D]."""
+        with self._ranks.together():
+            arrays = {"tokens": tokens.cpu().numpy(), "positions": positions.cpu().numpy()}
+            self._tell("embed", arrays)
+            return super().embed(tokens, positions)
+
+    def forward(self, step: Step, cache: KVCache) -> Tensor:
+        """Run a step on every rank; return the normed last hidden state [B, T, D]."""
+        assert isinstance(cache, LeadingCache)
+        self._check_lengths(step, cache)  # what is refused is not begun
+        with self._ranks.together():
+            self._tell("forward", pack_forward(step, cache), cache=cache.handle)
+            cache.moves.clear()
+            return super().forward(step, cache)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V]. Rank 0's hidden states count."""
+        hidden = hidden.contiguous()
+        with self._ranks.together():
+            self._tell("compute_logits", shape=list(hidden.shape))
+            assert self.group is not None
+            self.group.broadcast(hidden)
+            return super().compute_logits(hidden)
+
+    def _tell(self, call: str, arrays: dict[str, Array] | None = None, **values: Any) -> None:
+        self._ranks.tell(call, arrays or {}, decoder=self._handle, **values)
+
+
+def pack_forward(step: Step, cache: LeadingCache) -> dict[str, Array]:
+    """A step, and what became of the cache since the last one, as a message's arrays."""
+    return {
+        "rows": step.rows,
+        "tokens": step.tokens,
+        "positions": step.positions,
+        "tree_mask": np.packbits(step.tree_mask),
+        "mask_shape": np.array(step.tree_mask.shape),
+        "past_lens": cache.past_lens,
+        "rotary_starts": cache.rotary_starts,
+        "moves": np.array(cache.moves, np.int64),
+    }
+
+
+def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
+    """Bring a cache up to date and return the step."""
+    moves, at = arrays["moves"].tolist(), 0
+    while at < len(moves):
+        source, row, start, count = moves[at : at + 4]
+        at += 4 + count
+        cache.move(source, row, np.array(moves[at - count : at], np.int64), start)
+    cache.past_lens[:] = arrays["past_lens"]
+    cache.rotary_starts[:] = arrays["rotary_starts"]
+    shape = tuple(arrays["mask_shape"].tolist())
+    mask = np.unpackbits(arrays["tree_mask"], count=math.prod(shape))
+    return Step(
+        rows=arrays["rows"],
+        tokens=arrays["tokens"],
+        positions=arrays["positions"],
+        tree_mask=mask.reshape(shape).astype(np.bool_),
+    )
+
+
+def follow_forward(decoder: Decoder, cache: KVCache, arrays: dict[str, Array]) -> None:
+    """Another rank's part of `LeadingDecoder.forward`."""
+    decoder.forward(unpack_forward(arrays, cache), cache)
+
+
+def follow_embed(decoder: Decoder, arrays: dict[str, Array]) -> None:
+    """Another rank's part of `LeadingDecoder.embed`."""
+    tokens, positions = (
+        torch.from_numpy(arrays[name]).to(decoder.device) for name in ("tokens", "positions")
+    )
+    decoder.embed(tokens, positions)
+
+
+def follow_logits(decoder: Decoder, shape: list[int]) -> None:
+    """Another rank's part of `LeadingDecoder.compute_logits`."""
+    assert decoder.group is not None
+    hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+    decoder.group.broadcast(hidden)
+    decoder.compute_logits(hidden)
+
+
+def lead_decoder(
+    ranks: Ranks,
+    folder: Path,
+    model: ModelConfig,
+    weights: Mapping[str, Tensor],
+    **options: Any,
+) -> LeadingDecoder:
+    """Let every rank load its part of an engine folder; `weights` are rank 0's."""
+    ranks.meet()
+    handle = ranks.make_handle()
+    with ranks.together():
+        device = options["device"].type
+        ranks.tell("load", {}, decoder=handle, folder=str(folder.resolve()), device=device)
+        decoder = LeadingDecoder(model, weights, ranks=ranks, handle=handle, **options)
+        ranks.check_loaded()
+    return decoder

@@ -1,0 +1,410 @@
+"""EAGLE: decoder layers that draft from the target's features, level by level of a tree.
+
+A pair is a feature of the target and the token after it (`specdec.engine.eagle`). The pairs of
+committed tokens are run once each, from true features, and stay in the drafter's own cache; those
+of a tree are written after them and are dropped with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.decoder import POSITION_BLOCK, Decoder, Step
+from specdec.engine.eagle import EagleNet
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.tree import BoolArray, IntArray, Tree
+from specdec.errors import SpecDecError
+from specdec.methods import EagleParams
+
+from ..choices import DEFAULT_CPU_TOKENS, Choices, check_paths, grow_choices, parse_paths
+from ..prefill import fill_cache
+from ..requests import ActiveRequest
+from ..verify import Candidates
+from .base import list_rows
+
+FLAG = "--eagle-choices"
+# The tree that EAGLE-1's authors measured with, `mc_sim_7b_63` in their code.
+PUBLISHED_CHOICES: Choices = (
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
+    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip
+DEFAULT_CPU_TOP_K = 4
+MAX_PASS_TOKENS = 8192  # of one pass over pairs of prompts
+
+
+def parse_choices(text: str) -> Choices:
+    """Read `--eagle-choices`, a JSON list of paths; raise UsageError for anything else."""
+    return parse_paths(text, FLAG)
+
+
+def check_choices(choices: Choices, params: EagleParams) -> None:
+    """Raise SpecDecError that lists what is wrong with a tree, for this engine."""
+    check_paths(
+        choices,
+        FLAG,
+        max_depth=params.num_eagle_layers,
+        depth_source=f"num_eagle_layers {params.num_eagle_layers}",
+        max_tokens=params.max_draft_len,
+        tokens_flag="--max-draft-len",
+        vocab_size=params.draft_vocab_size,
+    )
+    inner = {path[:-1] for path in choices if len(path) > 1}
+    levels = [len(path) for path in inner]
+    for level in set(levels):
+        if levels.count(level) > params.max_non_leaves_per_layer:
+            raise SpecDecError(
+                f"{FLAG} has {levels.count(level)} paths of {level} ranks that go on, the engine's"
+                f" max_non_leaves_per_layer is {params.max_non_leaves_per_layer}",
+                "let fewer go on, or convert with a larger --max-non-leaves-per-layer",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Nodes of one depth that are run, to draft from each.
+
+    tokens, parents: [B, n], a parent by its place in the level before; width: tokens to rank.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    width: int
+
+
+class StaticTree:
+    """The same tree of ranks every step: EAGLE-1's."""
+
+    def __init__(self, choices: Choices) -> None:
+        paths = sorted(choices, key=lambda path: (len(path), path))
+        nodes: dict[tuple[int, ...], int] = {(): 0}
+        nodes |= {path: node for node, path in enumerate(paths, 1)}
+        self.num_tokens = len(paths)
+        self.depth = len(paths[-1])
+        self.parents: IntArray = np.array([-1, *(nodes[p[:-1]] for p in paths)], np.int64)
+        self.depths: IntArray = np.array([0, *map(len, paths)], np.int64)
+        inner: list[list[tuple[int, ...]]] = [[()], *([] for _ in range(self.depth - 1))]
+        for path in paths:
+            if any(other[: len(path)] == path != other for other in paths):
+                inner[len(path)].append(path)
+        self._inner = inner
+        self._children = [[p for p in paths if len(p) == d] for d in range(1, self.depth + 1)]
+        self.num_run = sum(map(len, inner[1:]))
+
+    def grow(self, draft: Draft) -> list[Tree]:
+        """Draft every level of the tree for all rows."""
+        levels: list[IntArray] = []
+        for depth, children in enumerate(self._children):
+            inner = self._inner[depth]
+            width = 1 + max(path[-1] for path in children)
+            if depth == 0:
+                ranked, _ = draft.rank_root(width)
+            else:
+                above = self._children[depth - 1]
+                places = np.array([above.index(path) for path in inner])
+                before = self._inner[depth - 1]
+                parents = np.array([before.index(path[:-1]) for path in inner])
+                tokens = levels[-1][:, places]
+                shape = tokens.shape
+                level = Level(tokens, np.broadcast_to(parents, shape), width)
+                ranked, _ = draft.rank_level(level)
+            parents = np.array([inner.index(path[:-1]) for path in children])
+            levels.append(ranked[:, parents, [path[-1] for path in children]])
+        tokens = np.concatenate([draft.roots[:, None], *levels], axis=1)
+        return [Tree(row, self.parents, self.depths) for row in tokens]
+
+
+class DynamicTree:
+    """EAGLE-2's tree (https://arxiv.org/abs/2406.16858), grown where the drafter is sure.
+
+    Each level runs the `top_k` nodes of the greatest probability from the root on, as the drafter
+    has it, and drafts `top_k` tokens from each; of all that were drafted, the `num_tokens` of
+    greatest probability are proposed.
+    """
+
+    def __init__(self, *, top_k: int, depth: int, num_tokens: int) -> None:
+        self.top_k, self.depth = top_k, depth
+        num_drafted = top_k + (depth - 1) * top_k**2
+        self.num_tokens = min(num_tokens, num_drafted)
+        self.num_run = (depth - 1) * top_k
+
+    def grow(self, draft: Draft) -> list[Tree]:
+        """Draft all levels for all rows, then choose."""
+        top_k = self.top_k
+        ranked, scores = draft.rank_root(top_k)  # [B, 1, K]
+        tokens, scores = ranked[:, 0], scores[:, 0]
+        num_rows = len(tokens)
+        run = np.broadcast_to(np.arange(top_k), (num_rows, top_k))  # in the newest drafted
+        all_tokens, all_scores = [tokens], [scores]
+        all_parents = [np.full((num_rows, top_k), -1)]
+        first = 0  # of the newest drafted, among all
+        places = np.zeros_like(run)  # of the parents of what is run, in the level before
+        for _ in range(1, self.depth):
+            chosen = np.take_along_axis(tokens, run, axis=1)
+            totals = np.take_along_axis(scores, run, axis=1)
+            ranked, own = draft.rank_level(Level(chosen, places, top_k))  # [B, K, K]
+            parents = np.repeat(first + run, top_k, axis=1)
+            first += tokens.shape[1]
+            tokens = ranked.reshape(num_rows, -1)
+            scores = (own + totals[:, :, None]).reshape(num_rows, -1)
+            all_tokens.append(tokens)
+            all_scores.append(scores)
+            all_parents.append(parents)
+            run = _find_best(scores, top_k)
+            places = run // top_k
+        return self._choose(
+            draft.roots, np.concatenate(all_tokens, axis=1), np.concatenate(all_scores, axis=1),
+            np.concatenate(all_parents, axis=1),
+        )  # fmt: skip
+
+    def _choose(
+        self, roots: IntArray, tokens: IntArray, scores: np.ndarray, parents: IntArray
+    ) -> list[Tree]:
+        trees = []
+        best = np.sort(_find_best(scores, self.num_tokens), axis=1)
+        for row, kept in enumerate(best):
+            # A parent is at least as probable as its child, and comes first where they tie.
+            nodes = np.where(
+                parents[row, kept] < 0, 0, np.searchsorted(kept, parents[row, kept]) + 1
+            )
+            depths = np.zeros(len(kept) + 1, np.int64)
+            for node, parent in enumerate(nodes, 1):
+                depths[node] = depths[parent] + 1
+            all_tokens = np.concatenate(([roots[row]], tokens[row, kept]))
+            trees.append(Tree(all_tokens, np.concatenate(([-1], nodes)), depths))
+        return trees
+
+
+def _find_best(scores: np.ndarray, count: int) -> IntArray:
+    """Places of the greatest scores of each row, of equal ones the first."""
+    best: IntArray = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    return best
+
+
+class Draft:
+    """One draft of all rows: the drafter, their roots, and where the next level goes."""
+
+    def __init__(
+        self, net: EagleNet, cache: KVCache, rows: IntArray, roots: IntArray, hidden: Tensor
+    ) -> None:
+        self.roots = roots
+        self._net, self._cache, self._rows = net, cache, rows
+        self._hidden = hidden[:, None]  # [B, n, D], of the newest level
+        self._positions = cache.past_lens[rows]
+        self._mask: BoolArray = np.zeros((len(rows), 1, 0), np.bool_)
+
+    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
+        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
+        return self._rank(width)
+
+    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
+        """Run nodes below those of the level before; return what is drafted from each."""
+        num_rows, size = level.tokens.shape
+        lines = np.arange(num_rows)[:, None]
+        own = np.broadcast_to(np.eye(size, dtype=np.bool_), (num_rows, size, size))
+        self._mask = np.concatenate((self._mask[lines, level.parents], own), axis=2)
+        step = Step(
+            rows=self._rows,
+            tokens=level.tokens,
+            positions=np.broadcast_to(self._positions[:, None], level.tokens.shape),
+            tree_mask=self._mask,
+        )
+        device = self._hidden.device
+        above = self._hidden[torch.from_numpy(lines).to(device), _to_tensor(level.parents, device)]
+        self._hidden = self._net.forward(step, above, self._cache)
+        self._positions = self._positions + 1
+        return self._rank(level.width)
+
+    def _rank(self, width: int) -> tuple[IntArray, np.ndarray]:
+        tokens, scores = self._net.rank_tokens(self._hidden, width)
+        return tokens.cpu().numpy(), scores.cpu().numpy()
+
+
+def _to_tensor(indices: IntArray, device: torch.device) -> Tensor:
+    return torch.from_numpy(indices.copy()).to(device)
+
+
+class _TrueFeatures:
+    """Runs pairs of committed tokens: the features are those kept of the target."""
+
+    def __init__(self, net: EagleNet, features: Tensor) -> None:
+        self.net, self.features = net, features
+
+    def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None:
+        self.net.decoder.start_row(cache, row, prompt_len)
+
+    def forward(self, step: Step, cache: KVCache) -> Tensor:
+        device = self.features.device
+        rows = _to_tensor(step.rows, device)[:, None]
+        return self.net.forward(
+            step, self.features[rows, _to_tensor(step.positions, device)], cache
+        )
+
+
+def make_proposer(
+    params: EagleParams, weights: Mapping[str, Tensor], decoder: Decoder
+) -> EagleProposer:
+    """Lay out the drafter, with a tree that is small on a CPU."""
+    num_run = params.max_draft_len + params.num_eagle_layers * params.max_non_leaves_per_layer
+    net = EagleNet(
+        params,
+        weights,
+        decoder.model,
+        num_positions=decoder.num_positions + num_run + POSITION_BLOCK,
+        device=decoder.device,
+        prepack=decoder.is_prepacked,
+    )
+    return EagleProposer(net, decoder)
+
+
+class EagleProposer:
+    """Proposes a static or a dynamic tree; keeps the target's features of all committed tokens."""
+
+    def __init__(self, net: EagleNet, decoder: Decoder) -> None:
+        self.net = net
+        self.params = net.params
+        self._decoder = decoder
+        self._is_small = decoder.device.type == "cpu"
+        self._fresh: set[int] = set()  # rows whose prompts have just been run
+        eagle3 = self.params.eagle3
+        if eagle3 is not None:
+            num_layers = decoder.model.num_hidden_layers
+            if eagle3.aux_layers[-1] >= num_layers:
+                raise SpecDecError(
+                    f"the EAGLE-3 drafter reads the target's layer {eagle3.aux_layers[-1]}, of"
+                    f" {num_layers} from 0",
+                    "convert again with the drafter that was trained for this target",
+                )
+            decoder.observed_layers = eagle3.aux_layers
+            self.use_dynamic_tree()
+        else:
+            self.use_choices(self._choose_static())
+
+    def use_choices(self, choices: Choices) -> None:
+        """Propose this tree of ranks from now on; raise SpecDecError if the engine has no room."""
+        check_choices(choices, self.params)
+        self._use(StaticTree(choices))
+
+    def use_dynamic_tree(self, top_k: int | None = None, num_tokens: int | None = None) -> None:
+        """Grow trees as EAGLE-2 does from now on; raise SpecDecError beyond the engine's limits."""
+        params = self.params
+        most = min(params.max_non_leaves_per_layer, params.draft_vocab_size)
+        if top_k is None:
+            top_k = min(most, DEFAULT_CPU_TOP_K) if self._is_small else most
+        if num_tokens is None:
+            num_tokens = params.max_draft_len
+            num_tokens = min(num_tokens, DEFAULT_CPU_TOKENS) if self._is_small else num_tokens
+        if top_k > most:
+            raise SpecDecError(
+                f"--eagle-dynamic-tree-max-top-k is {top_k}, the engine's max_non_leaves_per_layer"
+                f" is {params.max_non_leaves_per_layer}, of {params.draft_vocab_size} tokens",
+                f"give at most {most}, or convert with a larger --max-non-leaves-per-layer",
+            )
+        if num_tokens > params.max_draft_len:
+            raise SpecDecError(
+                f"--eagle-tree-tokens is {num_tokens}, the engine's max_draft_len is"
+                f" {params.max_draft_len}",
+                f"give at most {params.max_draft_len}, or convert with a larger --max-draft-len",
+            )
+        self._use(DynamicTree(top_k=top_k, depth=params.max_draft_depth, num_tokens=num_tokens))
+
+    def _choose_static(self) -> Choices:
+        params = self.params
+        if self._is_small:
+            num_tokens = min(DEFAULT_CPU_TOKENS, params.max_draft_len)
+            return grow_choices(params.num_eagle_layers, num_tokens, params.draft_vocab_size)
+        fitting = [
+            path for path in PUBLISHED_CHOICES
+            if len(path) <= params.num_eagle_layers and max(path) < params.draft_vocab_size
+        ]  # fmt: skip
+        return tuple(fitting[: params.max_draft_len])
+
+    def _use(self, tree: StaticTree | DynamicTree) -> None:
+        self.tree = tree
+        self.max_draft_tokens, self.max_draft_depth = tree.num_tokens, tree.depth
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Make a cache of the drafter's own, and room for a feature a position."""
+        decoder = self.net.decoder
+        self._cache = decoder.make_cache(num_rows, num_positions + self.tree.num_run)
+        shape = (num_rows, self._cache.num_positions, self.net.hidden_size)
+        self._features = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+        self._num_known: IntArray = np.zeros(num_rows, np.int64)  # features of each row
+        self._fresh = set()
+
+    def copy_prefix(self, source: int, row: int, length: int) -> None:
+        """Start a row over; `follow` then says where its prompt goes on."""
+        if source != row and length:
+            self._features[row, :length] = self._features[source, :length]
+        known = int(self._cache.past_lens[source])
+        self._cache.copy_prefix(source, row, min(known, length))
+        self._num_known[row] = length
+
+    def follow(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+    ) -> None:
+        """Keep the features of a pass over prompts."""
+        for row, start in zip(rows, starts, strict=True):
+            # The pair of the token before has another token now, and a prefix that was to be
+            # reused may have been dropped.
+            past = int(self._cache.past_lens[row])
+            self._cache.copy_prefix(row, row, min(past, max(0, start - 1)))
+            self._num_known[row] = start
+        self._keep(rows, [range(count) for count in counts], states)
+
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        """The prompts' features are known; what `observe` brings of them is nothing new."""
+        self._fresh |= {request.row for request in requests}
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Run the pairs of all tokens that are new, then draft the tree's levels from the last."""
+        rows = list_rows(requests)
+        texts = [[*r.request.input_ids, *r.output_ids] for r in requests]
+        roots = np.array([text[-1] for text in texts], np.int64)
+        hidden = fill_cache(
+            _TrueFeatures(self.net, self._features),
+            self._cache,
+            rows.tolist(),
+            [text[1:] for text in texts],
+            MAX_PASS_TOKENS,
+        )
+        draft = Draft(self.net, self._cache, rows, roots, hidden)
+        return [Candidates(tree) for tree in self.tree.grow(draft)]
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
+        """Keep the features of the accepted tokens."""
+        rows = [request.row for request in requests]
+        if self._fresh.issuperset(rows):  # the prompts' own pass
+            self._fresh.difference_update(rows)
+            return
+        self._keep(rows, paths, states)
+
+    def _keep(self, rows: Sequence[int], paths: Sequence[Sequence[int]], states: Tensor) -> None:
+        """Append the features of some nodes of a step to what is known of each row."""
+        if self.params.eagle3 is not None:
+            assert self._decoder.observed is not None
+            states = self._decoder.observed
+        counts = [len(path) for path in paths]
+        lines = np.repeat(np.arange(len(rows)), counts)
+        nodes = np.array([node for path in paths for node in path], np.int64)
+        places = np.concatenate(
+            [
+                self._num_known[row] + np.arange(count)
+                for row, count in zip(rows, counts, strict=True)
+            ]
+        )
+        device = self._features.device
+        chosen = states[_to_tensor(lines, device), _to_tensor(nodes, device)]
+        kept_rows = _to_tensor(np.array(rows, np.int64)[lines], device)
+        self._features[kept_rows, _to_tensor(places, device)] = self.net.make_features(chosen)
+        for row, count in zip(rows, counts, strict=True):
+            self._num_known[row] += count

@@ -1,0 +1,92 @@
+"""Prompt lookup: what followed the newest tokens where they last occurred is the draft.
+
+https://github.com/apoorvumang/prompt-lookup-decoding; TensorRT-LLM and vLLM call it n-gram. There
+are no weights: the index is the request's own text, prompt and output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from specdec.engine.tree import make_root, pack_beams
+
+from ..ngram_options import LookupOptions
+from ..requests import ActiveRequest
+from ..verify import Candidates
+
+
+class NgramIndex:
+    """A growing text, and where in it each n-gram of up to `max_size` tokens last occurred.
+
+    A token costs as much in a long text as in a short one.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
+        self._text: list[int] = []
+        self._following: dict[tuple[int, ...], int] = {}  # place of what last followed it
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens. The n-grams that end the text join the index when something follows."""
+        for token in tokens:
+            end = len(self._text)
+            for size in range(1, min(self.max_size, end) + 1):
+                self._following[tuple(self._text[end - size :])] = end
+            self._text.append(token)
+
+    def draft(self, num_tokens: int) -> list[int]:
+        """Copy what followed the longest end of the text that occurred before; [] if none did.
+
+        Of several occurrences the last one counts. A copy that reaches the end of the text goes on
+        with what it has copied, so a text that repeats itself is continued for any length.
+        """
+        end = len(self._text)
+        for size in range(min(self.max_size, end), 0, -1):
+            place = self._following.get(tuple(self._text[end - size :]))
+            if place is not None:
+                period = end - place
+                return [self._text[place + at % period] for at in range(num_tokens)]
+        return []
+
+
+class PromptLookupProposer:
+    """Proposes one chain, or nothing where the newest tokens occur for the first time."""
+
+    def __init__(self, options: LookupOptions) -> None:
+        self.options = options
+        self.max_draft_tokens = self.max_draft_depth = options.num_tokens
+        self._indexes: dict[int, NgramIndex] = {}  # by row
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Forget the texts."""
+        self._indexes = {}
+
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        """Index each request's prompt."""
+        for request in requests:
+            index = self._indexes[request.row] = NgramIndex(self.options.max_ngram_size)
+            index.extend(request.request.input_ids)
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Add the newest tokens to each text, then look up its end."""
+        candidates = []
+        for request in requests:
+            index, output = self._indexes[request.row], request.output_ids
+            index.extend(output[len(index) - len(request.request.input_ids) :])
+            # The last token that may be emitted is the bonus token's.
+            draft = index.draft(min(self.options.num_tokens, request.remaining - 1))
+            root = output[-1]
+            tree = pack_beams(root, np.array([draft])) if draft else make_root(root)
+            candidates.append(Candidates(tree))
+        return candidates
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
+        """Nothing: the emitted tokens are all that is needed."""

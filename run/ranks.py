@@ -1,0 +1,324 @@
+"""The processes of a tensor-parallel engine, as rank 0 sees them: started, joined, watched, ended.
+
+Under a launcher such as torchrun (RANK and WORLD_SIZE are set) the processes are there already;
+elsewhere rank 0, the process that the user called, starts the others on this machine. They hold a
+pipe from it, so that they end when it does, however that comes about.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec import logs
+from specdec.command import print_error
+from specdec.errors import SpecDecError
+from specdec.processes import make_environment
+
+if TYPE_CHECKING:
+    from specdec.engine.group import Group
+    from specdec.storage import Array
+
+logger = logs.get_logger(__name__)
+
+# Ranks wait for rank 0 as long as it likes; what watches for dead ones are pipes and sockets.
+LONGEST_WAIT = timedelta(days=7)
+# A rank that ended breaks the exchange that the others are in; on GPUs it may hang instead.
+GRACE_SECONDS = 10.0
+STATUS_BYTES = 2048  # of a rank's report on what it loaded
+
+
+def count_local_ranks() -> int:
+    """How many of a launcher's ranks are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+
+def open_store(path: str, size: int) -> Any:
+    """Where ranks on one machine find each other: a file, since a free port may be taken again."""
+    import torch.distributed
+
+    distributed: Any = torch.distributed  # which does not declare its stores
+    return distributed.FileStore(path, size)
+
+
+def join_group(rank: int, size: int, store: Any) -> Group:
+    """Meet the other ranks; where there is no store, as the launcher says."""
+    import torch
+    import torch.distributed
+
+    from specdec.engine.group import Group
+
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    torch.distributed.init_process_group(
+        # Messages go between CPUs, sums between the devices that computed them.
+        "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
+        rank=rank, world_size=size, store=store, timeout=LONGEST_WAIT,
+        init_method=None if store else "env://",
+    )  # fmt: skip
+    group = Group(rank, size)
+    # Beyond this nobody reads the store, which rank 0 may then remove.
+    exchange_status(group, None)
+    return group
+
+
+class Ranks:
+    """All ranks of this process's engines. `group` is set once they have met."""
+
+    group: Group
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.is_launched = logs.get_launched_rank() is not None
+        self.is_ended = False
+        self._has_met = False
+        self._handles = itertools.count()
+        self._dropped: list[int] = []
+        self._entered: float | None = None  # when the exchange began that rank 0 is in
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if not self.is_launched:
+            self._start()
+
+    def _start(self) -> None:
+        import torch
+
+        self._folder = tempfile.TemporaryDirectory(prefix="specdec-ranks-")
+        environment = make_environment()
+        if "OMP_NUM_THREADS" not in environment:
+            num_threads = max(1, torch.get_num_threads() // self.size)
+            torch.set_num_threads(num_threads)
+            environment["OMP_NUM_THREADS"] = str(num_threads)
+        if sys.platform == "linux":  # this machine's name may lead nowhere
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)}
+        for rank in range(1, self.size):
+            child = subprocess.Popen(
+                [sys.executable, "-m", "specdec.run.follower", self._store_path, str(rank)],
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                # Ctrl-C at a terminal is for rank 0, which then ends the others.
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            self._children.append(child)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def _store_path(self) -> str:
+        assert self._folder is not None
+        return str(Path(self._folder.name) / "store")
+
+    def meet(self) -> None:
+        """Wait until every rank is there."""
+        if self._has_met:
+            return
+        import torch
+
+        with self.together():
+            if self.is_launched:
+                self.group = join_group(0, self.size, None)
+            else:
+                self.group = self._meet_children()
+                if not torch.cuda.is_available():  # NCCL meets once more, at its first sum
+                    self._clean_up()
+        self._has_met = True
+        logger.info("%d ranks", self.size)
+
+    def _meet_children(self) -> Group:
+        store = open_store(self._store_path, self.size)
+        while not store.check([f"rank{rank}" for rank in range(1, self.size)]):
+            self._check_children()
+            time.sleep(0.01)
+        before = os.environ.get("GLOO_SOCKET_IFNAME")
+        if before is None and sys.platform == "linux":
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        try:
+            return join_group(0, self.size, store)
+        finally:
+            if before is None:
+                os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+    def make_handle(self) -> int:
+        """A number for an object that every rank has its part of."""
+        return next(self._handles)
+
+    def own(self, owner: object, handle: int) -> None:
+        """Let the other ranks drop their parts when `owner` is gone."""
+        weakref.finalize(owner, self._dropped.append, handle).atexit = False
+
+    def tell(self, call: str, arrays: dict[str, Array], **values: Any) -> None:
+        """Tell the other ranks what to do next; inside of `together`."""
+        from .messages import Message, send
+
+        dropped = self._dropped.copy()
+        del self._dropped[: len(dropped)]
+        send(self.group, Message(call, {**values, "dropped": dropped}, arrays))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Surround what all ranks do; if it is left by an exception, they can do no more."""
+        from specdec.engine.group import PeerLost
+
+        if self.is_ended:
+            raise SpecDecError("the other ranks of this engine have ended", "load the engine again")
+        self._check_children()
+        self._entered = time.monotonic()
+        try:
+            yield
+        except PeerLost as error:
+            explained = self._explain(error)
+            self.end()
+            raise explained from None
+        except BaseException:  # Ctrl-C too: the others still are where rank 0 was
+            self.end()
+            raise
+        finally:
+            self._entered = None
+
+    def check_loaded(self) -> None:
+        """Raise what another rank reports of its part of an engine; inside of `together`."""
+        for line in exchange_status(self.group, None):
+            if line:
+                message, hint = json.loads(line)
+                raise SpecDecError(message, hint)
+
+    def end(self, *, is_done: bool = False) -> None:
+        """End the other ranks. is_done: they are told to end well where a launcher reads it."""
+        if self.is_ended:
+            return
+        self.is_ended = True
+        if is_done and self.is_launched and self._has_met:
+            with contextlib.suppress(Exception):
+                self.tell("end", {})
+        self._end_children()
+        if self._has_met:
+            import torch.distributed
+
+            with contextlib.suppress(RuntimeError):
+                torch.distributed.destroy_process_group()
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _end_children(self) -> None:
+        for child in self._children:
+            if child.stdin is not None:
+                child.stdin.close()
+        for child in self._children:
+            try:
+                child.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+    def _check_children(self) -> None:
+        if any(child.poll() is not None for child in self._children):
+            explained = self._explain(None)
+            self.end()
+            raise explained
+
+    def _explain(self, lost: Exception | None) -> SpecDecError:
+        """Say which rank ended and how. lost: what the exchange with it ended in."""
+        deadline = time.monotonic() + (2.0 if self._children else 0.0)
+        while time.monotonic() < deadline and not self._find_ended():
+            time.sleep(0.02)
+        ended = self._find_ended()
+        if not ended:
+            return SpecDecError(
+                f"another of {self.size} ranks cannot be reached: {' '.join(str(lost).split())}",
+                "what it wrote to stderr, or its launcher's log, tells why",
+            )
+        rank, status = ended
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return SpecDecError(
+            f"rank {rank} of {self.size} {how}; the others were ended",
+            "run it again; what the rank wrote to stderr, or the machine's memory, may tell why",
+        )
+
+    def _find_ended(self) -> tuple[int, int] | None:
+        for rank, child in enumerate(self._children, 1):
+            status = child.poll()
+            if status is not None:
+                return rank, status
+        return None
+
+    def _watch(self) -> None:
+        """End this process where it hangs in an exchange with a rank that has ended."""
+        while not self.is_ended:
+            time.sleep(0.25)
+            entered = self._entered
+            if entered is None or not self._find_ended():
+                continue
+            time.sleep(GRACE_SECONDS)
+            if self._entered == entered and not self.is_ended:
+                explained = self._explain(None)
+                print_error(explained.message, explained.hint)
+                for child in self._children:
+                    child.kill()
+                os._exit(1)
+
+
+def exchange_status(group: Group, problem: tuple[str, str] | None) -> list[str]:
+    """Report a problem or none to rank 0; there, return what each rank reports, as JSON."""
+    import torch
+
+    text = json.dumps(problem).encode() if problem else b""
+    if len(text) > STATUS_BYTES and problem:
+        text = json.dumps([problem[0][: STATUS_BYTES // 16], problem[1][:80]]).encode()
+    own = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
+    own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    together = bytes(group.gather(own).tolist())
+    rows = [together[at : at + STATUS_BYTES] for at in range(0, len(together), STATUS_BYTES)]
+    return [row.rstrip(b"\0").decode() for row in rows]
+
+
+_ranks: Ranks | None = None
+
+
+def open_ranks(size: int) -> Ranks | None:
+    """The ranks that an engine of `size` is split over; None for an engine of one rank.
+
+    All engines of a process share their ranks; one rank's engine may draft for several ranks'.
+    """
+    global _ranks
+    is_open = _ranks is not None and not _ranks.is_ended
+    if logs.get_launched_rank() is not None and not (size == 1 and is_open):
+        world_size = int(os.environ["WORLD_SIZE"])
+        if world_size != size:
+            raise SpecDecError(
+                f"WORLD_SIZE is {world_size}, the engine's tp_size is {size}",
+                f"start {size} process{'es' if size > 1 else ''}, or none but this one: without a"
+                " launcher specdec-run starts the others",
+            )
+    if size == 1:
+        return None
+    if is_open and _ranks is not None:
+        if _ranks.size == size:
+            return _ranks
+        _ranks.end()
+    _ranks = Ranks(size)
+    return _ranks
+
+
+def end_ranks(*, is_done: bool = False) -> None:
+    """End the other ranks of this process's engines, if it has any."""
+    if _ranks is not None:
+        _ranks.end(is_done=is_done)
+
+
+atexit.register(end_ranks)

@@ -1,0 +1,124 @@
+"""The EAGLE drafter: decoder layers that run on the target's features, a token ahead of them.
+
+EAGLE-1, https://arxiv.org/abs/2401.15077: the feature is the target's last hidden state, and `fc`
+makes a layer's input of it and the next token's embedding; what comes out is the next feature,
+which the target's head reads. EAGLE-3, https://arxiv.org/abs/2503.01840: the feature is what `fc`
+makes of the outputs of some of the target's layers; the first layer's attention reads embedding and
+feature side by side, each normed; what comes out is the next feature, and normed, the head's input.
+
+    text       t0 t1 t2 t3        pairs      (f0, t1) (f1, t2) (f2, t3)
+    features   f0 f1 f2           positions     0        1        2
+
+The pair at position p drafts the token at p + 2. Legend: B rows, T pairs, D the drafter's hidden
+size, F width of what is read of the target, V drafted vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specdec.engine.decoder import Decoder, Step
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.layers import Linear, Norm
+from specdec.methods import EagleParams
+from specdec.schema import ModelConfig
+from specdec.tensors import EAGLE_NET, EMBEDDING, HEAD, make_net_model
+
+_LAYER0 = "transformer.layers.0."
+
+
+class EagleNet:
+    """The drafter's network. `weights` are an engine's, the target's embedding and head included.
+
+    What equals one of the target's is not held twice.
+    """
+
+    def __init__(
+        self,
+        params: EagleParams,
+        weights: Mapping[str, Tensor],
+        model: ModelConfig,
+        *,
+        num_positions: int,
+        device: torch.device,
+        prepack: bool = True,
+    ) -> None:
+        self.params = params
+        self.is_third = params.eagle3 is not None
+        own = {
+            name.removeprefix(EAGLE_NET): weight
+            for name, weight in weights.items()
+            if name.startswith(EAGLE_NET)
+        }
+        decoder = {
+            f"transformer.{name.removeprefix('drafter.')}": weight
+            for name, weight in own.items()
+            if name.startswith("drafter.")
+        }
+        decoder[HEAD] = own[HEAD]
+        if EMBEDDING in weights and torch.equal(decoder[EMBEDDING], weights[EMBEDDING]):
+            decoder[EMBEDDING] = weights[EMBEDDING]
+        for layer in range(params.net.num_hidden_layers):
+            mlp = f"transformer.layers.{layer}.mlp."
+            stacked = (decoder.pop(f"{mlp}fc.weight"), decoder.pop(f"{mlp}gate.weight"))
+            decoder[f"{mlp}gate_up.weight"] = torch.cat(stacked)
+        if not self.is_third:  # which has neither norm: they are never applied
+            size = decoder[EMBEDDING].shape[1]
+            blank = torch.ones(size, dtype=decoder[EMBEDDING].dtype, device=device)
+            decoder |= {f"{_LAYER0}input_layernorm.weight": blank, "transformer.ln_f.weight": blank}
+        # Whole, on whatever rank drafts.
+        net = dataclasses.replace(
+            make_net_model(params, model), tp_size=1, use_parallel_embedding=False
+        )
+        self.decoder = Decoder(
+            net, decoder, num_positions=num_positions, device=device, prepack=prepack
+        )
+        prepack = self.decoder.is_prepacked
+        self.fc = Linear(own["drafter.fc.weight"], own.get("drafter.fc.bias"), prepack=prepack)
+        self.hidden_norm: Norm | None = None
+        if self.is_third:
+            name = f"{_LAYER0}hidden_norm.weight"
+            self.hidden_norm = Norm(decoder[name], None, net.norm_epsilon)
+        self.offsets = own.get("d2t")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.params.net.hidden_size
+
+    def make_features(self, states: Tensor) -> Tensor:
+        """Features [..., D] from what is read of the target [..., F]."""
+        return self.fc(states) if self.is_third else states
+
+    def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
+        """Run pairs of a feature [B, T, D] and the next token; return the next features [B, T, D].
+
+        The step's tokens and positions are the pairs'.
+        """
+        tokens = torch.from_numpy(step.tokens).to(features.device)
+        embedded = torch.nn.functional.embedding(tokens, self.decoder.embedding)
+        if self.hidden_norm is None:
+            x = first = self.fc(torch.cat((embedded, features), dim=-1))
+        else:
+            assert self.params.eagle3 is not None
+            normed = self.hidden_norm(features)
+            first = torch.cat((self.decoder.layers[0].input_norm(embedded), normed), dim=-1)
+            x = normed if self.params.eagle3.norm_before_residual else features
+        return self.decoder.run_layers(x, step, cache, first)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of the token after the pairs that `forward` made `hidden` from."""
+        return self.decoder.compute_logits(
+            self.decoder.final_norm(hidden) if self.is_third else hidden
+        )
+
+    def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The `width` most probable tokens, best first, and their log-probabilities."""
+        best = self.compute_logits(hidden).float().log_softmax(-1).topk(width, dim=-1)
+        tokens = best.indices
+        if self.offsets is not None:
+            tokens = tokens + self.offsets[tokens]
+        return tokens, best.values

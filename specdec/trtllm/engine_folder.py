@@ -1,0 +1,201 @@
+"""A TensorRT-LLM engine folder, read without TensorRT-LLM: by run, and for serving with Triton.
+
+Only what is needed is read, so that a folder which trtllm-build alone has written is as good as
+one by specdec-build.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecDecError, raise_problems
+from specdec.methods import EXTERNAL_METHODS, METHODS
+from specdec.storage import read_json
+from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
+
+BACKEND = "tensorrt-llm"
+EXTERNAL = EXTERNAL_METHODS["draft_target"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineFolder:
+    """What an engine's config.json and manifest say; lengths in tokens.
+
+    max_seq_len is the recorded one, which holds the draft tokens of a step besides prompt and
+    output. mode: as in `--speculative-decoding-mode`, None for a plain engine. manifest: None for
+    an engine that specdec-build did not write.
+    """
+
+    folder: Path
+    version: str
+    architecture: str
+    dtype: str
+    logits_dtype: str
+    vocab_size: int
+    tp_size: int
+    pp_size: int
+    mode: str | None
+    max_batch_size: int
+    max_input_len: int
+    max_seq_len: int
+    max_num_tokens: int
+    max_draft_len: int
+    max_beam_width: int
+    kv_cache_type: str
+    has_paged_context_fmha: bool
+    gathers_generation_logits: bool
+    pretrained: Mapping[str, Any]
+    manifest: Mapping[str, Any] | None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, each with a GPU of its own."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def max_total_len(self) -> int:
+        """Longest prompt plus output: TensorRT-LLM cuts the output silently beyond it."""
+        return self.max_seq_len - self.max_draft_len
+
+    @property
+    def method(self) -> str:
+        """The method that the engine itself runs; one with external drafts is plain by itself."""
+        if self.mode in (None, EXTERNAL):
+            return "plain"
+        known = {method.mode: method.name for method in METHODS.values()}
+        known |= {mode: name for name, mode in EXTERNAL_METHODS.items()}
+        return known.get(self.mode, self.mode)
+
+    @property
+    def vocabulary(self) -> dict[str, Any] | None:
+        """What the manifest records of the tokens' meaning."""
+        recorded = self.manifest.get("vocabulary") if self.manifest else None
+        return recorded if isinstance(recorded, dict) else None
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """What is known of the machine that built it."""
+        recorded = self.manifest.get("environment") if self.manifest else None
+        return recorded if isinstance(recorded, dict) else {"tensorrt_llm": self.version}
+
+
+def read_backend(folder: Path) -> str:
+    """Return the backend that an engine folder was built for."""
+    if not folder.is_dir():
+        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
+    return str(read_json(folder / "config.json").get("backend", BACKEND))
+
+
+def read_engine_folder(folder: Path) -> EngineFolder:
+    """Read an engine's config.json; raise SpecDecError that lists what is missing or of no use."""
+    path = folder / "config.json"
+    document = read_json(path)
+    reader = _Reader(path)
+    if "build_config" not in document:
+        raise SpecDecError(
+            f"{folder} is not an engine: its config.json has no build_config",
+            "run specdec-build on the checkpoint first",
+        )
+    pretrained = reader.get(document, "pretrained_config", dict, {})
+    build = reader.get(document, "build_config", dict, {})
+    plugins = reader.get(build, "build_config.plugin_config", dict, {})
+    mapping = reader.get(pretrained, "pretrained_config.mapping", dict, {})
+    dtype = reader.get(pretrained, "pretrained_config.dtype", str, "")
+    mode = reader.find_mode(build)
+    found = {
+        name: reader.get(build, f"build_config.{name}", int, 0)
+        for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens",
+                     "max_beam_width")
+    }  # fmt: skip
+    engine = EngineFolder(
+        folder=folder,
+        version=reader.get(document, "version", str, ""),
+        architecture=reader.get(pretrained, "pretrained_config.architecture", str, ""),
+        dtype=dtype,
+        logits_dtype=str(pretrained.get("logits_dtype", "float32")),
+        vocab_size=reader.get(pretrained, "pretrained_config.vocab_size", int, 0),
+        tp_size=reader.get(mapping, "pretrained_config.mapping.tp_size", int, 1),
+        pp_size=mapping.get("pp_size", 1),
+        mode=mode,
+        max_draft_len=reader.find_draft_len(mode, pretrained, build),
+        kv_cache_type=str(build.get("kv_cache_type", "CONTINUOUS")).rpartition(".")[2].upper(),
+        has_paged_context_fmha=bool(plugins.get("use_paged_context_fmha")),
+        gathers_generation_logits=bool(build.get("gather_generation_logits")),
+        pretrained=pretrained,
+        manifest=_read_manifest(folder),
+        **found,
+    )
+    raise_problems(reader.problems)
+    missing = [f"rank{r}.engine" for r in range(engine.world_size)]
+    missing = [name for name in missing if not (folder / name).is_file()]
+    if missing:
+        raise SpecDecError(
+            f"{folder} has tp_size {engine.tp_size} and pp_size {engine.pp_size}, and lacks"
+            f" {', '.join(missing)}",
+            "build the engine again, or copy the whole folder",
+        )
+    return engine
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    path = folder / "manifest.json"
+    return read_json(path) if path.is_file() else None
+
+
+class _Reader:
+    """Takes values out of a config.json and keeps what is wrong with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problems: list[tuple[str, str]] = []
+
+    def get(self, document: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+        """Return the value of a dotted name's last part, or a default and note the problem."""
+        value = document.get(name.rpartition(".")[2])
+        if type(value) is kind:
+            return value
+        self.problems.append(
+            (f"{self.path}: {name} is {value!r}", "build the engine again with trtllm-build")
+        )
+        return default
+
+    def find_mode(self, build: Mapping[str, Any]) -> str | None:
+        """Return the mode's name; config.json has its number."""
+        number = self.get(build, "build_config.speculative_decoding_mode", int, 1)
+        known = {n: name for name, n in load_facts(DEFAULT_LABEL).modes.items()}
+        if number not in known:
+            self.problems.append(
+                (
+                    f"{self.path}: speculative_decoding_mode is {number}",
+                    f"the known ones are {', '.join(f'{n} {name}' for n, name in known.items())}",
+                )
+            )
+        name = known.get(number, "none")
+        return None if name == "none" else name
+
+    def find_draft_len(
+        self, mode: str | None, pretrained: Mapping[str, Any], build: Mapping[str, Any]
+    ) -> int:
+        """Return the most draft tokens of a step, from where the C++ runtime reads it."""
+        if mode is None:
+            return 0
+        section = "pretrained_config"
+        if mode == METHODS["redrafter"].mode:
+            beams = self.get(pretrained, f"{section}.redrafter_num_beams", int, 0)
+            length = self.get(pretrained, f"{section}.redrafter_draft_len_per_beam", int, 0)
+            return int(beams * length)
+        if mode == METHODS["medusa"].mode:
+            return int(self.get(pretrained, f"{section}.max_draft_len", int, 0))
+        found = int(self.get(build, "build_config.max_draft_len", int, 0))
+        if found < 1:
+            self.problems.append(
+                (
+                    f"{self.path}: build_config.max_draft_len is {found}, which TensorRT-LLM's"
+                    f" runtime refuses for {mode}",
+                    "build the engine again with --max-draft-len",
+                )
+            )
+        return found

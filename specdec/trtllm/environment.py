@@ -1,0 +1,254 @@
+"""What of TensorRT-LLM is on this machine, and whether an engine built elsewhere can run here.
+
+Read from package metadata, the driver and nvidia-smi: importing TensorRT-LLM takes many seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+BUILD_COMMAND = "trtllm-build"
+SMI_QUERY = "index,name,compute_cap,memory.total,driver_version,uuid"
+SMI_SECONDS = 20
+MIN_CAPABILITY = (8, 0)
+MIN_CAPABILITY_FP8 = (8, 9)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One visible GPU; `compute_capability` as in "9.0"."""
+
+    name: str
+    compute_capability: str
+    memory_bytes: int
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return parse_capability(self.compute_capability)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Versions by what they are of, None where it is not there; the GPUs that are visible.
+
+    cuda is the runtime that torch brings, cuda_driver the newest that the driver can run; driver
+    is the driver's own version.
+    """
+
+    tensorrt_llm: str | None = None
+    tensorrt: str | None = None
+    cuda: str | None = None
+    cuda_driver: str | None = None
+    driver: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"gpus": [dataclasses.asdict(gpu) for gpu in self.gpus]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """What differs between the machine of a build and this one; whether it stops the engine."""
+
+    fact: str
+    remedy: str
+    stops: bool
+
+
+def parse_capability(text: str) -> tuple[int, int]:
+    """Read a compute capability such as "8.9"; (0, 0) where it is none."""
+    match = re.fullmatch(r"(\d+)\.(\d+)", text.strip())
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def find_version(*names: str) -> str | None:
+    """Return the version of the first of some distributions that is installed."""
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
+
+
+def is_importable(name: str) -> bool:
+    """Whether a top-level package is there; it is not imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def read_environment() -> Environment:
+    """Look at this machine; takes what nvidia-smi takes, where there is one."""
+    gpus, driver = list_gpus()
+    has_package = is_importable("tensorrt_llm")
+    return Environment(
+        tensorrt_llm=find_version("tensorrt-llm") if has_package else None,
+        tensorrt=find_version("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+        cuda=read_torch_cuda(),
+        cuda_driver=read_cuda_driver(),
+        driver=driver,
+        gpus=gpus,
+    )
+
+
+def list_gpus() -> tuple[tuple[Gpu, ...], str | None]:
+    """List the GPUs that CUDA_VISIBLE_DEVICES leaves visible, and the driver's version."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return (), None
+    try:
+        done = subprocess.run(
+            [command, f"--query-gpu={SMI_QUERY}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=SMI_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return (), None
+    if done.returncode != 0:
+        return (), None
+    found: list[tuple[str, str, Gpu]] = []
+    driver = None
+    for line in done.stdout.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(SMI_QUERY.split(",")):
+            continue
+        index, name, capability, mebibytes, driver, uuid = cells
+        size = int(mebibytes) << 20 if mebibytes.isdigit() else 0
+        gpu = Gpu(name=name, compute_capability=capability, memory_bytes=size)
+        found.append((index, uuid, gpu))
+    return _filter_visible(found, os.environ.get("CUDA_VISIBLE_DEVICES")), driver
+
+
+def _filter_visible(found: list[tuple[str, str, Gpu]], visible: str | None) -> tuple[Gpu, ...]:
+    """Choose as CUDA does: in the order given, up to the first entry that is no GPU."""
+    if visible is None:
+        return tuple(gpu for _, _, gpu in found)
+    chosen = []
+    for entry in (part.strip() for part in visible.split(",")):
+        match = [gpu for index, uuid, gpu in found if entry and (entry == index or
+                 (entry.startswith("GPU-") and uuid.startswith(entry)))]  # fmt: skip
+        if not match:
+            break
+        chosen.append(match[0])
+    return tuple(chosen)
+
+
+def read_torch_cuda() -> str | None:
+    """Return the CUDA version that torch was built for, without importing torch."""
+    if not is_importable("torch"):
+        return None
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def read_cuda_driver() -> str | None:
+    """Return the newest CUDA version that the installed driver can run."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        version = ctypes.c_int(0)
+        if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def compare_environments(
+    recorded: Mapping[str, Any], present: Environment, *, num_ranks: int = 1
+) -> list[Difference]:
+    """Compare the machine that an engine's manifest records with this one, before it is loaded.
+
+    A serialized engine loads only under the TensorRT that wrote it, and on the compute capability
+    that it was made for; TensorRT-LLM's plugins are part of it.
+    """
+    found: list[Difference] = []
+    rebuild = "build the engine again here"
+    for key, name in (("tensorrt_llm", "TensorRT-LLM"), ("tensorrt", "TensorRT")):
+        built, here = recorded.get(key), getattr(present, key)
+        if here is None:
+            if key == "tensorrt_llm":
+                fact = f"the engine was built with {name} {built or 'of an unknown version'},"
+                found.append(
+                    Difference(
+                        f"{fact} which is not installed here",
+                        f"install tensorrt-llm{f'=={built}' if built else ''}, in NVIDIA's"
+                        " container for instance",
+                        stops=True,
+                    )
+                )
+        elif built is not None and built != here:
+            found.append(
+                Difference(
+                    f"the engine was built with {name} {built}, here is {here}",
+                    f"install {key.replace('_', '-')}=={built}, or {rebuild}",
+                    stops=True,
+                )
+            )
+    built_cuda = recorded.get("cuda")
+    if None not in (built_cuda, present.cuda) and built_cuda != present.cuda:
+        found.append(
+            Difference(
+                f"the engine was built under CUDA {built_cuda}, here is {present.cuda}",
+                f"if it does not load, {rebuild}",
+                stops=False,
+            )
+        )
+    return found + _compare_gpus(recorded.get("gpus") or [], present.gpus, num_ranks)
+
+
+def _compare_gpus(
+    recorded: list[Mapping[str, Any]], present: tuple[Gpu, ...], num_ranks: int
+) -> list[Difference]:
+    if not present:
+        return [Difference("no GPU is visible", "run it where nvidia-smi lists one", stops=True)]
+    found = []
+    if len(present) < num_ranks:
+        found.append(
+            Difference(
+                f"the engine has {num_ranks} ranks, {len(present)} GPUs are visible",
+                f"make {num_ranks} GPUs visible, or convert and build for fewer ranks",
+                stops=True,
+            )
+        )
+    built = {str(gpu.get("compute_capability")) for gpu in recorded}
+    here = {gpu.compute_capability for gpu in present[:num_ranks]}
+    names = {str(gpu.get("name")) for gpu in recorded}
+    if built and not here <= built:
+        found.append(
+            Difference(
+                f"the engine was built for compute capability {', '.join(sorted(built))}"
+                f" ({', '.join(sorted(names))}), this GPU has {', '.join(sorted(here - built))}"
+                f" ({present[0].name})",
+                "build the engine on a GPU of the kind that runs it",
+                stops=True,
+            )
+        )
+    elif built and present[0].name not in names:
+        found.append(
+            Difference(
+                f"the engine was tuned on {', '.join(sorted(names))}, here is {present[0].name}",
+                "build it again here for full speed",
+                stops=False,
+            )
+        )
+    return found

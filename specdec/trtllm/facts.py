@@ -1,0 +1,151 @@
+"""What the lines of TensorRT-LLM know: flags, modes, architectures, keys; read from data files.
+
+The facts were read from TensorRT-LLM's public sources, for which each file names its commits. They
+are what the checks before a build and the tests' doubles are made of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecDecError, UsageError, suggest
+
+LABELS = ("1.2", "0.14")
+DEFAULT_LABEL = "1.2"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuildFlag:
+    """A flag of trtllm-build. kind: `switch` takes no value; `is_list`: several values."""
+
+    name: str
+    kind: str  # int, text, switch
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    is_list: bool = False
+    aliases: tuple[str, ...] = ()
+    is_plugin: bool = False  # recorded in build_config.plugin_config
+
+    @property
+    def is_toggle(self) -> bool:
+        return self.choices == ("enable", "disable")
+
+    def parse(self, words: Sequence[str]) -> Any:
+        """Return the value that some words of a command line give; raise UsageError."""
+        shown, given = f"--{self.name}", " ".join(words)
+        if self.kind == "switch":
+            if words:
+                raise UsageError(f"{shown} takes no value, got {given!r}", f"give {shown} alone")
+            return True
+        if not words or (len(words) > 1 and not self.is_list):
+            wanted = "values" if self.is_list else "one value"
+            raise UsageError(f"{shown} takes {wanted}, got {given!r}", f"give {shown} {wanted}")
+        if self.kind == "int":
+            if not re.fullmatch(r"-?[0-9]+", words[0]):
+                raise UsageError(
+                    f"{shown}: expected a whole number, got {given!r}",
+                    f"give {shown} a whole number",
+                )
+            return int(words[0])
+        for word in words:
+            if self.choices and word not in self.choices:
+                choices = ", ".join(self.choices)
+                raise UsageError(
+                    f"{shown}: {word!r} is not one of {choices}{suggest(word, self.choices)}",
+                    f"choose one of {choices}",
+                )
+        return list(words) if self.is_list else words[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """One line of TensorRT-LLM.
+
+    releases: the first release of the line, and the first that is not of it any more. modes: number
+    by name of each speculation mode, as an engine's config.json has it.
+    """
+
+    label: str
+    releases: tuple[str, str]
+    sources: str
+    pins: dict[str, str]
+    pins_source: str
+    flags: dict[str, BuildFlag]
+    modes: dict[str, int]
+    architectures: tuple[str, ...]
+    mapping_keys: tuple[str, ...]
+    quantization_keys: tuple[str, ...]
+    build_config_keys: tuple[str, ...]
+    runner_from_dir: tuple[str, ...]
+    runner_generate: tuple[str, ...]
+    runner_generate_kwargs: tuple[str, ...]
+
+    def find_flag(self, name: str) -> BuildFlag | None:
+        """Return a flag by its name or an alias, with underscores."""
+        for flag in self.flags.values():
+            if name == flag.name or name in flag.aliases:
+                return flag
+        return None
+
+    def list_flag_names(self) -> list[str]:
+        """List every name that a flag can be given by."""
+        return [name for flag in self.flags.values() for name in (flag.name, *flag.aliases)]
+
+    def covers(self, version: str) -> bool:
+        """Whether a release, as `1.2.0rc2` names one, is of this line."""
+        first, end = (_order(release) for release in self.releases)
+        return first <= _order(version) < end
+
+
+@functools.cache
+def load_facts(label: str) -> Facts:
+    """Read the facts of a line of TensorRT-LLM."""
+    assert label in LABELS, label
+    path = Path(__file__).with_name(f"facts_{label.replace('.', '_')}.json")
+    document = json.loads(path.read_text(encoding="utf-8"))
+    flags: dict[str, BuildFlag] = {}
+    for name, entry in document.pop("build_flags").items():
+        flags[name] = BuildFlag(name=name, **_freeze(entry))
+    return Facts(flags=flags, **_freeze(document))
+
+
+def _freeze(document: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in document.items()}
+
+
+def find_facts(version: str) -> Facts | None:
+    """Return the facts of the line that a release of TensorRT-LLM belongs to, if there are any."""
+    return next((load_facts(label) for label in LABELS if load_facts(label).covers(version)), None)
+
+
+def find_label(version: str) -> str:
+    """Return the label of an installed release's line; raise SpecDecError if none is known."""
+    facts = find_facts(version)
+    if facts is None:
+        lines = "; ".join(
+            f"{label}: {first} and later, before {end}"
+            for label in LABELS
+            for first, end in (load_facts(label).releases,)
+        )
+        raise SpecDecError(
+            f"TensorRT-LLM {version} is of a line whose flags are not recorded here",
+            f"install a release of a recorded line ({lines}), or use --dry-run or --emit-script"
+            " with --trtllm-version",
+        )
+    return facts.label
+
+
+def list_lines_with(flag: str) -> list[str]:
+    """List the labels of the lines whose trtllm-build has a flag."""
+    return [label for label in LABELS if load_facts(label).find_flag(flag) is not None]
+
+
+def _order(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (-1, -1)

@@ -1,0 +1,42 @@
+"""Engines that the tests of specdec-bench, tune and diagnose measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import make_drafter, make_llama, make_tokenizer
+from tests.engines import make_engine
+
+TEXTS = ("def add(a, b):", "import os", "The", "x = 1\ny = 2\n", "Once upon", "a, b")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with its tokenizer, and prompts of two categories."""
+    parent = tmp_path_factory.mktemp("bench")
+    make_llama(parent, seed=3)
+    make_tokenizer(parent / "target")
+    make_drafter(parent, seed=5)
+    lines = [
+        {"question_id": n, "category": "code" if n % 2 else "prose", "prompt": text}
+        for n, text in enumerate(TEXTS)
+    ]
+    (parent / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return parent
+
+
+@pytest.fixture(scope="session")
+def engine(folder: Path) -> Path:
+    """A ReDrafter engine of the target, with a drafter that knows nothing."""
+    return make_engine(
+        folder, folder / "target", folder / "drafter", beams=2, length=3, optimize="none"
+    )
+
+
+@pytest.fixture(scope="session")
+def plain(folder: Path) -> Path:
+    """The target alone."""
+    return make_engine(folder, folder / "target", optimize="none")

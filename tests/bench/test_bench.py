@@ -1,0 +1,200 @@
+"""specdec-bench measures what it says, and tells when its figures are worth little."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.bench import machine, plots
+from specdec.bench.measure import summarize
+from specdec.bench.pipeline import find_error, list_warnings, run_bench
+from specdec.bench.prompts import read_prompt_set
+from specdec.bench.repetition import is_looping, measure_distinct
+from specdec.bench.report import format_report, format_table, write_report
+from specdec.bench.settings import BenchSettings, read_counts
+from specdec.errors import SpecDecError, UsageError
+from tests.conftest import read_error_lines, run_cli
+
+
+@pytest.fixture(scope="module")
+def report(engine: Path, folder: Path) -> dict[str, Any]:
+    return bench(engine, folder)
+
+
+def bench(engine: Path, folder: Path, **flags: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "engine_dir": engine, "tokenizer_dir": str(folder / "target"), "device": "cpu",
+        "prompts": folder / "prompts.jsonl", "max_output_len": 12, "repeat": 2,
+        "batch_sizes": "1,3", **flags,
+    }  # fmt: skip
+    return run_bench(BenchSettings(**values))
+
+
+def test_a_report_adds_up(report: dict[str, Any]) -> None:
+    assert [batch["batch_size"] for batch in report["batches"]] == [1, 3]
+    for batch in report["batches"]:
+        assert batch["texts"] == {"compared": 6, "equal": 6}
+        assert set(batch["categories"]) == {"code", "prose"}
+        for name in ("speculation", "plain"):
+            found = batch[name]
+            rates, times = found["tokens_per_second"], found["step_ms"]
+            assert 0 < rates["lowest"] <= rates["median"] <= rates["highest"]
+            parts = [times[part] for part in ("draft", "verify", "accept", "other")]
+            assert sum(parts) == pytest.approx(times["total"], abs=1e-3)
+            assert min(parts) > 0
+        acceptance = batch["acceptance"]
+        counts = acceptance["accepted_histogram"]
+        assert len(counts) == 4, "none to all three of a beam"
+        assert acceptance["accepted_by_position"][0] == pytest.approx(
+            1 - counts[0] / sum(counts), abs=1e-3
+        )
+        assert batch["speculation"]["num_steps"] <= batch["plain"]["num_steps"]
+    alone, together = report["batches"]
+    assert alone["plain"]["num_steps"] == 6 * 11, "one step a token, but for the prompt's own"
+    assert together["plain"]["num_steps"] == 2 * 11
+    assert report["memory"]["peak_mb"] > 10
+    assert find_error(report, use_logits=False) is None
+
+
+def test_text_form(report: dict[str, Any]) -> None:
+    text = format_report(report)
+    assert "redrafter in float32 on cpu" in text
+    assert "6 of 6" in text
+    assert "prose" in text
+    assert "steps that accept at least 1, 2, ..." in text
+    assert format_table(["a", "b"], [["long", "1"]]) == ["a     b", "long  1"]
+
+
+def test_differing_texts_are_an_error_in_float32_only(report: dict[str, Any]) -> None:
+    changed = json.loads(json.dumps(report))
+    changed["batches"][1]["texts"]["equal"] = 4
+    error = find_error(changed, use_logits=False)
+    assert error is not None
+    assert "2 at batch size 3" in error.message
+    assert any("2 of 6 texts differ" in w for w in list_warnings(changed, use_logits=False))
+    assert find_error(changed, use_logits=True) is None
+    assert find_error(changed | {"dtype": "bfloat16"}, use_logits=False) is None
+
+
+def test_warnings(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    steady = json.loads(json.dumps(report)) | {"processors_used_by_others": 0.0}
+    for batch in steady["batches"]:
+        batch["looping"]["texts"] = 0
+        for name in ("speculation", "plain"):
+            batch[name]["tokens_per_second"] = summarize([9.0, 10.0, 11.0])
+    assert list_warnings(steady, use_logits=False) == []
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
+    steady["processors_used_by_others"] = 1.5
+    assert list_warnings(steady, use_logits=False) == [
+        "others kept 1.5 of 4 processors busy meanwhile: the figures are doubtful"
+    ]
+    steady["processors_used_by_others"] = None
+    steady["batches"][0]["looping"] |= {"texts": 5, "of": 6}
+    steady["batches"][1]["plain"]["tokens_per_second"] = summarize([5.0, 10.0, 11.0])
+    loops, unsteady = list_warnings(steady, use_logits=False)
+    assert "5 of 6 texts run in circles" in loops
+    assert "plain ran at 5.0 to 11.0" in unsteady
+
+
+def test_loops_are_seen() -> None:
+    assert measure_distinct(range(50)) == 1.0
+    assert measure_distinct([1, 2]) == 1.0
+    assert measure_distinct([1] * 11) == 1 / 8
+    assert is_looping([1, 2, 3] * 20)
+    assert not is_looping(list(range(30)) + list(range(15)))
+
+
+def test_load_of_others() -> None:
+    meter = machine.LoadMeter()
+    sum(range(10**6))
+    found = meter.measure()
+    assert found is None or found >= 0
+    assert machine.describe_load(None) == []
+
+
+def test_written_report(
+    report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.bench.plots.has_matplotlib", lambda: False)
+    write_report(report, tmp_path / "out", force=False)
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
+    assert (tmp_path / "out" / "report.txt").read_text() == format_report(report) + "\n"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["report.json", "report.txt"]
+
+
+@pytest.mark.skipif(not plots.has_matplotlib(), reason="matplotlib is not installed")
+def test_plots(report: dict[str, Any], tmp_path: Path) -> None:
+    plots.plot_report(report, tmp_path)
+    for name in ("speedup.png", "acceptance.png", "step.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_turns_are_requests_of_their_own(engine: Path, folder: Path, tmp_path: Path) -> None:
+    """The second turn's prompt holds the first, its answer by the target, and the second."""
+    path = tmp_path / "turns.jsonl"
+    path.write_text('{"category": "talk", "turns": ["def f", "x ="]}\n{"prompt": "The"}\n')
+    found = bench(engine, folder, prompts=path, batch_sizes="1")
+    (batch,) = found["batches"]
+    assert {name: part["num_prompts"] for name, part in batch["categories"].items()} == {
+        "talk": 2, "all": 1,
+    }  # fmt: skip
+    assert batch["plain"]["num_steps"] == 3 * 11
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"turns": []}', "turns is [], not a list of texts"),
+        ('{"prompt": "a", "turns": ["b"]}', "needs exactly one of prompt"),
+        ('{"prompt": "a", "category": 3}', "category is 3, not a text"),
+        ('{"prompt": "a", "categroy": "x"}', "unknown key 'categroy' (did you mean category?)"),
+        ("{", "is not JSON"),
+        ("", "holds no prompt"),
+    ],
+)
+def test_wrong_prompt_sets(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(SpecDecError) as caught:
+        read_prompt_set(path)
+    assert message in caught.value.message
+
+
+def test_prompt_sets_without_a_file_or_categories(tmp_path: Path) -> None:
+    assert len({prompt.category for prompt in read_prompt_set(None)}) > 2
+    path = tmp_path / "prompts.txt"
+    path.write_text("a\n\nb\n")
+    assert [(p.category, p.entry) for p in read_prompt_set(path)] == [
+        ("all", {"prompt": "a"}), ("all", {"prompt": "b"}),
+    ]  # fmt: skip
+
+
+def test_wrong_batches(engine: Path, folder: Path) -> None:
+    with pytest.raises(SpecDecError, match="batch size 9: the engine's max_batch_size is 8"):
+        bench(engine, folder, batch_sizes="9")
+    with pytest.raises(SpecDecError, match="batch size 4: a category has 3 prompts"):
+        bench(engine, folder, batch_sizes="1,4")
+    for text in ("0", "1,1", "x", ""):
+        with pytest.raises(UsageError, match="--batch-sizes is"):
+            read_counts("--batch-sizes", text)
+
+
+def test_a_plain_engine_is_refused(plain: Path, folder: Path) -> None:
+    with pytest.raises(SpecDecError, match="no speculation to measure"):
+        bench(plain, folder)
+
+
+def test_the_command(engine: Path, folder: Path, tmp_path: Path) -> None:
+    flags = (
+        "bench", "--engine-dir", engine, "--tokenizer-dir", folder / "target", "--repeat", 1,
+        "--max_output_len", 4, "--output", tmp_path / "out",
+    )  # fmt: skip
+    done = run_cli(*flags, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["batches"][0]["texts"]["compared"] == 8
+    again = run_cli(*flags)
+    assert again.returncode == 1
+    assert "out" in read_error_lines(again.stderr)[0]

@@ -1,0 +1,199 @@
+"""specdec diagnose: every cause is found where it is, and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.bench.causes import (
+    Cause,
+    Facts,
+    find_missing_kernels,
+    find_overflow,
+    find_unused_template,
+    find_wrong_tokenizer,
+    rank_causes,
+)
+from specdec.bench.diagnose import diagnose, find_largest, observe_run
+from specdec.bench.diagnose_cli import format_report
+from specdec.bench.engine import open_bench
+from specdec.bench.prompts import read_prompt_set
+from specdec.bench.settings import DiagnoseSettings
+from specdec.run.requests import sum_stats
+from tests.conftest import make_tokenizer, run_cli
+
+RIGHT = (0.8, 0.64, 0.512)
+
+
+def make_facts(**changes: Any) -> Facts:
+    """A drafter that is right 4 of 5 times, and costs next to nothing to run and to verify."""
+    healthy = Facts(
+        batch_size=1,
+        speculation={"draft": 0.02, "verify": 1.02, "accept": 0.01, "other": 0.01, "total": 1.06},
+        plain={"draft": 0.0, "verify": 1.0, "accept": 0.01, "other": 0.01, "total": 1.02},
+        step_ms={1: 1.0, 2: 1.0, 4: 1.02},
+        tokens_per_step=4.0,
+        acceptance_length=2.952,
+        by_position=RIGHT,
+        contexts=[(100, 2)] * 100,
+        ratio=2.8,
+        step_ratio=2.84,
+        smallest=(1, 2.8),
+        prefill_share=0.05,
+    )
+    return dataclasses.replace(healthy, **changes)
+
+
+def name_causes(facts: Facts) -> list[str]:
+    return [cause.name for cause in rank_causes(facts, [])]
+
+
+def test_nothing_is_wrong_with_a_healthy_engine() -> None:
+    assert rank_causes(make_facts(), []) == []
+
+
+def with_step(**parts: float) -> dict[str, float]:
+    times = {"draft": 0.02, "verify": 1.02, "accept": 0.01, "other": 0.01, **parts}
+    return times | {"total": sum(times.values())}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"acceptance_length": 1.5, "by_position": (0.3, 0.15, 0.05)},
+            "few drafted tokens are accepted",
+        ),
+        (
+            {"speculation": with_step(verify=1.9), "by_position": (0.8, 0.1, 0.0),
+             "acceptance_length": 2.952},
+            "the draft is too long",
+        ),
+        ({"speculation": with_step(draft=0.5)}, "the drafter takes long"),
+        ({"speculation": with_step(verify=1.8)}, "verification is dear on this machine"),
+        ({"speculation": with_step(other=0.3)}, "acceptance and bookkeeping take long"),
+        ({"batch_size": 8, "ratio": 1.1}, "the batch is large"),
+        ({"ratio": 2.0, "smallest": (1, 2.0)}, "the prompts take much of the time"),
+        (
+            {"contexts": [(100, 3)] * 50 + [(1000, 1)] * 50},
+            "acceptance falls in long contexts",
+        ),
+    ],
+)  # fmt: skip
+def test_each_cause(changes: dict[str, Any], expected: str) -> None:
+    assert expected in name_causes(make_facts(**changes))
+
+
+def test_gains_are_what_removal_brings() -> None:
+    """A drafter that takes half of the step: without it the step is twice as fast."""
+    facts = make_facts(speculation=with_step(draft=1.04))
+    (cause,) = [c for c in rank_causes(facts, []) if c.name == "the drafter takes long"]
+    assert cause.gain == pytest.approx(2.0)
+    assert "1.040 of 2.080 ms, 50% of a step" in cause.evidence
+    long = make_facts(speculation=with_step(verify=2.0), by_position=(0.8, 0.0, 0.0))
+    (cause,) = [c for c in rank_causes(long, []) if c.name == "the draft is too long"]
+    # 1.8 tokens either way; the step costs 1.02 and a third of what it has beyond, or all of it.
+    assert cause.gain == pytest.approx(2.04 / (1.02 + (2.04 - 1.02) / 3), rel=1e-3)
+    assert "draft 1 tokens" in cause.remedy
+
+
+def test_short_and_few_contexts_say_nothing() -> None:
+    few = make_facts(contexts=[(100, 3)] * 50 + [(1000, 1)] * 20)
+    assert "acceptance falls in long contexts" not in name_causes(few)
+    rising = make_facts(contexts=[(100, 1)] * 50 + [(1000, 3)] * 50)
+    assert "acceptance falls in long contexts" not in name_causes(rising)
+
+
+def test_order() -> None:
+    """What is certainly wrong, then by gain, then what is only suspected."""
+    certain, perhaps = Cause("x", "", "", is_certain=True), Cause("y", "", "")
+    facts = make_facts(speculation=with_step(draft=0.5, verify=2.5))
+    names = [cause.name for cause in rank_causes(facts, [perhaps, certain])]
+    assert (names[0], names[-1]) == ("x", "y")
+    gains = [c.gain for c in rank_causes(facts, []) if c.gain is not None]
+    assert len(gains) >= 2
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_suspects() -> None:
+    assert find_overflow("float16", 60000.0) is not None
+    assert find_overflow("float16", math.inf) is not None
+    assert find_overflow("float16", 500.0) is None
+    assert find_overflow("bfloat16", 1e9) is None
+    ours, theirs = {"num_tokens": 5, "sha256": "a"}, {"num_tokens": 6, "sha256": "b"}
+    assert find_wrong_tokenizer(ours, theirs) is not None
+    assert find_wrong_tokenizer(ours, dict(ours)) is None
+    assert find_wrong_tokenizer(None, theirs) is None
+    assert find_unused_template(True, 0) is not None
+    assert find_unused_template(True, 2) is None
+    assert find_unused_template(False, 0) is None
+    assert find_missing_kernels("cpu", False) is not None
+    assert find_missing_kernels("cpu", True) is None
+    assert find_missing_kernels("cuda", False) is None
+
+
+def test_what_is_no_number_counts_as_infinite() -> None:
+    assert find_largest(3.0, torch.tensor([1.0, -9.0])) == 9.0
+    assert find_largest(3.0, torch.tensor([math.nan, 1.0])) == math.inf
+    assert find_largest(3.0, torch.tensor([-math.inf])) == math.inf
+
+
+def run_diagnose(engine: Path, folder: Path, tokenizer: Path, **flags: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {"max_output_len": 12, "repeat": 1, "batch_sizes": "3,1", **flags}
+    return diagnose(
+        DiagnoseSettings(
+            engine_dir=engine, tokenizer_dir=str(tokenizer), device="cpu",
+            prompts=folder / "prompts.jsonl", **values,
+        )
+    )  # fmt: skip
+
+
+def test_an_engine_that_is_not_faster(engine: Path, folder: Path, tmp_path: Path) -> None:
+    """A drafter that knows nothing, no kernels, and a tokenizer that is another's."""
+    make_tokenizer(tmp_path / "other", vocab=120)
+    report = run_diagnose(engine, folder, tmp_path / "other")
+    assert [batch["batch_size"] for batch in report["batches"]] == [1, 3]
+    for batch in report["batches"]:
+        names = [cause["name"] for cause in batch["causes"]]
+        assert names[0] == "the tokenizer is another model's"
+        assert "few drafted tokens are accepted" in names
+        assert names[-1] == "the engine has no compiled kernels"
+        assert batch["acceptance_length"] < 1.5
+        assert batch["step_ms_by_tokens"].keys() == {1, 2, 4, 7}
+    text = format_report(report)
+    assert "1. the tokenizer is another model's, certain" in text
+    assert "times as fast without" in text
+    assert json.dumps(report)
+
+
+def test_steps_are_seen_as_they_were_counted(engine: Path, folder: Path) -> None:
+    settings = DiagnoseSettings(
+        engine_dir=engine, tokenizer_dir=str(folder / "target"), max_output_len=16, device="cpu"
+    ).to_run()
+    bench = open_bench(settings)
+    bench.take_prompts(read_prompt_set(folder / "prompts.jsonl"), settings)
+    observed = observe_run(bench, 2)
+    done = bench.run(bench.engine.proposer, 2)
+    results = [r for found in done.results.values() for r in found]
+    assert len(observed.contexts) == sum_stats(results)["num_verify_steps"]
+    accepted = [number for _, number in observed.contexts]
+    histogram = [sum(c) for c in zip(*(r.stats.accepted_histogram for r in results), strict=True)]
+    assert [accepted.count(n) for n in range(2)] == histogram[:2]
+    shortest = min(len(request.input_ids) for request in bench.requests)
+    assert min(length for length, _ in observed.contexts) == shortest + 1
+    assert "observe" not in vars(bench.engine.proposer), "nothing is left behind"
+
+
+def test_the_command(engine: Path, folder: Path) -> None:
+    done = run_cli(
+        "diagnose", "--engine-dir", engine, "--tokenizer-dir", folder / "target",
+        "--max-output-len", 6, "--repeat", 1,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "tokens a step, break-even at" in done.stdout

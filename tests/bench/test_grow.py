@@ -1,0 +1,122 @@
+"""benchmarks/grow.py: the grown model and drafter compute what the small ones do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec.bench.engine import open_bench
+from specdec.bench.prompts import read_prompt_set
+from specdec.run.requests import sum_stats
+from specdec.run.settings import RunSettings
+from tests.conftest import ROOT, make_drafter, make_llama, make_tokenizer
+from tests.engines import make_engine
+
+SHAPE = (
+    "--layers", "3", "--hidden", "96", "--intermediate", "160", "--heads", "12", "--kv-heads", "3",
+    "--head-size", "24", "--exit-dim", "128",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grow() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("grow", ROOT / "benchmarks" / "grow.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("small")
+    make_tokenizer(make_llama(parent, seed=3))
+    make_drafter(parent, exit_dim=80, seed=5, scale=3.0)
+    return parent
+
+
+def run_grow(grow: ModuleType, small: Path, out: Path, *flags: str) -> dict[str, Any]:
+    report: dict[str, Any] = grow.grow_model(
+        grow.parse_args(
+            ["--model-dir", str(small / "target"), "--output-dir", str(out / "target"),
+             "--drafter-model-dir", str(small / "drafter"),
+             "--drafter-output-dir", str(out / "drafter"), *SHAPE, *flags]
+        )
+    )  # fmt: skip
+    return report
+
+
+def test_the_same_text_and_the_same_drafts(grow: ModuleType, small: Path, tmp_path: Path) -> None:
+    report = run_grow(grow, small, tmp_path, "--dtype", "float32")
+    assert report["float32"]["max_difference"] < 1e-4
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert (config["hidden_size"], config["head_dim"], config["num_hidden_layers"]) == (96, 24, 3)
+    found = []
+    for parent in (small, tmp_path):
+        engine = make_engine(
+            tmp_path / parent.name, parent / "target", parent / "drafter", beams=2, length=3,
+            optimize="none",
+        )  # fmt: skip
+        settings = RunSettings(
+            engine_dir=engine, tokenizer_dir=str(parent / "target"), device="cpu",
+            max_output_len=30,
+        )  # fmt: skip
+        bench = open_bench(settings)
+        bench.take_prompts(read_prompt_set(None), settings)
+        done = bench.run(bench.engine.proposer, 2)
+        results = [r for group in done.results.values() for r in group]
+        found.append((done.texts, sum_stats(results), [r.stats.to_json() for r in results]))
+    assert found[0] == found[1]
+    assert found[0][1]["acceptance_length"] > 1.0
+
+
+def test_what_is_added_is_not_zero(grow: ModuleType, small: Path, tmp_path: Path) -> None:
+    """Arithmetic on zeros may be cheaper: what reads is random but where it would be heard."""
+    run_grow(grow, small, tmp_path)
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert tensors[f"model.layers.0.self_attn.{name}.weight"][0].count_nonzero() == 96
+    for name in ("gate_proj", "up_proj"):
+        assert tensors[f"model.layers.0.mlp.{name}.weight"].count_nonzero() == 160 * 96
+    assert tensors["model.layers.2.self_attn.o_proj.weight"].count_nonzero() == 0
+    assert tensors["lm_head.weight"].count_nonzero() == 128 * 96
+    assert (tmp_path / "target" / "tokenizer.json").is_file()
+
+
+def test_a_wrong_growth_is_not_written(
+    grow: ModuleType, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = grow.grow_config
+
+    def forget_epsilon(config: dict[str, Any], args: Any) -> dict[str, Any]:
+        changed: dict[str, Any] = honest(config, args)
+        return changed | {"rope_theta": config["rope_theta"]}
+
+    monkeypatch.setattr(grow, "grow_config", forget_epsilon)
+    with pytest.raises(SystemExit, match="logits differ by"):
+        run_grow(grow, small, tmp_path)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--hidden", "32"), "--hidden is 32, the model has 64"),
+        (("--heads", "3"), "query heads of each K/V head is 1, the model has 2"),
+        (("--exit-dim", "192"), "without an input projection"),
+    ],
+)
+def test_shapes_that_cannot_be(
+    grow: ModuleType, small: Path, tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        run_grow(grow, small, tmp_path, *flags)

@@ -1,0 +1,241 @@
+"""specdec-build --emit-triton: Triton's templates filled in for an engine, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.build.pipeline import build_engine
+from specdec.build.settings import BuildSettings
+from specdec.build.triton import KNOWN, NEEDED
+from specdec.errors import SpecDecError, UsageError
+from specdec.trtllm.facts import LABELS
+from tests.trtllm.worlds import EXTERNAL, MAX_BATCH, PAGED, World, make_world
+
+TOKEN = re.compile(r'\s*(?:#[^\n]*\s*)*("(?:[^"\\]|\\.)*"|[{}\[\]:,]|[\w.+-]+)')
+# Where a variable stands outside of a text, as in Triton's own files.
+BARE = {
+    "triton_max_batch_size": "max_batch_size: {}",
+    "decoupled_mode": "model_transaction_policy {{ decoupled: {} }}",
+    "max_queue_delay_microseconds": "dynamic_batching {{ max_queue_delay_microseconds: {} }}",
+    "max_queue_size": "dynamic_batching {{ default_queue_policy: {{ max_queue_size: {} }} }}",
+    "logits_datatype": 'input [ {{ name: "draft_logits" data_type: {} dims: [ -1, -1 ] }} ]',
+    "encoder_input_features_data_type": 'input [ {{ name: "features" data_type: {} }} ]',
+    "prompt_embedding_table_data_type": 'input [ {{ name: "table" data_type: {} }} ]',
+    "preprocessing_instance_count": "instance_group [ {{ count: {} kind: KIND_CPU }} ]",
+    "postprocessing_instance_count": "instance_group [ {{ count: {} kind: KIND_CPU }} ]",
+    "bls_instance_count": "instance_group [ {{ count: {} kind: KIND_CPU }} ]",
+}
+
+
+def parse(text: str) -> dict[str, list[Any]]:
+    """Parse protobuf's text format: field -> values, messages as such dictionaries."""
+    tokens = TOKEN.findall(text)
+    assert TOKEN.sub("", text).strip() == ""
+    place = 0
+
+    def read_message(end: str | None) -> dict[str, list[Any]]:
+        nonlocal place
+        fields: dict[str, list[Any]] = {}
+        while place < len(tokens) and tokens[place] != end:
+            name = tokens[place]
+            assert re.fullmatch(r"\w+", name), name
+            place += 1
+            if tokens[place] == ":":
+                place += 1
+            fields.setdefault(name, []).extend(read_values())
+            while place < len(tokens) and tokens[place] == ",":
+                place += 1
+        assert end is None or tokens[place] == end
+        place += 1
+        return fields
+
+    def read_values() -> list[Any]:
+        nonlocal place
+        if tokens[place] != "[":
+            return [read_value()]
+        place += 1
+        values = []
+        while tokens[place] != "]":
+            values.append(read_value())
+            if tokens[place] == ",":
+                place += 1
+        place += 1
+        return values
+
+    def read_value() -> Any:
+        nonlocal place
+        token = tokens[place]
+        place += 1
+        if token == "{":
+            return read_message("}")
+        assert token not in ("}", "]", ":", ","), token
+        return token.strip('"')
+
+    return read_message(None)
+
+
+def list_parameters(config: dict[str, list[Any]]) -> dict[str, str]:
+    return {entry["key"][0]: entry["value"][0]["string_value"][0] for entry in config["parameters"]}
+
+
+def write_templates(folder: Path, *, without: str = "", extra: str = "") -> Path:
+    """Stand-ins for Triton's files: the same variables, in the same places, and a model.py."""
+    for model, names in KNOWN.items():
+        lines = [f'name: "{model}"', 'backend: "python"  # a comment']
+        for name in names:
+            variable = f"${{{name}}}"
+            if name == without:
+                continue
+            if name in BARE:
+                lines.append(BARE[name].format(variable))
+            else:
+                key = "gpt_model_path" if name == "engine_dir" else name
+                value = f'value: {{ string_value: "{variable}" }}'
+                lines.append(f'parameters: {{ key: "{key}" {value} }}')
+        if extra and model == "tensorrt_llm":
+            lines.append(f'parameters: {{ key: "new" value: {{ string_value: "${{{extra}}}" }} }}')
+        path = folder / model / "1"
+        path.mkdir(parents=True)
+        (path / "model.py").write_text("# Triton's own\n")
+        (path.parent / "config.pbtxt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module", params=LABELS)
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
+    world_iterator = make_world(tmp_path_factory.mktemp("world"), request.param)
+    for world in world_iterator:
+        write_templates(world.folder / "templates")
+        yield world
+
+
+def emit(world: World, engine: Path, output: Path, **settings: Any) -> dict[str, Any]:
+    options = {
+        "triton_templates": world.folder / "templates", "triton_tokenizer_dir": "/models/hf",
+    } | settings  # fmt: skip
+    return build_engine(BuildSettings(output_dir=engine, emit_triton=output, **options))
+
+
+def read_models(folder: Path) -> dict[str, dict[str, list[Any]]]:
+    return {path.parent.name: parse(path.read_text()) for path in folder.glob("*/config.pbtxt")}
+
+
+def test_a_repository_describes_its_engine(world: World, tmp_path: Path) -> None:
+    engine = world.engine("redrafter", world.redrafter())
+    report = emit(world, engine, tmp_path / "repo", triton_kv_cache_fraction=0.5)
+    models = read_models(tmp_path / "repo")
+    assert set(models) == set(report["models"]) == set(KNOWN)
+    for name, config in models.items():
+        assert config["name"] == [name]
+        assert config["max_batch_size"] == [str(MAX_BATCH)]
+        assert (tmp_path / "repo" / name / "1" / "model.py").read_text() == "# Triton's own\n"
+    parameters = list_parameters(models["tensorrt_llm"])
+    assert parameters["gpt_model_path"] == str(engine)
+    assert parameters["kv_cache_free_gpu_mem_fraction"] == "0.5"
+    assert parameters["enable_kv_cache_reuse"] == "False"
+    assert parameters["lora_prefetch_dir"] == "${lora_prefetch_dir}"  # the backend's own default
+    assert models["tensorrt_llm"]["model_transaction_policy"] == [{"decoupled": ["False"]}]
+    assert list_parameters(models["preprocessing"])["tokenizer_dir"] == "/models/hf"
+    assert list_parameters(models["tensorrt_llm_bls"])["tensorrt_llm_draft_model_name"].startswith(
+        "${"
+    )
+    assert report["launch"].endswith("--world_size=1")
+    with pytest.raises(SpecDecError, match="exists and is not empty"):
+        emit(world, engine, tmp_path / "repo")
+    emit(world, engine, tmp_path / "repo", force=True, triton_streaming=True)
+    config = read_models(tmp_path / "repo")["tensorrt_llm"]
+    assert config["model_transaction_policy"] == [{"decoupled": ["True"]}]
+
+
+def test_draft_target_is_served_by_the_bls_model(world: World, tmp_path: Path) -> None:
+    target = world.engine("target", world.checkpoint("plain"), *EXTERNAL)
+    draft = world.engine("draft", world.draft(), *PAGED)
+    settings: dict[str, Any] = {"triton_draft_engine_dir": draft}
+    with pytest.raises(SpecDecError, match="both engines are on one GPU"):
+        emit(world, target, tmp_path / "repo", **settings)
+    settings |= {"triton_devices": "1", "triton_draft_devices": "0"}
+    report = emit(world, target, tmp_path / "repo", **settings)
+    assert (
+        "--tensorrt_llm_model_name tensorrt_llm,tensorrt_llm_draft --multi-model"
+        in (report["launch"])
+    )
+    models = read_models(tmp_path / "repo")
+    assert models["tensorrt_llm_draft"]["name"] == ["tensorrt_llm_draft"]
+    ours, theirs = (list_parameters(models[n]) for n in ("tensorrt_llm", "tensorrt_llm_draft"))
+    assert (ours["gpt_model_path"], theirs["gpt_model_path"]) == (str(target), str(draft))
+    assert (ours["gpu_device_ids"], theirs["gpu_device_ids"]) == ("1", "0")
+    assert ours["enable_kv_cache_reuse"] == theirs["enable_kv_cache_reuse"] == "True"
+    bls = list_parameters(models["tensorrt_llm_bls"])
+    assert bls["tensorrt_llm_model_name"] == "tensorrt_llm"
+    assert bls["tensorrt_llm_draft_model_name"] == "tensorrt_llm_draft"
+    with pytest.raises(UsageError, match="refuses to stream drafts"):
+        emit(world, target, tmp_path / "other", triton_streaming=True, **settings)
+    with pytest.raises(SpecDecError, match="has mode draft_tokens_external"):
+        emit(world, draft, tmp_path / "other", triton_draft_engine_dir=target,
+             triton_kv_cache_fraction=0.4)  # fmt: skip
+    with pytest.raises(SpecDecError, match=r"is '0,1', the engine has 1 ranks"):
+        emit(world, target, tmp_path / "other", **{**settings, "triton_devices": "0,1"})
+    assert not (tmp_path / "other").exists()
+
+
+def test_unknown_and_missing_variables_are_errors(world: World, tmp_path: Path) -> None:
+    engine = world.engine("redrafter", world.redrafter())
+    templates = write_templates(tmp_path / "new", extra="new_knob")
+    with pytest.raises(SpecDecError, match="has unknown variables new_knob"):
+        emit(world, engine, tmp_path / "repo", triton_templates=templates)
+    emit(
+        world, engine, tmp_path / "repo", triton_templates=templates,
+        triton_parameters=["new_knob=7", "max_queue_size=9"],
+    )  # fmt: skip
+    config = read_models(tmp_path / "repo")["tensorrt_llm"]
+    assert list_parameters(config)["new"] == "7"
+    old = write_templates(tmp_path / "old", without="enable_kv_cache_reuse")
+    with pytest.raises(SpecDecError, match="has no variable enable_kv_cache_reuse"):
+        emit(world, engine, tmp_path / "x", triton_templates=old)
+    with pytest.raises(SpecDecError, match=r"no template has it \(did you mean medusa_choices"):
+        emit(world, engine, tmp_path / "x", triton_parameters=["medusa_choice={0}"])
+    with pytest.raises(SpecDecError, match="does not exist") as caught:
+        emit(world, engine, tmp_path / "x", triton_templates=tmp_path)
+    assert "all_models/inflight_batcher_llm" in caught.value.hint
+    with pytest.raises(UsageError, match="needs --triton-tokenizer-dir"):
+        emit(world, engine, tmp_path / "x", triton_tokenizer_dir=None)
+    with pytest.raises(UsageError, match="--triton-streaming has no effect without"):
+        build_engine(BuildSettings(output_dir=engine, triton_streaming=True))
+    assert all(set(NEEDED[model]) <= set(KNOWN[model]) for model in KNOWN)
+
+
+def test_engines_that_need_more_or_are_not_tensorrt_llms(world: World, tmp_path: Path) -> None:
+    medusa = world.engine("medusa", world.medusa(), "--speculative-decoding-mode", "medusa")
+    with pytest.raises(SpecDecError, match="of mode medusa is served with medusa_choices"):
+        emit(world, medusa, tmp_path / "repo")
+    emit(world, medusa, tmp_path / "repo", triton_parameters=["medusa_choices={0}, {0, 0}"])
+    config = read_models(tmp_path / "repo")["tensorrt_llm"]
+    assert list_parameters(config)["medusa_choices"] == "{0}, {0, 0}"
+    engine = world.torch_engine("plain", world.checkpoint("plain"))
+    with pytest.raises(SpecDecError, match="and Triton serves TensorRT-LLM's"):
+        emit(world, engine, tmp_path / "x")
+
+
+def test_one_command_builds_and_emits(world: World, tmp_path: Path) -> None:
+    settings = BuildSettings(
+        checkpoint_dir=world.checkpoint("plain"), output_dir=tmp_path / "engine",
+        backend="tensorrt-llm", emit_triton=tmp_path / "repo", max_batch_size=2,
+        triton_templates=world.folder / "templates", triton_tokenizer_dir="/hf",
+    )  # fmt: skip
+    build_engine(dataclasses.replace(settings, dry_run=True))
+    assert not (tmp_path / "repo").exists()
+    report = build_engine(settings)
+    assert report["triton_dir"] == str(tmp_path / "repo")
+    models = read_models(tmp_path / "repo")
+    assert models["ensemble"]["max_batch_size"] == ["2"]
+    assert list_parameters(models["tensorrt_llm"])["gpt_model_path"] == str(tmp_path / "engine")
+    with pytest.raises(UsageError, match="--emit-triton has no meaning for the torch backend"):
+        build_engine(dataclasses.replace(settings, backend="torch", output_dir=tmp_path / "torch"))

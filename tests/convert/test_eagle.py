@@ -1,0 +1,493 @@
+"""EAGLE drafters: every published layout is read, TensorRT-LLM's is written, errors are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from specdec.errors import UsageError
+from specdec.schema import parse_checkpoint_config
+from specdec.storage import TensorFile
+from specdec.tensors import get_rank_shape, list_tensors
+from tests.conftest import make_eagle_drafter, make_llama
+from tests.convert.checkpoints import read_config, set_config
+from tests.convert.conftest import Converter, Source
+from tests.convert.golden_models import GOLDEN, summarize_rank
+from tests.engines import call
+
+NUM_LAYERS = 8  # of the target: SafeAILab's default layers are 1, 3 and 4
+AUX_LAYERS = (1, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("target"), layers=NUM_LAYERS, vocab=131)
+
+
+@pytest.fixture(scope="module")
+def eagle1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of its own number: 8 and 2 where the target has 4 and 2."""
+    return make_eagle_drafter(tmp_path_factory.mktemp("e1"), vocab=131, heads=8, rope_theta=5e5)
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_eagle_drafter(
+        tmp_path_factory.mktemp("e3"), version=3, vocab=131, draft_vocab=70, aux_layers=AUX_LAYERS
+    )
+
+
+Edit = Callable[[dict[str, Any], dict[str, Any]], Any]
+
+
+def copy_drafter(source: Path, folder: Path, edit: Edit) -> str:
+    """Copy a drafter with its config and tensors changed."""
+    shutil.copytree(source, folder)
+    config, tensors = read_config(folder), load_file(folder / "model.safetensors")
+    edit(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def read_ranks(folder: Path) -> list[dict[str, Any]]:
+    return [summarize_rank(path) for path in sorted(folder.glob("rank*.safetensors"))]
+
+
+# ---- What is written.
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_eagle1_is_written_as_tensorrt_llm_reads_it(
+    tp_size: int, target: Path, eagle1: Path, convert: Converter
+) -> None:
+    """Against the layout as its loader describes it, computed here by hand."""
+    convert(model_dir=target, eagle_model_dir=str(eagle1), tp_size=tp_size, num_eagle_layers=3)
+    own, base = load_file(eagle1 / "model.safetensors"), load_file(target / "model.safetensors")
+    attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
+    height = -(-131 // tp_size)
+    head = np.zeros((height * tp_size, 64), np.float32)
+    head[:131] = base["lm_head.weight"]
+    for rank in range(tp_size):
+        written = load_file(convert.output / f"rank{rank}.safetensors")
+
+        def take(array: Any, parts: int = tp_size, at: int = rank, axis: int = 0) -> Any:
+            return np.split(array, parts, axis)[at]
+
+        # Two K/V heads over four ranks: each goes to two.
+        kv_parts, kv_at = min(2, tp_size), rank * min(2, tp_size) // tp_size
+        wanted = {
+            "drafter.fc.weight": take(own["fc.weight"]),
+            "drafter.fc.bias": take(own["fc.bias"]),
+            "drafter.vocab_embedding.weight": own["embed_tokens.weight"],
+            "drafter.layers.0.attention.qkv.weight": np.concatenate(
+                [
+                    take(own[attention + "q_proj.weight"]),
+                    take(own[attention + "k_proj.weight"], kv_parts, kv_at),
+                    take(own[attention + "v_proj.weight"], kv_parts, kv_at),
+                ]
+            ),
+            "drafter.layers.0.attention.dense.weight": take(
+                own[attention + "o_proj.weight"], axis=1
+            ),
+            "drafter.layers.0.mlp.fc.weight": take(own[mlp + "gate_proj.weight"]),
+            "drafter.layers.0.mlp.gate.weight": take(own[mlp + "up_proj.weight"]),
+            "drafter.layers.0.mlp.proj.weight": take(own[mlp + "down_proj.weight"], axis=1),
+            "drafter.layers.0.post_layernorm.weight": own[
+                "layers.0.post_attention_layernorm.weight"
+            ],
+            "lm_head.weight": take(head),
+        }
+        names = {f"eagle_nets.{net}.{name}" for net in range(3) for name in wanted}
+        assert {name for name in written if name.startswith("eagle")} == names
+        for net in range(3):
+            for name, array in wanted.items():
+                np.testing.assert_array_equal(written[f"eagle_nets.{net}.{name}"], array, name)
+        assert "transformer.layers.7.attention.qkv.weight" in written
+
+
+def test_eagle1_config(target: Path, eagle1: Path, convert: Converter) -> None:
+    convert(model_dir=target, eagle_model_dir=str(eagle1), tp_size=2)
+    config = read_config(convert.output)
+    assert config["architecture"] == "EagleForCausalLM"
+    assert config["base_architecture"] == "LlamaForCausalLM"
+    numbers = {key: config[key] for key in config if "eagle" in key or key.startswith("max_")}
+    net = numbers.pop("eagle_net_config")
+    assert numbers == {
+        "num_eagle_layers": 4, "max_draft_len": 63, "max_non_leaves_per_layer": 10,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    assert net == {
+        "architecture": "LlamaForCausalLM", "dtype": "float32", "logits_dtype": "float32",
+        "position_embedding_type": "rope_gpt_neox", "mapping": config["mapping"],
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        "use_parallel_embedding": False, "embedding_sharding_dim": 0, "vocab_size": 131,
+        "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_size": 8, "intermediate_size": 96, "norm_epsilon": 1e-6,
+        "max_position_embeddings": 512, "rotary_base": 500000.0, "rotary_scaling": None,
+        "hidden_act": "silu",
+    }  # fmt: skip
+    assert convert.report["method"] == "eagle"
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("flags", [{}, {"tp_size": 2, "use_parallel_embedding": True}])
+def test_what_is_written_is_read_back(
+    version: int, flags: Any, target: Path, eagle1: Path, eagle3: Path, convert: Converter
+) -> None:
+    drafter = eagle1 if version == 1 else eagle3
+    convert(model_dir=target, eagle_model_dir=str(drafter), max_draft_len=20, **flags)
+    checkpoint = parse_checkpoint_config(read_config(convert.output))
+    assert checkpoint.mode == "eagle"
+    assert checkpoint.drafter is not None
+    written = {key: read_config(convert.output)[key] for key in checkpoint.drafter.to_checkpoint()}
+    net = written["eagle_net_config"]
+    ours = checkpoint.drafter.to_checkpoint()
+    assert ours.pop("eagle_net_config").items() <= net.items()
+    assert ours == {key: value for key, value in written.items() if key != "eagle_net_config"}
+    specs = list_tensors(checkpoint.model, checkpoint.drafter)
+    shapes = {name: list(get_rank_shape(spec, checkpoint.model)) for name, spec in specs.items()}
+    for rank in read_ranks(convert.output):
+        assert {name: info[1] for name, info in rank.items()} == shapes
+    call("verify", "--checkpoint-dir", convert.output)
+
+
+# ---- What is read.
+
+
+def to_safeailab(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """SafeAILab's: the only layer has a name of its own, and config.json tells no layers."""
+    del config["eagle_config"]
+    for name in [name for name in tensors if name.startswith("layers.0.")]:
+        tensors[name.replace("layers.0.", "midlayer.")] = tensors.pop(name)
+
+
+def to_speculators(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """speculators': layers count as those that are entered, the layer's config is an object."""
+    net = {key: config.pop(key) for key in list(config) if key != "draft_vocab_size"}
+    del net["eagle_config"]
+    config |= {
+        "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"],
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in AUX_LAYERS],
+        "norm_before_residual": False, "transformer_layer_config": net,
+        "speculators_config": {"algorithm": "eagle3"},
+    }  # fmt: skip
+
+
+def to_old_speculators(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """The same before it told the layers."""
+    to_speculators(config, tensors)
+    del config["eagle_aux_hidden_state_layer_ids"]
+
+
+def to_specforge(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """SpecForge's: SafeAILab's name, ModelOpt's object."""
+    layers = config["eagle_config"]
+    to_safeailab(config, tensors)
+    config["eagle_config"] = layers
+
+
+@pytest.mark.parametrize("edit", [to_safeailab, to_speculators, to_old_speculators, to_specforge])
+def test_every_layout_of_eagle3_gives_the_same(
+    edit: Edit, target: Path, eagle3: Path, convert: Converter, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {"model_dir": target, "tp_size": 2}
+    expected = convert(eagle_model_dir=str(eagle3), output_dir=tmp_path / "expected", **flags)
+    convert(eagle_model_dir=copy_drafter(eagle3, tmp_path / "other", edit), **flags)
+    assert read_ranks(convert.output) == read_ranks(expected)
+    config = read_config(convert.output)
+    assert config == read_config(expected)
+    assert config["architecture"] == "Eagle3ForCausalLM"
+    assert config["eagle3"] == {
+        "aux_layers": list(AUX_LAYERS), "draft_vocab_size": 70, "norm_before_residual": False,
+    }  # fmt: skip
+
+
+def test_the_normed_residual_of_speculators(
+    target: Path, eagle3: Path, convert: Converter, tmp_path: Path
+) -> None:
+    def edit(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        to_speculators(config, tensors)
+        config["norm_before_residual"] = True
+
+    convert(model_dir=target, eagle_model_dir=copy_drafter(eagle3, tmp_path / "other", edit))
+    assert read_config(convert.output)["eagle3"]["norm_before_residual"] is True
+
+
+def test_modelopt_export(convert: Converter, tmp_path: Path) -> None:
+    """The real export: no embedding, no map of the vocabulary, yarn in its config.json."""
+    target = make_llama(tmp_path, layers=NUM_LAYERS, vocab=512, dtype="bfloat16")
+    drafter = GOLDEN / "eagle" / "modelopt_llama"
+    convert(model_dir=target, eagle_model_dir=str(drafter))
+    config = read_config(convert.output)
+    assert config["eagle3"]["aux_layers"] == [1, 3, 4]
+    assert config["eagle_net_config"]["rotary_scaling"]["rope_type"] == "yarn"
+    written = TensorFile(convert.output / "rank0.safetensors")
+    own = TensorFile(drafter / "model.safetensors")
+    base = TensorFile(target / "model.safetensors")
+
+    def same(name: str, *others: str, file: TensorFile = own) -> None:
+        wanted = np.concatenate([file.read(other) for other in others])
+        np.testing.assert_array_equal(written.read(f"eagle_nets.0.{name}"), wanted)
+
+    layer = "layers.0."
+    same("drafter.fc.weight", "fc.weight")
+    same("drafter.ln_f.weight", "norm.weight")
+    same("lm_head.weight", "lm_head.weight")
+    same("drafter.vocab_embedding.weight", "model.embed_tokens.weight", file=base)
+    same(f"drafter.{layer}hidden_norm.weight", f"{layer}hidden_norm.weight")
+    same(f"drafter.{layer}input_layernorm.weight", f"{layer}input_layernorm.weight")
+    same(
+        f"drafter.{layer}attention.qkv.weight",
+        *(f"{layer}self_attn.{kind}_proj.weight" for kind in "qkv"),
+    )
+    assert "eagle_nets.0.d2t" not in written.tensors
+
+
+def test_a_pickle_and_what_the_folder_lacks(
+    target: Path, eagle1: Path, convert: Converter, tmp_path: Path
+) -> None:
+    """pytorch_model.bin, as published; the target's embedding, and zeros for a bias."""
+    folder = tmp_path / "published"
+    folder.mkdir()
+    shutil.copy(eagle1 / "config.json", folder)
+    own = load_file(eagle1 / "model.safetensors")
+    kept = {
+        n: torch.from_numpy(a)
+        for n, a in own.items()
+        if n not in ("fc.bias", "embed_tokens.weight")
+    }
+    torch.save(kept, folder / "pytorch_model.bin")
+    convert(model_dir=target, eagle_model_dir=str(folder), tp_size=2)
+    for rank in (0, 1):
+        written = load_file(convert.output / f"rank{rank}.safetensors")
+        prefix = "eagle_nets.1.drafter."
+        np.testing.assert_array_equal(written[prefix + "fc.bias"], np.zeros(32, np.float32))
+        np.testing.assert_array_equal(
+            written[prefix + "vocab_embedding.weight"],
+            written["transformer.vocab_embedding.weight"],
+        )
+        half = np.split(own["fc.weight"], 2)[rank]
+        np.testing.assert_array_equal(written[prefix + "fc.weight"], half)
+
+
+def test_eagle3_for_another_family(source: Source, convert: Converter, tmp_path: Path) -> None:
+    """Any target; EAGLE-1 is for those that TensorRT-LLM has it for."""
+    sizes: dict[str, Any] = read_config(source("qwen2_gqa"))
+    sizes = {"hidden": sizes["hidden_size"], "vocab": sizes["vocab_size"]}
+    drafter = make_eagle_drafter(tmp_path, version=3, **sizes)
+    convert(model_dir=source("qwen2_gqa"), eagle_model_dir=str(drafter))
+    checkpoint = parse_checkpoint_config(read_config(convert.output))
+    assert checkpoint.model.architecture == "Qwen2ForCausalLM"
+    other = make_eagle_drafter(tmp_path, name="other", **sizes)
+    error = convert.fail(
+        model_dir=source("qwen2_gqa"), eagle_model_dir=str(other), output_dir=tmp_path / "no"
+    )
+    assert error.message == "TensorRT-LLM has no EAGLE-1 for Qwen2ForCausalLM"
+
+
+# ---- What is refused.
+
+
+def drop(name: str) -> Edit:
+    return lambda config, tensors: tensors.pop(name)
+
+
+def put(**fields: Any) -> Edit:
+    return lambda config, tensors: config.update(fields)
+
+
+def put_eagle(**fields: Any) -> Edit:
+    return lambda config, tensors: config["eagle_config"].update(fields)
+
+
+def put_speculators(**fields: Any) -> Edit:
+    def edit(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        to_speculators(config, tensors)
+        net = config["transformer_layer_config"]
+        (net if "model_type" in fields else config).update(fields)
+
+    return edit
+
+
+def put_tensor(name: str, value: Any) -> Edit:
+    return lambda config, tensors: tensors.update({name: np.array(value)})
+
+
+def shift_offset(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    tensors["d2t"][5] = tensors["d2t"][4] - 1  # now the same token
+
+
+def leave_vocabulary(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    tensors["d2t"][69] = 100
+
+
+def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    tensors["t2d"][0] ^= True
+
+
+@pytest.mark.parametrize(
+    ("version", "edit", "message"),
+    [
+        (1, drop("fc.weight"), "holds no fc.weight, which every EAGLE drafter has"),
+        (1, drop("layers.0.self_attn.k_proj.weight"), "lacks 1 tensor: layers.0.self_attn.k_proj"),
+        (1, put_tensor("layers.0.self_attn.k_proj.bias", [0.0]), "would not use: layers.0."),
+        (1, put_tensor("eagle_module.fc.weight", [0.0]), "drafter saved with its target"),
+        (1, put_tensor("midlayer.x", [0.0]), "two namings of one layer"),
+        (1, put(vocab_size=130), "drafter's vocab_size is 130, the target's 131"),
+        (1, put(num_hidden_layers=2), "lacks 9 tensors"),
+        (1, put(num_hidden_layers=2**60), "is said to have"),
+        (1, put(attention_bias=True), "attention_bias is True"),
+        (1, put(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (1, put(num_key_value_heads=3), "is no multiple of num_key_value_heads 3"),
+        (3, put_eagle(eagle_aux_hidden_state_layer_ids=[1, 3, 8]), "layers [1, 3, 8], the target"),
+        (3, put_eagle(eagle_aux_hidden_state_layer_ids=[1, 3, 3]), "layers [1, 3, 3], the target"),
+        (3, put_eagle(eagle_aux_hidden_state_layer_ids=[1, 3]), "for the outputs of 2 layers"),
+        (3, put_eagle(eagle_aux_hidden_state_layer_ids="1"), "layer_ids is '1'"),
+        (3, put_eagle(use_last_layernorm=False), "use_last_layernorm is False"),
+        (3, put_eagle(use_mtp_layernorm=True), "use_mtp_layernorm is True"),
+        (3, put_eagle(parallel_draft_step=2), "parallel_draft_step is 2"),
+        (3, put_speculators(norm_before_fc=True), "norm_before_fc is True"),
+        (3, put_speculators(norm_output=True), "norm_output is True"),
+        (3, put_speculators(model_type="qwen3"), "model_type is 'qwen3'"),
+        (3, put_speculators(speculators_model_type="eagle"), "speculators_model_type is 'eagle'"),
+        (3, put_speculators(eagle_aux_hidden_state_layer_ids=[0, 2, 4]), "layers [-1, 1, 3]"),
+        (3, shift_offset, "maps 70 drafted tokens to 69 from 0 to"),
+        (3, leave_vocabulary, "to 169; the target has 131"),
+        (3, flip_flag, "t2d and d2t disagree"),
+        (3, drop("d2t"), "lacks 1 tensor: d2t"),
+        (3, drop("lm_head.weight"), "lacks 1 tensor: lm_head.weight"),
+        (3, put_tensor("d2t", np.zeros(70, np.int32)), "d2t is int32"),
+        (3, put(draft_vocab_size=71), "d2t is int64 [70], not int64 [71]"),
+    ],
+)  # fmt: skip
+def test_drafters_at_odds(
+    version: int, edit: Edit, message: str, target: Path, eagle1: Path, eagle3: Path,
+    convert: Converter, tmp_path: Path,
+) -> None:  # fmt: skip
+    drafter = copy_drafter(eagle1 if version == 1 else eagle3, tmp_path / "bad", edit)
+    error = convert.fail(model_dir=target, eagle_model_dir=drafter)
+    assert message in error.message
+
+
+def test_a_map_of_a_full_vocabulary(
+    target: Path, eagle3: Path, convert: Converter, tmp_path: Path
+) -> None:
+    """SafeAILab's files have one always; it must then say nothing."""
+
+    def widen(offset: int) -> Edit:
+        def edit(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+            config["draft_vocab_size"] = 131
+            tensors["lm_head.weight"] = np.zeros((131, 64), np.float32)
+            tensors["d2t"] = np.full(131, offset)
+            tensors["t2d"] = np.zeros(131, np.bool_)
+
+        return edit
+
+    good = copy_drafter(eagle3, tmp_path / "good", widen(0))
+    convert(model_dir=target, eagle_model_dir=good)
+    assert "eagle_nets.0.d2t" not in read_ranks(convert.output)[0]
+    bad = copy_drafter(eagle3, tmp_path / "bad", widen(1))
+    error = convert.fail(model_dir=target, eagle_model_dir=bad, output_dir=tmp_path / "no")
+    assert "d2t renames tokens of a vocabulary that is not reduced" in error.message
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"trtllm_version": "0.14"}, "TensorRT-LLM 0.14 has no EAGLE"),
+        ({"max_draft_len": 257}, "--max-draft-len is 257, EAGLE trees have at most 256 tokens"),
+        ({"tp_size": 4, "eagle": 3}, "num_key_value_heads=3 do not split over tp_size=4"),
+        ({"tp_size": 3}, "do not split over tp_size=3"),
+    ],
+)
+def test_flags_and_ranks(
+    flags: dict[str, Any], message: str, target: Path, eagle1: Path, convert: Converter,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    drafter = eagle1
+    if flags.pop("eagle", None):
+        drafter = make_eagle_drafter(tmp_path, vocab=131, heads=12, kv_heads=3, hidden=96)
+        target = make_llama(tmp_path, vocab=131, hidden=96, kv_heads=4)
+    error = convert.fail(model_dir=target, eagle_model_dir=str(drafter), **flags)
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    "option", ["max_draft_len", "num_eagle_layers", "max_non_leaves_per_layer"]
+)
+def test_options_without_a_drafter(option: str, target: Path, convert: Converter) -> None:
+    with pytest.raises(UsageError, match="has no effect without --eagle-model-dir"):
+        convert(model_dir=target, **{option: 4})
+
+
+def test_a_target_saved_with_its_drafter(target: Path, convert: Converter, tmp_path: Path) -> None:
+    folder = tmp_path / "together"
+    shutil.copytree(target, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["eagle_module.fc.weight"] = np.zeros((64, 128), np.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    error = convert.fail(model_dir=folder)
+    assert "holds a drafter besides the target: eagle_module.fc.weight" in error.message
+
+
+def test_no_head_to_draft_with(
+    target: Path, eagle1: Path, convert: Converter, tmp_path: Path
+) -> None:
+    """A target whose head is missing is an error of its own, and no head is made up."""
+    folder = tmp_path / "headless"
+    shutil.copytree(target, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    error = convert.fail(model_dir=folder, eagle_model_dir=str(eagle1))
+    assert "lacks 1 tensor: lm_head.weight" in error.message
+    assert "does not hold what makes eagle_nets.0.lm_head.weight" in error.message
+
+
+# ---- An existing checkpoint as the target.
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_drafter_added_to_a_checkpoint(
+    version: int, target: Path, eagle1: Path, eagle3: Path, convert: Converter, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {"eagle_model_dir": str(eagle1 if version == 1 else eagle3)}
+    direct = convert(model_dir=target, tp_size=2, output_dir=tmp_path / "direct", **flags)
+    base = convert(model_dir=target, tp_size=2, output_dir=tmp_path / "base")
+    convert(base_model_checkpoint_dir=base, **flags)
+    for path in sorted(direct.iterdir()):
+        if path.name != "manifest.json":
+            assert (convert.output / path.name).read_bytes() == path.read_bytes()
+    error = convert.fail(
+        base_model_checkpoint_dir=convert.output, output_dir=tmp_path / "twice", **flags
+    )
+    assert error.message == f"{convert.output} already holds a eagle drafter"
+
+
+def test_a_drafter_beside_an_fp8_target_is_not_quantized(
+    convert: Converter, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    origin = GOLDEN / "modelopt" / "trtllm" / "llama-fp8-tp2"
+    shutil.copytree(origin, base, copy_function=shutil.copyfile)
+    config = read_config(base)
+    set_config(base, quantization=config["quantization"] | {"exclude_modules": ["lm_head"]})
+    drafter = make_eagle_drafter(tmp_path, hidden=config["hidden_size"], vocab=config["vocab_size"])
+    convert(base_model_checkpoint_dir=base, eagle_model_dir=str(drafter))
+    written = read_config(convert.output)
+    assert written["quantization"]["exclude_modules"] == ["lm_head", "eagle_nets.*"]
+    for path in base.glob("rank*.safetensors"):
+        before, after = summarize_rank(path), summarize_rank(convert.output / path.name)
+        assert before.items() <= after.items()
+        added = {info[0] for name, info in after.items() if name not in before}
+        assert added == {config["dtype"]}
+    call("verify", "--checkpoint-dir", convert.output)

@@ -1,0 +1,263 @@
+"""specdec doctor: what is here, what can be done, whether an engine can run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.doctor.abilities import find_pin_problems, list_abilities, list_pins
+from specdec.doctor.engine import check_engine
+from specdec.doctor.machine import describe_machine, read_memory
+from specdec.doctor.report import find_error, format_report
+from specdec.errors import SpecDecError
+from specdec.storage import read_json, write_json
+from specdec.trtllm.environment import Environment, Gpu
+from tests.conftest import make_llama, read_error_lines, run_cli
+from tests.engines import call, make_engine
+from tests.trtllm.checkpoints import CheckpointStore
+from tests.trtllm.double import H100, install_double, write_script
+
+T4 = Gpu(name="Tesla T4", compute_capability="7.5", memory_bytes=16 << 30)
+HERE = Environment(
+    tensorrt_llm="1.2.0", tensorrt="10.13.3.9", cuda="13.0", cuda_driver="13.0", gpus=(H100,)
+)
+MACHINE: dict[str, Any] = {
+    "python": "3.12.3", "compiler": "/usr/bin/g++", "trtllm_build": "/usr/bin/trtllm-build",
+    "packages": {"torch": "2.9.0", "transformers": "4.57.1", "tensorrt": "10.13.3.9",
+                 "tensorrt_llm": "1.2.0", "modelopt": None},
+    "cuda": {"runtime": "13.0", "driver": "13.0", "driver_version": "580"},
+    "mpi": {"launchers": {"mpirun": "/usr/bin/mpirun"}, "version": "mpirun (Open MPI) 4.1"},
+    "cpu": {"cores": 8, "memory_bytes": 64 << 30, "available_bytes": 32 << 30},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An engine of each backend."""
+    parent = tmp_path_factory.mktemp("engines")
+    torch = make_engine(parent, make_llama(parent), optimize="none")
+    store = CheckpointStore(tmp_path_factory.mktemp("checkpoints"))
+    environment = install_double(parent / "double", "1.2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", environment["PATH"])
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        patch.syspath_prepend(str(parent / "double" / "site"))
+        call("build", "--backend", "tensorrt-llm", "--checkpoint-dir", store.get("redrafter"),
+             "--output-dir", parent / "tensorrt")  # fmt: skip
+    return {"torch": torch, "tensorrt-llm": parent / "tensorrt"}
+
+
+def test_report_of_this_machine() -> None:
+    done = run_cli("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    import torch
+
+    assert report["packages"]["torch"] == torch.__version__
+    assert report["packages"]["tensorrt_llm"] is None
+    can = {ability["what"]: ability["can"] for ability in report["abilities"]}
+    assert can["convert checkpoints"]
+    assert can["build and run on the torch backend"]
+    assert not can["build TensorRT-LLM engines"]
+    assert report["cpu"]["cores"] == os.cpu_count()
+    assert 0 < report["cpu"]["available_bytes"] <= report["cpu"]["memory_bytes"]
+    assert [row["tensorrt_llm"] for row in report["pins"]] == ["1.2", "0.14"]
+    assert "engine" not in report
+
+
+def test_text_tells_the_same(tmp_path: Path) -> None:
+    environment = install_double(tmp_path / "double", "1.2", gpus=[H100, H100])
+    write_script(tmp_path / "double" / "bin" / "mpirun", "#!/bin/sh\necho 'mpirun (Toy) 1.0'\n")
+    done = run_cli("doctor", env=environment)
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "  tensorrt_llm: 1.2.0", "  tensorrt: 10.13.3.9", "  MPI: mpirun (Toy) 1.0",
+        f"  GPU 1: {H100.name}, compute capability 9.0, 80 GiB",
+        "  yes build TensorRT-LLM engines", "  yes run TensorRT-LLM engines of several ranks",
+    ):  # fmt: skip
+        assert line in done.stdout.splitlines()
+    assert "Versions that go together:" in done.stdout
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; from specdec.doctor.report import examine;"
+        " from specdec.doctor.settings import DoctorSettings; examine(DoctorSettings());"
+        " print([m for m in ('torch', 'transformers', 'tensorrt_llm') if m in sys.modules])"
+    )
+    import subprocess
+    import sys
+
+    from tests.conftest import ROOT
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("change", "ability", "reason"),
+    [
+        ({"tensorrt_llm": None}, "build TensorRT-LLM engines", "TensorRT-LLM is not installed"),
+        ({"gpus": ()}, "run TensorRT-LLM engines", "no GPU is visible"),
+        ({"gpus": (T4,)}, "run TensorRT-LLM engines", "has compute capability 7.5, 8.0 is needed"),
+        ({"tensorrt_llm": "0.17.0"}, "run TensorRT-LLM engines", "0.17.0 is of a line"),
+        ({"cuda_driver": "12.4"}, "run TensorRT-LLM engines", "the driver runs CUDA 12.4 at most"),
+        ({}, "run TensorRT-LLM engines of several ranks", "one GPU is visible"),
+        ({"cuda": None}, "the torch backend on a GPU", "built without CUDA"),
+        (
+            {"gpus": (dataclasses.replace(H100, name="A100", compute_capability="8.0"),)},
+            "build TensorRT-LLM engines of an FP8 checkpoint",
+            "A100 has compute capability 8.0, 8.9 is needed",
+        ),
+    ],
+)
+def test_what_stands_in_the_way(change: dict[str, Any], ability: str, reason: str) -> None:
+    here = dataclasses.replace(HERE, **change)
+    found = {one.what: one.reasons for one in list_abilities(MACHINE, here)}
+    assert any(reason in text for text in found[ability]), found[ability]
+
+
+def test_nothing_stands_in_the_way_of_a_whole_machine() -> None:
+    here = dataclasses.replace(HERE, gpus=(H100, H100))
+    assert [one.what for one in list_abilities(MACHINE, here) if one.reasons] == []
+    assert find_pin_problems(MACHINE, here) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "problem"),
+    [
+        ("torch", "2.10.0", "TensorRT-LLM 1.2.0 goes with torch 2.9, here is 2.10.0"),
+        ("tensorrt", "10.4.0", "goes with tensorrt 10.13, here is 10.4.0"),
+        ("transformers", "5.0.1", "goes with transformers 4.57, here is 5.0.1"),
+    ],
+)
+def test_versions_that_do_not_go_together(package: str, version: str, problem: str) -> None:
+    machine = {**MACHINE, "packages": {**MACHINE["packages"], package: version}}
+    (found,) = find_pin_problems(machine, HERE)
+    assert problem in found
+    # The pins of another release of the line are not known, and not held against it.
+    assert find_pin_problems(machine, dataclasses.replace(HERE, tensorrt_llm="1.0.0")) == []
+
+
+def test_old_torch_is_told() -> None:
+    machine = {**MACHINE, "packages": {**MACHINE["packages"], "torch": "2.4.0"}}
+    found = {one.what: one.reasons for one in list_abilities(machine, HERE)}
+    assert "torch 2.4.0 is older than 2.6" in found["build and run on the torch backend"][0]
+
+
+def test_pins_name_their_source() -> None:
+    for row in list_pins():
+        assert row["source"]
+        assert {"python", "tensorrt", "cuda", "torch", "modelopt"} <= set(row)
+
+
+# Engines
+
+
+def test_torch_engine_can_run_here(engines: dict[str, Path]) -> None:
+    done = run_cli("doctor", "--engine-dir", engines["torch"], "--json")
+    assert done.returncode == 0, done.stderr
+    engine = json.loads(done.stdout)["engine"]
+    assert engine["can_run"]
+    assert (engine["backend"], engine["tp_size"], engine["dtype"]) == ("torch", 1, "float32")
+    assert engine["notes"] == ["it has no native kernels: it runs on torch's own operators"]
+
+
+def test_tensorrt_engine_cannot_run_here(engines: dict[str, Path]) -> None:
+    done = run_cli("doctor", "--engine-dir", engines["tensorrt-llm"], "--json")
+    assert done.returncode == 1
+    fact, hint = read_error_lines(done.stderr)
+    assert "built with TensorRT-LLM 1.2.0, which is not installed here, and 1 more" in fact
+    assert "tensorrt-llm==1.2.0" in hint
+    engine = json.loads(done.stdout)["engine"]
+    assert not engine["can_run"]
+    assert len(engine["problems"]) == 2
+
+
+def test_tensorrt_engine_where_it_was_built(engines: dict[str, Path]) -> None:
+    found = check_engine(engines["tensorrt-llm"], MACHINE, HERE)
+    assert found["can_run"], found["problems"]
+    assert (found["backend"], found["method"]) == ("tensorrt-llm", "redrafter")
+    other = dataclasses.replace(HERE, tensorrt="10.4.0", gpus=(T4,))
+    facts = [problem["fact"] for problem in check_engine(
+        engines["tensorrt-llm"], MACHINE, other)["problems"]]  # fmt: skip
+    assert "built with TensorRT 10.13.3.9, here is 10.4.0" in facts[0]
+    assert "built for compute capability 9.0" in facts[1]
+
+
+def test_engine_of_trtllm_build_alone_has_only_its_version(
+    engines: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(engines["tensorrt-llm"], tmp_path / "engine")
+    (folder / "manifest.json").unlink()
+    found = check_engine(folder, MACHINE, HERE)
+    assert found["can_run"]
+    assert "no record of the machine" in found["notes"][0]
+    newer = dataclasses.replace(HERE, tensorrt_llm="1.2.1")
+    assert "built with TensorRT-LLM 1.2.0, here is 1.2.1" in check_engine(
+        folder, MACHINE, newer)["problems"][0]["fact"]  # fmt: skip
+
+
+def test_missing_rank_missing_weights_and_little_memory(
+    engines: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(engines["tensorrt-llm"], tmp_path / "trt")
+    (folder / "rank0.engine").unlink()
+    assert "lacks rank0.engine" in check_engine(folder, MACHINE, HERE)["problems"][0]["fact"]
+    folder = shutil.copytree(engines["torch"], tmp_path / "torch")
+    small = {**MACHINE, "cpu": {**MACHINE["cpu"], "available_bytes": 1000}}
+    cpu = Environment()
+    assert "this machine has 0.0 GB" in check_engine(folder, small, cpu)["problems"][0]["fact"]
+    (folder / "weights.safetensors").unlink()
+    assert "holds no weights" in check_engine(folder, MACHINE, cpu)["problems"][0]["fact"]
+
+
+def test_kernels_of_another_cpu_are_noted(engines: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(engines["torch"], tmp_path / "engine")
+    document = read_json(folder / "config.json")
+    document["torch_config"]["kernels"] = {"cpu": "another"}
+    write_json(folder / "config.json", document)
+    found = check_engine(folder, MACHINE, Environment())
+    assert found["can_run"]
+    assert "compiled for another CPU" in found["notes"][0]
+
+
+@pytest.mark.parametrize("content", [None, "{}", "[]", '{"build_config": 3}', "{"])
+def test_folder_that_is_no_engine(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(SpecDecError):
+        check_engine(tmp_path, MACHINE, HERE)
+
+
+def test_text_of_an_engine_that_cannot_run(engines: dict[str, Path]) -> None:
+    machine, _ = describe_machine()
+    here = dataclasses.replace(HERE, gpus=())
+    report = {
+        **machine, "abilities": [], "pins": list_pins(), "problems": [],
+        "engine": check_engine(engines["tensorrt-llm"], MACHINE, here),
+    }  # fmt: skip
+    text = format_report(report)
+    assert ": cannot run here" in text
+    assert "no GPU is visible" in text
+    error = find_error(report)
+    assert error is not None
+    assert "no GPU is visible" in error.message
+    assert find_error({"engine": {"can_run": True}}) is None
+    assert find_error({}) is None
+
+
+def test_memory_is_read() -> None:
+    total, available = read_memory("MemTotal"), read_memory("MemAvailable")
+    assert total is not None
+    assert available is not None
+    assert available <= total
+    assert read_memory("NoSuchKey") is None

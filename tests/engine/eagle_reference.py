@@ -1,0 +1,160 @@
+"""EAGLE drafters computed straightforwardly, on transformers' own layers and without a cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from specdec.engine.tree import Tree
+
+
+class EagleReference:
+    """A drafter as its folder has it, beside its target; every call computes everything anew."""
+
+    def __init__(self, target: Path, drafter: Path, *, version: int = 1) -> None:
+        self.is_third = version == 3
+        self.document = json.loads((drafter / "config.json").read_text())
+        self.target = AutoModelForCausalLM.from_pretrained(target).to(torch.float32).eval()
+        fields = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+                  "vocab_size", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
+        self.config = LlamaConfig(**{name: self.document[name] for name in fields})
+        self.config._attn_implementation = "eager"
+        self.tensors = load_file(drafter / "model.safetensors")
+        embedding = self.target.get_input_embeddings().weight
+        self.embedding = self.tensors.get("embed_tokens.weight", embedding)
+        self.rotary = LlamaRotaryEmbedding(self.config)
+        self.layers = [
+            self._make_layer(index) for index in range(self.document["num_hidden_layers"])
+        ]
+        self.aux_layers = self.document.get("eagle_config", {}).get(
+            "eagle_aux_hidden_state_layer_ids"
+        )
+        self.norm_before_residual = self.document.get("norm_before_residual", False)
+
+    def _make_layer(self, index: int) -> Any:
+        layer = LlamaDecoderLayer(self.config, index)
+        prefix = f"layers.{index}."
+        own = {k.removeprefix(prefix): w for k, w in self.tensors.items() if k.startswith(prefix)}
+        if index == 0 and self.is_third:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                rows, columns = own[f"self_attn.{name}.weight"].shape
+                setattr(layer.self_attn, name, torch.nn.Linear(columns, rows, bias=False))
+            layer.hidden_norm = LlamaRMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+        elif index == 0:
+            layer.input_layernorm = torch.nn.Identity()
+        layer.load_state_dict(own)
+        return layer.eval()
+
+    @torch.no_grad()
+    def make_features(self, text: Sequence[int]) -> Tensor:
+        """Features [T, D] of a text."""
+        outputs: list[Tensor] = []
+        hooks = [
+            self.target.model.layers[layer].register_forward_hook(
+                lambda module, args, out: outputs.append(out[0] if isinstance(out, tuple) else out)
+            )
+            for layer in self.aux_layers or ()
+        ]
+        hidden = self.target.model(torch.tensor([list(text)])).last_hidden_state[0]
+        for hook in hooks:
+            hook.remove()
+        if not self.is_third:
+            return hidden
+        read = torch.cat([out.reshape(len(text), -1) for out in outputs], dim=-1)
+        return read @ self.tensors["fc.weight"].T
+
+    @torch.no_grad()
+    def run(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        """The next features [T, D] of pairs."""
+        size = len(tokens)
+        embedded = self.embedding[torch.tensor(list(tokens))]
+        positions = torch.arange(size)[None]
+        tables = self.rotary(features[None], positions)
+        mask = torch.full((size, size), -torch.inf).triu(1)[None, None]
+        arguments = {"attention_mask": mask, "position_ids": positions}
+        if not self.is_third:
+            x = torch.cat((embedded, features), dim=-1) @ self.tensors["fc.weight"].T
+            x = (x + self.tensors.get("fc.bias", 0))[None]
+            for layer in self.layers:
+                out = layer(x, position_embeddings=tables, **arguments)
+                x = out[0] if isinstance(out, tuple) else out
+            return x.reshape(size, -1)
+        first, *others = self.layers
+        normed = first.hidden_norm(features)
+        read = torch.cat((first.input_layernorm(embedded), normed), dim=-1)[None]
+        x = (normed if self.norm_before_residual else features)[None]
+        x = x + first.self_attn(read, position_embeddings=tables, attention_mask=mask)[0]
+        x = x + first.mlp(first.post_attention_layernorm(x))
+        for layer in others:
+            out = layer(x, position_embeddings=tables, **arguments)
+            x = out[0] if isinstance(out, tuple) else out
+        return x.reshape(size, -1)
+
+    @torch.no_grad()
+    def rank(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
+        """Log-probabilities of the target's tokens after `text`, whose last is new, and `path`."""
+        features, tokens = self.make_features(text[:-1]), list(text[1:])
+        hidden = self.run(tokens, features)
+        for token in path:
+            features = torch.cat((features, hidden[-1:]))
+            tokens.append(token)
+            hidden = self.run(tokens, features)
+        last = hidden[-1]
+        if self.is_third:
+            variance = last.square().mean() + self.config.rms_norm_eps
+            last = last * variance.rsqrt() * self.tensors["norm.weight"]
+        head = self.tensors.get("lm_head.weight", self.target.lm_head.weight)
+        own = (head @ last).log_softmax(-1)
+        if "d2t" not in self.tensors:
+            return own
+        scores = torch.full((self.document["vocab_size"],), -torch.inf)
+        scores[torch.arange(len(own)) + self.tensors["d2t"]] = own
+        return scores
+
+    def draft_static(
+        self, text: Sequence[int], choices: Sequence[Sequence[int]]
+    ) -> set[tuple[int, ...]]:
+        """The paths of tokens that a tree of ranks gives."""
+        return {self._follow(text, ranks) for ranks in choices}
+
+    def _follow(self, text: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
+        path: tuple[int, ...] = ()
+        for rank in ranks:
+            path = (*path, int(self.rank(text, path).topk(rank + 1).indices[rank]))
+        return path
+
+    def draft_dynamic(
+        self, text: Sequence[int], *, top_k: int, depth: int, num_tokens: int
+    ) -> set[tuple[int, ...]]:
+        """The paths of tokens of EAGLE-2's tree."""
+        drafted: dict[tuple[int, ...], float] = {}
+        level: dict[tuple[int, ...], float] = {(): 0.0}
+        for _ in range(depth):
+            below = {}
+            for path, score in level.items():
+                best = self.rank(text, path).topk(top_k)
+                for token, own in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                    below[(*path, token)] = score + own
+            drafted |= below
+            level = dict(sorted(below.items(), key=lambda item: -item[1])[:top_k])
+        return set(sorted(drafted, key=lambda path: -drafted[path])[:num_tokens])
+
+
+def list_token_paths(tree: Tree) -> set[tuple[int, ...]]:
+    """The tokens on the way to every node, without the root's."""
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, tree.num_nodes):
+        paths.append((*paths[tree.parents[node]], int(tree.tokens[node])))
+    return set(paths[1:])

@@ -1,0 +1,50 @@
+"""Every family over two ranks, as processes: the text is transformers', with drafters too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.ranks import end_ranks
+from tests.conftest import make_drafter
+from tests.engines import OracleProposer, make_engine
+from tests.parity.models import SWITCH, VARIANTS, VOCAB, make_model
+from tests.parity.test_families import LIMIT, generate, generate_reference
+
+NAMES = [f"{name}-{next(iter(variants))}" for name, variants in VARIANTS.items()]
+LENGTHS = (5, SWITCH - LIMIT, 1, 70)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_all() -> Iterator[None]:
+    yield
+    end_ranks()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_text_of_two_ranks_equals_transformers(name: str, tmp_path: Path) -> None:
+    """Plain, and with an oracle whose drafts are right, wrong and in between."""
+    target = make_model(tmp_path / "hf", name)
+    folder = make_engine(tmp_path, target, convert=["--tp-size", 2])
+    engine = TorchEngine(folder, device="cpu")
+    assert engine.config.checkpoint.model.tp_size == engine.decoder.model.tp_size == 2
+    expected = generate_reference(target, LENGTHS)
+    assert sum(len(set(output)) for output in expected) > LIMIT, "the text varies"
+    assert generate(engine, LENGTHS) == expected
+    oracle = OracleProposer(expected, beams=3, length=4, quality=0.7, seed=1)
+    engine.proposer = oracle
+    assert generate(engine, LENGTHS) == expected
+    assert 0 < oracle.observed_rows < len(LENGTHS) * LIMIT, "several tokens were accepted at once"
+
+
+@pytest.mark.parametrize("flags", [[], ["--use-parallel-embedding"]])
+def test_redrafter_text_of_two_ranks_equals_transformers(flags: list[str], tmp_path: Path) -> None:
+    target = make_model(tmp_path / "hf", "Qwen2ForCausalLM-plain")
+    drafter = make_drafter(tmp_path, vocab=VOCAB, exit_dim=96, scale=3.0)
+    folder = make_engine(tmp_path, target, drafter, convert=["--tp-size", 2, *flags])
+    engine = TorchEngine(folder, device="cpu")
+    assert engine.method == "redrafter"
+    assert generate(engine, LENGTHS) == generate_reference(target, LENGTHS)

@@ -1,0 +1,157 @@
+"""`--draft-len auto` under a simulated clock: finds what pays; what does not pay costs little."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from specdec.run.draft_length import Costs, DraftLength
+
+PROMPT = 60
+
+
+@dataclasses.dataclass
+class Machine:
+    """A target, a draft model and the time that both take; acceptance is a coin for each token.
+
+    verify: seconds of a step by its tokens. draft: seconds of a pass by requests. catch_up: seconds
+    of the draft model for each further token.
+    """
+
+    verify: Callable[[int], float]
+    draft: Callable[[int], float]
+    catch_up: float
+    rate: float
+
+    def run(
+        self, length: DraftLength, batch_size: int, output_lens: Sequence[int]
+    ) -> tuple[float, list[int]]:
+        """Decode requests in `batch_size` rows; return the seconds and all lengths drafted."""
+        dice = random.Random(4)
+        length.reset()
+        waiting = list(output_lens)
+        rows: list[list[int]] = []  # tokens that the draft model lacks, and that are to come
+        seconds, chosen = 0.0, []
+        while waiting or rows:
+            while waiting and len(rows) < batch_size:
+                rows.append([PROMPT, waiting.pop()])
+            lags, remaining = [row[0] for row in rows], [row[1] for row in rows]
+            planned = length.plan(lags, remaining)
+            counts = [min(n, left - 1) for n, left in zip(planned, remaining, strict=True)]
+            chosen += [max(counts)]
+            caught_up = sum(lag for lag, n in zip(lags, counts, strict=True) if n)
+            draft_seconds = caught_up * self.catch_up + sum(
+                self.draft(sum(n > depth for n in counts)) for depth in range(max(counts))
+            )
+            verify_seconds = self.verify(len(rows) * (max(counts) + 1))
+            drafts = []
+            for row, count in zip(rows, counts, strict=True):
+                accepted = 0
+                while accepted < count and dice.random() < self.rate:
+                    accepted += 1
+                drafts.append((count, accepted))
+                row[0] = 0 if count else row[0] + 1
+                row[1] -= accepted + 1
+            length.record_step(
+                num_rows=len(rows), num_tokens=max(counts) + 1, num_passes=max(counts),
+                num_caught_up=caught_up, draft_seconds=draft_seconds,
+                verify_seconds=verify_seconds, drafts=drafts,
+            )  # fmt: skip
+            rows = [row for row in rows if row[1] > 0]
+            seconds += draft_seconds + verify_seconds
+        return seconds, chosen
+
+
+PLAIN = DraftLength(0)
+# Seconds of a verify step by its tokens: bound by memory for a while, or by arithmetic at once.
+FLAT: Callable[[int], float] = lambda tokens: 1.0 + 0.02 * tokens  # noqa: E731
+STEEP: Callable[[int], float] = lambda tokens: 0.3 + 0.2 * tokens  # noqa: E731
+CHEAP: Callable[[int], float] = lambda requests: 0.05 + 0.01 * requests  # noqa: E731
+DEAR: Callable[[int], float] = lambda requests: 0.4 + 0.05 * requests  # noqa: E731
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("verify", [FLAT, STEEP])
+@pytest.mark.parametrize("draft", [CHEAP, DEAR])
+def test_never_slower_than_plain(
+    batch_size: int,
+    rate: float,
+    verify: Callable[[int], float],
+    draft: Callable[[int], float],
+) -> None:
+    machine = Machine(verify, draft, draft(1) / 20, rate)
+    plain, _ = machine.run(PLAIN, batch_size, [128] * batch_size)
+    auto, _ = machine.run(DraftLength(8, is_auto=True), batch_size, [128] * batch_size)
+    assert auto <= 1.05 * plain
+
+
+@pytest.mark.parametrize(
+    ("rate", "verify", "draft", "batch_size"),
+    [(0.9, FLAT, CHEAP, 1), (0.7, FLAT, CHEAP, 4), (0.8, FLAT, CHEAP, 16), (0.8, STEEP, CHEAP, 1)],
+)
+def test_what_pays_is_drafted(
+    rate: float,
+    verify: Callable[[int], float],
+    draft: Callable[[int], float],
+    batch_size: int,
+) -> None:
+    """Nearly as fast as the best fixed length, where that is faster than plain decoding."""
+    machine = Machine(verify, draft, draft(1) / 20, rate)
+    work = (batch_size, [128] * 2 * batch_size)
+    fixed = [machine.run(DraftLength(n), *work)[0] for n in range(9)]
+    assert min(fixed) < 0.9 * fixed[0]
+    auto, chosen = machine.run(DraftLength(8, is_auto=True), *work)
+    assert auto < 1.1 * min(fixed)
+    assert max(chosen) > 1
+
+
+def test_a_stopped_draft_is_tried_on_one_request_only() -> None:
+    """And on fewer and fewer steps; the others' prompts are never run through the draft model."""
+    length = DraftLength(8, is_auto=True)
+    plans: list[list[int]] = []
+    honest = length.plan
+
+    def watch(lags: list[int], remaining: list[int]) -> list[int]:
+        plans.append(honest(lags, remaining))
+        return plans[-1]
+
+    length.plan = watch
+    Machine(STEEP, CHEAP, 0.01, 0.1).run(length, 8, [400] * 8)
+    assert plans[:2] == [[0] * 8] * 2, "plain steps first"
+    assert all(sum(n > 0 for n in plan) <= 1 for plan in plans if len(plan) > 1)
+    tried = [step for step, plan in enumerate(plans) if any(plan)]
+    assert 2 < len(tried) < 40
+    assert max(b - a for a, b in zip(tried, tried[1:], strict=False)) > 10
+
+
+def test_drafting_starts_again_when_the_batch_empties() -> None:
+    """What a full batch cannot use, its last request can."""
+    machine = Machine(STEEP, CHEAP, 0.002, 0.9)
+    length = DraftLength(4, is_auto=True)
+    _, chosen = machine.run(length, 16, [200] + [100] * 15)
+    num_plain = 95  # steps while all run
+    assert max(chosen[:num_plain]) <= 1
+    assert statistics.median(chosen[num_plain + 5 :]) >= 2
+
+
+def test_fixed_length() -> None:
+    assert DraftLength(3).plan([9, 9], [1, 50]) == [3, 3]
+
+
+def test_costs() -> None:
+    costs = Costs()
+    assert costs.estimate(4) is None
+    costs.record(8, 2.0)
+    assert [costs.estimate(n) for n in (1, 8, 99)] == [2.0, 2.0, 2.0]
+    for seconds in (9.0, 4.0, 4.0):
+        costs.record(16, seconds)
+    assert costs.estimate(12) == 3.0
+    assert costs.estimate(24) == 6.0
+    costs.record(32, 1.0)  # no line falls
+    assert [costs.estimate(n) for n in (20, 32, 64)] == [4.0, 1.0, 1.0]
+    assert (costs.largest, Costs().largest) == (32, 0)

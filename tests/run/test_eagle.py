@@ -1,0 +1,463 @@
+"""EAGLE on the torch engine: the drafts are the papers', the text is the target's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods import EagleNet, EagleParams
+from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.choices import DEFAULT_CPU_TOKENS, grow_choices
+from specdec.run.loop import Options, generate
+from specdec.run.methods.base import PromptFollower
+from specdec.run.methods.eagle import (
+    PUBLISHED_CHOICES,
+    DynamicTree,
+    EagleProposer,
+    StaticTree,
+    check_choices,
+    parse_choices,
+)
+from specdec.run.requests import ActiveRequest, Request
+from specdec.run.verify import Candidates
+from specdec.storage import read_json
+from tests.conftest import make_eagle_drafter, make_llama, make_tokenizer
+from tests.engine.eagle_reference import EagleReference, list_token_paths
+from tests.engines import call, continue_greedily
+
+PROMPTS = ([5, 9, 77], [3] * 20, [100], [8, 60])
+LIMIT = 24
+TREES: dict[str, Callable[[EagleProposer], None]] = {
+    "default": lambda proposer: None,
+    "static": lambda proposer: proposer.use_choices(PUBLISHED_CHOICES[:-2]),
+    "dynamic": lambda proposer: proposer.use_dynamic_tree(5, 20),
+    "chain": lambda proposer: proposer.use_choices(((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))),
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle1": {},
+    "eagle1-two-layers": {"layers": 2, "bias": False, "own_embedding": False, "kv_heads": 4},
+    "eagle3": {"version": 3, "aux_layers": (0, 2)},
+    "eagle3-reduced": {
+        "version": 3,
+        "draft_vocab": 70,
+        "own_embedding": False,
+        "kv_heads": 1,
+        "norm_before_residual": True,
+    },  # fmt: skip
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("target"), layers=3, seed=3)
+
+
+def make_eagle_engine(
+    parent: Path, target: Path, drafter: Path, *, optimize: str = "none", flags: Any = ()
+) -> Path:
+    checkpoint, engine = parent / "checkpoint", parent / "engine"
+    call(
+        "convert", "--model-dir", target, "--eagle-model-dir", drafter, "--output-dir", checkpoint,
+        *flags,
+    )  # fmt: skip
+    call(
+        "build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", optimize,
+        "--speculative-decoding-mode", "eagle", "--max-batch-size", 3,
+    )  # fmt: skip
+    return engine
+
+
+class Case:
+    """A drafter's folder and its engine."""
+
+    def __init__(self, name: str, parent: Path, target: Path) -> None:
+        self.version = DRAFTERS[name].get("version", 1)
+        self.target = target
+        self.drafter = make_eagle_drafter(parent, scale=2.0, **DRAFTERS[name])
+        self.engine = TorchEngine(make_eagle_engine(parent, target, self.drafter), device="cpu")
+        assert isinstance(self.engine.proposer, EagleProposer)
+        self.proposer: EagleProposer = self.engine.proposer
+
+    def use(self, tree: str) -> None:
+        self.proposer.__init__(self.proposer.net, self.engine.decoder)
+        TREES[tree](self.proposer)
+
+
+@pytest.fixture(scope="module", params=list(DRAFTERS))
+def case(
+    request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp(request.param), target)
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[list[int]]:
+    """What transformers continues the prompts with, no end token."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target).to(torch.float32).eval()
+    return continue_greedily(model, PROMPTS, LIMIT)
+
+
+def make_requests(prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = LIMIT) -> list[Request]:
+    return [
+        Request(index=i, input_ids=list(p), max_output_len=limit, end_ids=frozenset())
+        for i, p in enumerate(prompts)
+    ]
+
+
+class Recorder:
+    """An EAGLE proposer that keeps what it proposes: by request, (text so far, tree) a step."""
+
+    def __init__(self, proposer: EagleProposer) -> None:
+        self.proposer = proposer
+        self.max_draft_tokens = proposer.max_draft_tokens
+        self.max_draft_depth = proposer.max_draft_depth
+        self.drafts: dict[int, list[tuple[list[int], set[tuple[int, ...]]]]] = {}
+        for name in ("allocate", "start", "observe", "follow", "copy_prefix"):
+            setattr(self, name, getattr(proposer, name))
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        candidates = self.proposer.propose(requests)
+        for request, one in zip(requests, candidates, strict=True):
+            text = [*request.request.input_ids, *request.output_ids]
+            drafts = self.drafts.setdefault(request.request.index, [])
+            drafts.append((text, list_token_paths(one.tree)))
+        return candidates
+
+
+def record(case: Case, requests: Sequence[Request], **options: Any) -> Recorder:
+    recorder: Any = Recorder(case.proposer)
+    assert isinstance(recorder, PromptFollower)
+    with torch.inference_mode():
+        generate(case.engine.decoder, recorder, requests, Options(**options))
+    return recorder
+
+
+# ---- What is drafted.
+
+
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
+def test_drafts_are_the_reference_s(case: Case, tree: str) -> None:
+    """Every path of the trees of a whole generation, computed anew from the folder, no cache."""
+    case.use(tree)
+    reference = EagleReference(case.target, case.drafter, version=case.version)
+    recorder = record(case, make_requests(PROMPTS[:2], limit=6))
+    for drafts in recorder.drafts.values():
+        for text, paths in drafts[:1] + drafts[-1:]:
+            if tree == "static":
+                wanted = reference.draft_static(text, PUBLISHED_CHOICES[:-2])
+            else:
+                wanted = reference.draft_dynamic(text, top_k=5, depth=4, num_tokens=20)
+            assert paths == wanted
+
+
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
+def test_drafts_depend_on_the_text_alone(case: Case, tree: str) -> None:
+    """Not on the batch, a row's last request, chunks of prompts, or a prefix from the cache."""
+    case.use(tree)
+    stem = [7, 3, 9, 22, 41, 13, 6, 80]
+    prompts = [*PROMPTS, [*stem, 5, 5], [*stem, 9], stem, [*stem[:4], 90, 91]]
+    requests = make_requests(prompts, limit=8)
+    alone = [record(case, [request]).drafts[request.index] for request in requests]
+    for options in (
+        {"max_batch_size": 3}, {"max_batch_size": 3, "max_num_tokens": 9},
+        {"max_batch_size": 2, "reuse_blocks": True},
+    ):  # fmt: skip
+        drafts = record(case, requests, **options).drafts
+        assert [drafts[request.index] for request in requests] == alone, options
+
+
+def test_reused_prefixes_are_not_run_again(case: Case) -> None:
+    case.use("default")
+    stem = [7, 3, 9, 22, 41, 13, 6, 80]
+    ran: list[int] = []
+    forward = case.proposer.net.forward
+
+    def count(step: Any, features: Any, cache: Any) -> Any:
+        if step.tree_mask.shape[1] == step.tree_mask.shape[2] and cache is case.proposer._cache:
+            ran.append(step.tokens.size)
+        return forward(step, features, cache)
+
+    requests = make_requests([[*stem, 5], [*stem, 9]], limit=2)
+    case.proposer.net.forward = count
+    try:
+        record(case, requests, max_batch_size=1, reuse_blocks=True)
+    finally:
+        del case.proposer.net.forward
+    assert ran[0] == 9, "all pairs of the first prompt"
+    assert max(ran[1:]) < 9, "of the second, what is not in the cache"
+
+
+# ---- The text.
+
+
+@pytest.mark.parametrize("tree", list(TREES))
+def test_random_drafters_leave_the_text_unchanged(
+    case: Case, tree: str, expected: list[list[int]]
+) -> None:
+    case.use(tree)
+    results = case.engine.generate(make_requests())
+    assert [r.output_ids for r in results] == expected
+    for result in results:
+        stats = result.stats
+        assert len(stats.accepted_histogram) == 1 + case.proposer.max_draft_depth
+        assert stats.num_draft_tokens == stats.num_verify_steps * case.proposer.max_draft_tokens
+    alone = [case.engine.generate([request])[0].output_ids for request in make_requests()]
+    assert alone == expected
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_native_kernels(version: int, target: Path, tmp_path: Path, expected: Any) -> None:
+    """The target's layers are read on the way, which the kernels add to in place."""
+    drafter = make_eagle_drafter(tmp_path, version=version, scale=2.0)
+    folders = [
+        make_eagle_engine(tmp_path / optimize, target, drafter, optimize=optimize)
+        for optimize in ("auto", "none")
+    ]
+    drafts = []
+    for folder in folders:
+        engine = TorchEngine(folder, device="cpu")
+        recorder: Any = Recorder(engine.proposer)
+        with torch.inference_mode():
+            results = generate(engine.decoder, recorder, make_requests(), Options())
+        assert [r.output_ids for r in results] == expected
+        drafts.append(recorder.drafts)
+    assert drafts[0] == drafts[1]
+
+
+def make_knowing_drafter(parent: Path, kind: str, step: int = 1) -> Path:
+    """A target that counts upwards, and a drafter that knows it if `step` is 1.
+
+    The target's layers add nothing, its embedding of token n is a unit vector and its head maps
+    that to token n + 1. The drafter's next feature is that of its token (`embedding`), or follows
+    from the feature before it (`feature`, and EAGLE-3's `layers` by its MLP): one place off in
+    the pairing, and nothing would be accepted.
+    """
+    from safetensors.torch import load_file, save_file
+
+    size = 32
+    folder = make_llama(parent, hidden=size, vocab=size, heads=2, kv_heads=2, name="counter")
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+        elif name.endswith("norm.weight"):
+            weight.fill_(1.0)
+    unit = torch.eye(size)
+    following = unit.roll(1, 0).contiguous()  # maps n to n + 1
+    tensors["model.embed_tokens.weight"] = unit
+    tensors["lm_head.weight"] = following
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    sizes: dict[str, Any] = {
+        "hidden": size, "vocab": size, "heads": 2, "kv_heads": 2, "own_embedding": False,
+        "intermediate": size,
+    }  # fmt: skip
+    drafter = make_eagle_drafter(
+        parent, version=3 if kind == "layers" else 1, aux_layers=(0, 1), **sizes
+    )
+    own = load_file(drafter / "model.safetensors")
+    own["layers.0.self_attn.o_proj.weight"].zero_()
+    own["layers.0.mlp.down_proj.weight"].zero_()
+    next_one = unit.roll(step, 0).contiguous()
+    nothing = torch.zeros(size, size)
+    if kind == "layers":
+        for name, weight in own.items():
+            if name.endswith("norm.weight"):
+                weight.fill_(1.0)
+        own["fc.weight"] = torch.cat((unit, nothing), dim=1)
+        own["layers.0.mlp.gate_proj.weight"] = own["layers.0.mlp.up_proj.weight"] = unit.clone()
+        own["layers.0.mlp.gate_proj.weight"] = unit.clone()
+        # The normed state of token n is sqrt(size) at n; what the MLP makes of it is taken back.
+        root = torch.tensor(float(size)).sqrt()
+        made = torch.nn.functional.silu(root) * root
+        own["layers.0.mlp.down_proj.weight"] = (next_one - unit) / made
+        own["lm_head.weight"] = following.clone()
+    else:
+        own["fc.bias"].zero_()
+        parts = (unit * float(size) ** 0.5, nothing) if kind == "embedding" else (nothing, next_one)
+        own["fc.weight"] = torch.cat(parts, dim=1)
+    save_file(own, drafter / "model.safetensors")
+    return drafter
+
+
+@pytest.mark.parametrize("kind", ["embedding", "feature", "layers"])
+def test_perfect_drafters_are_accepted_to_their_depth(kind: str, tmp_path: Path) -> None:
+    drafter = make_knowing_drafter(tmp_path, kind)
+    engine = TorchEngine(make_eagle_engine(tmp_path, tmp_path / "counter", drafter), device="cpu")
+    proposer = engine.proposer
+    assert isinstance(proposer, EagleProposer)
+    requests = make_requests([[4], [30, 2]], limit=30)
+    wanted = [[(p[-1] + 1 + n) % 32 for n in range(30)] for p in ([4], [30, 2])]
+    plans: list[tuple[Callable[[], None], int]] = [
+        (lambda: proposer.use_choices(((0,), (0, 0), (0, 0, 0))), 3),
+        (lambda: proposer.use_choices(((1,), (0,), (0, 0))), 2),
+        (lambda: proposer.use_choices(((1,),)), 0),
+        (lambda: proposer.use_dynamic_tree(3, 9), 4),
+        (lambda: proposer.use_dynamic_tree(1, 2), 2),
+    ]
+    for use, depth in plans:
+        use()
+        for result, tokens in zip(engine.generate(requests), wanted, strict=True):
+            assert result.output_ids == tokens
+            assert result.stats.num_verify_steps == -(-29 // (depth + 1))
+            assert sum(result.stats.accepted_histogram[:depth]) <= 1, "all but a cut last step"
+
+
+@pytest.mark.parametrize("kind", ["feature", "layers"])
+def test_hostile_drafters_cost_steps_only(kind: str, tmp_path: Path) -> None:
+    drafter = make_knowing_drafter(tmp_path, kind, step=5)
+    engine = TorchEngine(make_eagle_engine(tmp_path, tmp_path / "counter", drafter), device="cpu")
+    assert isinstance(engine.proposer, EagleProposer)
+    engine.proposer.use_choices(((0,), (0, 0)))
+    for result in engine.generate(make_requests([[4], [30, 2]], limit=9)):
+        assert result.stats.num_accepted == 0
+        assert result.stats.num_verify_steps == 8
+        start = result.request.input_ids[-1] + 1
+        assert result.output_ids == [(start + n) % 32 for n in range(9)]
+
+
+# ---- Trees and limits.
+
+NET = EagleNet(
+    vocab_size=90, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, head_size=16, intermediate_size=96, norm_epsilon=1e-6,
+    max_position_embeddings=512, rotary_base=10000.0, rotary_scaling=None, hidden_act="silu",
+)  # fmt: skip
+PARAMS = EagleParams(net=NET, num_eagle_layers=3, max_non_leaves_per_layer=2, max_draft_len=10)
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", "is 4 deep, the engine has num_eagle_layers 3"),
+        (json.dumps([[n] for n in range(11)]), "has 11 paths, the engine's max_draft_len is 10"),
+        ("[[0], [90]]", "has rank 90, the vocabulary 90 tokens"),
+        ("[[0], [1, 0]]", r"--eagle-choices has \[1, 0\] but not \[1\]"),
+        (
+            "[[0], [1], [2], [0, 0], [1, 0], [2, 0]]",
+            "has 3 paths of 1 ranks that go on, the engine's max_non_leaves_per_layer is 2",
+        ),
+    ],
+)
+def test_choices_that_the_engine_has_no_room_for(choices: str, message: str) -> None:
+    with pytest.raises(SpecDecError, match=message):
+        check_choices(parse_choices(choices), PARAMS)
+    check_choices(((0,), (1,), (2,), (0, 89), (1, 0), (0, 89, 3)), PARAMS)
+
+
+def test_choices_that_are_none() -> None:
+    with pytest.raises(UsageError, match="--eagle-choices is no JSON"):
+        parse_choices("[[0")
+
+
+def test_trees_know_their_sizes() -> None:
+    static = StaticTree(PUBLISHED_CHOICES)
+    assert (static.num_tokens, static.depth) == (25, 5)
+    # Nodes with children: 4, 5, 1 and 1 of the levels from the root's children on.
+    assert static.num_run == sum(
+        any(p[: len(q)] == q != p for p in PUBLISHED_CHOICES) for q in PUBLISHED_CHOICES
+    )
+    dynamic = DynamicTree(top_k=3, depth=4, num_tokens=1000)
+    assert (dynamic.num_tokens, dynamic.num_run) == (3 + 9 * 3, 9)
+    assert DynamicTree(top_k=2, depth=1, num_tokens=9).num_tokens == 2
+
+
+def test_dynamic_trees_beyond_the_limits(case: Case) -> None:
+    with pytest.raises(SpecDecError, match="max-top-k is 11, the engine's max_non_leaves_per_laye"):
+        case.proposer.use_dynamic_tree(11)
+    with pytest.raises(SpecDecError, match="tree-tokens is 64, the engine's max_draft_len is 63"):
+        case.proposer.use_dynamic_tree(4, 64)
+
+
+def test_default_trees_on_a_cpu(case: Case) -> None:
+    case.use("default")
+    tree = case.proposer.tree
+    assert isinstance(tree, StaticTree if case.version == 1 else DynamicTree)
+    assert tree.num_tokens == DEFAULT_CPU_TOKENS
+    if isinstance(tree, StaticTree):
+        assert tree.depth == max(map(len, grow_choices(4, DEFAULT_CPU_TOKENS, 128)))
+
+
+# ---- The commands.
+
+
+def test_three_commands(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    drafter = make_eagle_drafter(tmp_path, scale=2.0)
+    engine = make_eagle_engine(
+        tmp_path, target, drafter,
+        flags=["--max-draft-len", 16, "--num-eagle-layers", 3, "--max-non-leaves-per-layer", 6],
+    )  # fmt: skip
+    config = read_json(engine / "config.json")
+    assert config["build_config"]["speculative_decoding_mode"] == "eagle"
+    assert config["build_config"]["max_draft_len"] == 16
+    run = [
+        "--engine-dir", engine, "--tokenizer-dir", tokenizer, "--input-text", "def a",
+        "class", "--max-output-len", 12, "--json",
+    ]  # fmt: skip
+    reports = []
+    for flags in (
+        [], ["--no-speculation"], ["--eagle-choices", "[[0],[1],[1,4],[1,4,0]]"],
+        ["--eagle-use-dynamic-tree"], ["--eagle-dynamic-tree-max-top-k", 6],
+        ["--eagle-tree-tokens", 16],
+    ):  # fmt: skip
+        capsys.readouterr()
+        call("run", *run, *flags)
+        reports.append(json.loads(capsys.readouterr().out))
+    outputs = [[o["output_ids"] for o in report["outputs"]] for report in reports]
+    assert all(output == outputs[0] for output in outputs)
+    methods = [report["stats"]["method"] for report in reports]
+    assert methods == ["eagle", "plain", *["eagle"] * 4]
+    drafted = [
+        report["outputs"][0]["stats"]["num_draft_tokens"]
+        // report["outputs"][0]["stats"]["num_verify_steps"]
+        for report in reports
+    ]
+    assert drafted == [7, 0, 4, 7, 7, 16]
+    for flags, message in (
+        (["--eagle-choices", "[[0],[0,0],[0,0,0],[0,0,0,0]]"], "is 4 deep, the engine has num_eag"),
+        (["--eagle-dynamic-tree-max-top-k", 7], "max-top-k is 7, the engine's max_non_leaves_per"),
+        (["--eagle-choices", "[[0]]", "--eagle-use-dynamic-tree"], "gives a static tree, --eagle"),
+        (["--eagle-use-dynamic-tree", "--no-speculation"], "no effect with an engine that runs pl"),
+    ):
+        with pytest.raises(SpecDecError, match=message):
+            call("run", *run, *flags)
+
+
+def test_tensorrt_llm_engines_take_no_tree(tmp_path: Path) -> None:
+    """An option that would have no effect is refused before the runtime is looked for."""
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    document = {"version": "1.2.0", "pretrained_config": {}, "build_config": {}}
+    (engine / "config.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match="--eagle-choices is for engines of torch"):
+        call(
+            "run", "--engine-dir", engine, "--tokenizer-dir", make_tokenizer(tmp_path / "tokens"),
+            "--input-text", "def a", "--eagle-choices", "[[0]]",
+        )  # fmt: skip
+
+
+def test_copies_that_differ_are_refused(target: Path, tmp_path: Path) -> None:
+    """TensorRT-LLM would run one net a level; the torch backend runs the first for all."""
+    from safetensors.torch import load_file, save_file
+
+    drafter = make_eagle_drafter(tmp_path)
+    make_eagle_engine(tmp_path, target, drafter)
+    path = tmp_path / "checkpoint" / "rank0.safetensors"
+    tensors = load_file(path)
+    tensors["eagle_nets.2.drafter.fc.bias"][3] += 1
+    save_file(tensors, path)
+    with pytest.raises(
+        SpecDecError, match=r"eagle_nets\.2\.drafter\.fc\.bias differs from eagle_n"
+    ):
+        call(
+            "build", "--checkpoint-dir", tmp_path / "checkpoint", "--output-dir", tmp_path / "no",
+            "--optimize", "none",
+        )  # fmt: skip

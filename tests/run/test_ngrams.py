@@ -1,0 +1,426 @@
+"""Prompt lookup and lookahead: what they draft, that it never shows, and the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+
+from specdec.engine.tree import Tree, TreeBuilder, build_tree_mask, pack_beams
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods import EXTERNAL_METHODS
+from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.loop import Options, generate
+from specdec.run.methods.lookahead import Lookahead, LookaheadProposer, NgramPool
+from specdec.run.methods.prompt_lookup import NgramIndex, PromptLookupProposer
+from specdec.run.ngram_options import (
+    LookaheadConfig,
+    LookupOptions,
+    choose_lookahead,
+    read_lookup_options,
+)
+from specdec.run.pipeline import check_flags, run_engine
+from specdec.run.requests import Request, Result
+from specdec.run.settings import RunSettings
+from tests.conftest import make_llama, make_tokenizer
+from tests.engines import call, list_paths, make_engine
+
+# ---- Prompt lookup.
+
+
+def find_by_force(text: Sequence[int], max_size: int, num_tokens: int) -> list[int]:
+    """The longest end of the text that occurred before, its last occurrence, what followed."""
+    for size in range(min(max_size, len(text) - 1), 0, -1):
+        for start in range(len(text) - size - 1, -1, -1):
+            if text[start : start + size] == text[-size:]:
+                copied = list(text)
+                for at in range(num_tokens):
+                    copied.append(copied[start + size + at])
+                return copied[len(text) :]
+    return []
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5), st.integers(0, 6), st.data()
+)
+def test_the_index_finds_what_a_search_finds(
+    text: list[int], max_size: int, num_tokens: int, data: st.DataObject
+) -> None:
+    """However the text came in."""
+    index = NgramIndex(max_size)
+    cut = data.draw(st.integers(0, len(text)))
+    index.extend(text[:cut])
+    index.draft(num_tokens)
+    index.extend(text[cut:])
+    assert len(index) == len(text)
+    assert index.draft(num_tokens) == find_by_force(text, max_size, num_tokens)
+
+
+def test_what_is_copied() -> None:
+    """The longest end wins over a later shorter one, the last of equals, and copies go on."""
+    index = NgramIndex(2)
+    index.extend([1, 2, 8, 1, 2, 9, 5, 2, 7, 1, 2])
+    assert index.draft(2) == [9, 5], "[1, 2] at its last place, not [2]"
+    index.extend([6])
+    assert index.draft(3) == [], "6 is new"
+    index.extend([4, 4, 4])
+    assert index.draft(5) == [4] * 5
+
+
+# ---- Lookahead.
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [((7, 7, 7), 83), ((4, 4, 4), 23), ((5, 2, 3), 7), ((2, 2, 1), 2), ((1, 3, 1), 3)],
+)
+def test_the_budget_is_tensorrt_llms(config: tuple[int, int, int], expected: int) -> None:
+    w, n, g = config
+    assert LookaheadConfig(*config).max_draft_tokens == expected
+    assert (n - 2) + (w - 1 + g) * (n - 1) == expected
+
+
+def test_a_pool_keeps_the_newest() -> None:
+    pool = NgramPool(2)
+    for ngram in ((1, 2, 3), (1, 4, 5), (1, 2, 3), (1, 6, 7), (2, 0, 0)):
+        pool.add(ngram)
+    assert list(pool.find(1)) == [(6, 7), (2, 3)]
+    assert list(pool.find(9)) == []
+
+
+def test_the_window_is_the_papers() -> None:
+    """W=3, N=4: each token sees row 0 up to its column, then its column's rows above it."""
+    lookahead = Lookahead(LookaheadConfig(3, 4, 1), [50, 51, 52])
+    lookahead.window = [[0, 11, 12], [20, 21, 22], [30, 31, 32]]
+    tree = lookahead.grow([7])
+    seen = {}
+    mask = build_tree_mask(tree)
+    for node, token in enumerate(tree.tokens.tolist()):
+        seen[token] = [t for t, sees in zip(tree.tokens, mask[node], strict=True) if sees]
+    assert seen == {
+        7: [7], 11: [7, 11], 12: [7, 11, 12],
+        20: [7, 20], 21: [7, 11, 21], 22: [7, 11, 12, 22],
+        30: [7, 20, 30], 31: [7, 11, 21, 31], 32: [7, 11, 12, 22, 32],
+    }  # fmt: skip
+    depths = dict(zip(tree.tokens.tolist(), tree.depths.tolist(), strict=True))
+    assert {t: depths[t] for t in (7, 12, 20, 22, 32)} == {7: 0, 12: 2, 20: 1, 22: 3, 32: 4}
+    assert [int(tree.tokens[node]) for node in lookahead.ends] == [30, 31, 32]
+    lookahead.advance([40, 41, 42])
+    assert lookahead.window == [[20, 21, 22], [30, 31, 32], [40, 41, 42]]
+
+
+def test_ngrams_are_verified_once_the_rows_are_the_targets() -> None:
+    """Row by row the first guesses leave; then each column is an n-gram, and so is the text."""
+    lookahead = Lookahead(LookaheadConfig(2, 3, 4), [5, 6])
+    for step, tokens in enumerate(([11, 12], [21, 22], [31, 32])):
+        lookahead.grow([5] * (step + 1))
+        assert list(lookahead.pool.find(11)) == []
+        lookahead.advance(tokens)
+    lookahead.grow([5, 5, 5, 5, 12])
+    assert list(lookahead.pool.find(12)) == [(22, 32)], "a column of the window"
+    assert list(lookahead.pool.find(6)) == [(5, 5)], "the prompt's end and the output"
+    tree = lookahead.grow([5, 5, 5, 5, 12])
+    assert [12, 22, 32] in [tree.tokens[path].tolist() for path in list_paths(tree)]
+
+
+@hypothesis.given(st.integers(1, 4), st.integers(2, 4), st.integers(1, 4), st.randoms())
+def test_trees_stay_within_the_budget(w: int, n: int, g: int, random: Any) -> None:
+    """With few tokens, so that paths coincide; siblings always differ."""
+    config = LookaheadConfig(w, n, g)
+    output = [random.randrange(4)]
+    lookahead = Lookahead(config, [random.randrange(4) for _ in range(5)])
+    for _ in range(6):
+        tree = lookahead.grow(output)
+        assert tree.num_draft_tokens <= config.max_draft_tokens
+        assert tree.depth <= config.max_draft_depth
+        edges = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
+        assert len(set(edges)) == len(edges)
+        assert all(parent < node for node, parent in enumerate(tree.parents))
+        lookahead.advance([random.randrange(4) for _ in range(w)])
+        output += [random.randrange(4) for _ in range(random.randrange(1, 4))]
+
+
+@hypothesis.given(st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=1))
+def test_a_grown_tree_is_the_packed_one(beams: list[list[int]]) -> None:
+    """The same paths from the root, whatever the order of the nodes."""
+    builder = TreeBuilder(9)
+    for beam in beams:
+        node = 0
+        for token in beam:
+            node = builder.add(node, token)
+    grown, packed = builder.build(), pack_beams(9, np.array(beams))
+
+    def list_texts(tree: Tree) -> set[tuple[int, ...]]:
+        return {tuple(tree.tokens[path].tolist()) for path in list_paths(tree)}
+
+    assert list_texts(grown) == list_texts(packed)
+    assert grown.num_nodes == packed.num_nodes
+    assert sorted(grown.depths.tolist()) == sorted(packed.depths.tolist())
+
+
+# ---- The engine.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines of one target for each mode."""
+    parent = tmp_path_factory.mktemp("ngrams")
+    make_llama(parent, seed=3)
+    make_tokenizer(parent / "target")
+    checkpoint = parent / "checkpoint"
+    call("convert", "--model-dir", parent / "target", "--output-dir", checkpoint)
+    for mode, length in (("draft_tokens_external", 6), ("lookahead_decoding", 23), ("plain", 0)):
+        flags = ["--speculative-decoding-mode", mode, "--max-draft-len", length] if length else []
+        call(
+            "build", "--checkpoint-dir", checkpoint, "--output-dir", parent / mode,
+            "--optimize", "none", *flags,
+        )  # fmt: skip
+    return parent
+
+
+PROMPTS = [[7, 30, 7, 31, 7, 30, 7, 31], [9, 10], [40], [5] * 30]
+
+
+def run(engine: TorchEngine, proposer: Any = None, limit: int = 120) -> list[Result]:
+    requests = [
+        Request(index=i, input_ids=p, max_output_len=limit, end_ids=frozenset())
+        for i, p in enumerate(PROMPTS)
+    ]
+    if proposer is None:
+        return engine.generate(requests)
+    return generate(engine.decoder, proposer, requests, Options(max_batch_size=3))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[TorchEngine, list[list[int]]]:
+    engine = TorchEngine(folder / "draft_tokens_external", device="cpu")
+    return engine, [r.output_ids for r in run(engine)]
+
+
+@pytest.mark.parametrize("options", [(6, 4), (1, 1), (3, 2)])
+def test_lookup_leaves_the_text(
+    plain: tuple[TorchEngine, list[list[int]]], options: tuple[int, int]
+) -> None:
+    engine, expected = plain
+    num_tokens, size = options
+    results = run(
+        engine, PromptLookupProposer(LookupOptions(num_tokens=num_tokens, max_ngram_size=size))
+    )
+    assert [r.output_ids for r in results] == expected
+    assert any(r.stats.num_accepted for r in results)
+
+
+PERIOD = 10
+
+
+@pytest.fixture(scope="module")
+def repeater(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    """A target that counts: after token 20 + n comes 20 + (n + 1) % PERIOD, after others 20."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_llama(tmp_path_factory.mktemp("repeater"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+        head.zero_()
+        head[20] = embedding.sum(0) / 100
+        for n in range(PERIOD):
+            head[20 + (n + 1) % PERIOD] = embedding[20 + n]
+    model.save_pretrained(folder)
+    return TorchEngine(make_engine(folder.parent, folder, optimize="none"), device="cpu")
+
+
+def test_a_text_that_repeats_itself_is_drafted_in_full(repeater: TorchEngine) -> None:
+    """Once a period has been written, a step emits all that it can."""
+    request = Request(index=0, input_ids=[3, 25], max_output_len=61, end_ids=frozenset())
+    expected = [20 + (6 + n) % PERIOD for n in range(61)]
+    lookup = PromptLookupProposer(LookupOptions(num_tokens=4, max_ngram_size=2))
+    (result,) = generate(repeater.decoder, lookup, [request], Options())
+    assert result.output_ids == expected
+    # 26 comes with the prompt, up to the next 25 are nine, then 50 by fives; the last one alone.
+    assert result.stats.accepted_histogram == [10, 0, 0, 0, 10]
+    window = LookaheadProposer(LookaheadConfig(4, 4, 4), repeater.decoder)
+    (result,) = generate(repeater.decoder, window, [request], Options())
+    assert result.output_ids == expected
+    # Until the window has gone by a token that the text has reached, one at a time; then by fours.
+    histogram = result.stats.accepted_histogram
+    assert histogram[0] < 10
+    assert histogram[1:3] == [0, 0]
+    assert histogram[3] > 10
+
+
+@pytest.mark.parametrize("config", [(4, 4, 4), (1, 2, 1), (3, 2, 2), (2, 5, 1), (7, 7, 7)])
+def test_lookahead_leaves_the_text(
+    plain: tuple[TorchEngine, list[list[int]]], config: tuple[int, int, int]
+) -> None:
+    engine, expected = plain
+    results = run(engine, LookaheadProposer(LookaheadConfig(*config), engine.decoder))
+    assert [r.output_ids for r in results] == expected
+    for result in results:
+        assert sum(result.stats.accepted_histogram) == result.stats.num_verify_steps
+    assert any(r.stats.num_accepted for r in results)
+
+
+def test_a_window_of_wrong_tokens_leaves_the_text(
+    plain: tuple[TorchEngine, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hostile window: what it is filled with is nobody's choice."""
+    engine, expected = plain
+    advance = Lookahead.advance
+    monkeypatch.setattr(
+        Lookahead, "advance", lambda self, tokens: advance(self, [(t + 1) % 100 for t in tokens])
+    )
+    results = run(engine, LookaheadProposer(LookaheadConfig(4, 3, 4), engine.decoder))
+    assert [r.output_ids for r in results] == expected
+
+
+def test_window_rows_are_the_targets_own_choices(
+    plain: tuple[TorchEngine, list[list[int]]],
+) -> None:
+    """Each new row holds the argmax after the path above it, computed from the text alone."""
+    engine, _ = plain
+    proposer = LookaheadProposer(LookaheadConfig(3, 3, 2), engine.decoder)
+    checked: list[tuple[list[int], int]] = []  # what a path's last token ends, the token after it
+    observe = proposer.observe
+
+    def watch(requests: Any, states: torch.Tensor, paths: Any) -> None:
+        state = proposer._states[0]
+        before = list(state.window)
+        observe(requests, states, paths)
+        if not state.ends:
+            return
+        text = [*PROMPTS[0], *requests[0].output_ids[: -len(paths[0])]]
+        for column, token in enumerate(state.window[-1]):
+            path = [*before[0][1 : column + 1], *(row[column] for row in before[1:])]
+            checked.append(([*text, *path], token))
+
+    proposer.observe = watch
+    request = Request(index=0, input_ids=PROMPTS[0], max_output_len=12, end_ids=frozenset())
+    # Not the last step: there the output is cut.
+    generate(engine.decoder, proposer, [request], Options())
+    requests = [
+        Request(index=i, input_ids=text, max_output_len=1, end_ids=frozenset())
+        for i, (text, _) in enumerate(checked[:-3])
+    ]
+    assert len(requests) > 12
+    own = [r.output_ids for r in engine.generate(requests)]
+    assert own == [[token] for _, token in checked[:-3]]
+
+
+# ---- Flags.
+
+
+def settings(**values: Any) -> RunSettings:
+    return RunSettings(engine_dir=Path("e"), **values)
+
+
+def test_flags_of_prompt_lookup() -> None:
+    assert read_lookup_options(settings()) is None
+    assert read_lookup_options(settings(prompt_lookup_config="[10,2,[0,1]]")) == LookupOptions(
+        num_tokens=10, max_ngram_size=2, devices=(0, 1)
+    )
+    named = settings(prompt_lookup_num_tokens=8)
+    assert read_lookup_options(named) == LookupOptions(num_tokens=8, max_ngram_size=4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"max_matching_ngram_size": 2}, "without --prompt-lookup-num-tokens"),
+        ({"prompt_lookup_num_tokens": 2, "no_speculation": True}, "no effect"),
+        ({"prompt_lookup_num_tokens": 2, "draft_engine_dir": Path("d")}, "both given"),
+        ({"prompt_lookup_config": "[4,2,[0]]", "max_matching_ngram_size": 2}, "both given"),
+        *(
+            ({"prompt_lookup_config": text}, "--prompt-lookup-config is")
+            for text in ("", "4", "[4,2]", "[0,2,[0]]", "[4,2,0]", "[4,True,[0]]", "[4,2,[]]")
+        ),
+        ({"lookahead_config": "[7,7,7]", "no_speculation": True}, "no effect"),
+        *(
+            ({"lookahead_config": text}, "--lookahead-config is")
+            for text in ("", "7", "[7,7]", "[7,1,7]", "[0,7,7]", "[7,7,7.0]", "[7,7,0]")
+        ),
+    ],
+)
+def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_flags(settings(**flags))
+
+
+def test_the_default_window_is_the_largest_that_fits() -> None:
+    mode = EXTERNAL_METHODS["lookahead"]
+    sizes = {83: 7, 84: 7, 82: 6, 23: 4, 22: 3, 3: 2}
+    for length, size in sizes.items():
+        assert choose_lookahead(None, mode, length) == LookaheadConfig(size, size, size)
+    assert choose_lookahead(None, None, 83) is None
+    with pytest.raises(SpecDecError, match=r"\[2,2,2\] drafts 3 tokens .* max_draft_len 2"):
+        choose_lookahead(None, mode, 2)
+
+
+def run_command(folder: Path, mode: str, **flags: Any) -> dict[str, Any]:
+    return run_engine(
+        RunSettings(
+            engine_dir=folder / mode, tokenizer_dir=str(folder / "target"), device="cpu",
+            input_text=["aba aba aba aba"], max_output_len=24, **flags,
+        )
+    )  # fmt: skip
+
+
+def test_the_command(folder: Path) -> None:
+    lookup, lookahead = "draft_tokens_external", "lookahead_decoding"
+    reports = [
+        run_command(folder, lookup, prompt_lookup_config="[6,3,[0]]"),
+        run_command(folder, lookahead),
+        run_command(folder, lookahead, lookahead_config="[3,3,3]"),
+        run_command(folder, lookahead, no_speculation=True),
+    ]
+    methods = [report["stats"]["method"] for report in reports]
+    assert methods == ["prompt_lookup", "lookahead", "lookahead", "plain"]
+    assert len({tuple(report["outputs"][0]["output_ids"]) for report in reports}) == 1
+    widths = [len(report["outputs"][0]["stats"]["accepted_histogram"]) for report in reports]
+    assert widths == [7, 6, 4, 1], "the most that a step can accept, and none"
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags", "message"),
+    [
+        ("draft_tokens_external", {}, "--prompt-lookup-num-tokens to draft from the text itself"),
+        ("draft_tokens_external", {"prompt_lookup_num_tokens": 7}, "max_draft_len 6"),
+        ("draft_tokens_external", {"lookahead_config": "[7,7,7]"}, "--max-draft-len 83"),
+        ("lookahead_decoding", {"lookahead_config": "[7,7,7]"}, "drafts 83 tokens a step"),
+        (
+            "lookahead_decoding",
+            {"prompt_lookup_num_tokens": 4},
+            "--speculative-decoding-mode draft_tokens_external --max-draft-len 4",
+        ),
+        (
+            "draft_tokens_external",
+            {"prompt_lookup_config": "[4,2,[0,1]]"},
+            "device list [0, 1] has 2 entries",
+        ),
+        ("plain", {"prompt_lookup_num_tokens": 4}, "speculative_decoding_mode None"),
+        ("plain", {"lookahead_config": "[4,4,4]"}, "--max-draft-len 23"),
+    ],
+)
+def test_what_an_engine_refuses(
+    folder: Path, mode: str, flags: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecDecError) as caught:
+        run_command(folder, mode, **flags)
+    assert message in caught.value.message + caught.value.hint
+
+
+def test_build_wants_a_length(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="lookahead_decoding needs the most tokens"):
+        call(
+            "build", "--checkpoint-dir", folder / "checkpoint", "--output-dir", tmp_path / "e",
+            "--speculative-decoding-mode", "lookahead_decoding",
+        )  # fmt: skip

@@ -1,0 +1,359 @@
+"""Engines of several ranks: the text of one rank by every method, and how their processes end."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.errors import SpecDecError
+from specdec.run import ranks as ranks_module
+from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.backends.torch_rank import choose_device
+from specdec.run.loop import Interrupted, Options
+from specdec.run.ranks import end_ranks
+from specdec.run.requests import Request, Result
+from specdec.run.sampling import SamplingParams
+from tests.conftest import (
+    ROOT,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+    read_error_lines,
+    run_cli,
+)
+from tests.engines import call, make_noisy_copy
+
+EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5)
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 9}]
+# Method, ranks of its draft model, whether probabilities are compared.
+DRAFTS = [(2, False), (1, True), (2, True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines NAME-tpN of a target by itself, with each drafter, and of a draft model."""
+    parent = tmp_path_factory.mktemp("ranks")
+    target = make_llama(parent, seed=3, vocab=131)
+    drafter = make_drafter(parent, vocab=131, exit_dim=96, scale=3.0)
+    heads = make_medusa_heads(parent, vocab=131, heads=3, scale=3.0)
+    eagle = make_eagle_drafter(parent, vocab=131, heads=8, scale=2.0)
+    eagle3 = make_eagle_drafter(
+        parent, vocab=131, version=3, draft_vocab=70, own_embedding=False, name="eagle3"
+    )
+    make_noisy_copy(target, parent / "draft")
+    flags: dict[str, tuple[object, ...]] = {
+        "target": ("--model-dir", target),
+        "redrafter": (
+            "--model-dir", target, "--drafter-model-dir", drafter, "--use-parallel-embedding",
+        ),
+        "medusa": ("--model-dir", target, "--medusa-model-dir", heads),
+        "eagle": (
+            "--model-dir", target, "--eagle-model-dir", eagle, "--use-parallel-embedding",
+        ),
+        "eagle3": ("--model-dir", target, "--eagle-model-dir", eagle3),
+        "draft": ("--model-dir", parent / "draft"),
+    }  # fmt: skip
+    for name, sources in flags.items():
+        for size in (1, 2, 4) if name == "target" else (1, 2):
+            checkpoint = parent / f"{name}-ckpt{size}"
+            call("convert", *sources, "--output-dir", checkpoint, "--tp-size", size)
+            built = parent / f"{name}-tp{size}"
+            call(
+                "build", "--checkpoint-dir", checkpoint, "--output-dir", built,
+                "--optimize", "none", "--max-batch-size", 4,
+                *(EXTERNAL if name == "target" else ()),
+            )  # fmt: skip
+    return parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_all() -> Iterator[None]:
+    yield
+    end_ranks()
+
+
+def load(folder: Path, method: str, size: int) -> TorchEngine:
+    return TorchEngine(folder / f"{method}-tp{size}", device="cpu")
+
+
+def load_pair(folder: Path, size: int, draft_size: int, *, use_logits: bool) -> TorchEngine:
+    engine = load(folder, "target", size)
+    draft = load(folder, "draft", draft_size)
+    engine.attach_draft(draft, draft_len=4, use_logits=use_logits)
+    return engine
+
+
+def make_requests(limit: int = 20) -> list[Request]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        Request(
+            index=index,
+            input_ids=torch.randint(3, 131, (1 + index * 7 % 19,), generator=generator).tolist(),
+            max_output_len=limit - index,
+            end_ids=frozenset([17]) if index % 3 == 0 else frozenset(),
+            sampling=SamplingParams(seed=index, **SAMPLINGS[index % 3]),
+        )
+        for index in range(9)
+    ]
+
+
+def list_outputs(results: list[Result]) -> list[tuple[list[int], list[int]]]:
+    return [(r.output_ids, r.stats.accepted_histogram) for r in results]
+
+
+@functools.cache
+def generate_alone(folder: Path, method: str) -> list[list[int]]:
+    results = load(folder, method, 1).generate(make_requests())
+    return [r.output_ids for r in results]
+
+
+@pytest.mark.parametrize("method", ["target", "redrafter", "medusa", "eagle", "eagle3"])
+def test_two_ranks_give_the_text_of_one(folder: Path, method: str) -> None:
+    """Greedy and sampled rows in one batch, more requests than rows; the drafts are equal too."""
+    one, two = load(folder, method, 1), load(folder, method, 2)
+    assert one.method == two.method == {"target": "plain", "eagle3": "eagle"}.get(method, method)
+    results = two.generate(make_requests())
+    assert list_outputs(results) == list_outputs(one.generate(make_requests()))
+    assert [r.output_ids for r in results] == generate_alone(folder, "target")
+
+
+@pytest.mark.parametrize(("draft_size", "use_logits"), DRAFTS)
+def test_two_ranks_with_a_draft_model(folder: Path, draft_size: int, use_logits: bool) -> None:
+    """The draft model is on rank 0, or split as the target is."""
+    requests = make_requests()
+    one = load_pair(folder, 1, 1, use_logits=use_logits).generate(requests)
+    two = load_pair(folder, 2, draft_size, use_logits=use_logits).generate(requests)
+    assert list_outputs(two) == list_outputs(one)
+    accepted = sum(r.stats.num_accepted for r in two)
+    assert accepted > 10, "drafts are accepted, so that caches are cut back"
+    if not use_logits:
+        assert [r.output_ids for r in two] == generate_alone(folder, "target")
+
+
+def test_prefixes_of_other_rows_are_reused_on_every_rank(folder: Path) -> None:
+    start = list(range(3, 40))
+    requests = [
+        Request(index=i, input_ids=[*start, 50 + i], max_output_len=8, end_ids=frozenset())
+        for i in range(6)
+    ]
+    engine = load(folder, "target", 2)
+    expected = [r.output_ids for r in engine.generate(requests)]
+    reused = [r.output_ids for r in engine.generate(requests, Options(reuse_blocks=True))]
+    assert (
+        reused == expected == [r.output_ids for r in load(folder, "target", 1).generate(requests)]
+    )
+    assert engine.timing.num_reused_tokens >= 5 * len(start)
+
+
+def test_dropped_engines_and_caches_are_dropped_everywhere(folder: Path) -> None:
+    import gc
+
+    engine = load(folder, "target", 2)
+    ranks = ranks_module._ranks
+    assert ranks is not None
+    handle = engine.decoder._handle
+    engine.generate(make_requests(10)[:1])
+    del engine
+    gc.collect()
+    assert handle in ranks._dropped
+    load(folder, "target", 2)
+    assert handle not in ranks._dropped, "the others were told"
+
+
+def write_prompts(path: Path, number: int) -> Path:
+    lines = [json.dumps({"input_ids": [5, 6, 7 + i % 100]}) for i in range(number)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def list_texts(report: dict[str, Any]) -> list[list[int]]:
+    return [output["output_ids"] for output in report["outputs"]]
+
+
+def test_the_command_starts_four_ranks(folder: Path, tmp_path: Path) -> None:
+    flags = ["--input-file", write_prompts(tmp_path / "p.jsonl", 3), "--json"]
+    flags += ["--max-output-len", 12, "--no-speculation", "--device", "cpu"]
+    done = run_cli("run", "--engine-dir", folder / "target-tp4", *flags)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["stats"]["tp_size"] == 4
+    assert done.stderr.splitlines().count("4 ranks") == 1, "rank 0 alone logs"
+    requests = [
+        Request(index=i, input_ids=[5, 6, 7 + i], max_output_len=12, end_ids=frozenset())
+        for i in range(3)
+    ]
+    expected = load(folder, "target", 1).generate(requests)
+    assert list_texts(report) == [r.output_ids for r in expected]
+
+
+def test_torchrun(folder: Path, tmp_path: Path) -> None:
+    """Rank 0 alone speaks, and both end well."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+        "-m", "specdec", "run", "--engine-dir", folder / "redrafter-tp2", "--device", "cpu",
+        "--input-file", write_prompts(tmp_path / "p.jsonl", 2), "--max-output-len", "9", "--json",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [*map(str, command)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["stats"]["tp_size"] == 2
+    assert [len(text) for text in list_texts(report)] == [9, 9]
+    assert "rank 1" not in done.stderr
+
+
+def start_command(
+    folder: Path, tmp_path: Path, size: int
+) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a long run, wait until it generates, and return it with the other ranks' processes."""
+    prompts = write_prompts(tmp_path / "p.jsonl", 200)
+    command = [
+        sys.executable, "-m", "specdec", "run", "--engine-dir", folder / f"target-tp{size}",
+        "--input-file", prompts, "--max-output-len", "300", "--no-speculation", "--json",
+        "--device", "cpu",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [*map(str, command)], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "generating" in line:
+            break
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == size - 1, lines
+    time.sleep(1)
+    return process, [int(child) for child in children]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, "a rank was left behind"
+        time.sleep(0.05)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds ranks in /proc")
+
+
+@needs_proc
+def test_a_killed_rank_ends_all(folder: Path, tmp_path: Path) -> None:
+    process, others = start_command(folder, tmp_path, 4)
+    os.kill(others[1], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out == ""
+    error, hint = read_error_lines(err)
+    assert error == "rank 2 of 4 was killed by signal 9; the others were ended"
+    assert "memory" in hint
+    wait_for_end(others)
+
+
+@needs_proc
+def test_ranks_end_with_rank_0(folder: Path, tmp_path: Path) -> None:
+    process, others = start_command(folder, tmp_path, 2)
+    process.kill()
+    process.communicate(timeout=60)
+    wait_for_end(others)
+
+
+@needs_proc
+def test_ctrl_c_ends_with_what_was_done(folder: Path, tmp_path: Path) -> None:
+    process, others = start_command(folder, tmp_path, 2)
+    for pid in (process.pid, *others):
+        os.kill(pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert read_error_lines(err)[0].startswith("interrupted: ")
+    report = json.loads(out)
+    assert report["interrupted"] is True
+    assert any(list_texts(report)), "there are tokens"
+    wait_for_end(others)
+
+
+def test_ctrl_c_amid_an_exchange(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 stops where the others go on: they are ended, and the next engine gets new ones."""
+    engine = load(folder, "target", 2)
+    expected = list_outputs(engine.generate(make_requests()))
+    group, calls = engine.decoder.group, 0
+    assert group is not None
+    whole_sum = group.sum
+
+    def interrupt(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 21:
+            raise KeyboardInterrupt
+        return whole_sum(x)
+
+    monkeypatch.setattr(group, "sum", interrupt)
+    with pytest.raises(Interrupted) as caught:
+        engine.generate(make_requests())
+    assert any(result.output_ids for result in caught.value.results)
+    with pytest.raises(SpecDecError, match="the other ranks of this engine have ended"):
+        engine.generate(make_requests())
+    assert list_outputs(load(folder, "target", 2).generate(make_requests())) == expected
+
+
+def test_a_rank_tells_what_is_wrong_with_its_file(folder: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    for path in (folder / "target-tp2").iterdir():
+        (engine / path.name).write_bytes(path.read_bytes())
+    damaged = engine / "rank1.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-64])
+    with pytest.raises(SpecDecError, match=r"rank1\.safetensors"):
+        TorchEngine(engine, device="cpu")
+    damaged.unlink()
+    with pytest.raises(SpecDecError, match=r"rank1\.safetensors"):
+        TorchEngine(engine, device="cpu")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_launcher_of_another_size(
+    folder: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    message = f"WORLD_SIZE is {world_size}, the engine's tp_size is 2"
+    with pytest.raises(SpecDecError, match=message):
+        load(folder, "target", 2)
+    end_ranks()
+    if world_size > 1:
+        with pytest.raises(SpecDecError, match="WORLD_SIZE is 3, the engine's tp_size is 1"):
+            load(folder, "target", 1)
+
+
+def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", 2) == torch.device("cuda")
+    for name in ("auto", "cuda"):
+        with pytest.raises(
+            SpecDecError, match=f"--device {name}: 4 ranks need a GPU each.* sees 2"
+        ):
+            choose_device(name, 4)
+    assert choose_device("cpu", 4) == torch.device("cpu")

@@ -1,0 +1,113 @@
+"""An OpenAI-compatible server on this machine, which fails on demand."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+
+Reply = dict[str, Any]
+
+
+def write_answer(context: str | list[dict[str, str]]) -> str:
+    """What the target says: it depends on everything that it was shown."""
+    if isinstance(context, str):
+        return f" and then {len(context)}"
+    shown = "|".join(f"{m['role'][0]}:{m['content']}" for m in context)
+    return f"answer to <{shown}>"
+
+
+class ChatServer:
+    """Answers every request, unless `script` says otherwise.
+
+    script: called with the request's number, from 0, and its body; None for the ordinary answer,
+    or a dict with any of: status, headers, body (bytes), sleep (seconds before), cut (bytes of the
+    body after which the connection is closed), finish_reason, message (added to the answer's).
+    """
+
+    def __init__(self, script: Callable[[int, Any], Reply | None] | None = None) -> None:
+        self.script = script or (lambda number, body: None)
+        self.bodies: list[Any] = []
+        self.paths: list[str] = []
+        self.times: list[float] = []
+        self.keys: set[str | None] = set()
+        self.most_at_once = 0
+        self._num_at_once = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> ChatServer:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                server.answer(self)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 64
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}/v1"
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        with self._lock:
+            number = len(self.bodies)
+            self.bodies.append(body)
+            self.paths.append(handler.path)
+            self.times.append(time.monotonic())
+            self.keys.add(handler.headers.get("Authorization"))
+            self._num_at_once += 1
+            self.most_at_once = max(self.most_at_once, self._num_at_once)
+        try:
+            self._send(handler, body, self.script(number, body) or {})
+        except OSError:  # the client has gone
+            pass
+        finally:
+            with self._lock:
+                self._num_at_once -= 1
+
+    def _send(self, handler: BaseHTTPRequestHandler, body: Any, reply: Reply) -> None:
+        if "sleep" in reply:
+            time.sleep(reply["sleep"])
+        text = reply.get("body", self._write_body(body, reply))
+        handler.send_response(reply.get("status", 200))
+        for name, value in reply.get("headers", {}).items():
+            handler.send_header(name, value)
+        handler.send_header("Content-Length", str(len(text)))
+        handler.end_headers()
+        handler.wfile.write(text[: reply.get("cut")])
+        handler.wfile.flush()
+        handler.close_connection = True
+
+    def _write_body(self, body: Any, reply: Reply) -> bytes:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reply.get("finish_reason", "stop")}
+        if "prompt" in body:
+            choice["text"] = write_answer(body["prompt"])
+        else:
+            message = {"role": "assistant", "content": write_answer(body["messages"])}
+            choice["message"] = message | reply.get("message", {})
+        return json.dumps({"object": "chat.completion", "choices": [choice]}).encode()

@@ -1,0 +1,627 @@
+"""`specdec-train data` with a server: what it asks, survives, records, and never tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.command import run_command
+from specdec.errors import UsageError
+from specdec.train.cli import command
+from specdec.train.generation import client, pipeline
+from tests.conftest import ROOT
+from tests.train.chat_server import ChatServer, Reply, write_answer
+from tests.train.conftest import Finished
+
+KEY = "sk-never-to-be-seen-4711"
+RunData = Callable[..., Finished]
+
+
+@pytest.fixture
+def run_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> RunData:
+    """Run `specdec-train data` in this process, into `tmp_path / out.jsonl`."""
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    def run(server: ChatServer | str, *args: object) -> Finished:
+        url = server if isinstance(server, str) else server.url
+        words = [
+            "data", "--base-url", url, "--model", "toy", "--output", tmp_path / "out.jsonl",
+            "--timeout", 5, *args,
+        ]  # fmt: skip
+        with pytest.raises(SystemExit) as exit_info:
+            run_command(command, [str(word) for word in words])
+        captured = capsys.readouterr()
+        return Finished(int(exit_info.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+def write_prompts(path: Path, count: int) -> Path:
+    path.write_text("".join(json.dumps({"prompt": f"question {n}"}) + "\n" for n in range(count)))
+    return path
+
+
+def read_output(folder: Path, name: str = "out.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def list_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def answered(*turns: dict[str, str]) -> list[dict[str, str]]:
+    """Answer every user's turn as the server does."""
+    messages: list[dict[str, str]] = []
+    for turn in turns:
+        messages.append(turn)
+        if turn["role"] == "user":
+            messages.append({"role": "assistant", "content": write_answer(messages)})
+    return messages
+
+
+# ---- What is asked, and what comes out.
+
+ROWS: list[tuple[dict[str, Any], list[dict[str, str]]]] = [
+    ({"messages": [user("a"), {"role": "assistant", "content": "old"}, user("b")]},
+     [user("a"), user("b")]),
+    ({"id": "share-1", "conversations": [
+        {"from": "gpt", "value": "begins"}, {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "old"}, {"from": "gpt", "value": "goes on"},
+        {"from": "human", "value": "b"}, {"from": "gpt", "value": "old"}]},
+     [user("a"), user("b")]),
+    ({"system": "Be brief.", "mask": "User", "type": "VALUE_TO_TEXT", "conversations": [
+        {"from": "User", "value": "a", "label": None},
+        {"from": "Assistant", "value": "old", "label": "x"}]},
+     [{"role": "system", "content": "Be brief."}, user("a")]),
+    ({"prompt": "only this"}, [user("only this")]),
+    ({"text": "or this"}, [user("or this")]),
+    ({"prompt": "not this", "messages": [user("but this")]}, [user("but this")]),
+]  # fmt: skip
+
+
+def test_every_format_is_answered_turn_by_turn(run_data: RunData, tmp_path: Path) -> None:
+    """In view of the new answers, in the input's order, whatever comes back first."""
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n\n".join(json.dumps(row) for row, _ in ROWS))
+    with ChatServer(lambda number, body: {"sleep": 0.05 * max(0, 6 - number)}) as server:
+        done = run_data(server, "--input", path, "--max-tokens", 50, "--json")
+    assert done.status == 0, done.err
+    out = read_output(tmp_path)
+    assert [row["messages"] for row in out] == [answered(*turns) for _, turns in ROWS]
+    assert [row["index"] for row in out] == list(range(len(ROWS)))
+    assert [row.get("id") for row in out] == [None, "share-1", None, None, None, None]
+    assert set(server.paths) == {"/v1/chat/completions"}
+    asked = {"model": "toy", "max_tokens": 50, "temperature": 0.0, "stream": False}
+    for body in server.bodies:
+        assert body == asked | {"messages": body["messages"]}
+    report = json.loads(done.out)
+    assert (report["rows"], report["answered"], report["failed"]) == (6, 6, 0)
+    assert list_files(tmp_path) == ["in.jsonl", "out.jsonl", "out.manifest.json"]
+    manifest = json.loads((tmp_path / "out.manifest.json").read_text())
+    assert manifest["input"]["bytes"] == path.stat().st_size
+    assert manifest["settings"]["max_tokens"] == 50
+
+
+def test_options_reach_the_server(run_data: RunData, tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "in.jsonl", 3)
+    with ChatServer() as server:
+        done = run_data(
+            server, "--input", path, "--temperature", 0.7, "--top-p", 0.9, "--seed", 5,
+            "--system-prompt", "Be kind.", "--max-rows", 2,
+        )  # fmt: skip
+    assert done.status == 0, done.err
+    bodies = sorted(server.bodies, key=lambda body: body["seed"])
+    assert [body["seed"] for body in bodies] == [5, 6]
+    assert {(body["temperature"], body["top_p"]) for body in bodies} == {(0.7, 0.9)}
+    assert bodies[1]["messages"] == [
+        {"role": "system", "content": "Be kind."}, user("question 1"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".json", ".jsonl"])
+def test_completions(run_data: RunData, tmp_path: Path, suffix: str) -> None:
+    texts = ["def add(a, b):", "class \u00e9t\u00e9:"]
+    path = tmp_path / f"in{suffix}"
+    rows = [{"text": text} for text in texts]
+    content = {".txt": "\n".join(texts), ".json": json.dumps(rows)}
+    path.write_text(content.get(suffix, "\n".join(map(json.dumps, rows))))
+    with ChatServer() as server:
+        done = run_data(server, "--input", path, "--completion")
+    assert done.status == 0, done.err
+    assert set(server.paths) == {"/v1/completions"}
+    assert [row["text"] for row in read_output(tmp_path)] == [t + write_answer(t) for t in texts]
+
+
+def test_training_reads_the_output(run_data: RunData, tmp_path: Path, tokenizer: Any) -> None:
+    """The labels are the target's answers, no more."""
+    from specdec.train.data import read_rows
+
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps(ROWS[0][0]))
+    with ChatServer() as server:
+        assert run_data(server, "--input", path).status == 0
+    rows, _ = read_rows(tmp_path / "out.jsonl", tokenizer, 4096)
+    assert len(rows) == 1
+    labels = tokenizer.decode(rows.tokens[rows.mask].tolist())
+    answers = [m["content"] for m in answered(user("a"), user("b")) if m["role"] == "assistant"]
+    assert [part.strip() for part in labels.split("<eos>") if part.strip()] == answers
+
+
+# ---- A server that fails.
+
+FAILURES: dict[str, Reply] = {
+    "500": {"status": 500, "body": b"oops"},
+    "503": {"status": 503, "body": b"{}"},
+    "429": {"status": 429, "headers": {"Retry-After": "0.3"}, "body": b'{"error": {"message": 1}}'},
+    "429 until": {"status": 429, "headers": {"Retry-After": formatdate(0)}},
+    "stalls": {"sleep": 1.2},
+    "cut": {"cut": 20},
+    "closed": {"cut": 0, "status": 200},
+    "no JSON": {"body": b"<html>busy</html>"},
+    "half JSON": {"body": b'{"choices": [{"message"'},
+    "no choices": {"body": b'{"choices": []}'},
+    "no text": {"message": {"content": 7}},
+    "half a surrogate pair": {"message": {"content": "\ud83d"}},
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_what_passes_is_tried_again(run_data: RunData, tmp_path: Path, kind: str) -> None:
+    path = write_prompts(tmp_path / "in.jsonl", 2)
+    with ChatServer(lambda number, body: FAILURES[kind] if number in (1, 2) else None) as server:
+        done = run_data(server, "--input", path, "--concurrency", 1, "--timeout", 0.6)
+    assert done.status == 0, done.err
+    expected = [answered(user(f"question {n}")) for n in range(2)]
+    assert [row["messages"] for row in read_output(tmp_path)] == expected
+    assert len(server.bodies) == 4
+    if kind == "429":
+        assert server.times[2] - server.times[1] >= 0.3, "Retry-After"
+
+
+def test_waits_grow_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(client.time, "sleep", waits.append)
+    from specdec.train.generation.settings import DataSettings
+
+    with ChatServer(lambda number, body: {"status": 502, "body": b""}) as server:
+        asked = client.Client(DataSettings(base_url=server.url, model="m", max_retries=9))
+        for _ in range(2):
+            with pytest.raises(client.RowError, match=r"HTTP 502 \(after 10 tries\)") as caught:
+                asked.ask("p", None)
+            assert caught.value.is_passing
+    first, second = waits[:9], waits[9:]
+    assert first != second
+    for number, wait in enumerate(first):
+        assert 0.5 <= wait / min(client.MAX_WAIT, 2**number) <= 1.5
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high"),
+    [
+        (None, 0, 0), ("2.5", 2.5, 2.5), ("-1", 0, 0), ("nan", 0, 0), ("soon", 0, 0),
+        ("inf", 3600, 3600), ("99999", 3600, 3600), (formatdate(time.time() + 3000), 1000, 3000),
+        (formatdate(0), 0, 0),
+    ],
+)  # fmt: skip
+def test_retry_after(value: str | None, low: float, high: float) -> None:
+    assert low <= client._read_wait(value) <= high
+
+
+def test_rows_that_fail_are_reported_and_tried_again(run_data: RunData, tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "in.jsonl", 6)
+    broken = True
+
+    def script(number: int, body: Any) -> Reply | None:
+        text = body["messages"][-1]["content"]
+        if broken and text == "question 1":
+            return {"status": 400, "body": b'{"error": {"message": "the prompt is too long"}}'}
+        return {"status": 500, "body": b""} if broken and text == "question 4" else None
+
+    with ChatServer(script) as server:
+        first = run_data(server, "--input", path, "--max-retries", 1)
+        assert first.status == 1
+        assert first.last_lines[0].startswith(
+            "error: 2 of 6 rows failed, the first one (row 2): HTTP 400, 'the prompt is too long'"
+        )
+        failed = read_output(tmp_path, "out.failed.jsonl")
+        assert [(row["index"], row["row"]) for row in failed] == [(1, 2), (4, 5)]
+        assert "HTTP 500 (after 2 tries)" in failed[1]["reason"]
+        assert not (tmp_path / "out.jsonl").exists()
+        assert len(server.bodies) == 4 + 1 + 2, "400 is not tried again"
+
+        again = run_data(server, "--input", path)
+        assert (again.status, "--resume" in again.last_lines[1]) == (1, True)
+        broken = False
+        server.bodies.clear()
+        last = run_data(server, "--input", path, "--resume")
+        assert last.status == 0, last.err
+        asked = sorted(body["messages"][-1]["content"] for body in server.bodies)
+    assert asked == ["question 1", "question 4"]
+    assert [row["index"] for row in read_output(tmp_path)] == list(range(6))
+    assert list_files(tmp_path) == ["in.jsonl", "out.jsonl", "out.manifest.json"]
+
+
+def test_failures_can_be_allowed(run_data: RunData, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    unasked = json.dumps({"messages": [{"role": "assistant", "content": "x"}]})
+    lines = ['{"prompt": "good"}', "{broken", unasked, "[1]", '{"url": "x"}', '{"prompt": ""}']
+    lines.append('{"prompt": "\\ud800"}')
+    path.write_text("\n".join(lines))
+    with ChatServer() as server:
+        done = run_data(server, "--input", path, "--allow-failures", "--json")
+    assert done.status == 0, done.err
+    report = json.loads(done.out)
+    assert (report["rows"], report["answered"], report["failed"]) == (7, 1, 6)
+    assert len(server.bodies) == 1
+    reasons = [row["reason"] for row in read_output(tmp_path, "out.failed.jsonl")]
+    for reason, expected in zip(
+        reasons,
+        ("line 2 cannot be used", "no user's turn", "is a list", "a conversation or a prompt",
+         "a conversation or a prompt", "surrogates"),
+        strict=True,
+    ):  # fmt: skip
+        assert expected in reason
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        ({"message": {"content": ""}}, "empty"),
+        ({"message": {"content": None, "tool_calls": [{}]}, "finish_reason": "tool_calls"}, "tool"),
+        ({"message": {"reasoning_content": "hm"}}, "without a reasoning parser"),
+        ({"finish_reason": "content_filter"}, "content_filter"),
+    ],
+)
+def test_answers_that_are_none(
+    run_data: RunData, tmp_path: Path, reply: Reply, reason: str
+) -> None:
+    path = write_prompts(tmp_path / "in.jsonl", 1)
+    with ChatServer(lambda number, body: reply) as server:
+        done = run_data(server, "--input", path, "--allow-failures")
+    assert done.status == 1, "nothing is left to write"
+    assert reason in read_output(tmp_path, "out.failed.jsonl")[0]["reason"]
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_cut_answer_ends_its_conversation(run_data: RunData, tmp_path: Path, drop: bool) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(json.dumps(ROWS[n][0]) for n in (3, 0)))
+
+    def script(number: int, body: Any) -> Reply | None:
+        return {"finish_reason": "length"} if body["messages"][0] == user("a") else None
+
+    with ChatServer(script) as server:
+        done = run_data(server, "--input", path, *(["--drop-truncated"] if drop else []))
+    assert len(server.bodies) == 2
+    if drop:
+        assert done.status == 1
+        assert "cut at 2048 tokens" in done.last_lines[0]
+        return
+    assert "1 of 2 rows end with an answer that was cut" in done.err
+    rows = read_output(tmp_path)
+    assert rows[1] == {"index": 1, "messages": answered(user("a")), "truncated": True}
+    assert "truncated" not in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "hint"),
+    [(401, "OPENAI_API_KEY"), (403, "OPENAI_API_KEY"), (404, "/v1"), (307, "--base-url")],
+)
+def test_what_no_row_can_pass_ends_the_run(
+    run_data: RunData, tmp_path: Path, status: int, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A redirect is not followed: it would carry the key elsewhere."""
+    path = write_prompts(tmp_path / "in.jsonl", 50)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with ChatServer() as elsewhere:
+        reply = {
+            "status": status, "headers": {"Location": f"{elsewhere.url}/chat/completions"},
+            "body": json.dumps({"detail": f"not with {KEY}"}).encode(),
+        }  # fmt: skip
+        with ChatServer(lambda number, body: reply) as server:
+            done = run_data(server, "--input", path, "--concurrency", 2, "--debug")
+    assert done.status == 1
+    assert f"refuses every request: HTTP {status}, 'not with [key]'" in done.last_lines[0]
+    assert hint in done.last_lines[1]
+    assert len(server.bodies) <= 4
+    assert elsewhere.bodies == []
+    assert KEY not in done.err
+
+
+def test_nobody_listens(run_data: RunData, tmp_path: Path) -> None:
+    with ChatServer() as server:
+        url = server.url
+    began = time.monotonic()
+    done = run_data(url, "--input", write_prompts(tmp_path / "in.jsonl", 2))
+    assert done.status == 1
+    assert f"no server answers at {url}/chat/completions" in done.last_lines[0]
+    assert time.monotonic() - began < 5
+    assert list_files(tmp_path) == ["in.jsonl"], "nothing to resume"
+
+
+def test_a_server_that_dies_ends_the_run(run_data: RunData, tmp_path: Path) -> None:
+    """Rather than every row's failing; what was answered is kept."""
+    path = write_prompts(tmp_path / "in.jsonl", 200)
+    with ChatServer(lambda number, body: {"status": 503} if number >= 10 else None) as server:
+        done = run_data(server, "--input", path, "--concurrency", 2, "--max-retries", 1)
+        assert done.status == 1
+        assert re.search(r"8 rows in succession got no answer, .* HTTP 503", done.last_lines[0])
+        assert "--resume" in done.last_lines[1]
+        assert len(server.bodies) < 40
+        server.script = lambda number, body: None
+        done = run_data(server, "--input", path, "--resume", "--json")
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["resumed"] == 10
+    assert [row["index"] for row in read_output(tmp_path)] == list(range(200))
+
+
+# ---- The key.
+
+
+def test_the_key_is_sent_and_seen_nowhere_else(
+    run_data: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    path = write_prompts(tmp_path / "in.jsonl", 3)
+    echo = json.dumps({"error": {"message": f"Incorrect API key provided: {KEY}."}}).encode()
+    replies: list[Reply | None] = [{"status": 500, "body": echo}, {"status": 400, "body": echo}]
+    with ChatServer(lambda n, body: replies[n] if n < 2 else None) as server:
+        done = run_data(
+            server, "--input", path, "--allow-failures", "--debug", "--json", "--concurrency", 1
+        )
+    assert done.status == 0, done.err
+    assert server.keys == {f"Bearer {KEY}"}
+    assert "Incorrect API key provided: [key]" in done.err, "the debug log tells of the retry"
+    assert KEY not in done.err + done.out
+    assert list_files(tmp_path) == [
+        "in.jsonl", "out.failed.jsonl", "out.jsonl", "out.manifest.json",
+    ]  # fmt: skip
+    for file in tmp_path.iterdir():
+        assert KEY not in file.read_text(), file
+
+
+def test_without_a_key_none_is_sent(run_data: RunData, tmp_path: Path) -> None:
+    with ChatServer() as server:
+        assert run_data(server, "--input", write_prompts(tmp_path / "in.jsonl", 1)).status == 0
+    assert server.keys == {None}
+
+
+# ---- Many at once; interrupted; resumed.
+
+
+@pytest.mark.parametrize("concurrency", [1, 5])
+def test_requests_are_concurrent(run_data: RunData, tmp_path: Path, concurrency: int) -> None:
+    """So many at once, and never more: each waits until all are there."""
+    barrier = threading.Barrier(concurrency)
+
+    def script(number: int, body: Any) -> None:
+        barrier.wait(timeout=5)
+
+    with ChatServer(script) as server:
+        path = write_prompts(tmp_path / "in.jsonl", 4 * concurrency)
+        done = run_data(server, "--input", path, "--concurrency", concurrency)
+    assert done.status == 0, done.err
+    assert server.most_at_once == concurrency
+
+
+def test_a_killed_run_goes_on(run_data: RunData, tmp_path: Path) -> None:
+    """No row is lost, none comes twice, and only what was under way is asked again."""
+    path = write_prompts(tmp_path / "in.jsonl", 60)
+    reached = threading.Event()
+
+    def script(number: int, body: Any) -> Reply | None:
+        if number == 30:
+            reached.set()
+        return {"sleep": 0.05}
+
+    with ChatServer(script) as server:
+        words = [
+            sys.executable, "-m", "specdec", "train", "data", "--input", path, "--base-url",
+            server.url, "--model", "toy", "--output", tmp_path / "out.jsonl", "--concurrency", "4",
+        ]  # fmt: skip
+        process = subprocess.Popen(
+            [str(w) for w in words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert reached.wait(60)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert list_files(tmp_path) == [".out.jsonl.partial", "in.jsonl"]
+        time.sleep(0.2)
+        num_before = len(server.bodies)
+        done = run_data(server, "--input", path, "--resume", "--json")
+    assert done.status == 0, done.err
+    rows = read_output(tmp_path)
+    assert [row["index"] for row in rows] == list(range(60))
+    assert [row["messages"] for row in rows] == [answered(user(f"question {n}")) for n in range(60)]
+    resumed = json.loads(done.out)["resumed"]
+    assert num_before - 4 <= resumed <= num_before
+    assert len(server.bodies) - num_before == 60 - resumed
+
+
+def test_a_cut_line_is_dropped(run_data: RunData, tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "in.jsonl", 3)
+    broken = True
+
+    def script(number: int, body: Any) -> Reply | None:
+        return {"status": 400} if broken and "2" in body["messages"][0]["content"] else None
+
+    with ChatServer(script) as server:
+        assert run_data(server, "--input", path, "--concurrency", 1).status == 1
+        journal = tmp_path / ".out.jsonl.partial"
+        lines = journal.read_bytes().splitlines(keepends=True)
+        assert len(lines) == 4
+        for cut in (b"".join(lines[:2]) + lines[2][:-9], lines[0][:10], b""):
+            journal.write_bytes(cut)
+            broken = False
+            done = run_data(server, "--input", path, "--resume", "--json")
+            assert done.status == 0, done.err
+            assert json.loads(done.out)["resumed"] == cut.count(b"\n") // 2
+            assert [row["index"] for row in read_output(tmp_path)] == [0, 1, 2]
+            (tmp_path / "out.jsonl").unlink()
+        journal.write_bytes(lines[0] + b"7\n")
+        done = run_data(server, "--input", path, "--resume")
+        assert "is damaged" in done.last_lines[0]
+
+
+def test_what_a_run_depends_on_must_be_the_same(run_data: RunData, tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "in.jsonl", 3)
+    with ChatServer(lambda number, body: {"status": 400}) as server:
+        assert run_data(server, "--input", path).status == 1
+        other = run_data(server, "--input", path, "--resume", "--temperature", 1)
+        assert "temperature was 0.0, is 1.0" in other.last_lines[0]
+        write_prompts(path, 4)
+        assert "input was" in run_data(server, "--input", path, "--resume").last_lines[0]
+        both = run_data(server, "--input", path, "--resume", "--force")
+        assert both.status == 2
+        server.script = lambda number, body: None
+        assert run_data(server, "--input", path, "--force").status == 0
+        assert len(read_output(tmp_path)) == 4
+        before = (tmp_path / "out.jsonl").read_bytes()
+        assert "exists" in run_data(server, "--input", path).last_lines[0]
+        assert run_data(server, "--input", path, "--force").status == 0
+        assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_one_process_at_a_time(run_data: RunData, tmp_path: Path) -> None:
+    from specdec.errors import SpecDecError
+    from specdec.train.generation.journal import Journal
+
+    journal = Journal(tmp_path / "out.jsonl", {}, resume=True, force=False)
+    with pytest.raises(SpecDecError, match="another process is writing"):
+        Journal(tmp_path / "out.jsonl", {}, resume=True, force=False)
+    journal.close()
+    Journal(tmp_path / "out.jsonl", {}, resume=True, force=False).remove()
+    assert list_files(tmp_path) == []
+
+
+def test_ctrl_c_tells_how_to_go_on(run_data: RunData, tmp_path: Path, monkeypatch: Any) -> None:
+    """Without waiting for the server."""
+    path = write_prompts(tmp_path / "in.jsonl", 20)
+
+    def interrupt(number: int, body: Any) -> Reply | None:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return {"sleep": 3} if number >= 3 else None
+
+    began = time.monotonic()
+    with ChatServer(interrupt) as server:
+        done = run_data(server, "--input", path, "--concurrency", 1)
+    assert time.monotonic() - began < 3
+    assert done.last_lines[0] == "error: interrupted: 3 of 20 rows are done"
+    assert "--resume" in done.last_lines[1]
+
+
+def test_progress_is_told(
+    run_data: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "SECONDS_BETWEEN_REPORTS", 0.0)
+    with ChatServer() as server:
+        done = run_data(server, "--input", write_prompts(tmp_path / "in.jsonl", 4))
+    assert re.search(r"3 of 4 rows, \d+\.\d\d rows/s, about 0:00 hours left", done.err)
+    assert "4 rows are in" in done.err
+
+
+# ---- Wrong usage.
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "localhost:8000/v1", "ftp://h/v1", "http://", "http://h:x/v1", "http://h/v1?key=1"],
+)
+def test_wrong_urls(url: str) -> None:
+    with pytest.raises(UsageError, match="--base-url is"):
+        client.check_url(url)
+
+
+def test_a_url_holds_no_key() -> None:
+    with pytest.raises(UsageError, match="user name or a password") as caught:
+        client.check_url(f"http://me:{KEY}@host/v1")
+    assert KEY not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "message"),
+    [
+        (["--input", "absent.jsonl"], 1, "does not exist"),
+        (["--input", "x/y"], 1, "pip install datasets"),
+        ([], 2, "missing --input"),
+        (["--input", "{in}", "--engine-dir", "e"], 2, "neither one server nor one engine"),
+        (["--input", "{in}", "--output", "out.txt"], 2, "name a .jsonl file"),
+        (["--input", "{in}", "--output", "absent/out.jsonl"], 1, "absent is not a folder"),
+        (["--input", "{in}", "--output", "{in}"], 1, "exists"),
+        (["--input", "{in}", "--top-p", "0"], 2, "--top-p is 0"),
+        (["--input", "{in}", "--concurrency", "0"], 2, "at least 1"),
+        (["--input", "{in}", "--base-url", "h"], 2, "--base-url is 'h'"),
+    ],
+)
+def test_wrong_usage(
+    run_data: RunData, tmp_path: Path, args: list[str], status: int, message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    path = write_prompts(tmp_path / "in.jsonl", 1)
+    done = run_data("http://127.0.0.1:9/v1", *(a.format(**{"in": path}) for a in args))
+    assert done.status == status
+    assert message in " ".join(done.last_lines)
+    assert list_files(tmp_path) == ["in.jsonl"]
+
+
+def test_a_dataset_of_the_hub(
+    run_data: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the optional library, which stands here for itself."""
+
+    class Datasets:
+        @staticmethod
+        def load_dataset(name: str, split: str) -> list[dict[str, Any]]:
+            if name != "org/prompts":
+                raise RuntimeError("no such dataset")
+            return [{"prompt": f"{split} {n}"} for n in range(3)]
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    with ChatServer() as server:
+        done = run_data(server, "--input", "org/prompts", "--dataset-split", "sft")
+        assert done.status == 0, done.err
+        absent = run_data(server, "--input", "org/absent", "--force")
+    assert [row["messages"][0]["content"] for row in read_output(tmp_path)] == [
+        "sft 0", "sft 1", "sft 2",
+    ]  # fmt: skip
+    manifest = json.loads((tmp_path / "out.manifest.json").read_text())
+    assert manifest["input"]["dataset"] == "org/prompts"
+    assert re.fullmatch("[0-9a-f]{64}", manifest["input"]["sha256"])
+    assert "no such dataset" in absent.last_lines[0]
+
+
+def test_a_recipe_has_a_section_of_it(run_data: RunData, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"data:\n  input: {write_prompts(tmp_path / 'in.jsonl', 5)}\n  max_rows: 2\n")
+    with ChatServer() as server:
+        assert run_data(server, "--config", recipe).status == 0
+    assert len(read_output(tmp_path)) == 2
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loopback needs none."""
+    monkeypatch.setenv("no_proxy", "*")

@@ -1,0 +1,344 @@
+"""Medusa's and EAGLE's losses, and soft labels, against slow ones written from the formulas."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.schema import ModelConfig
+from specdec.train import loss as loss_module
+from specdec.train.loss import Teacher, compute_loss
+from specdec.train.methods.base import Drafter, Features, OutputHead
+from specdec.train.methods.eagle import Eagle1, Eagle3, Recipe, make_mask
+from specdec.train.methods.medusa import MedusaHeads
+
+HIDDEN, VOCAB, HEADS, KV_HEADS, HEAD_SIZE, STEPS = 8, 11, 2, 1, 4, 3
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM", dtype="float32", vocab_size=VOCAB, hidden_size=HIDDEN,
+    num_hidden_layers=1, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
+    head_size=HEAD_SIZE, intermediate_size=6, norm_epsilon=1e-5, max_position_embeddings=32,
+    rotary_base=100.0,
+)  # fmt: skip
+NUM_AUXILIARY = 2
+DRAFTERS = ("medusa", "medusa-2", "medusa-soft", "eagle", "eagle-2-layers", "eagle3")
+
+
+def make_head() -> OutputHead:
+    generator = torch.Generator().manual_seed(5)
+    return OutputHead(torch.randn(VOCAB, HIDDEN, generator=generator))
+
+
+def make_drafter(kind: str) -> Drafter:
+    torch.manual_seed(0)
+    if kind.startswith("medusa"):
+        drafter: Drafter = MedusaHeads(
+            make_head(),
+            num_heads=STEPS,
+            num_layers=2 if kind == "medusa-2" else 1,
+            self_distillation=0.4 if kind == "medusa-soft" else 0.0,
+        )
+    else:
+        recipe = Recipe(
+            num_steps=STEPS, max_k=5, loss_decay=0.9, token_weight=0.3, noise=0.0,
+            self_distillation=1.0 if kind == "eagle3" else 0.6,
+        )  # fmt: skip
+        model = MODEL
+        if kind == "eagle-2-layers":
+            model = ModelConfig(**{**vars(MODEL), "num_hidden_layers": 2})
+        if kind == "eagle3":
+            drafter = Eagle3(model, recipe, make_head(), num_auxiliary=NUM_AUXILIARY)
+        else:
+            drafter = Eagle1(model, recipe)
+    with torch.no_grad():  # what begins as zero, one or a copy is told apart
+        for parameter in drafter.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return drafter
+
+
+def make_batch(num_rows: int = 2, length: int = 8) -> tuple[Features, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(width: int) -> Tensor:
+        return torch.randn(num_rows, length, width, generator=generator)
+
+    features = Features(
+        tokens=torch.randint(0, VOCAB, (num_rows, length), generator=generator),
+        hidden=draw(HIDDEN),
+        embedded=draw(HIDDEN),
+        head=make_head(),
+        auxiliary=draw(NUM_AUXILIARY * HIDDEN),
+    )
+    return features, torch.rand(num_rows, length, generator=generator) < 0.7
+
+
+def normalize(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean() + MODEL.norm_epsilon).sqrt() * weight
+
+
+def rotate_by(x: Tensor, position: int) -> Tensor:
+    """One head's vector, pair by pair as complex numbers."""
+    half = HEAD_SIZE // 2
+    out = x.clone()
+    for i in range(half):
+        angle = position / MODEL.rotary_base ** (2 * i / HEAD_SIZE)
+        cos, sin = math.cos(angle), math.sin(angle)
+        out[i] = x[i] * cos - x[i + half] * sin
+        out[i + half] = x[i + half] * cos + x[i] * sin
+    return out
+
+
+def run_layer(
+    weights: dict[str, Tensor], index: int, inputs: list[Tensor], embedded: list[Tensor]
+) -> list[Tensor]:
+    """A decoder layer over one sequence, token after token, as an engine runs it."""
+
+    def get(name: str) -> Tensor:
+        return weights[f"layers.{index}.{name}.weight"]
+
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    outputs = []
+    for position, (x, e) in enumerate(zip(inputs, embedded, strict=True)):
+        entered = x
+        if f"layers.{index}.hidden_norm.weight" in weights:
+            normed = normalize(e, get("input_layernorm"))
+            entered = torch.cat((normed, normalize(x, get("hidden_norm"))))
+        elif f"layers.{index}.input_layernorm.weight" in weights:
+            entered = normalize(x, get("input_layernorm"))
+        q, k, v = (get(f"self_attn.{name}_proj") @ entered for name in "qkv")
+        keys.append(rotate_by(k, position))
+        values.append(v)
+        attended = []
+        for head in range(HEADS):  # all of them share the one key/value head
+            query = rotate_by(q[head * HEAD_SIZE : (head + 1) * HEAD_SIZE], position)
+            scores = torch.stack([query @ key for key in keys]) / HEAD_SIZE**0.5
+            attended.append(scores.softmax(0) @ torch.stack(values))
+        x = x + get("self_attn.o_proj") @ torch.cat(attended)
+        normed = normalize(x, get("post_attention_layernorm"))
+        gate = get("mlp.gate_proj") @ normed
+        gated = gate / (1 + torch.exp(-gate)) * (get("mlp.up_proj") @ normed)
+        outputs.append(x + get("mlp.down_proj") @ gated)
+    return outputs
+
+
+def draft_eagle(
+    weights: dict[str, Tensor], features: Features, row: int, place: int
+) -> list[Tensor]:
+    """Guesses of one draft: true pairs up to `place`, then the drafter's own."""
+    is_third = "norm.weight" in weights
+    if is_third:
+        states = [weights["fc.weight"] @ a for a in features.auxiliary[row, : place + 1]]
+    else:
+        states = list(features.hidden[row, : place + 1])
+    guesses = []
+    for step in range(STEPS):
+        if place + 2 + step >= features.tokens.shape[1]:
+            break
+        embedded = [features.embedded[row, 1 + i] for i in range(len(states))]
+        x = states
+        if not is_third:
+            x = [
+                weights["fc.weight"] @ torch.cat((e, s)) + weights["fc.bias"]
+                for e, s in zip(embedded, states, strict=True)
+            ]
+        for index in range(2 if "layers.1.mlp.up_proj.weight" in weights else 1):
+            x = run_layer(weights, index, x, embedded)
+        guesses.append(x[-1])
+        states = [*states, x[-1]]
+    return guesses
+
+
+def guess_medusa(weights: dict[str, Tensor], features: Features, row: int, place: int) -> Any:
+    logits = []
+    for head in range(STEPS):
+        x, layer = features.hidden[row, place], 0
+        while f"{head}.{layer}.linear.weight" in weights:
+            y = (
+                weights[f"{head}.{layer}.linear.weight"] @ x
+                + weights[f"{head}.{layer}.linear.bias"]
+            )
+            x = x + y / (1 + torch.exp(-y))
+            layer += 1
+        logits.append(weights[f"{head}.{layer}.weight"] @ x)
+    return logits
+
+
+def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Tensor) -> Tensor:
+    weights = dict(drafter.named_parameters())
+    head = features.head.weight
+    terms: list[list[Tensor]] = [[] for _ in range(STEPS)]
+    for row in range(len(mask)):
+        for place in range(mask.shape[1] - 2):
+            if kind.startswith("medusa"):
+                guesses = guess_medusa(weights, features, row, place)
+            else:
+                guesses = draft_eagle(weights, features, row, place)
+            for step, guess in enumerate(guesses):
+                at = place + 2 + step
+                if at >= mask.shape[1] or not mask[row, at]:
+                    continue
+                if kind == "eagle3":
+                    logits = weights["lm_head.weight"] @ normalize(guess, weights["norm.weight"])
+                else:
+                    logits = guess if kind.startswith("medusa") else head @ guess
+                logs = logits - logits.exp().sum().log()
+                share = {"medusa-soft": 0.4, "eagle3": 1.0}.get(kind, 0.6)
+                share = 0.0 if kind in ("medusa", "medusa-2") else share
+                wanted = (head @ features.hidden[row, at - 1]).softmax(0)
+                soft = (wanted * (wanted.log() - logs)).sum()
+                loss = (1 - share) * -logs[features.tokens[row, at]] + share * soft
+                if kind in ("eagle", "eagle-2-layers"):
+                    missed = (guess - features.hidden[row, at - 1]).abs()
+                    smooth = torch.where(missed < 1, missed.square() / 2, missed - 0.5).mean()
+                    loss = 0.3 * loss + smooth
+                terms[step].append(loss)
+    decay = 0.8 if kind.startswith("medusa") else 0.9
+    return sum(decay**i * torch.stack(t).mean() for i, t in enumerate(terms))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_loss_and_gradients_match_the_formulas(kind: str) -> None:
+    drafter = make_drafter(kind)
+    features, mask = make_batch()
+    expected = compute_reference(kind, drafter, features, mask)
+    torch.autograd.backward(expected)
+    gradients = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+    drafter.zero_grad()
+    loss, _ = drafter(features, mask, drafter.count_labels(mask).float(), False)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
+    loss.backward()
+    for name, parameter in drafter.named_parameters():
+        assert gradients[name].any(), name
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("length", [3, 8])
+def test_a_batch_without_labels_has_zero_loss(kind: str, length: int) -> None:
+    drafter = make_drafter(kind)
+    features, mask = make_batch(length=length)
+    nothing = torch.zeros_like(mask)
+    loss, packed = drafter(features, nothing, drafter.count_labels(nothing).float(), True)
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.isfinite(packed).all()
+    assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_padding_and_cutting_change_nothing(kind: str) -> None:
+    """Rows that are padded at their ends, and batches cut up, have the loss of the whole."""
+    drafter = make_drafter(kind)
+    features, mask = make_batch(num_rows=2)
+    mask[1, 5:] = False  # the second row ends there
+    num_labels = drafter.count_labels(mask).float()
+    whole, _ = drafter(features, mask, num_labels, False)
+    parts = []
+    for row, length in ((0, 8), (1, 5)):
+        cut = {
+            name: getattr(features, name)[row : row + 1, :length]
+            for name in ("tokens", "hidden", "embedded", "auxiliary")
+        }
+        part = Features(**cut, head=features.head)
+        parts.append(drafter(part, mask[row : row + 1, :length], num_labels, False)[0])
+    torch.testing.assert_close(parts[0] + parts[1], whole)
+
+
+def test_medusa_begins_by_saying_what_the_target_says() -> None:
+    heads = MedusaHeads(make_head(), num_heads=2, num_layers=2)
+    x = torch.randn(5, HIDDEN)
+    for head in heads.children():
+        torch.testing.assert_close(head(x), x @ make_head().weight.T)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_gradients_flow_into_the_drafter_alone(kind: str) -> None:
+    drafter = make_drafter(kind)
+    features, mask = make_batch()
+    assert features.head is not None
+    own = {id(p) for p in drafter.parameters()}
+    frozen = [features.hidden, features.embedded, features.auxiliary, features.head.weight]
+    drafter(features, mask, drafter.count_labels(mask).float(), False)[0].backward()
+    for tensor in frozen:
+        assert id(tensor) not in own
+        assert tensor.grad is None
+        assert not tensor.requires_grad
+    assert all(p.grad is not None and p.grad.any() for p in drafter.parameters())
+
+
+def test_eagle_noise_is_drawn_in_training_only() -> None:
+    drafter = make_drafter("eagle")
+    noisy = Eagle1(MODEL, Recipe(**{**vars(drafter.recipe), "noise": 0.5}))
+    noisy.load_state_dict(drafter.state_dict())
+    features, mask = make_batch()
+    counts = drafter.count_labels(mask).float()
+    plain = drafter(features, mask, counts, False)[0]
+    torch.manual_seed(1)
+    first = noisy(features, mask, counts, False)[0]
+    second = noisy(features, mask, counts, False)[0]
+    torch.manual_seed(1)
+    torch.testing.assert_close(noisy(features, mask, counts, False)[0], first)
+    assert first != second
+    assert first != plain
+    noisy.eval()
+    torch.testing.assert_close(noisy(features, mask, counts, False)[0], plain)
+
+
+def test_the_mask_of_a_later_step() -> None:
+    drawn = ["".join("x" if seen else "." for seen in line) for line in make_mask([4, 3, 2],
+        torch.device("cpu"))[0, 0].tolist()]  # fmt: skip
+    assert drawn == ["x...x..x.", "xx...x..x"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("chunk_elements", [VOCAB, 1 << 20])
+@pytest.mark.parametrize("is_head_trained", [True, False])
+def test_soft_labels_match_the_formula(
+    share: float, chunk_elements: int, is_head_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk_elements)
+    torch.manual_seed(0)
+    x = torch.randn(7, 5, requires_grad=True)
+    weight = torch.randn(VOCAB, 5, requires_grad=is_head_trained)
+    labels, weights = torch.randint(0, VOCAB, (7,)), torch.rand(7)
+    teacher = Teacher(torch.randn(7, 4), torch.randn(VOCAB, 4), torch.randn(VOCAB), share)
+    loss, losses, ranks = compute_loss(
+        x, weight, labels, weights, measure=True, teacher=teacher if share else None
+    )
+    loss.backward()
+    assert x.grad is not None
+    found = x.grad.clone(), weight.grad
+    x.grad = weight.grad = None
+    logs = (x @ weight.T).log_softmax(-1)
+    wanted = (teacher.hidden @ teacher.weight.T + teacher.bias).log_softmax(-1)
+    hard = -logs.gather(1, labels[:, None])[:, 0]
+    expected = (1 - share) * hard + share * (wanted.exp() * (wanted - logs)).sum(1)
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(losses, expected.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[0], x.grad, rtol=1e-4, atol=1e-5)
+    if is_head_trained:
+        torch.testing.assert_close(found[1], weight.grad, rtol=1e-4, atol=1e-5)
+    else:
+        assert found[1] is None
+    guessed = wanted.argmax(1) if share == 1 else labels
+    order = logs.argsort(1, descending=True)
+    assert ranks.tolist() == [
+        (o == g).nonzero().item() for o, g in zip(order, guessed, strict=True)
+    ]
+
+
+def test_a_drafter_that_says_what_the_target_says_is_always_right() -> None:
+    """Soft labels alone: the divergence is nothing and every guess counts as right."""
+    head = make_head()
+    hidden = torch.randn(9, HIDDEN)
+    teacher = Teacher(hidden, head.weight, None, 1.0)
+    labels = torch.zeros(9, dtype=torch.int64)
+    _, losses, ranks = compute_loss(
+        hidden, head.weight, labels, torch.ones(9), measure=True, teacher=teacher
+    )
+    torch.testing.assert_close(losses, torch.zeros(9), rtol=0, atol=1e-5)
+    assert not ranks.any()

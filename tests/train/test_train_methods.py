@@ -1,0 +1,505 @@
+"""Every trainable method through the command: data to drafter to engine, resuming, measuring."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.errors import SpecDecError
+from specdec.train import acceptance, hub, loop
+from specdec.train.acceptance import choose_prompts
+from specdec.train.data import Rows, prepare_rows
+from specdec.train.methods import TRAINABLE
+from specdec.train.methods.eagle import choose_layers, describe_layers
+from specdec.train.pipeline import fill_defaults
+from specdec.train.settings import TrainSettings
+from tests.conftest import run_cli
+from tests.engines import call
+
+BASIC = (
+    "--dtype", "float32", "--model-max-length", 32, "--batch-size", 2, "--seed", 3,
+    "--learning-rate", 0.01, "--eval-output-len", 16,
+)  # fmt: skip
+KINDS = {
+    "redrafter": ("--method", "redrafter", "--redrafter-predict-n-tokens", 3),
+    "medusa": ("--method", "medusa", "--medusa-num-heads", 3),
+    "eagle": ("--method", "eagle"),
+    "eagle3": ("--method", "eagle", "--eagle-version", 3),
+}
+FOLDER_FLAGS = {
+    "redrafter": "--drafter-model-dir", "medusa": "--medusa-model-dir",
+    "eagle": "--eagle-model-dir", "eagle3": "--eagle-model-dir",
+}  # fmt: skip
+
+
+@pytest.fixture
+def inputs(target_dir: Path, data_file: Path) -> tuple[object, ...]:
+    return ("--model-dir", target_dir, "--data", data_file, *BASIC)
+
+
+def call_here(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """A stage in this process, which spares its start."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        call(stage, "--json", *arguments)
+    report: dict[str, Any] = json.loads(out.getvalue())
+    return report
+
+
+@pytest.fixture
+def stages_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the measurement call its stages in this process; return the list of those called."""
+    called: list[str] = []
+
+    def call_stage(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
+        called.append(stage)
+        return call_here(stage, arguments)
+
+    monkeypatch.setattr(acceptance, "call_stage", call_stage)
+    monkeypatch.setattr(acceptance, "call_run", lambda arguments: call_stage("run", arguments))
+    return called
+
+
+def test_every_method_has_its_case_here() -> None:
+    assert {flags[1] for flags in KINDS.values()} == set(TRAINABLE)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_data_to_text_by_the_commands(
+    kind: str, inputs: Any, target_dir: Path, tmp_path: Path
+) -> None:
+    """train -> convert -> build -> run -> verify; what training measured is what an engine does."""
+    heads, checkpoint, engine = tmp_path / "heads", tmp_path / "checkpoint", tmp_path / "engine"
+    trained = run_cli(
+        "train", *inputs, *KINDS[kind], "--output-dir", heads, "--max-steps", 60,
+        "--self-distillation", 1, "--eval-prompts", 3, "--eval-output-len", 16, "--json",
+        env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    measured = json.loads(trained.stdout)["eval"]["acceptance"]
+    assert f"engine: acceptance length {measured['acceptance_length']:.2f}" in trained.stderr
+    card = (heads / "README.md").read_text()
+    assert f"**{measured['acceptance_length']:.2f}** tokens per verify step" in card
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heads"]
+
+    call_here(
+        "convert",
+        ["--model-dir", str(target_dir), FOLDER_FLAGS[kind], str(heads), "--output-dir",
+         str(checkpoint)],
+    )  # fmt: skip
+    call_here(
+        "build",
+        ["--checkpoint-dir", str(checkpoint), "--output-dir", str(engine), "--optimize", "none"],
+    )
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    _, heldout = prepare_rows(Path(inputs[3]), None, tokenizer, 32)
+    prompts = choose_prompts(heldout, 3, 64 - 16)
+    assert len(prompts) == measured["prompts"]
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("".join(json.dumps({"input_ids": p}) + "\n" for p in prompts))
+    run = call_here(
+        "run",
+        ["--engine-dir", str(engine), "--tokenizer-dir", str(target_dir), "--input-file",
+         str(requests), "--max-output-len", "16"],
+    )  # fmt: skip
+    for name in ("num_output_tokens", "num_verify_steps", "acceptance_length"):
+        assert run["stats"][name] == measured[name]
+    assert measured["acceptance_length"] > 1
+    verified = run_cli(
+        "verify", "--engine-dir", engine, "--model-dir", target_dir, "--prompts", requests,
+        "--max-output-len", 8, "--json",
+    )  # fmt: skip
+    assert verified.returncode == 0, verified.stderr
+    assert json.loads(verified.stdout)["verdict"] in ("exact", "near-ties")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_evaluation_converts_builds_and_runs(
+    kind: str, run_train: Any, inputs: Any, stages_here: list[str], tmp_path: Path
+) -> None:
+    """The same commands in this process, called at every evaluation."""
+    done = run_train(
+        *inputs, *KINDS[kind], "--output-dir", tmp_path / "heads", "--max-steps", 90,
+        "--eval-steps", 60, "--self-distillation", 1, "--eval-prompts", 2, "--eval-output-len",
+        20, "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    assert stages_here == ["convert", *2 * ["convert", "build", "run"]]
+    log = [
+        json.loads(line)
+        for line in (tmp_path / "heads" / "training_log.jsonl").read_text().splitlines()
+    ]
+    lengths = [line["eval"]["acceptance"]["acceptance_length"] for line in log if "eval" in line]
+    assert len(lengths) == 2
+    # A random target's text is nothing like the data: the recurrent head needs more than this.
+    assert lengths[-1] > 1 or kind == "redrafter" and lengths[-1] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["heads"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("medusa", "float32"), ("eagle", "bfloat16"), ("eagle3", "float32")],
+)
+def test_an_interrupted_training_resumes_to_the_same_bytes(
+    kind: str, dtype: str, run_train: Any, inputs: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    options = (
+        *inputs, *KINDS[kind], "--max-steps", 10, "--save-steps", 3, "--eval-prompts", 0,
+        "--gradient-accumulation-steps", 2, "--dtype", dtype,
+    )  # fmt: skip
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_train(*options, "--output-dir", whole).status == 0
+    take_step: Callable[..., Any] = loop.Loop._take_step
+
+    def stop_at_eight(self: loop.Loop, step: int, *, measure: bool) -> Any:
+        if step == 8:
+            raise KeyboardInterrupt
+        return take_step(self, step, measure=measure)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Loop, "_take_step", stop_at_eight)
+        assert run_train(*options, "--output-dir", cut).status == 130
+    resumed = run_train(*options, "--output-dir", cut, "--resume")
+    assert resumed.status == 0, resumed.err
+    assert "resumed at step 6" in resumed.err
+    names = {path.name for path in whole.glob("*.safetensors")}
+    assert len(names) == 1
+    for name in (*names, "config.json"):
+        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sanity_passes_where_one_row_can_be_learned(
+    kind: str, run_train: Any, inputs: Any, tmp_path: Path
+) -> None:
+    done = run_train(*inputs, *KINDS[kind], "--sanity", "--json")
+    assert done.status == 0, done.err
+    report = json.loads(done.out)
+    assert report["sanity"] is True
+    assert report["steps"] < 400
+    assert all(row[0] >= 0.9 for row in report["eval"]["top_k_accuracy"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sanity_fails_where_nothing_is_learned(run_train: Any, inputs: Any) -> None:
+    done = run_train(*inputs, *KINDS["medusa"], "--sanity", "--learning-rate", 1e-9,
+                     "--max-steps", 40)  # fmt: skip
+    assert done.status == 1
+    assert done.last_lines[0].startswith("error: --sanity: after 40 steps on one row of 32 tokens")
+    assert done.last_lines[1].startswith("hint: raise --max-steps or --learning-rate")
+    assert done.out == ""
+
+
+def fake_measure(lengths: list[float]) -> Callable[[Any, Any], dict[str, Any]]:
+    def measure(self: Any, drafter: Any) -> dict[str, Any]:
+        return {
+            "prompts": 1, "max_output_len": 4, "dtype": "float32", "num_output_tokens": 4,
+            "num_verify_steps": 2, "acceptance_length": lengths.pop(0), "acceptance_rate": 0.5,
+        }  # fmt: skip
+
+    return measure
+
+
+def test_training_stops_at_the_acceptance_that_was_asked_for(
+    run_train: Any, inputs: Any, stages_here: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(acceptance.AcceptanceMeter, "measure", fake_measure([1.2, 1.5, 9.0]))
+    done = run_train(
+        *inputs, *KINDS["medusa"], "--output-dir", tmp_path / "out", "--max-steps", 20,
+        "--eval-steps", 4, "--stop-at-acceptance", 1.5, "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    report = json.loads(done.out)
+    assert report["steps"] == 8
+    assert report["eval"]["acceptance"]["acceptance_length"] == 1.5
+    assert "step 8 of 20: good enough" in done.err
+
+
+def test_a_measurement_that_fails_loses_nothing(
+    run_train: Any, inputs: Any, stages_here: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def fail(self: Any, drafter: Any) -> None:
+        raise SpecDecError("no memory is left", "buy some")
+
+    options = (*inputs, *KINDS["medusa"], "--output-dir", tmp_path / "out", "--max-steps", 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(acceptance.AcceptanceMeter, "measure", fail)
+        failed = run_train(*options)
+    assert failed.status == 1
+    assert failed.last_lines == ["error: no memory is left", "hint: buy some"]
+    resumed = run_train(*options, "--resume", "--eval-prompts", 0)
+    assert resumed.status == 0, resumed.err
+    assert "resumed at step 6" in resumed.err
+
+
+def test_what_cannot_be_measured_is_said_before_training(
+    run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(stage: str, arguments: Sequence[str]) -> None:
+        assert "--dry-run" in arguments
+        raise SpecDecError("there is no such converter", "use another model")
+
+    monkeypatch.setattr(acceptance, "call_stage", refuse)
+    options = (*inputs, *KINDS["medusa"], "--output-dir", tmp_path / "out", "--max-steps", 6)
+    done = run_train(*options)
+    assert done.status == 1
+    assert done.last_lines == [
+        "error: --eval-prompts 16: the acceptance could not be measured: there is no such"
+        " converter",
+        "hint: use another model; or train with --eval-prompts 0",
+    ]
+    assert "step 1/6" not in done.err
+    too_long = run_train(*options, "--force", "--eval-output-len", 64)
+    assert too_long.status == 1
+    assert "no held-out row leaves a prompt of up to 0 tokens" in too_long.last_lines[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        (("--medusa-num-heads", 2), 2, "--medusa-num-heads has no effect with --method redrafter"),
+        (("--method", "medusa", "--redrafter-num-layers", 1), 2, "--redrafter-num-layers has no"),
+        (("--self-distillation", 1.5), 2, "--self-distillation is 1.5"),
+        (("--stop-at-acceptance", 2, "--eval-prompts", 0), 2, "--stop-at-acceptance without"),
+        (("--method", "eagle", "--eagle-version", 2), 2, "--eagle-version: '2' is not one of 1, 3"),
+        (("--push-to-hub", "me/heads"), 1, "--push-to-hub me/heads: HF_TOKEN is not set"),
+    ],
+)
+def test_mistakes_are_named(
+    run_train: Any, inputs: Any, tmp_path: Path, changes: Any, status: int, words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    done = run_train(*inputs, "--output-dir", tmp_path / "out", *changes)
+    assert done.status == status, done.err
+    assert words in done.last_lines[0]
+    assert done.last_lines[1].startswith("hint: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_medusa_and_eagle_write_the_published_layouts(
+    run_train: Any, inputs: Any, target_dir: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    for kind in ("medusa", "eagle", "eagle3"):
+        done = run_train(
+            *inputs, *KINDS[kind], "--output-dir", tmp_path / kind, "--max-steps", 1,
+            "--eval-prompts", 0,
+        )  # fmt: skip
+        assert done.status == 0, done.err
+    heads = load_file(tmp_path / "medusa" / "medusa_lm_head.safetensors")
+    expected = {
+        f"{head}.{name}" for head in range(3)
+        for name in ("0.linear.weight", "0.linear.bias", "1.weight")
+    }  # fmt: skip
+    assert set(heads) == expected
+    config = json.loads((tmp_path / "medusa" / "config.json").read_text())
+    assert config == {
+        "base_model_name_or_path": target_dir.name, "medusa_num_heads": 3,
+        "medusa_num_layers": 1, "dtype": "float32",
+    }  # fmt: skip
+    layer = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
+    layer |= {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    layer |= {"post_attention_layernorm.weight"}
+    first = load_file(tmp_path / "eagle" / "model.safetensors")
+    assert set(first) == {
+        "embed_tokens.weight", "fc.weight", "fc.bias", *(f"layers.0.{name}" for name in layer)
+    }  # fmt: skip
+    own = load_file(target_dir / "model.safetensors")
+    torch.testing.assert_close(first["embed_tokens.weight"], own["model.embed_tokens.weight"])
+    layer |= {"input_layernorm.weight", "hidden_norm.weight"}
+    third = load_file(tmp_path / "eagle3" / "model.safetensors")
+    assert set(third) == {
+        "fc.weight", "norm.weight", "lm_head.weight", *(f"layers.0.{name}" for name in layer)
+    }  # fmt: skip
+    assert third["layers.0.self_attn.q_proj.weight"].shape == (32, 64)
+    assert json.loads((tmp_path / "eagle3" / "config.json").read_text())["eagle_config"][
+        "eagle_aux_hidden_state_layer_ids"
+    ] == [0]
+
+
+def test_a_target_that_caps_its_logits_is_refused(
+    run_train: Any, inputs: Any, tmp_path: Path, tokenizer: Any
+) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    folder = tmp_path / "capped"
+    config = Gemma2Config(
+        vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64,
+        final_logit_softcapping=0.05,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    done = run_train(
+        *inputs, *KINDS["medusa"], "--model-dir", folder, "--output-dir", tmp_path / "out",
+        "--eval-prompts", 0,
+    )  # fmt: skip
+    assert done.status == 1
+    assert "it scales or caps them" in done.last_lines[0]
+
+
+def make_rows(*rows: list[tuple[int, bool]]) -> Rows:
+    import numpy as np
+
+    tokens = [token for row in rows for token, _ in row]
+    mask = [labelled for row in rows for _, labelled in row]
+    bounds = np.cumsum([0, *map(len, rows)])
+    return Rows(np.array(tokens, np.int64), np.array(mask, bool), bounds)
+
+
+def test_prompts_are_a_texts_beginning_and_a_conversations_question() -> None:
+    text = [(token, True) for token in range(10, 20)]
+    chat = [(1, False), (2, False), (3, False), (4, True), (5, True)]
+    assert choose_prompts(make_rows(text, chat), 2, 50) == [[10, 11, 12, 13, 14], [1, 2, 3]]
+    # What is too long, or there already, makes place for the next.
+    assert choose_prompts(make_rows(chat, text), 2, 2) == [[10, 11]]
+    assert choose_prompts(make_rows(chat, chat, chat), 3, 50) == [[1, 2, 3]]
+    long_text = [(token, True) for token in range(1000)]
+    assert choose_prompts(make_rows(long_text), 4, 500) == [list(range(128))]
+
+
+def make_fake_hub(calls: list[tuple[str, dict[str, Any]]]) -> type:
+    """A stand-in for `HfApi`, whose calls are checked against the real signatures."""
+    import huggingface_hub
+
+    real = huggingface_hub.HfApi
+
+    def note(self: Any, name: str, arguments: dict[str, Any]) -> None:
+        inspect.signature(getattr(real, name)).bind(self, **arguments)
+        calls.append((name, arguments))
+
+    class FakeHub:
+        def __init__(self, token: str) -> None:
+            assert token == "hf_secret"
+
+        def create_repo(self, **arguments: Any) -> None:
+            note(self, "create_repo", arguments)
+
+        def upload_folder(self, **arguments: Any) -> str:
+            note(self, "upload_folder", arguments)
+            folder = Path(arguments["folder_path"])
+            arguments["names"] = sorted(path.name for path in folder.iterdir())
+            return "https://hub/me/heads/commit/1"
+
+    return FakeHub
+
+
+def test_a_drafter_is_uploaded_once_it_is_complete(
+    run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(huggingface_hub, "HfApi", make_fake_hub(calls))
+    out = tmp_path / "out"
+    done = run_train(
+        *inputs, *KINDS["medusa"], "--output-dir", out, "--max-steps", 1, "--eval-prompts", 0,
+        "--push-to-hub", "me/heads", "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["hub"] == "https://hub/me/heads/commit/1"
+    (made, created), (sent, uploaded) = calls
+    assert (made, created["repo_id"], created["private"]) == ("create_repo", "me/heads", True)
+    assert (sent, uploaded["repo_id"], uploaded["folder_path"]) == (
+        "upload_folder",
+        "me/heads",
+        out,
+    )
+    assert "medusa_lm_head.safetensors" in uploaded["names"]
+    assert uploaded["ignore_patterns"] == ["manifest.json"]
+    everything = done.out + done.err + "".join(
+        path.read_text(errors="replace") for path in out.iterdir()
+    )  # fmt: skip
+    assert "hf_secret" not in everything
+
+
+def test_a_hub_that_refuses_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    class Refusing:
+        def __init__(self, token: str) -> None:
+            pass
+
+        def create_repo(self, **_: Any) -> None:
+            raise OSError("403 Forbidden")
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr(huggingface_hub, "HfApi", Refusing)
+    with pytest.raises(SpecDecError, match=re.escape("me/heads: it cannot be written to")) as info:
+        hub.open_hub("me/heads")
+    assert "hf_secret" not in info.value.message + info.value.hint
+
+
+def test_a_target_that_would_be_split_is_refused(
+    run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import accelerate
+    from accelerate.utils import DistributedType
+
+    class Launched:
+        distributed_type = DistributedType.FSDP
+
+        def __init__(self, **_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(accelerate, "Accelerator", Launched)
+    done = run_train(*inputs, "--output-dir", tmp_path / "out")
+    assert done.status == 1
+    assert done.last_lines[0].startswith("error: accelerate was launched with FSDP")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_defaults_are_the_methods_own() -> None:
+    eagle = fill_defaults(TrainSettings(method="eagle"))
+    assert (eagle.learning_rate, eagle.self_distillation) == (1e-4, 1.0)
+    medusa = fill_defaults(TrainSettings(method="medusa", self_distillation=0.5))
+    assert (medusa.learning_rate, medusa.self_distillation) == (1e-3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layers"), [(32, (1, 15, 28)), (8, (1, 3, 4)), (6, (0, 2, 4)), (2, (0,))]
+)
+def test_eagle3_reads_low_middle_and_high_layers(num_layers: int, layers: tuple[int, ...]) -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_hidden_layers=num_layers)
+    assert choose_layers(TrainSettings(method="eagle", eagle_version="3"), config) == layers
+    assert choose_layers(TrainSettings(method="eagle"), config) == ()
+
+
+def test_eagles_layers_are_shaped_like_the_targets() -> None:
+    from transformers import LlamaConfig
+
+    from specdec.train.methods.base import TargetShape
+
+    class FakeTarget:
+        name = "fake"
+        shape = TargetShape(hidden_size=64, vocab_size=99)
+        config = LlamaConfig(
+            hidden_size=64, intermediate_size=80, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=24, rms_norm_eps=1e-3, max_position_embeddings=77, rope_theta=5e5,
+            rope_scaling={"rope_type": "linear", "factor": 2.0},
+        )  # fmt: skip
+
+    target: Any = FakeTarget()
+    model = describe_layers(target, 2)
+    assert (model.num_hidden_layers, model.head_size, model.norm_epsilon) == (2, 24, 1e-3)
+    assert (model.rotary_base, model.max_position_embeddings) == (5e5, 77)
+    assert model.rotary_scaling == {"rope_type": "linear", "factor": 2.0}

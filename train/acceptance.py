@@ -1,0 +1,145 @@
+"""What an engine accepts of a drafter: converted, built and run on held-out prompts.
+
+The three commands run as users run them, each in a process of its own, so that what is measured
+here is what `specdec-run --json` will tell of the finished drafter.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specdec.errors import SpecDecError
+from specdec.processes import call_run, call_stage
+
+from .data import Rows
+from .output import write_weights
+from .settings import TrainSettings
+from .target import Target
+
+if TYPE_CHECKING:
+    from .methods.base import Drafter, TrainingMethod
+
+# Of a text; of a conversation everything up to its first answer is the prompt.
+MAX_TEXT_PROMPT = 128
+
+
+def choose_prompts(rows: Rows, count: int, max_length: int) -> list[list[int]]:
+    """Choose prompts of at most `max_length` tokens from rows evenly spaced.
+
+    A text's first half at most; a conversation up to where its first answer begins. Rows that
+    leave no prompt, or one that is too long, make place for the next.
+    """
+    prompts: list[list[int]] = []
+    for row in np.linspace(0, len(rows), min(count, len(rows)), endpoint=False).astype(int):
+        for at in range(row, len(rows)):
+            low, high = int(rows.bounds[at]), int(rows.bounds[at + 1])
+            mask = rows.mask[low:high]
+            size = min((high - low) // 2, MAX_TEXT_PROMPT, max_length)
+            if not mask[0]:
+                size = int(mask.argmax())
+            prompt = [int(token) for token in rows.tokens[low : low + size]]
+            if 0 < size <= max_length and prompt not in prompts:
+                prompts.append(prompt)
+                break
+    return prompts
+
+
+class AcceptanceMeter:
+    """Measures a drafter in training, in `folder`, which is emptied after every measurement."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        method: TrainingMethod,
+        target: Target,
+        heldout: Rows,
+        *,
+        folder: Path,
+        dtype: str,
+        save_dtype: str,
+        max_positions: int,
+    ) -> None:
+        self.settings = settings
+        self.method = method
+        self.target = target
+        self.folder = folder
+        self.dtype = dtype
+        self.save_dtype = save_dtype
+        max_length = max_positions - settings.eval_output_len
+        self.prompts = choose_prompts(heldout, settings.eval_prompts, max_length)
+        if not self.prompts:
+            raise SpecDecError(
+                f"--eval-prompts: no held-out row leaves a prompt of up to {max_length} tokens"
+                f" beside the {settings.eval_output_len} of --eval-output-len",
+                "lower --eval-output-len, or train with --eval-prompts 0",
+            )
+
+    def check(self, drafter: Drafter) -> None:
+        """Raise SpecDecError now if the engine could not be made of this target and drafter."""
+        try:
+            self._convert(drafter, "--dry-run")
+        except SpecDecError as error:
+            raise SpecDecError(
+                f"--eval-prompts {self.settings.eval_prompts}: the acceptance could not be"
+                f" measured: {error.message}",
+                f"{error.hint}; or train with --eval-prompts 0",
+            ) from None
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def measure(self, drafter: Drafter) -> dict[str, Any]:
+        """Return what `specdec-run` counts on the prompts."""
+        checkpoint, engine = self.folder / "checkpoint", self.folder / "engine"
+        try:
+            self._convert(drafter, "--output-dir", str(checkpoint))
+            call_stage(
+                "build",
+                [
+                    "--checkpoint-dir", str(checkpoint), "--output-dir", str(engine), "--backend",
+                    "torch", "--optimize", "none",
+                ],
+            )  # fmt: skip
+            shutil.rmtree(checkpoint)
+            requests = self.folder / "prompts.jsonl"
+            lines = [json.dumps({"input_ids": prompt}) + "\n" for prompt in self.prompts]
+            requests.write_text("".join(lines), encoding="utf-8")
+            stats = call_run(
+                [
+                    "--engine-dir", str(engine), "--tokenizer-dir", str(self.settings.model_dir),
+                    "--input-file", str(requests), "--max-output-len",
+                    str(self.settings.eval_output_len),
+                ]
+            )["stats"]  # fmt: skip
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return {
+            "prompts": len(self.prompts),
+            "max_output_len": self.settings.eval_output_len,
+            "dtype": self.dtype,
+            **{
+                name: stats[name]
+                for name in (
+                    "num_output_tokens", "num_verify_steps", "acceptance_length", "acceptance_rate"
+                )
+            },
+        }  # fmt: skip
+
+    def _convert(self, drafter: Drafter, *arguments: str) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        heads = self.folder / "drafter"
+        heads.mkdir(parents=True)
+        write_weights(heads, drafter, self.method, self.target, self.save_dtype)
+        if "--output-dir" not in arguments:
+            arguments = (*arguments, "--output-dir", str(self.folder / "checkpoint"))
+        call_stage(
+            "convert",
+            [
+                "--model-dir", str(self.settings.model_dir), self.method.convert_folder, str(heads),
+                "--dtype", self.dtype, *self.method.convert_flags(self.settings), *arguments,
+            ],
+        )  # fmt: skip

@@ -1,0 +1,285 @@
+"""Answers made anew by the target: read, ask, journal, write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specdec import __version__, logs
+from specdec.errors import SpecDecError, UsageError
+from specdec.settings import require, to_plain
+from specdec.storage import describe_file, write_json
+
+from .client import Client, check_url
+from .journal import Journal
+from .rows import Dialogue, Row, RowError, Source, open_source
+from .settings import DataSettings
+
+SERVER_FLAGS = ("base_url", "model")
+ENGINE_FLAGS = ("engine_dir", "tokenizer_dir")
+# What the answers depend on; a run that is resumed must have the same.
+FACTS = (
+    "model", "completion", "max_tokens", "temperature", "top_p", "seed", "system_prompt",
+    "max_rows", "drop_truncated",
+)  # fmt: skip
+SECONDS_BETWEEN_REPORTS = 30.0
+MIN_LOST_ROWS = 8
+
+logger = logs.get_logger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def regenerate_data(settings: DataSettings) -> dict[str, Any]:
+    """Let the target answer every row of the input; write the output and return the counts."""
+    check_settings(settings)
+    assert settings.output is not None
+    source = open_source(settings)
+    facts = {name: getattr(settings, name) for name in FACTS} | {"input": source.facts["sha256"]}
+    if settings.engine_dir is not None:
+        facts["engine"] = describe_file(settings.engine_dir / "config.json")["sha256"]
+    journal = Journal(settings.output, facts, resume=settings.resume, force=settings.force)
+    try:
+        num_known = len(journal)
+        if num_known:
+            logger.info("%d of %d rows are done already", num_known, source.num_rows)
+        began = time.monotonic()
+        make_rows(settings, source, journal)
+        report = {
+            "output": str(settings.output),
+            "rows": source.num_rows,
+            "answered": len(journal),
+            "resumed": num_known,
+            "failed": len(journal.failures),
+            "truncated": journal.num_truncated,
+            "seconds": round(time.monotonic() - began, 2),
+        }
+        finish(settings, source, journal, report)
+    except KeyboardInterrupt:
+        raise SpecDecError(
+            f"interrupted: {len(journal)} of {source.num_rows} rows are done",
+            "the same command with --resume goes on from there",
+        ) from None
+    finally:
+        journal.close()
+    return report
+
+
+def check_settings(settings: DataSettings) -> None:
+    """Raise for what can be seen to be wrong before anything is read."""
+    require(settings, "input", "output")
+    given = [n for n in (*SERVER_FLAGS, *ENGINE_FLAGS) if getattr(settings, n) is not None]
+    is_engine = settings.engine_dir is not None
+    if not given or set(given) - set(ENGINE_FLAGS if is_engine else SERVER_FLAGS):
+        raise UsageError(
+            "the target is neither one server nor one engine",
+            "give --base-url and --model, or --engine-dir and --tokenizer-dir",
+        )
+    require(settings, *(ENGINE_FLAGS if is_engine else SERVER_FLAGS))
+    if settings.engine_dir is not None and not settings.engine_dir.is_dir():
+        raise SpecDecError(
+            f"{settings.engine_dir} is not a folder", "give a folder written by specdec-build"
+        )
+    if settings.base_url is not None:
+        check_url(settings.base_url)
+    if not 0 < settings.top_p <= 1:
+        raise UsageError(f"--top-p is {settings.top_p:g}", "give a number above 0 and at most 1")
+    if settings.resume and settings.force:
+        raise UsageError("--resume and --force are both given", "continue, or start anew")
+    output = settings.output
+    assert output is not None
+    if output.suffix != ".jsonl":
+        raise UsageError(f"--output is {output}", "name a .jsonl file, as specdec-train takes it")
+    if not output.parent.is_dir():
+        raise SpecDecError(f"{output.parent} is not a folder", "make it, or name another output")
+    if output.exists() and not settings.force:
+        raise SpecDecError(f"{output} exists", "name another file, or replace it with --force")
+    if settings.input is not None and output.resolve() == Path(settings.input).resolve():
+        raise UsageError("--output is the input", "name another file")
+
+
+def make_rows(settings: DataSettings, source: Source, journal: Journal) -> None:
+    """Answer the rows that the journal lacks, and record each as soon as it is done."""
+    num_left = source.num_rows - len(journal)
+    left = (row for row in source.read() if row.index not in journal)
+    num_lost = 0  # rows in succession that the server did not answer
+    most_lost = max(MIN_LOST_ROWS, settings.concurrency)
+    with track_rows(num_left) as advance:
+        for index, place, result in answer_rows(settings, source, left):
+            if isinstance(result, RowError):
+                journal.add_failure(index, {"index": index, "row": place, "reason": result.reason})
+            else:
+                journal.add_row(index, result)
+            advance(1)
+            num_lost = num_lost + 1 if isinstance(result, RowError) and result.is_passing else 0
+            if num_lost >= most_lost:
+                assert isinstance(result, RowError)
+                raise SpecDecError(
+                    f"{num_lost} rows in succession got no answer, the last one: {result.reason}",
+                    "see to the server, then run the same command with --resume",
+                )
+
+
+Result = tuple[int, int, "dict[str, Any] | RowError"]  # index, place, the row or why there is none
+
+
+def answer_rows(settings: DataSettings, source: Source, rows: Iterable[Row]) -> Iterator[Result]:
+    """Yield every row's result, in the order in which they come to their end."""
+    if settings.engine_dir is None:
+        client = Client(settings)
+        yield from map_concurrently(
+            lambda row: answer_row(client, settings, source, row), rows, settings.concurrency
+        )
+        return
+    from .engine import EngineRunner
+
+    runner = EngineRunner(settings)
+    unusable: list[Result] = []
+
+    def open_dialogues() -> Iterator[Dialogue]:
+        for row in rows:
+            try:
+                yield Dialogue(row, settings, source)
+            except RowError as error:
+                unusable.append((row.index, row.place, error))
+
+    for dialogue, error in runner.answer(open_dialogues()):
+        yield (dialogue.row.index, dialogue.row.place, error or finish_row(dialogue, settings))
+    yield from unusable
+
+
+def answer_row(client: Client, settings: DataSettings, source: Source, row: Row) -> Result:
+    """Let the server answer a row, one turn after the other."""
+    try:
+        dialogue = Dialogue(row, settings, source)
+        seed = None if settings.seed is None else settings.seed + row.index
+        while (context := dialogue.ask()) is not None:
+            answer = client.ask(context, seed)
+            dialogue.add(answer.text, is_truncated=answer.is_truncated)
+        return row.index, row.place, finish_row(dialogue, settings)
+    except RowError as error:
+        return row.index, row.place, error
+
+
+def finish_row(dialogue: Dialogue, settings: DataSettings) -> dict[str, Any] | RowError:
+    """The output's row, unless its answer was cut and such are not wanted."""
+    if dialogue.is_truncated and settings.drop_truncated:
+        return RowError(f"an answer was cut at {settings.max_tokens} tokens or the server's limit")
+    return dialogue.to_json()
+
+
+def map_concurrently(work: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
+    """Yield `work(item)` for all items as they are done, a few more taken than are worked on.
+
+    The workers do not outlive the process: Ctrl-C need not wait for a server.
+    """
+    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    end = object()
+
+    def run() -> None:
+        while (item := tasks.get()) is not end:
+            try:
+                done.put((work(item), None))
+            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+                done.put((None, error))
+
+    for _ in range(num_workers):
+        threading.Thread(target=run, daemon=True).start()
+    try:
+        source = iter(items)
+        num_waited_for = 0
+        for item in islice(source, 2 * num_workers):
+            tasks.put(item)
+            num_waited_for += 1
+        while num_waited_for:
+            result, error = done.get()
+            num_waited_for -= 1
+            if error is not None:
+                raise error
+            for item in islice(source, 1):
+                tasks.put(item)
+                num_waited_for += 1
+            yield result
+    finally:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                tasks.get_nowait()
+        for _ in range(num_workers):
+            tasks.put(end)
+
+
+@contextlib.contextmanager
+def track_rows(total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that counts rows: on a bar, or now and then in the log."""
+    began = reported = time.monotonic()
+    num_done = 0
+    with logs.track("rows", total=total) as advance:
+
+        def count(number: int) -> None:
+            nonlocal num_done, reported
+            num_done += number
+            advance(number)
+            now = time.monotonic()
+            if now - reported < SECONDS_BETWEEN_REPORTS or sys.stderr.isatty():
+                return
+            reported = now
+            rate = num_done / (now - began)
+            minutes = (total - num_done) / rate / 60
+            logger.info(
+                "%d of %d rows, %.2f rows/s, about %d:%02d hours left",
+                num_done, total, rate, *divmod(round(minutes), 60),
+            )  # fmt: skip
+
+        yield count
+
+
+def finish(
+    settings: DataSettings, source: Source, journal: Journal, report: dict[str, Any]
+) -> None:
+    """Write failures, output and manifest; raise SpecDecError where rows failed that may not."""
+    output = settings.output
+    assert output is not None
+    failed_path = output.with_suffix(".failed.jsonl")
+    failed_path.unlink(missing_ok=True)
+    failures = [journal.failures[index] for index in sorted(journal.failures)]
+    if failures:
+        lines = "".join(json.dumps(failure) + "\n" for failure in failures)
+        failed_path.write_text(lines, encoding="utf-8")
+        report["failures"] = str(failed_path)
+    if failures and not (settings.allow_failures and len(journal)):
+        raise SpecDecError(
+            f"{len(failures)} of {source.num_rows} rows failed, the first one (row"
+            f" {failures[0]['row']}): {failures[0]['reason']}",
+            f"{failed_path} has them all; --resume tries them again, and with --allow-failures"
+            f" {output} is written without them",
+        )
+    if journal.num_truncated:
+        logger.warning(
+            "%d of %d rows end with an answer that was cut at %d tokens or the server's limit;"
+            " --drop-truncated would leave them out",
+            journal.num_truncated, len(journal), settings.max_tokens,
+        )  # fmt: skip
+    journal.write_output()
+    write_json(
+        output.with_suffix(".manifest.json"),
+        {
+            "kind": "data",
+            "tool": "specdec",
+            "tool_version": __version__,
+            "settings": to_plain(settings),
+            "input": source.facts,
+            "output": describe_file(output),
+            "results": report,
+        },
+    )
+    journal.remove()
+    logger.info("%d rows are in %s", len(journal), output)

@@ -1,0 +1,220 @@
+"""The input's rows, of any usual format, and how each is answered turn by turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from specdec.chat import Message, parse_messages
+from specdec.documents import name_line, parse_object, read_lines
+from specdec.errors import SpecDecError
+from specdec.storage import describe_file
+
+from .settings import DataSettings
+
+SUFFIXES = (".jsonl", ".json", ".txt")
+PROMPT_KEYS = ("prompt", "text")
+ASKING_ROLES = ("user", "tool")
+
+
+class RowError(Exception):
+    """A row cannot be answered; the others can. is_passing: another try may succeed."""
+
+    def __init__(self, reason: str, *, is_passing: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.is_passing = is_passing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row as it was read: `text` of a plain line, `line` of JSON, or `value` once parsed."""
+
+    index: int  # from 0, of the input's rows
+    place: int  # line of the file, or number in the list or dataset, from 1
+    line: bytes | None = None
+    value: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """The input: how many rows, and what a manifest tells of it."""
+
+    name: str
+    num_rows: int
+    facts: dict[str, Any]
+    path: Path | None = None
+    rows: Any = None  # a list or a dataset, where it is no file of lines
+
+    def read(self) -> Iterator[Row]:
+        """Yield the rows in order."""
+        if self.path is not None:
+            for index, (number, line) in enumerate(read_lines(self.path)):
+                if index >= self.num_rows:
+                    return
+                yield Row(index=index, place=number, line=line)
+        else:
+            for index in range(self.num_rows):
+                yield Row(index=index, place=index + 1, value=self.rows[index])
+
+
+def open_source(settings: DataSettings) -> Source:
+    """Find the input: a file, or else a dataset of the Hub."""
+    name = settings.input
+    assert name is not None
+    path = Path(name)
+    if not path.is_file() and path.suffix not in SUFFIXES:
+        source = _load_dataset(name, settings.dataset_split)
+    elif not path.is_file():
+        raise SpecDecError(f"--input {path} does not exist", "check the path")
+    elif path.suffix == ".json":
+        source = _read_list(path)
+    elif path.suffix in SUFFIXES:
+        num_rows = sum(1 for _ in read_lines(path))
+        source = Source(name=name, path=path, num_rows=num_rows, facts=describe_file(path))
+    else:
+        raise SpecDecError(
+            f"--input {path} is none of {', '.join(SUFFIXES)}", "name the file by what it holds"
+        )
+    if not source.num_rows:
+        raise SpecDecError(f"--input {name} holds no row", "give a file with rows")
+    wanted = settings.max_rows or source.num_rows
+    return dataclasses.replace(source, num_rows=min(wanted, source.num_rows))
+
+
+def _read_list(path: Path) -> Source:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise SpecDecError(f"--input {path} is not JSON: {error}", "mend the file") from None
+    if not isinstance(rows, list):
+        raise SpecDecError(
+            f"--input {path} is a {type(rows).__name__}, not a list of rows",
+            "one object a line is a .jsonl file",
+        )
+    return Source(name=str(path), rows=rows, num_rows=len(rows), facts=describe_file(path))
+
+
+def _load_dataset(name: str, split: str) -> Source:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise SpecDecError(
+            f"--input {name} is no file, and to take it from the Hub `datasets` is not installed",
+            "check the path, or pip install datasets",
+        ) from None
+    try:
+        rows = load_dataset(name, split=split)
+    except Exception as error:  # noqa: BLE001 - `datasets` raises whatever it likes
+        raise SpecDecError(
+            f"--input {name} is no file, and `datasets` cannot load its split {split}: {error}",
+            "check the path or the Hub id, and --dataset-split",
+        ) from None
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    facts = {"dataset": name, "split": split, "rows": len(rows), "sha256": digest.hexdigest()}
+    return Source(name=name, rows=rows, num_rows=len(rows), facts=facts)
+
+
+class Dialogue:
+    """One row on its way: what is asked next, and the answers so far.
+
+    In a chat an assistant's turn is made anew wherever one follows a user's or a tool's, and after
+    the last of those; every answer is given in view of the new ones before it.
+    """
+
+    def __init__(self, row: Row, settings: DataSettings, source: Source) -> None:
+        self.row = row
+        self.id: Any = None
+        self.is_truncated = False
+        self._prompt: str | None = None
+        self._messages: list[Message] = []
+        self._turns = self._plan(row, settings, source)
+
+    def ask(self) -> str | list[Message] | None:
+        """Return the prompt or the messages that are to be answered next; None at the end."""
+        while self._turns and self._turns[0]["role"] != "assistant":
+            self._messages.append(self._turns.pop(0))
+        if not self._turns:
+            return None
+        return self._messages if self._prompt is None else self._prompt
+
+    def add(self, answer: str, *, is_truncated: bool) -> None:
+        """Take the answer. One that was cut ends the conversation."""
+        self._messages.append(self._turns.pop(0) | {"content": answer})
+        if is_truncated:
+            self.is_truncated = True
+            self._turns.clear()
+
+    def to_json(self) -> dict[str, Any]:
+        """The row of the output, as `specdec-train --data` takes it."""
+        document: dict[str, Any] = {"index": self.row.index}
+        if self.id is not None:
+            document["id"] = self.id
+        if self._prompt is None:
+            document["messages"] = self._messages
+        else:
+            document["text"] = self._prompt + self._messages[-1]["content"]
+        if self.is_truncated:
+            document["truncated"] = True
+        return document
+
+    def _plan(self, row: Row, settings: DataSettings, source: Source) -> list[Message]:
+        """Return the turns to come, those of the assistant empty."""
+        try:
+            with name_line(Path(source.name), row.place, "messages, conversations, prompt or text"):
+                value = self._parse(row, source)
+                json.dumps(value, ensure_ascii=False, default=str).encode()  # or it is no text
+                is_chat = "messages" in value or "conversations" in value
+                prompt = next((value[k] for k in PROMPT_KEYS if k in value), None)
+                if is_chat and not settings.completion:
+                    return _plan_answers(_read_messages(value), settings.system_prompt)
+                if not isinstance(prompt, str) or not prompt.strip():
+                    kind = "a plain prompt" if settings.completion else "a conversation or a prompt"
+                    raise ValueError(f"it does not hold {kind}")
+        except SpecDecError as error:
+            raise RowError(error.message) from None
+        if settings.completion:
+            self._prompt = prompt
+            return [{"role": "assistant", "content": ""}]
+        return _plan_answers([{"role": "user", "content": prompt}], settings.system_prompt)
+
+    def _parse(self, row: Row, source: Source) -> dict[str, Any]:
+        value = row.value
+        if row.line is not None and source.path is not None and source.path.suffix == ".txt":
+            value = {"prompt": row.line.decode("utf-8").rstrip("\r\n")}
+        elif row.line is not None:
+            value = parse_object(row.line)
+        if not isinstance(value, dict):
+            raise ValueError(f"it is a {type(value).__name__}, not an object")
+        if isinstance(value.get("id"), (str, int)):
+            self.id = value["id"]
+        return value
+
+
+def _read_messages(value: dict[str, Any]) -> list[Message]:
+    """Read a conversation; a `system` beside it, as Daring-Anteater has, comes first."""
+    messages = parse_messages(value)
+    system = value.get("system")
+    if isinstance(system, str) and system and all(m["role"] != "system" for m in messages):
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _plan_answers(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    turns: list[Message] = []
+    if system_prompt is not None and all(m["role"] != "system" for m in messages):
+        turns.append({"role": "system", "content": system_prompt})
+    for message in [*messages, {"role": "assistant", "content": ""}]:
+        if message["role"] != "assistant":
+            turns.append(message)
+        elif turns and turns[-1]["role"] in ASKING_ROLES:
+            turns.append({"role": "assistant", "content": ""})
+    if all(turn["role"] != "assistant" for turn in turns):
+        raise ValueError("no user's turn is there to be answered")
+    return turns

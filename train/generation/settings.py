@@ -1,0 +1,76 @@
+"""Settings of `specdec-train data`: a field here is a flag, a recipe key and its help text."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from specdec.settings import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What `specdec-train data` takes."""
+
+    input: str | None = setting(
+        help="Conversations or prompts: FILE.jsonl, FILE.json, FILE.txt (a prompt a line), or the"
+        " Hub id of a dataset.",
+        metavar="FILE|DATASET",
+    )
+    output: Path | None = setting(
+        help="The data with the target's own answers.", kind="path", metavar="FILE.jsonl"
+    )
+    base_url: str | None = setting(
+        help="An OpenAI-compatible server of the target, such as http://127.0.0.1:8000/v1; a key"
+        " is taken from OPENAI_API_KEY.",
+        metavar="URL",
+    )
+    model: str | None = setting(help="The target's name at the server.", metavar="NAME")
+    engine_dir: Path | None = setting(
+        help="Instead of a server: the target's engine, run by specdec-run.", kind="path"
+    )
+    tokenizer_dir: str | None = setting(
+        help="With --engine-dir: folder or Hub id of the tokenizer.", metavar="DIR"
+    )
+    device: str = setting(
+        "auto", choices=("auto", "cpu", "cuda"), help="With --engine-dir: where to run."
+    )
+    completion: bool = setting(
+        False, kind="flag", help="Continue plain prompts; else they are a user's turns in a chat."
+    )
+    max_tokens: int = setting(2048, kind="int", minimum=1, help="Most tokens of an answer.")
+    temperature: float = setting(
+        0.0, kind="float", minimum=0, help="Sampling temperature; 0 decodes greedily."
+    )
+    top_p: float = setting(
+        1.0, kind="float", help="Sample from the likeliest tokens that sum to this probability."
+    )
+    seed: int | None = setting(
+        kind="int", minimum=0, help="Seed of the first row; each later row's is one more."
+    )
+    system_prompt: str | None = setting(
+        help="System turn of conversations that have none.", metavar="TEXT"
+    )
+    max_rows: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="Take the first N rows of the input."
+    )
+    dataset_split: str = setting("train", help="Split of a Hub dataset.", metavar="NAME")
+    concurrency: int = setting(16, kind="int", minimum=1, help="Requests at the server at once.")
+    timeout: float = setting(
+        600.0, kind="float", minimum=0.1, metavar="SECONDS",
+        help="Longest wait for an answer of the server.",
+    )  # fmt: skip
+    max_retries: int = setting(
+        6, kind="int", minimum=0, metavar="N", help="Tries of a request after the first one."
+    )
+    drop_truncated: bool = setting(
+        False, kind="flag", help="Count rows with an answer cut by --max-tokens as failed."
+    )
+    allow_failures: bool = setting(
+        False, kind="flag", help="Write the output without the rows that failed."
+    )
+    resume: bool = setting(
+        False, kind="flag", help="Continue an interrupted run; rows that failed are tried again."
+    )
+    force: bool = setting(False, kind="flag", help="Replace the output, or start anew.")
+    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")

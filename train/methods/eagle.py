@@ -1,0 +1,441 @@
+"""EAGLE: decoder layers that continue the target's features (https://arxiv.org/abs/2401.15077).
+
+With f_t the target's last hidden state and e the target's embedding, the drafter reads at place t
+the pair of e(x_{t+1}) and f_t, and gives g_t, its guess of f_{t+1}, from which the target's own
+output layer makes the distribution of token t+2. Further on it reads its own guesses in place of
+features it does not have yet: draft step i at place t reads e(x_{t+1+i}) and step i-1's g_t, and
+attends to the true pairs up to place t and to its own steps before, as in a draft of the engine
+("training-time test", https://arxiv.org/abs/2503.01840). With one step this is EAGLE-1's recipe.
+
+    EAGLE-1   x = F [e ; s] + b, then layers, the first without its input norm; loss of a step:
+              token_weight x (divergence from the target's distribution) + smooth L1 to f_{t+1+i}
+    EAGLE-3   s_0 = F [h_a ; h_b ; h_c], outputs of three of the target's layers; the layer attends
+              over [norm(e) ; norm(s)] and adds to s; its own norm and output layer give the
+              distribution; no loss of features
+
+Legend: B rows, T tokens, D hidden, N labels, V vocabulary, H head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, smooth_l1_loss
+
+from specdec.engine.layers import attend, rms_norm
+from specdec.engine.rotary import RotaryTable, rotate
+from specdec.errors import SpecDecError
+from specdec.schema import ModelConfig
+
+from ..loss import compute_loss, measure_positions
+from .base import (
+    Drafter,
+    Features,
+    Labels,
+    OutputHead,
+    TrainingMethod,
+    find_labels,
+    make_teacher,
+)
+
+if TYPE_CHECKING:
+    from ..settings import TrainSettings
+    from ..target import Target
+
+# Rotary scalings by which a position's angles depend on the position alone.
+STEADY_SCALINGS = ("linear", "llama3", "yarn")
+
+History = list[tuple[Tensor, Tensor]]  # keys and values [B, K, T_i, H] of the steps so far
+
+
+class RmsNorm(torch.nn.Module):
+    """Root-mean-square norm, the engine's own."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+def _make_linear(num_inputs: int, num_outputs: int) -> torch.nn.Linear:
+    return torch.nn.Linear(num_inputs, num_outputs, bias=False)
+
+
+class Attention(torch.nn.Module):
+    """Self-attention of a Llama layer over the steps of a draft."""
+
+    def __init__(self, model: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.head_size = model.head_size
+        num_queries = model.num_attention_heads * model.head_size
+        num_keys = model.num_key_value_heads * model.head_size
+        self.q_proj = _make_linear(width, num_queries)
+        self.k_proj = _make_linear(width, num_keys)
+        self.v_proj = _make_linear(width, num_keys)
+        self.o_proj = _make_linear(num_queries, model.hidden_size)
+
+    def forward(self, x: Tensor, history: History, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, T_i, width] of the newest step, which joins `history`; cos, sin [T_i, 1, H]."""
+        shape = (*x.shape[:2], -1, self.head_size)
+        queries = rotate(self.q_proj(x).view(shape), cos, sin)
+        keys = rotate(self.k_proj(x).view(shape), cos, sin)
+        values = self.v_proj(x).view(shape).to(queries.dtype)
+        history.append((keys.transpose(1, 2), values.transpose(1, 2)))
+        attended = attend(
+            queries,
+            torch.cat([k for k, _ in history], dim=2),
+            torch.cat([v for _, v in history], dim=2),
+            make_mask([k.shape[2] for k, _ in history], x.device).expand(len(x), 1, -1, -1),
+        )
+        result: Tensor = self.o_proj(attended.to(x.dtype))
+        return result
+
+
+def make_mask(sizes: list[int], device: torch.device) -> Tensor:
+    """[1, 1, T_i, sum of sizes]: a place of the newest step sees the first step up to itself.
+
+    Of the later steps it sees its own place alone. sizes: places of each step, the newest last.
+    """
+    num_places = sizes[-1]
+    first = torch.ones(num_places, sizes[0], dtype=torch.bool, device=device).tril()
+    later = [torch.eye(num_places, n, dtype=torch.bool, device=device) for n in sizes[1:]]
+    return torch.cat((first, *later), dim=1)[None, None]
+
+
+class GatedMlp(torch.nn.Module):
+    """A Llama layer's MLP."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = _make_linear(model.hidden_size, model.intermediate_size)
+        self.up_proj = _make_linear(model.hidden_size, model.intermediate_size)
+        self.down_proj = _make_linear(model.intermediate_size, model.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
+
+
+class Layer(torch.nn.Module):
+    """A Llama decoder layer; the first one enters as its version of EAGLE has it."""
+
+    def __init__(self, model: ModelConfig, *, is_first: bool, is_third: bool) -> None:
+        super().__init__()
+        hidden_size, epsilon = model.hidden_size, model.norm_epsilon
+        self.joins = is_first and is_third  # embedding and state inside of the layer
+        if not is_first or is_third:
+            self.input_layernorm = RmsNorm(hidden_size, epsilon)
+        if self.joins:
+            self.hidden_norm = RmsNorm(hidden_size, epsilon)
+        self.has_input_norm = not is_first or is_third
+        self.self_attn = Attention(model, 2 * hidden_size if self.joins else hidden_size)
+        self.post_attention_layernorm = RmsNorm(hidden_size, epsilon)
+        self.mlp = GatedMlp(model)
+
+    def forward(
+        self, x: Tensor, embedded: Tensor, history: History, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """x, embedded [B, T_i, D]; the embedding counts only in EAGLE-3's first layer."""
+        entered = x
+        if self.joins:
+            entered = torch.cat((self.input_layernorm(embedded), self.hidden_norm(x)), dim=-1)
+        elif self.has_input_norm:
+            entered = self.input_layernorm(x)
+        x = x + self.self_attn(entered, history, cos, sin)
+        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a drafter is trained."""
+
+    num_steps: int
+    max_k: int
+    loss_decay: float
+    token_weight: float
+    noise: float
+    self_distillation: float
+
+
+class Eagle(Drafter):
+    """The drafter and its loss; parameter names are those of SafeAILab's drafters."""
+
+    def __init__(self, model: ModelConfig, recipe: Recipe) -> None:
+        super().__init__()
+        self.model = model
+        self.recipe = recipe
+        self.num_positions = recipe.num_steps
+        self.max_k = min(recipe.max_k, model.vocab_size)
+        self._table: RotaryTable | None = None
+
+    def _add_layers(self, *, is_third: bool) -> None:
+        self.layers = torch.nn.ModuleList(
+            Layer(self.model, is_first=index == 0, is_third=is_third)
+            for index in range(self.model.num_hidden_layers)
+        )
+
+    def begin(self, features: Features) -> Tensor:
+        """What the first step reads beside the embeddings, [B, T, D]."""
+        raise NotImplementedError
+
+    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
+        """What enters the layers, [B, T_i, D]."""
+        raise NotImplementedError
+
+    def judge(
+        self, features: Features, guesses: Tensor, labels: Labels, *, measure: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, the labels' losses and their ranks for guesses [N, D] of one step."""
+        raise NotImplementedError
+
+    def _find_angles(self, step: int, num_places: int, device: torch.device) -> tuple[Tensor, ...]:
+        needed = step + num_places
+        if self._table is None or self._table.num_positions < needed:
+            size = max(512, 1 << (needed - 1).bit_length())
+            self._table = RotaryTable(self.model, size, torch.float32, device)
+        lines = slice(step, needed)
+        return self._table.cos[lines, None].to(device), self._table.sin[lines, None].to(device)
+
+    def draft(self, features: Features) -> list[Tensor]:
+        """Run all steps from every place: guesses [B, T-2-i, D]."""
+        state = self.begin(features)
+        histories: list[History] = [[] for _ in self.layers]
+        guesses = []
+        for step in range(self.num_positions):
+            num_places = max(0, features.tokens.shape[1] - 2 - step)
+            state = state[:, :num_places]
+            if num_places:
+                embedded = features.embedded[:, 1 + step : 1 + step + num_places].to(state.dtype)
+                cos, sin = self._find_angles(step, num_places, state.device)
+                x = self.join(embedded, state)
+                for layer, history in zip(self.layers, histories, strict=True):
+                    x = layer(x, embedded, history, cos, sin)
+                state = x
+            guesses.append(state)
+        return guesses
+
+    def forward(
+        self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
+    ) -> tuple[Tensor, Tensor]:
+        total = features.hidden.new_zeros((), dtype=torch.float32)
+        losses, ranks, masks = [], [], []
+        for step, guesses in enumerate(self.draft(features)):
+            labels = find_labels(features, mask, num_labels, step, self.recipe.loss_decay)
+            loss, step_losses, step_ranks = self.judge(
+                features, guesses[labels.mask], labels, measure=measure
+            )
+            total = total + loss
+            losses.append(step_losses)
+            ranks.append(step_ranks)
+            masks.append(labels.mask)
+        measures = measure_positions(torch.cat(losses), torch.cat(ranks), masks, self.max_k)
+        return total, measures.pack()
+
+
+class Eagle1(Eagle):
+    """EAGLE-1, whose weights EAGLE-2 shares: guesses are features of the target."""
+
+    def __init__(self, model: ModelConfig, recipe: Recipe) -> None:
+        super().__init__(model, recipe)
+        self.fc = torch.nn.Linear(2 * model.hidden_size, model.hidden_size)
+        self._add_layers(is_third=False)
+
+    def begin(self, features: Features) -> Tensor:
+        """The target's features, in training with noise, so that errors are not fed on."""
+        if not self.training or not self.recipe.noise:
+            return features.hidden
+        return features.hidden + self.recipe.noise * (torch.rand_like(features.hidden) - 0.5)
+
+    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
+        joined: Tensor = self.fc(torch.cat((embedded, state), dim=-1))
+        return joined
+
+    def judge(
+        self, features: Features, guesses: Tensor, labels: Labels, *, measure: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert features.head is not None
+        loss, losses, ranks = compute_loss(
+            guesses,
+            features.head.weight,
+            labels.tokens,
+            labels.weights * self.recipe.token_weight,
+            measure=measure,
+            teacher=make_teacher(features, labels.hidden, self.recipe.self_distillation),
+        )
+        missed = smooth_l1_loss(guesses.float(), labels.hidden.float(), reduction="none").mean(-1)
+        loss = loss + (missed * labels.weights).sum()
+        return loss, self.recipe.token_weight * losses + missed.detach(), ranks
+
+
+class Eagle3(Eagle):
+    """EAGLE-3: inner states of the target, and an output layer of the drafter's own."""
+
+    def __init__(
+        self, model: ModelConfig, recipe: Recipe, head: OutputHead, *, num_auxiliary: int
+    ) -> None:
+        super().__init__(model, recipe)
+        self.fc = _make_linear(num_auxiliary * model.hidden_size, model.hidden_size)
+        self._add_layers(is_third=True)
+        self.norm = RmsNorm(model.hidden_size, model.norm_epsilon)
+        self.lm_head = _make_linear(model.hidden_size, model.vocab_size)
+        self.lm_head.weight.data = head.weight.detach().float().clone()
+
+    def begin(self, features: Features) -> Tensor:
+        """The inner states, brought to the drafter's width."""
+        assert features.auxiliary is not None
+        begun: Tensor = self.fc(features.auxiliary)
+        return begun
+
+    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
+        """The state alone; the embedding joins it inside of the first layer."""
+        return state
+
+    def judge(
+        self, features: Features, guesses: Tensor, labels: Labels, *, measure: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return compute_loss(
+            self.norm(guesses),
+            self.lm_head.weight,
+            labels.tokens,
+            labels.weights,
+            measure=measure,
+            teacher=make_teacher(features, labels.hidden, self.recipe.self_distillation),
+        )
+
+
+def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
+    """Make a drafter of the target's sizes; an output layer of its own begins as the target's."""
+    assert target.head is not None
+    assert settings.self_distillation is not None
+    if target.head.bias is not None:
+        raise SpecDecError(
+            f"{target.name}: its output layer has a bias, which EAGLE drafters have not",
+            "use --method redrafter",
+        )
+    model = describe_layers(target, settings.eagle_num_layers)
+    is_third = settings.eagle_version == "3"
+    recipe = Recipe(
+        num_steps=settings.eagle_num_steps,
+        max_k=settings.report_top_k,
+        loss_decay=settings.eagle_loss_decay,
+        token_weight=settings.eagle_token_weight,
+        noise=settings.eagle_noise,
+        self_distillation=settings.self_distillation,
+    )
+    if is_third:
+        return Eagle3(model, recipe, target.head, num_auxiliary=len(target.aux_layers))
+    return Eagle1(model, recipe)
+
+
+def describe_layers(target: Target, num_layers: int) -> ModelConfig:
+    """Describe the drafter's layers: a Llama's, of the target's sizes and rotary embedding."""
+    config = target.config
+    missing = [
+        name for name in ("intermediate_size", "num_attention_heads") if not hasattr(config, name)
+    ]
+    if missing:
+        raise SpecDecError(
+            f"{target.name}: its config.json has no {', '.join(missing)}",
+            "EAGLE drafters are made for targets like Llama; use --method redrafter",
+        )
+    num_heads = int(config.num_attention_heads)
+    # transformers 5 keeps all of it in one object.
+    rotary = dict(
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    base = rotary.pop("rope_theta", None) or getattr(config, "rope_theta", None) or 10000.0
+    is_steady = rotary.get("rope_type", rotary.get("type")) in STEADY_SCALINGS
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        dtype="float32",
+        vocab_size=target.shape.vocab_size,
+        hidden_size=target.shape.hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
+        head_size=int(getattr(config, "head_dim", None) or target.shape.hidden_size // num_heads),
+        intermediate_size=int(config.intermediate_size),
+        norm_epsilon=float(getattr(config, "rms_norm_eps", 1e-6)),
+        max_position_embeddings=int(config.max_position_embeddings),
+        rotary_base=float(base),
+        rotary_scaling=rotary if is_steady else None,
+    )
+
+
+def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
+    """Choose the target's layers whose outputs are read: EAGLE-3's usual ones, or an even spread.
+
+    The last layer is left out: its output is not to be had without the final norm.
+    """
+    if settings.eagle_version != "3":
+        return ()
+    num_layers = int(config.num_hidden_layers)
+    usual = {1, num_layers // 2 - 1, num_layers - 4}
+    if len(usual) < 3 or min(usual) < 0:
+        usual = {0, (num_layers - 1) // 2, max(0, num_layers - 2)}
+    return tuple(sorted(usual))
+
+
+def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
+    """Return the config.json of SafeAILab's EAGLE-1, or of EAGLE-3 as ModelOpt exports it."""
+    model = drafter.model
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.head_size,
+        "hidden_act": model.hidden_act,
+        "rms_norm_eps": model.norm_epsilon,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rope_theta": model.rotary_base,
+        "rope_scaling": model.rotary_scaling,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+    if isinstance(drafter, Eagle1):
+        return config | {"bias": True}
+    return config | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": model.vocab_size,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(target.aux_layers),
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": 1,
+        },
+    }
+
+
+def list_shared(target: Target) -> Mapping[str, Tensor]:
+    """The target's embedding, which SafeAILab's EAGLE-1 repeats and EAGLE-3 does not."""
+    weight = target.embedding.weight
+    assert isinstance(weight, Tensor)
+    return {} if target.aux_layers else {"embed_tokens.weight": weight}
+
+
+METHOD = TrainingMethod(
+    build=build_eagle,
+    describe=describe_eagle,
+    convert_folder="--eagle-model-dir",
+    choose_layers=choose_layers,
+    list_shared=list_shared,
+    needs_head=True,
+)

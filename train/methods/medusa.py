@@ -1,0 +1,124 @@
+"""Medusa: heads that each read the target's last hidden state (https://arxiv.org/abs/2401.10774).
+
+With h_t the target's last hidden state, head i at place t predicts token t+2+i:
+
+    p_i = softmax(H_i R_im(...R_i1(h_t)))     with R(x) = x + silu(A x + a)
+
+The loss is the mean of each head's own, summed over the heads with weights decay^i. As in the
+paper, H_i begins as the target's output layer and A as zero (so does a here): every head begins by
+predicting what the target predicts for token t+1, and learns from there.
+Legend: B rows, T tokens, D hidden, N labels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..loss import compute_loss, measure_positions
+from .base import (
+    Drafter,
+    Features,
+    OutputHead,
+    ResidualBlock,
+    TrainingMethod,
+    find_labels,
+    make_teacher,
+)
+
+if TYPE_CHECKING:
+    from ..settings import TrainSettings
+    from ..target import Target
+
+
+class MedusaHeads(Drafter):
+    """The heads and their loss; parameter names are those of the published heads, H.L.linear.*."""
+
+    def __init__(
+        self,
+        head: OutputHead,
+        *,
+        num_heads: int,
+        num_layers: int,
+        max_k: int = 5,
+        loss_decay: float = 0.8,
+        self_distillation: float = 0.0,
+    ) -> None:
+        super().__init__()
+        vocab_size, hidden_size = head.weight.shape
+        self.num_positions = num_heads
+        self.num_layers = num_layers
+        self.max_k = min(max_k, vocab_size)
+        self.loss_decay = loss_decay
+        self.self_distillation = self_distillation
+        for number in range(num_heads):
+            blocks = [ResidualBlock(hidden_size) for _ in range(num_layers)]
+            for block in blocks:
+                torch.nn.init.zeros_(block.linear.weight)
+                torch.nn.init.zeros_(block.linear.bias)
+            output = torch.nn.Linear(hidden_size, vocab_size, bias=False)
+            output.weight.data = head.weight.detach().float().clone()
+            self.add_module(str(number), torch.nn.Sequential(*blocks, output))
+
+    def forward(
+        self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
+    ) -> tuple[Tensor, Tensor]:
+        total = features.hidden.new_zeros((), dtype=torch.float32)
+        losses, ranks, masks = [], [], []
+        for number, (_, head) in enumerate(self.named_children()):
+            assert isinstance(head, torch.nn.Sequential)
+            labels = find_labels(features, mask, num_labels, number, self.loss_decay)
+            x = features.hidden[:, : labels.mask.shape[1]][labels.mask]  # [N, D]
+            for block in list(head)[: self.num_layers]:
+                x = block(x)
+            output = head[self.num_layers].weight  # [V, D]
+            assert isinstance(output, Tensor)
+            loss, head_losses, head_ranks = compute_loss(
+                x,
+                output,
+                labels.tokens,
+                labels.weights,
+                measure=measure,
+                teacher=make_teacher(features, labels.hidden, self.self_distillation),
+            )
+            total = total + loss
+            losses.append(head_losses)
+            ranks.append(head_ranks)
+            masks.append(labels.mask)
+        measures = measure_positions(torch.cat(losses), torch.cat(ranks), masks, self.max_k)
+        return total, measures.pack()
+
+
+def build_medusa(settings: TrainSettings, target: Target) -> MedusaHeads:
+    """Make heads that predict as the target does."""
+    assert target.head is not None
+    assert settings.self_distillation is not None
+    return MedusaHeads(
+        target.head,
+        num_heads=settings.medusa_num_heads,
+        num_layers=settings.medusa_num_layers,
+        max_k=settings.report_top_k,
+        loss_decay=settings.medusa_loss_decay,
+        self_distillation=settings.self_distillation,
+    )
+
+
+def describe_medusa(drafter: MedusaHeads, target: Target) -> Mapping[str, Any]:
+    """Return the keys of the published heads' config.json."""
+    return {
+        "base_model_name_or_path": target.name,
+        "medusa_num_heads": drafter.num_positions,
+        "medusa_num_layers": drafter.num_layers,
+    }
+
+
+METHOD = TrainingMethod(
+    build=build_medusa,
+    describe=describe_medusa,
+    convert_folder="--medusa-model-dir",
+    weights_name="medusa_lm_head.safetensors",
+    needs_head=True,
+)

@@ -1,0 +1,80 @@
+"""The self-check: one row learned by heart, which any drafter that can learn anything can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.errors import SpecDecError
+from specdec.logs import get_logger
+
+from .settings import TrainSettings
+
+NUM_STEPS = 400  # if not told otherwise
+EVAL_STEPS = 20
+# Of the top-1 guesses at every draft position: what a row that is known by heart gives.
+WANTED_ACCURACY = 0.9
+
+logger = get_logger(__name__)
+
+
+def learn_one_row(settings: TrainSettings) -> dict[str, Any]:
+    """Train on the first row of the data alone; raise SpecDecError where it is not learned."""
+    from .data import prepare_rows
+    from .loop import Hooks, Loop
+    from .methods import load_method
+    from .pipeline import choose_max_length, make_drafter, open_target, start_accelerator
+    from .target import load_config, load_tokenizer
+
+    assert settings.model_dir
+    assert settings.data
+    began = time.monotonic()
+    accelerator = start_accelerator(settings)
+    config = load_config(settings.model_dir)
+    method = load_method(settings.method)
+    dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
+    target = open_target(settings, method, config, dtype, accelerator)
+    tokenizer = load_tokenizer(settings.model_dir, target.shape.vocab_size)
+    rows, _ = prepare_rows(
+        settings.data, settings.eval_data, tokenizer, choose_max_length(settings, config)
+    )
+    row = rows.take(0, 1)
+    settings = dataclasses.replace(
+        settings, batch_size=1, gradient_accumulation_steps=1, eval_steps=EVAL_STEPS, save_steps=0,
+        num_epochs=None, max_steps=settings.max_steps or NUM_STEPS,
+    )  # fmt: skip
+    loop = Loop(
+        settings,
+        accelerator,
+        target,
+        make_drafter(settings, accelerator, method, target),
+        row,
+        row,
+        Hooks(is_enough=is_known_by_heart),
+    )
+    outcome = loop.run()
+    report = {
+        "method": settings.method,
+        "sanity": True,
+        "steps": outcome.num_steps,
+        "row_tokens": len(row.tokens),
+        "seconds": round(time.monotonic() - began, 1),
+        "eval": outcome.evaluation,
+    }
+    if not is_known_by_heart(outcome.evaluation):
+        shown = " ".join(f"{100 * x[0]:.1f}" for x in outcome.evaluation["top_k_accuracy"])
+        raise SpecDecError(
+            f"--sanity: after {outcome.num_steps} steps on one row of {len(row.tokens)} tokens the"
+            f" top-1 accuracies are {shown}%, not {100 * WANTED_ACCURACY:g}% or more",
+            "raise --max-steps or --learning-rate; if that does not help, look at the data, the"
+            " tokenizer and the target: they may not belong together",
+        )
+    logger.info("one row of %d tokens was learned by heart", len(row.tokens))
+    return report
+
+
+def is_known_by_heart(evaluation: Mapping[str, Any]) -> bool:
+    """Tell whether every draft position guesses nearly all of the row."""
+    return all(row[0] >= WANTED_ACCURACY for row in evaluation["top_k_accuracy"])
