@@ -18,12 +18,10 @@ unhashed:   the conversion with sha256 replaced by nothing (no option of the com
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import hashlib
 import json
 import os
-import platform
 import re
 import shutil
 import statistics
@@ -38,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.bench.machine import LoadMeter, describe_machine, read_cpu_flags
 from specdec.storage import TensorInfo, cast, encode_header, write_tensor_file
 
 Found = dict[str, list[dict[str, float]]]  # runs by case
@@ -207,23 +206,6 @@ def settle(*outputs: Path) -> None:
     os.sync()
 
 
-def describe_machine() -> dict[str, Any]:
-    """Processor, cores and whether it has instructions for SHA-256."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    flags = {
-        word for line in lines if line.startswith(("flags", "Features")) for word in line.split()
-    }
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "sha_instructions": bool(flags & {"sha_ni", "sha2"}),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-
-
 def measure(folder: Path, shape: dict[str, int], repeat: int) -> Found:
     """Run every case in turn, `repeat` times over."""
     model = make_model(folder / "model", shape)
@@ -293,11 +275,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     shape = QUICK_SHAPE if args.quick else SHAPE
-    load_before = os.getloadavg()[0]
+    meter = LoadMeter()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         found = measure(Path(name), shape, args.repeat)
         if args.ten_times:
             found |= measure_ten_times(Path(name), shape)
+    others = meter.measure()
     num_bytes = sum(info.num_bytes for info in list_tensors(shape).values())
     copy_seconds = statistics.median(run["seconds"] for run in found["cp + fsync"])
     rows = {}
@@ -318,12 +301,12 @@ def main() -> None:
             f"{row['peak_mb']:>10.0f}"
         )
     report = {
-        "date": datetime.date.today().isoformat(),
         **describe_machine(),
+        "sha_instructions": bool(read_cpu_flags() & {"sha_ni", "sha2"}),
+        "numpy": np.__version__,
+        "processors_used_by_others": others,
         "model_bytes": num_bytes,
         "repeat": args.repeat,
-        "load_average_before": round(load_before, 2),
-        "load_average_after": round(os.getloadavg()[0], 2),
         "cases": rows,
     }
     if args.output is not None:

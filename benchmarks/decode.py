@@ -11,20 +11,15 @@ the time of a verify step grows with its tokens, which bounds what speculation c
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,41 +42,6 @@ def make_engine(folder: Path, dtype: str, beams: int, length: int) -> Path:
     return engine
 
 
-def measure_median(run: Callable[[], object], repeat: int) -> float:
-    """Median milliseconds of a call, two unmeasured calls before."""
-    times = []
-    for index in range(repeat + 2):
-        began = time.perf_counter()
-        run()
-        if index >= 2:
-            times.append(1000 * (time.perf_counter() - began))
-    return statistics.median(times)
-
-
-def time_verify_steps(engine: Any, past_len: int, repeat: int) -> dict[int, float]:
-    """Milliseconds of one target forward with logits, by tokens in the step, batch 1."""
-    from specdec.engine.decoder import Step
-
-    decoder = engine.decoder
-    cache = decoder.make_cache(1, past_len + max(STEP_SIZES))
-    cache.past_lens[0] = past_len
-    times = {}
-    for size in STEP_SIZES:
-        step = Step(
-            rows=np.zeros(1, np.int64),
-            tokens=np.full((1, size), 5, np.int64),
-            positions=past_len + np.arange(size)[None],
-            tree_mask=np.tril(np.ones((1, size, size), np.bool_)),
-        )
-
-        def verify(step: Step = step) -> None:
-            decoder.compute_logits(decoder.forward(step, cache)).argmax(-1)
-
-        with torch.inference_mode():
-            times[size] = measure_median(verify, repeat)
-    return {size: round(value, 3) for size, value in times.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -95,6 +55,8 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from specdec.bench.machine import LoadMeter, describe_machine
+    from specdec.bench.steps import time_steps
     from specdec.run.backends.torch_engine import TorchEngine
     from specdec.run.requests import Request, sum_stats
 
@@ -132,6 +94,7 @@ def main() -> None:
             outputs.append(out[0, ids.shape[1] :].tolist())
         return outputs
 
+    meter = LoadMeter()
     rates: dict[str, list[float]] = {"speculation": [], "plain": [], "transformers": []}
     texts: dict[str, list[list[int]]] = {}
     acceptance = 0.0
@@ -149,19 +112,10 @@ def main() -> None:
             if index:  # the first round warms up
                 rates[name].append(sum(map(len, texts[name])) / seconds)
     medians = {name: round(statistics.median(values), 1) for name, values in rates.items()}
-    steps = time_verify_steps(engines["plain"], 256, 20 * args.repeat)
+    steps = time_steps(engines["plain"].decoder, STEP_SIZES, past_len=256, repeat=20 * args.repeat)
     report = {
-        "date": datetime.date.today().isoformat(),
-        "cpu": next(
-            (
-                line.split(":", 1)[1].strip()
-                for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")
-            ),
-            platform.processor(),
-        ),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
+        **describe_machine(),
+        "processors_used_by_others": meter.measure(),
         "dtype": args.dtype,
         "beams": args.beams,
         "length": args.length,
@@ -175,8 +129,7 @@ def main() -> None:
             name: sum(a == b for a, b in zip(texts["speculation"], texts[name], strict=True))
             for name in ("plain", "transformers")
         },
-        "verify_step_ms_by_tokens": steps,
-        "load_average": round(os.getloadavg()[0], 2),
+        "verify_step_ms_by_tokens": {n: round(1000 * value, 3) for n, value in steps.items()},
     }
     print(json.dumps(report, indent=2))
     if args.output is not None:

@@ -109,7 +109,8 @@ def place_heads(small: Mapping[str, Any], large: Mapping[str, Any], *, kv: bool)
     size = small["head_dim"]
     channel = torch.arange(size)
     channel = channel % (size // 2) + channel // (size // 2) * (large["head_dim"] // 2)
-    return (head[:, None] * large["head_dim"] + channel).flatten()
+    places: Tensor = (head[:, None] * large["head_dim"] + channel).flatten()
+    return places
 
 
 def grow_tensors(

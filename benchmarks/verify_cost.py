@@ -12,10 +12,7 @@ machine can read, which is measured in the same run.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from specdec.engine.decoder import Decoder, Step
+from specdec.bench.machine import LoadMeter, describe_machine
+from specdec.bench.steps import time_steps
+from specdec.engine.decoder import Decoder
 from specdec.engine.layout import list_engine_tensors
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, compile_kernels, find_compiler
 from specdec.schema import ModelConfig
@@ -87,27 +86,12 @@ def main() -> None:
             compile_kernels(Path(folder))
             kernels = NativeKernels(Path(folder) / LIBRARY_NAME, TORCH_DTYPES[args.dtype])
     decoder, num_bytes = make_decoder(model, kernels)
-    cache = decoder.make_cache(1, PAST_LEN + max(SIZES))
-    cache.past_lens[0] = PAST_LEN
-    times: dict[int, list[float]] = {size: [] for size in SIZES}
-    with torch.inference_mode():
-        for index in range(args.repeat + 2):
-            for size in SIZES:
-                step = Step(
-                    rows=np.zeros(1, np.int64),
-                    tokens=np.full((1, size), 5, np.int64),
-                    positions=PAST_LEN + np.arange(size)[None],
-                    tree_mask=np.tril(np.ones((1, size, size), np.bool_)),
-                )
-                began = time.perf_counter()
-                decoder.compute_logits(decoder.forward(step, cache)).argmax(-1)
-                if index >= 2:
-                    times[size].append(1000 * (time.perf_counter() - began))
-    medians = {size: statistics.median(values) for size, values in times.items()}
+    meter = LoadMeter()
+    costs = time_steps(decoder, SIZES, past_len=PAST_LEN, repeat=args.repeat)
+    medians = {size: 1000 * seconds for size, seconds in costs.items()}
     report = {
-        "date": datetime.date.today().isoformat(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
+        **describe_machine(),
+        "processors_used_by_others": meter.measure(),
         "dtype": args.dtype,
         "layers": args.layers,
         "hidden": args.hidden,
@@ -117,7 +101,6 @@ def main() -> None:
         "relative_to_one_token": {s: round(v / medians[1], 2) for s, v in medians.items()},
         "one_token_gb_per_second": round(num_bytes / medians[1] / 1e6, 1),
         "machine_gb_per_second": round(measure_bandwidth(), 1),
-        "load_average": round(os.getloadavg()[0], 2),
     }
     print(json.dumps(report, indent=2))
     if args.output is not None:

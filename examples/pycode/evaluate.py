@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from specdec.bench.repetition import is_looping
+
 
 def run_engine(args: argparse.Namespace, max_output_len: int, *flags: str) -> dict[str, Any]:
     """Return what `specdec-run --json` prints."""
@@ -30,12 +32,6 @@ def run_engine(args: argparse.Namespace, max_output_len: int, *flags: str) -> di
         subprocess.run(command, check=True, capture_output=True).stdout
     )
     return report
-
-
-def is_looping(ids: list[int]) -> bool:
-    """Whether less than 60 % of a text's 4-grams are distinct."""
-    grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
-    return len(grams) > 0 and len(set(grams)) < 0.6 * len(grams)
 
 
 def measure_acceptance(outputs: list[dict[str, Any]]) -> float | None:

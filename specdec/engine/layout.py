@@ -150,7 +150,7 @@ def read_engine_config(folder: Path) -> EngineConfig:
     backend = document.get("backend", "tensorrt-llm")
     if backend != "torch":
         raise SpecDecError(
-            f"{folder} was built for the backend {backend!r}, which this release cannot run",
+            f"{folder} was built for the backend {backend!r}, not for torch",
             "build it again with --backend torch",
         )
     names = {field.name for field in dataclasses.fields(BuildConfig)}

@@ -218,7 +218,9 @@ def test_waits_grow_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     ("value", "low", "high"),
     [
         (None, 0, 0), ("2.5", 2.5, 2.5), ("-1", 0, 0), ("nan", 0, 0), ("soon", 0, 0),
-        ("inf", 3600, 3600), ("99999", 3600, 3600), (formatdate(time.time() + 3000), 1000, 3000),
+        ("inf", 3600, 3600), ("99999", 3600, 3600),
+        # Named: the two processes of one run must see the same test.
+        pytest.param(formatdate(time.time() + 3000), 1000, 3000, id="in 50 minutes"),
         (formatdate(0), 0, 0),
     ],
 )  # fmt: skip
