@@ -31,11 +31,13 @@ def check_devices(what: str, devices: Sequence[int] | None, engine: TorchEngine)
     """
     if devices is None:
         return
-    check_count(what, devices, engine.config.checkpoint.model.tp_size)
+    tp_size = engine.config.checkpoint.model.tp_size
+    check_count(what, devices, tp_size)
     if engine.device.type == "cpu":
         logger.info("%s devices %s: running on the CPU", what, list(devices))
-    elif tuple(devices) != (engine.device.index or 0,):
+    elif list(devices) != list(range(tp_size)):  # rank r runs on the r-th that torch sees
         raise SpecDecError(
-            f"the {what}'s device is {devices[0]}, but the engine runs on {engine.device}",
-            "choose the GPU with CUDA_VISIBLE_DEVICES; both models share one process",
+            f"the {what}'s devices are {list(devices)}, but its engine runs on"
+            f" {list(range(tp_size))}",
+            "choose the GPUs with CUDA_VISIBLE_DEVICES; both models share them",
         )

@@ -91,6 +91,7 @@ class Ranks:
         self._entered: float | None = None  # when the exchange began that rank 0 is in
         self._children: list[subprocess.Popen[bytes]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._num_threads: int | None = None  # of this process, when it had the machine to itself
         if not self.is_launched:
             self._start()
 
@@ -100,7 +101,8 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="specdec-ranks-")
         environment = make_environment()
         if "OMP_NUM_THREADS" not in environment:
-            num_threads = max(1, torch.get_num_threads() // self.size)
+            self._num_threads = torch.get_num_threads()
+            num_threads = max(1, self._num_threads // self.size)
             torch.set_num_threads(num_threads)
             environment["OMP_NUM_THREADS"] = str(num_threads)
         if sys.platform == "linux":  # this machine's name may lead nowhere
@@ -204,6 +206,10 @@ class Ranks:
             with contextlib.suppress(Exception):
                 self.tell("end", {})
         self._end_children()
+        if self._num_threads is not None:
+            import torch
+
+            torch.set_num_threads(self._num_threads)
         if self._has_met:
             import torch.distributed
 

@@ -17,11 +17,12 @@ from specdec.engine.group import Group
 from specdec.engine.layout import load_weights, read_engine_config
 from specdec.engine.tree import build_tree_mask
 from specdec.run.backends.torch_rank import list_options
-from tests.conftest import make_llama
-from tests.engines import make_engine
+from tests.conftest import ROOT, make_llama
+from tests.engines import call, make_engine
 from tests.parity.models import NAMES, VARIANTS, VOCAB, make_model
 from tests.parity.test_families import TREE, assert_near, run_step
 
+GOLDEN = ROOT / "tests/golden/modelopt/trtllm"
 CPU = torch.device("cpu")
 CHUNKS = (70, 5, 1, 1)  # beyond MAX_NATIVE_TOKENS and a window; then single tokens
 # Of every architecture by rows; by columns where the head is not the embedding itself.
@@ -56,6 +57,27 @@ class ThreadGroup(Group):
         return parts
 
 
+def load_ranks(engine: Path) -> list[Decoder]:
+    """Every rank's decoder of an engine folder."""
+    config = read_engine_config(engine)
+    options = list_options(config, engine, CPU)
+    tp_size = config.checkpoint.model.tp_size
+    barrier = threading.Barrier(tp_size, timeout=60)
+    slots: dict[int, torch.Tensor] = {}
+    groups: Sequence[Group | None] = [None]
+    if tp_size > 1:
+        groups = [ThreadGroup(rank, tp_size, barrier, slots) for rank in range(tp_size)]
+    return [
+        Decoder(
+            config.checkpoint.model,
+            load_weights(engine, config, CPU, rank=rank),
+            group=group,
+            **options,
+        )
+        for rank, group in enumerate(groups)
+    ]
+
+
 @pytest.fixture(scope="module")
 def make_decoders(tmp_path_factory: pytest.TempPathFactory) -> MakeDecoders:
     """Decoders of every rank: of a model of NAMES, converted and built with these flags."""
@@ -76,22 +98,7 @@ def make_decoders(tmp_path_factory: pytest.TempPathFactory) -> MakeDecoders:
         folder.mkdir(exist_ok=True)
         convert = ["--tp-size", tp_size, *flags]
         engine = make_engine(folder, get_target(name), optimize=optimize, convert=convert)
-        config = read_engine_config(engine)
-        options = list_options(config, engine, CPU)
-        barrier = threading.Barrier(tp_size, timeout=60)
-        slots: dict[int, torch.Tensor] = {}
-        groups: Sequence[Group | None] = [None]
-        if tp_size > 1:
-            groups = [ThreadGroup(rank, tp_size, barrier, slots) for rank in range(tp_size)]
-        return [
-            Decoder(
-                config.checkpoint.model,
-                load_weights(engine, config, CPU, rank=rank),
-                group=group,
-                **options,
-            )
-            for rank, group in enumerate(groups)
-        ]
+        return load_ranks(engine)
 
     return make
 
@@ -163,3 +170,17 @@ def test_a_shared_whole_table_is_cut_for_the_head(make_decoders: MakeDecoders) -
     assert parts[0].model.share_embedding_table
     assert not parts[0].model.use_parallel_embedding
     assert_near(compute(parts), compute(make_decoders(name, 1)), name)
+
+
+def test_fp8_of_two_ranks(tmp_path: Path) -> None:
+    """ModelOpt's own files of one model; the difference is that of bfloat16 sums."""
+    logits = []
+    for tp_size in (1, 2):
+        folder = tmp_path / f"engine{tp_size}"
+        call(
+            "build", "--checkpoint-dir", GOLDEN / f"llama-fp8-tp{tp_size}", "--output-dir", folder,
+            "--optimize", "none",
+        )  # fmt: skip
+        logits.append(compute(load_ranks(folder)).float())
+    error = (logits[1] - logits[0]).abs().max() / logits[0].abs().max()
+    assert error < 0.02, f"{error:.2e} of the largest logit"

@@ -24,7 +24,9 @@ from specdec.run.methods.eagle import (
     check_choices,
     parse_choices,
 )
+from specdec.run.pipeline import load_engine
 from specdec.run.requests import ActiveRequest, Request
+from specdec.run.settings import RunSettings
 from specdec.run.verify import Candidates
 from specdec.storage import read_json
 from tests.conftest import make_eagle_drafter, make_llama, make_tokenizer
@@ -438,10 +440,7 @@ def test_tensorrt_llm_engines_take_no_tree(tmp_path: Path) -> None:
     document = {"version": "1.2.0", "pretrained_config": {}, "build_config": {}}
     (engine / "config.json").write_text(json.dumps(document))
     with pytest.raises(UsageError, match="--eagle-choices is for engines of torch"):
-        call(
-            "run", "--engine-dir", engine, "--tokenizer-dir", make_tokenizer(tmp_path / "tokens"),
-            "--input-text", "def a", "--eagle-choices", "[[0]]",
-        )  # fmt: skip
+        load_engine(RunSettings(engine_dir=engine, eagle_choices="[[0]]"), None, None)
 
 
 def test_copies_that_differ_are_refused(target: Path, tmp_path: Path) -> None:
