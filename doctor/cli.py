@@ -6,7 +6,7 @@ import json
 
 import click
 
-from specdec.command import run_command, stage_command
+from specdec.command import stage_command
 
 from .settings import DoctorSettings
 
@@ -20,8 +20,3 @@ def command(settings: DoctorSettings) -> None:
     click.echo(json.dumps(report) if settings.json else format_report(report))
     if error := find_error(report):
         raise error
-
-
-def main() -> None:
-    """Entry point of `specdec doctor`."""
-    run_command(command)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from specdec import logs
 from specdec.errors import SpecDecError, summarize
 
-from .ranks import exchange_status, join_group, open_store
+from .ranks import LOST_STATUS, exchange_status, join_group, open_store
 
 if TYPE_CHECKING:
     from specdec.engine.group import Group
@@ -82,7 +82,7 @@ class Follower:
 
 
 def follow_launcher() -> None:
-    """Be a launcher's rank until rank 0 is done; end with status 1 where it ends otherwise."""
+    """Be a launcher's rank until rank 0 is done; end with a status where it ends otherwise."""
     _follow(int(os.environ["RANK"]), None)
 
 
@@ -99,7 +99,7 @@ def _follow(rank: int, store_path: str | None) -> None:
         Follower(join_group(rank, size, store)).serve()
     except PeerLost:
         # Rank 0 tells why; and torch.distributed has nothing left to end in good order.
-        os._exit(1)
+        os._exit(LOST_STATUS)
     import torch.distributed
 
     torch.distributed.destroy_process_group()

@@ -39,6 +39,7 @@ LONGEST_WAIT = timedelta(days=7)
 # A rank that ended breaks the exchange that the others are in; on GPUs it may hang instead.
 GRACE_SECONDS = 10.0
 STATUS_BYTES = 2048  # of a rank's report on what it loaded
+LOST_STATUS = 76  # of a rank that ends because another one has; EX_PROTOCOL in sysexits.h
 
 
 def count_local_ranks() -> int:
@@ -257,11 +258,13 @@ class Ranks:
         )
 
     def _find_ended(self) -> tuple[int, int] | None:
-        for rank, child in enumerate(self._children, 1):
-            status = child.poll()
-            if status is not None:
-                return rank, status
-        return None
+        """A rank that has ended and its status: the one that took the others along, if known."""
+        ended = [
+            (rank, status)
+            for rank, child in enumerate(self._children, 1)
+            if (status := child.poll()) is not None
+        ]
+        return min(ended, key=lambda one: one[1] == LOST_STATUS, default=None)
 
     def _watch(self) -> None:
         """End this process where it hangs in an exchange with a rank that has ended."""

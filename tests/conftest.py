@@ -16,6 +16,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 import copy
 import itertools
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 # The same examples every time, and no time limit that a busy machine would break.
 hypothesis.settings.register_profile("specdec", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("specdec")
+
+# A shell's background jobs are deaf to Ctrl-C, and so are their children; some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -72,20 +72,11 @@ def test_recipe_runs_and_a_typed_flag_wins(tmp_path: Path) -> None:
     assert report["stats"]["method"] == "redrafter"
 
 
-PAGES = [
-    "docs/convert.md",
-    "docs/build.md",
-    "docs/run.md",
-    "docs/quantization.md",
-    "docs/train.md",
-    "docs/verify.md",
-    "docs/exactness.md",
-    "docs/methods/draft_target.md",
-    "docs/methods/eagle.md",
-    "docs/methods/medusa.md",
-    "docs/methods/redrafter.md",
-]
-LAUNCHER_FLAGS = {"--nproc-per-node", "--num-processes"}
+PAGES = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))
+# Of torchrun, accelerate, Slurm, pip and benchmarks/grow.py.
+OTHERS_FLAGS = {
+    "--nproc-per-node", "--num-processes", "--no-python", "--no-deps", "--drafter-output-dir",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -94,10 +85,14 @@ def test_pages_name_only_flags_that_exist(name: str) -> None:
 
     from specdec.command import STAGES
     from specdec.settings import get_flags
+    from specdec.trtllm.facts import LABELS, load_facts
 
-    known = {"--config", "--debug", "--version", "--help", *LAUNCHER_FLAGS}
-    for stage in STAGES:
-        settings = importlib.import_module(f"specdec.{stage}.settings")
+    known = {"--config", "--debug", "--version", "--help", *OTHERS_FLAGS}
+    for label in LABELS:
+        known |= {f"--{flag.replace('_', '-')}" for flag in load_facts(label).flags}
+    modules = [module for module, _ in STAGES.values()] + ["specdec.train.generation.settings"]
+    for module in modules:
+        settings = importlib.import_module(module.rpartition(".")[0] + ".settings")
         for value in vars(settings).values():
             if isinstance(value, type) and value.__name__.endswith("Settings"):
                 for flag, (_, default) in get_flags(value).items():

@@ -93,12 +93,15 @@ def make_decoders(tmp_path_factory: pytest.TempPathFactory) -> MakeDecoders:
         )  # fmt: skip
 
     @functools.cache
-    def make(name: str, tp_size: int, *flags: object, optimize: str = "none") -> list[Decoder]:
+    def load(name: str, tp_size: int, flags: tuple[object, ...], optimize: str) -> list[Decoder]:
         folder = parent / name
         folder.mkdir(exist_ok=True)
         convert = ["--tp-size", tp_size, *flags]
         engine = make_engine(folder, get_target(name), optimize=optimize, convert=convert)
         return load_ranks(engine)
+
+    def make(name: str, tp_size: int, *flags: object, optimize: str = "none") -> list[Decoder]:
+        return load(name, tp_size, flags, optimize)
 
     return make
 
