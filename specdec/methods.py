@@ -449,6 +449,11 @@ EXTERNAL_METHODS = {
 }
 
 
+def count_lookahead_tokens(window_size: int, ngram_size: int, verification_set_size: int) -> int:
+    """Draft tokens that lookahead's [W,N,G] makes a step."""
+    return (window_size + verification_set_size) * (ngram_size - 1) - 1
+
+
 def find_method(config: Mapping[str, Any]) -> Method | None:
     """Return the method that a checkpoint's config.json carries, or None for a plain model."""
     architecture = config.get("architecture")

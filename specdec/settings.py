@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from specdec.errors import UsageError, suggest
 
 T = TypeVar("T")
-SECTIONS = ("convert", "build", "run", "train", "data")
+SECTIONS = ("convert", "build", "run", "train", "data", "verify", "bench")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

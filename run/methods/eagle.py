@@ -67,6 +67,45 @@ def check_choices(choices: Choices, params: EagleParams) -> None:
             )
 
 
+def count_top_k(params: EagleParams) -> int:
+    """The widest dynamic tree of an engine: nodes of a level that it goes on from."""
+    return min(params.max_non_leaves_per_layer, params.draft_vocab_size)
+
+
+def check_top_k(top_k: int, params: EagleParams) -> None:
+    """Raise SpecDecError for a dynamic tree that is wider than the engine has room for."""
+    most = count_top_k(params)
+    if top_k > most:
+        raise SpecDecError(
+            f"--eagle-dynamic-tree-max-top-k is {top_k}, the engine's max_non_leaves_per_layer"
+            f" is {params.max_non_leaves_per_layer}, of {params.draft_vocab_size} tokens",
+            f"give at most {most}, or convert with a larger --max-non-leaves-per-layer",
+        )
+
+
+def grow_deepest(params: EagleParams) -> Choices:
+    """The most probable static tree that is as deep and as wide as the engine.
+
+    TensorRT-LLM wants a path of exactly num_eagle_layers. Empty where max_draft_len has no room.
+    """
+    depth, room = params.num_eagle_layers, params.max_draft_len
+    spine = [(0,) * length for length in range(1, depth + 1)]
+    if len(spine) > room:
+        return ()
+    chosen = dict.fromkeys(spine)
+    inner = dict.fromkeys(((), *spine[:-1]))
+    for path in grow_choices(depth, (depth + 1) * room, params.draft_vocab_size):
+        parent = path[:-1]
+        num_inner = sum(len(other) == len(parent) for other in inner)
+        has_parent = not parent or parent in chosen
+        if len(chosen) == room:
+            break
+        if has_parent and (parent in inner or num_inner < params.max_non_leaves_per_layer):
+            inner[parent] = None
+            chosen[path] = None
+    return tuple(chosen)
+
+
 @dataclasses.dataclass(frozen=True)
 class Level:
     """Nodes of one depth that are run, to draft from each.
@@ -260,6 +299,7 @@ def make_proposer(
         num_positions=decoder.num_positions + num_run + POSITION_BLOCK,
         device=decoder.device,
         prepack=decoder.is_prepacked,
+        kernels=decoder.kernels,
     )
     return EagleProposer(net, decoder)
 
@@ -295,18 +335,13 @@ class EagleProposer:
     def use_dynamic_tree(self, top_k: int | None = None, num_tokens: int | None = None) -> None:
         """Grow trees as EAGLE-2 does from now on; raise SpecDecError beyond the engine's limits."""
         params = self.params
-        most = min(params.max_non_leaves_per_layer, params.draft_vocab_size)
+        most = count_top_k(params)
         if top_k is None:
             top_k = min(most, DEFAULT_CPU_TOP_K) if self._is_small else most
         if num_tokens is None:
             num_tokens = params.max_draft_len
             num_tokens = min(num_tokens, DEFAULT_CPU_TOKENS) if self._is_small else num_tokens
-        if top_k > most:
-            raise SpecDecError(
-                f"--eagle-dynamic-tree-max-top-k is {top_k}, the engine's max_non_leaves_per_layer"
-                f" is {params.max_non_leaves_per_layer}, of {params.draft_vocab_size} tokens",
-                f"give at most {most}, or convert with a larger --max-non-leaves-per-layer",
-            )
+        check_top_k(top_k, params)
         if num_tokens > params.max_draft_len:
             raise SpecDecError(
                 f"--eagle-tree-tokens is {num_tokens}, the engine's max_draft_len is"

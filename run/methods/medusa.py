@@ -74,7 +74,7 @@ def make_proposer(
     params: MedusaParams, weights: Mapping[str, Tensor], decoder: Decoder
 ) -> MedusaProposer:
     """Lay out the heads, with a tree that is small on a CPU and the largest allowed elsewhere."""
-    heads = MedusaHeads(params, weights, prepack=decoder.is_prepacked)
+    heads = MedusaHeads(params, weights, prepack=decoder.is_prepacked, kernels=decoder.kernels)
     num_tokens = params.max_draft_len
     if decoder.device.type == "cpu":
         num_tokens = min(num_tokens, DEFAULT_CPU_TOKENS)

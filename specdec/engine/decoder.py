@@ -24,7 +24,13 @@ from specdec.engine.layers import (
     can_prepack,
     name_activation,
 )
-from specdec.engine.native import GATES, NativeKernels
+from specdec.engine.native import (
+    GATED_ACTIVATIONS,
+    GATES,
+    PLAIN_ACTIVATIONS,
+    NativeKernels,
+    PackedLayers,
+)
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
@@ -112,7 +118,7 @@ class Decoder:
             if weight.dtype is torch.float8_e4m3fn:
                 weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
                 return Float8Linear(weight, weight_scales, input_scale, bias)
-            return Linear(weight, bias, prepack=prepack)
+            return Linear(weight, bias, prepack=prepack, kernels=kernels)
 
         def row_linear(name: str) -> Linear:
             """Of a product that is summed over the ranks: rank 0 adds the bias."""
@@ -151,9 +157,10 @@ class Decoder:
         self.final_norm = norm("transformer.ln_f")
         if model.share_embedding_table:
             head_bias = weights["lm_head.bias"] if arithmetic.head_bias else None
-            self.lm_head = Linear(self._cut_head(), head_bias, prepack=prepack)
+            self.lm_head = Linear(self._cut_head(), head_bias, prepack=prepack, kernels=kernels)
         else:
             self.lm_head = linear("lm_head")
+        self._packed_layers: PackedLayers | None = None
 
     def make_cache(self, num_rows: int, num_positions: int) -> KVCache:
         """Allocate a cache of `num_positions` a row, rounded up to whole blocks."""
@@ -263,6 +270,13 @@ class Decoder:
             step.tree_mask,
         )  # fmt: skip
         x = self._embed(torch.from_numpy(step.tokens), torch.from_numpy(step.positions))
+        if self.group is None and self._has_native_mlp:
+            if self._packed_layers is None:
+                self._packed_layers = self._pack_layers()
+            out, self.observed = kernels.run_layers(
+                x, self._packed_layers, cache.blocks, self.rotary, plan, self.observed_layers
+            )
+            return out
         h = kernels.norm(x, self.layers[0].input_norm)
         seen = []
         for index, layer in enumerate(self.layers):
@@ -284,6 +298,33 @@ class Decoder:
                 seen.append(x.clone())
         self.observed = torch.cat(seen, dim=-1) if seen else None
         return h
+
+    @property
+    def _has_native_mlp(self) -> bool:
+        known = GATED_ACTIVATIONS if self.is_gated else PLAIN_ACTIVATIONS
+        return self.activation in known
+
+    def _pack_layers(self) -> PackedLayers:
+        model = self.model
+        weights = []
+        for layer in self.layers:
+            row: list[Tensor | None] = []
+            for part in (
+                layer.input_norm, layer.qkv, layer.dense, layer.post_norm, layer.up, layer.down
+            ):  # fmt: skip
+                if part is None:
+                    row += [None, None]
+                else:
+                    row += [part.packed if isinstance(part, Linear) else part.weight, part.bias]
+            weights.append(row)
+        return PackedLayers(
+            weights, (self.final_norm.weight, self.final_norm.bias),
+            hidden=model.hidden_size, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+            head_size=model.head_size,
+            inner=self.layers[0].up.num_outputs // (2 if self.is_gated else 1),
+            activation=(GATED_ACTIVATIONS if self.is_gated else PLAIN_ACTIVATIONS)[self.activation],
+            is_gated=self.is_gated, window=model.sliding_window, epsilon=model.norm_epsilon,
+        )  # fmt: skip
 
     def _sum(self, partial: Tensor) -> Tensor:
         """Add up what the ranks computed of a product."""

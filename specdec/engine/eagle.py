@@ -24,6 +24,7 @@ from torch import Tensor
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Linear, Norm
+from specdec.engine.native import NativeKernels
 from specdec.methods import EagleParams
 from specdec.schema import ModelConfig
 from specdec.tensors import EAGLE_NET, EMBEDDING, HEAD, make_net_model
@@ -46,6 +47,7 @@ class EagleNet:
         num_positions: int,
         device: torch.device,
         prepack: bool = True,
+        kernels: NativeKernels | None = None,
     ) -> None:
         self.params = params
         self.is_third = params.eagle3 is not None
@@ -75,10 +77,13 @@ class EagleNet:
             make_net_model(params, model), tp_size=1, use_parallel_embedding=False
         )
         self.decoder = Decoder(
-            net, decoder, num_positions=num_positions, device=device, prepack=prepack
-        )
+            net, decoder, num_positions=num_positions, device=device, prepack=prepack,
+            kernels=kernels,
+        )  # fmt: skip
         prepack = self.decoder.is_prepacked
-        self.fc = Linear(own["drafter.fc.weight"], own.get("drafter.fc.bias"), prepack=prepack)
+        self.fc = Linear(
+            own["drafter.fc.weight"], own.get("drafter.fc.bias"), prepack=prepack, kernels=kernels
+        )
         self.hidden_norm: Norm | None = None
         if self.is_third:
             name = f"{_LAYER0}hidden_norm.weight"

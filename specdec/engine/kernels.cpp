@@ -14,6 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include <omp.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 struct bf16 {
@@ -367,51 +372,207 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
   }
 }
 
-// y[M][N] = x[M][depth] W^T + bias, W packed as [ceil(N / 32)][depth][32]; x, y are float32 and y has
-// room for N rounded up to 32. A tile's outputs stay in registers over the whole depth.
-constexpr int64_t kTile = 32;
+// Products with a matrix W [N, depth] that is packed by tiles of kTile outputs: [ceil(N / kTile)]
+// [depth][kTile] in float32; [ceil(N / kTile)][ceil(depth / 2)][kTile][2] in bfloat16, so that a
+// 32-bit word holds two inputs of one output. Every output is summed over its inputs in order,
+// however many rows there are: the same row gives the same bits alone and among others.
+constexpr int64_t kTile = 32, kVector = 16, kWords = kTile / kVector;
+typedef float Floats __attribute__((vector_size(4 * kVector)));
+typedef uint32_t Words __attribute__((vector_size(4 * kVector)));
 
-template <typename E, int M>
-void multiply_tile(const float *x, int64_t depth, const E *tile, float *y, int64_t y_stride) {
-  float sums[M][kTile] = {};
-  for (int64_t i = 0; i < depth; ++i) {
-    const E *w = tile + i * kTile;
-    for (int m = 0; m < M; ++m) {
-      const float a = x[m * depth + i];
-#pragma omp simd
-      for (int64_t j = 0; j < kTile; ++j) sums[m][j] += a * to_float(w[j]);
-    }
-  }
-  for (int m = 0; m < M; ++m) std::memcpy(y + m * y_stride, sums[m], sizeof sums[m]);
+// Sums stay in registers: kWords vectors of kVector floats for each row, 32 or 16 registers in all.
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12, kWideTiles = 4;
+#else
+constexpr int kMaxRows = 3, kWideTiles = 1;
+#endif
+
+// How far ahead of its use a matrix is fetched from memory.
+constexpr int64_t kPrefetchBytes = 4096;
+
+// What one step over the depth takes of an input row: a float, or two bfloat16 where the processor
+// multiplies such pairs.
+template <typename E>
+struct Packing {
+  typedef float Input;
+  static constexpr int64_t kInputs = 1, kBytes = 4 * kTile;
+};
+
+template <>
+struct Packing<bf16> {
+#if defined(__AVX512BF16__)
+  typedef uint32_t Input;
+  static constexpr int64_t kInputs = 1, kBytes = 4 * kTile;
+#else
+  typedef float Input;
+  static constexpr int64_t kInputs = 2, kBytes = 4 * kTile;
+#endif
+};
+
+template <typename E>
+inline int64_t count_steps(int64_t depth) {
+  return depth;
+}
+
+template <>
+inline int64_t count_steps<bf16>(int64_t depth) {
+  return (depth + 1) / 2;
+}
+
+// sums[m] += what `word` holds of each output, times the inputs of row m: x is [kInputs][M].
+template <int M>
+inline void add_products(Floats (&sums)[M], const float *word, const float *x) {
+  Floats w;
+  std::memcpy(&w, word, sizeof w);
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) sums[m] += w * x[m];
+}
+
+#if defined(__AVX512BF16__)
+template <int M>
+inline void add_products(Floats (&sums)[M], const bf16 *word, const uint32_t *x) {
+  __m512i w = _mm512_loadu_si512(word);
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+    sums[m] = (Floats)_mm512_dpbf16_ps((__m512)sums[m], (__m512bh)w,
+                                       (__m512bh)_mm512_set1_epi32(static_cast<int>(x[m])));
+}
+#else
+template <int M>
+inline void add_products(Floats (&sums)[M], const bf16 *word, const float *x) {
+  Words w;
+  std::memcpy(&w, word, sizeof w);
+  const Floats even = (Floats)(w << 16), odd = (Floats)(w & 0xffff0000u);
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) sums[m] += even * x[m];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) sums[m] += odd * x[M + m];
+}
+#endif
+
+// M rows of packed inputs times G tiles that follow each other; out: [M, G * kTile].
+template <typename E, int M, int G>
+void multiply_tiles(const typename Packing<E>::Input *x, int64_t steps, const E *tiles,
+                    float *out) {
+  constexpr int64_t kElements = Packing<E>::kBytes / sizeof(E) / kWords;
+  Floats sums[G][kWords][M] = {};
+  for (int64_t step = 0; step < steps; ++step)
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g)
+#pragma GCC unroll 2
+      for (int64_t k = 0; k < kWords; ++k) {
+        const E *word = tiles + ((g * steps + step) * kWords + k) * kElements;
+        __builtin_prefetch(reinterpret_cast<const char *>(word) + kPrefetchBytes);
+        add_products<M>(sums[g][k], word, x + step * Packing<E>::kInputs * M);
+      }
+  for (int m = 0; m < M; ++m)
+    for (int g = 0; g < G; ++g)
+      for (int64_t k = 0; k < kWords; ++k)
+        std::memcpy(out + (m * G + g) * kTile + k * kVector, &sums[g][k][m], sizeof(Floats));
+}
+
+// With few rows several tiles are multiplied at once: more sums that do not wait for each other.
+constexpr int count_wide(int rows) {
+  return rows == 1 ? kWideTiles : rows <= 4 ? (kWideTiles + 1) / 2 : 1;
 }
 
 template <typename E>
-void multiply_few(const float *x, int64_t M, int64_t depth, const E *packed, const E *bias,
-                  int64_t N, float *y) {
-  const int64_t tiles = (N + kTile - 1) / kTile, stride = tiles * kTile;
-#pragma omp parallel for schedule(static) if (M * N * depth > kParallelWork)
-  for (int64_t t = 0; t < tiles; ++t) {
-    const E *tile = packed + t * depth * kTile;
-    for (int64_t m = 0; m < M;) {
-      const float *rows = x + m * depth;
-      float *to = y + m * stride + t * kTile;
-      switch (M - m) {
-        case 1: multiply_tile<E, 1>(rows, depth, tile, to, stride); m += 1; break;
-        case 2: multiply_tile<E, 2>(rows, depth, tile, to, stride); m += 2; break;
-        case 3: multiply_tile<E, 3>(rows, depth, tile, to, stride); m += 3; break;
-        case 4: multiply_tile<E, 4>(rows, depth, tile, to, stride); m += 4; break;
-        case 5: multiply_tile<E, 5>(rows, depth, tile, to, stride); m += 5; break;
-        default: multiply_tile<E, 6>(rows, depth, tile, to, stride); m += 6; break;
-      }
-    }
-    if (bias != nullptr)
-      for (int64_t m = 0; m < M; ++m)
-        for (int64_t j = t * kTile; j < (t + 1) * kTile && j < N; ++j)
-          y[m * stride + j] += to_float(bias[j]);
+void multiply_tiles(int64_t rows, bool is_wide, const typename Packing<E>::Input *x,
+                    int64_t steps, const E *tiles, float *out) {
+  switch (rows) {
+#define SPECDEC_ROWS(M)                                           \
+  case M:                                                         \
+    if constexpr (M <= kMaxRows) {                                \
+      if (is_wide)                                                \
+        multiply_tiles<E, M, count_wide(M)>(x, steps, tiles, out); \
+      else                                                        \
+        multiply_tiles<E, M, 1>(x, steps, tiles, out);            \
+    }                                                             \
+    break;
+    SPECDEC_ROWS(1) SPECDEC_ROWS(2) SPECDEC_ROWS(3) SPECDEC_ROWS(4) SPECDEC_ROWS(5)
+    SPECDEC_ROWS(6) SPECDEC_ROWS(7) SPECDEC_ROWS(8) SPECDEC_ROWS(9) SPECDEC_ROWS(10)
+    SPECDEC_ROWS(11) SPECDEC_ROWS(12)
+#undef SPECDEC_ROWS
   }
 }
 
-inline int64_t pad(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
+// y = x W^T + bias for the tiles from `begin` to `end` and up to kMaxRows rows.
+template <typename E, typename O>
+void multiply_range(int64_t rows, const typename Packing<E>::Input *x, int64_t steps,
+                    const E *packed, const E *bias, int64_t begin, int64_t end, int64_t N, O *y) {
+  const int64_t size = steps * Packing<E>::kBytes / static_cast<int64_t>(sizeof(E));
+  const int64_t wide = count_wide(static_cast<int>(rows));
+  float sums[kMaxRows * kTile * kWideTiles];
+  for (int64_t t = begin; t < end;) {
+    const int64_t count = t + wide <= end ? wide : 1, width = count * kTile, first = t * kTile;
+    multiply_tiles<E>(rows, count == wide, x, steps, packed + t * size, sums);
+    const int64_t used = std::min(width, N - first);
+    for (int64_t m = 0; m < rows; ++m) {
+      O *to = y + m * N + first;
+      const float *from = sums + m * width;
+      if (bias == nullptr)
+        for (int64_t j = 0; j < used; ++j) store(to[j], from[j]);
+      else
+        for (int64_t j = 0; j < used; ++j) store(to[j], from[j] + to_float(bias[first + j]));
+    }
+    t += count;
+  }
+}
+
+// Inputs of one step over the depth: [kInputs][rows] of X [rows, depth], zeros beyond the depth.
+template <typename E, typename X>
+inline void pack_step(const X *x, int64_t rows, int64_t depth, int64_t step, float *to) {
+  constexpr int64_t kInputs = Packing<E>::kInputs;
+  for (int64_t i = 0; i < kInputs; ++i)
+    for (int64_t m = 0; m < rows; ++m) {
+      const int64_t at = step * kInputs + i;
+      to[i * rows + m] = at < depth ? to_float(x[m * depth + at]) : 0.0f;
+    }
+}
+
+template <typename E, typename X>
+inline void pack_step(const X *x, int64_t rows, int64_t depth, int64_t step, uint32_t *to) {
+  for (int64_t m = 0; m < rows; ++m) {
+    bf16 low{0}, high{0};
+    store(low, to_float(x[m * depth + 2 * step]));
+    if (2 * step + 1 < depth) store(high, to_float(x[m * depth + 2 * step + 1]));
+    to[m] = low.bits | static_cast<uint32_t>(high.bits) << 16;
+  }
+}
+
+// y[M][N] = x[M][depth] W^T + bias, W packed.
+constexpr int64_t kCacheBytes = 1 << 19;  // of tiles that are kept for several blocks of rows
+
+template <typename E, typename X, typename O>
+void multiply(const X *x, int64_t M, int64_t depth, const E *packed, const E *bias, int64_t N,
+              O *y) {
+  typedef typename Packing<E>::Input Input;
+  const int64_t tiles = (N + kTile - 1) / kTile, steps = count_steps<E>(depth);
+  const int64_t blocks = (M + kMaxRows - 1) / kMaxRows, row = steps * Packing<E>::kInputs;
+  const int64_t fitting = std::max<int64_t>(1, kCacheBytes / (steps * Packing<E>::kBytes));
+  const int64_t group = blocks == 1 ? tiles : fitting;
+  static thread_local std::vector<Input> scratch;
+  scratch.resize(M * row);
+  Input *inputs = scratch.data();
+#pragma omp parallel if (M * N * depth > kParallelWork)
+  {
+#pragma omp for schedule(static)
+    for (int64_t step = 0; step < steps; ++step)
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t from = M * b / blocks, rows = M * (b + 1) / blocks - from;
+        pack_step<E>(x + from * depth, rows, depth, step,
+                     inputs + from * row + step * Packing<E>::kInputs * rows);
+      }
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const int64_t last = tiles * (thread + 1) / threads;
+    for (int64_t t = tiles * thread / threads; t < last; t += group)
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t from = M * b / blocks, rows = M * (b + 1) / blocks - from;
+        multiply_range<E>(rows, inputs + from * row, steps, packed, bias, t,
+                          std::min(t + group, last), N, y + from * N);
+      }
+  }
+}
 
 // The best `width` of `count` logits, best first, as (log-probability among the best `kept`, token).
 void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width,
@@ -438,7 +599,7 @@ void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width
   for (auto &entry : heap) entry.first -= top + std::log(total);
 }
 
-// ReDrafter's beam search, see specdec/engine/redrafter.py. Matrices are packed for multiply_few;
+// ReDrafter's beam search, see specdec/engine/redrafter.py. Matrices are packed for `multiply`;
 // absent ones are null. hidden: [B, H]; tokens: [B]; blocks: weight and bias of each residual block
 // by turns; beams: [B, W, L]. X is the exit dimension, V the vocabulary, C the candidates kept.
 template <typename E>
@@ -446,9 +607,9 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
                   const E *rnn_u, const E *rnn_u_bias, const E *input_proj, const E *input_bias,
                   const E *const *blocks, int64_t num_blocks, const E *lm_head, int64_t *beams,
                   int64_t B, int64_t W, int64_t L, int64_t V, int64_t H, int64_t X, int64_t C) {
-  const int64_t most = B * W, wide = pad(2 * H > X ? 2 * H : X);
+  const int64_t most = B * W, wide = 2 * H > X ? 2 * H : X;
   std::vector<float> state(most * H), next(most * H), embedded(most * H), x(most * wide);
-  std::vector<float> first(most * wide), second(most * wide), logits(most * pad(V));
+  std::vector<float> first(most * wide), second(most * wide), logits(most * V);
   std::vector<float> scores(B, 0.0f), next_scores(most);
   std::vector<int64_t> last(tokens, tokens + B), paths(most * L), next_paths(most * L);
   std::vector<std::vector<std::pair<float, int64_t>>> ranked(most);
@@ -459,12 +620,12 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
     for (int64_t m = 0; m < M; ++m)
       for (int64_t i = 0; i < H; ++i) embedded[m * H + i] = to_float(embedding[last[m] * H + i]);
     if (rnn_w != nullptr) {
-      multiply_few(embedded.data(), M, H, rnn_w, static_cast<const E *>(nullptr), H, first.data());
-      if (step > 0) multiply_few(state.data(), M, H, rnn_u, rnn_u_bias, H, second.data());
+      multiply(embedded.data(), M, H, rnn_w, static_cast<const E *>(nullptr), H, first.data());
+      if (step > 0) multiply(state.data(), M, H, rnn_u, rnn_u_bias, H, second.data());
       for (int64_t m = 0; m < M; ++m)
         for (int64_t i = 0; i < H; ++i) {
-          const float recurrent = step > 0 ? second[m * pad(H) + i] : to_float(rnn_u_bias[i]);
-          next[m * H + i] = silu(first[m * pad(H) + i] + recurrent);
+          const float recurrent = step > 0 ? second[m * H + i] : to_float(rnn_u_bias[i]);
+          next[m * H + i] = silu(first[m * H + i] + recurrent);
         }
     } else {
       for (int64_t i = 0; i < M * H; ++i) next[i] = embedded[i] + (step > 0 ? state[i] : 0.0f);
@@ -476,19 +637,18 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
       std::memcpy(&x[m * 2 * H + H], &state[m * H], sizeof(float) * H);
     }
     if (input_proj != nullptr) {
-      multiply_few(x.data(), M, 2 * H, input_proj, input_bias, X, first.data());
-      for (int64_t m = 0; m < M; ++m)
-        std::memcpy(&x[m * X], &first[m * pad(X)], sizeof(float) * X);
+      multiply(x.data(), M, 2 * H, input_proj, input_bias, X, first.data());
+      std::memcpy(x.data(), first.data(), sizeof(float) * M * X);
     }
     for (int64_t block = 0; block < num_blocks; ++block) {
-      multiply_few(x.data(), M, X, blocks[2 * block], blocks[2 * block + 1], X, first.data());
+      multiply(x.data(), M, X, blocks[2 * block], blocks[2 * block + 1], X, first.data());
       for (int64_t m = 0; m < M; ++m)
 #pragma omp simd
-        for (int64_t i = 0; i < X; ++i) x[m * X + i] += silu(first[m * pad(X) + i]);
+        for (int64_t i = 0; i < X; ++i) x[m * X + i] += silu(first[m * X + i]);
     }
-    multiply_few(x.data(), M, X, lm_head, static_cast<const E *>(nullptr), V, logits.data());
+    multiply(x.data(), M, X, lm_head, static_cast<const E *>(nullptr), V, logits.data());
 #pragma omp parallel for if (M * V > kParallelWork)
-    for (int64_t m = 0; m < M; ++m) rank_tokens(&logits[m * pad(V)], V, C, W, ranked[m]);
+    for (int64_t m = 0; m < M; ++m) rank_tokens(&logits[m * V], V, C, W, ranked[m]);
     for (int64_t b = 0; b < B; ++b) {
       // Each beam's best W tokens hold the best W of all.
       std::vector<std::pair<float, int64_t>> grown;
@@ -517,12 +677,80 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
   std::memcpy(beams, paths.data(), sizeof(int64_t) * most * L);
 }
 
+// Activations of an MLP: 0 SiLU, 1 GELU by tanh, 2 GELU by erf, 3 ReLU.
+inline float gelu_erf(float x) { return 0.5f * x * (1.0f + std::erf(x * 0.70710678118654752f)); }
+
+inline float relu(float x) { return x > 0.0f ? x : 0.0f; }
+
+template <float (*activate)(float), typename E>
+void apply_to(E *x, int64_t count) {
+#pragma omp parallel for simd if (count > kParallelWork)
+  for (int64_t i = 0; i < count; ++i) store(x[i], activate(to_float(x[i])));
+}
+
+// The layers of a decoder over one step's tokens. Legend as above; M = B T tokens. matrices of a
+// layer, in order: weight and bias of input norm, QKV, dense, post norm, up (gate and up stacked
+// where it is gated), down; absent ones are null, and a layer without post norm has attention and
+// MLP read the same input. x: [M, D], overwritten by the last layer's output; out: [M, D], its norm;
+// observed: [number of them, M, D].
+struct Shape {
+  int64_t B, T, D, N, K, H, I, R, S, rotated, window, num_layers, activation, is_gated, observing;
+};
+
+constexpr int64_t kLayerPointers = 12;
+
+template <typename E>
+void run_layers(E *x, E *out, const E *const *weights, const E *const *final_norm, E *cache,
+                const E *cosine, const E *sine, const int64_t *rows, const int64_t *positions,
+                const int64_t *lines, const int64_t *past, const uint8_t *tree_mask,
+                const int64_t *observed_layers, E *observed, const Shape &shape, float epsilon) {
+  const Shape &s = shape;
+  const int64_t M = s.B * s.T, heads = (s.N + 2 * s.K) * s.H, inner = s.I * (1 + s.is_gated);
+  const int64_t layer_cache = 2 * s.R * s.K * s.S * s.H;
+  std::vector<E> qkv(M * heads), attended(M * s.N * s.H), mixed(M * s.D), up(M * inner);
+  std::vector<E> gated(s.is_gated ? M * s.I : 0), second(M * s.D);
+  add_norm<E>(x, nullptr, weights[0], weights[1], out, M, s.D, epsilon);
+  for (int64_t layer = 0; layer < s.num_layers; ++layer) {
+    const E *const *w = weights + layer * kLayerPointers;
+    const E *const *next = layer + 1 < s.num_layers ? w + kLayerPointers : final_norm;
+    multiply(out, M, s.D, w[2], w[3], heads, qkv.data());
+    attend(qkv.data(), cache + layer * layer_cache, cosine, sine, rows, positions, lines, past,
+           tree_mask, attended.data(), s.B, s.T, s.N, s.K, s.H, s.R, s.S, s.rotated, s.window);
+    multiply(attended.data(), M, s.N * s.H, w[4], w[5], s.D, mixed.data());
+    if (w[6] != nullptr) add_norm(x, mixed.data(), w[6], w[7], out, M, s.D, epsilon);
+    multiply(out, M, s.D, w[8], w[9], inner, up.data());
+    if (s.is_gated) {
+      if (s.activation == 0)
+        gate_mul<silu>(up.data(), gated.data(), M, s.I);
+      else
+        gate_mul<gelu_tanh>(up.data(), gated.data(), M, s.I);
+    } else if (s.activation == 1) {
+      apply_to<gelu_tanh>(up.data(), M * inner);
+    } else if (s.activation == 2) {
+      apply_to<gelu_erf>(up.data(), M * inner);
+    } else {
+      apply_to<relu>(up.data(), M * inner);
+    }
+    E *down = w[6] != nullptr ? mixed.data() : second.data();
+    multiply(s.is_gated ? gated.data() : up.data(), M, s.I, w[10], w[11], s.D, down);
+    if (w[6] == nullptr)
+      for (int64_t i = 0; i < M * s.D; ++i)
+        store(mixed[i], to_float(mixed[i]) + to_float(second[i]));
+    add_norm(x, mixed.data(), next[0], next[1], out, M, s.D, epsilon);
+    for (int64_t i = 0; i < s.observing; ++i)
+      if (observed_layers[i] == layer) std::memcpy(observed + i * M * s.D, x, sizeof(E) * M * s.D);
+  }
+}
+
 }  // namespace
 
 extern "C" {
 
 // Bumped with every change of a signature below; checked when an engine is loaded.
-int64_t specdec_abi_version() { return 3; }
+int64_t specdec_abi_version() { return 4; }
+
+// Of the calling thread, for the calls that it makes from now on.
+void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
 
 #define SPECDEC_EXPORT(E, suffix)                                                                 \
   void specdec_add_norm_##suffix(E *x, const E *delta, const E *weight, const E *bias, E *out,    \
@@ -542,6 +770,20 @@ int64_t specdec_abi_version() { return 3; }
       int64_t R, int64_t S, int64_t rotated, int64_t window) {                                    \
     attend(qkv, cache, cosine, sine, rows, positions, lines, past, tree_mask, out, B, T, N, K, H, \
            R, S, rotated, window);                                                                \
+  }                                                                                               \
+  void specdec_multiply_##suffix(const E *x, int64_t M, int64_t depth, const E *packed,           \
+                                 const E *bias, int64_t N, E *y) {                                \
+    multiply(x, M, depth, packed, bias, N, y);                                                    \
+  }                                                                                               \
+  void specdec_run_layers_##suffix(                                                               \
+      E *x, E *out, const E *const *weights, const E *const *final_norm, E *cache,                \
+      const E *cosine, const E *sine, const int64_t *rows, const int64_t *positions,              \
+      const int64_t *lines, const int64_t *past, const uint8_t *tree_mask,                        \
+      const int64_t *observed_layers, E *observed, const int64_t *shape, float epsilon) {         \
+    Shape sizes;                                                                                  \
+    std::memcpy(&sizes, shape, sizeof sizes);                                                     \
+    run_layers(x, out, weights, final_norm, cache, cosine, sine, rows, positions, lines, past,    \
+               tree_mask, observed_layers, observed, sizes, epsilon);                             \
   }                                                                                               \
   void specdec_search_beams_##suffix(                                                             \
       const E *embedding, const E *hidden, const int64_t *tokens, const E *rnn_w, const E *rnn_u, \

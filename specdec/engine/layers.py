@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from specdec.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from specdec.engine.native import NativeKernels
 
 
 def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -28,15 +31,27 @@ def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
 class Linear:
     """x W^T + b. weight: [out, in].
 
-    On a CPU the weight is kept in oneDNN's blocked layout, which reads at the speed of memory for
-    one token and shares that read between the tokens of a verify step.
+    On a CPU the weight is kept in a layout that reads at the speed of memory for one token and
+    shares that read between the tokens of a verify step: that of the native kernels where the
+    engine has them, else oneDNN's.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, prepack: bool) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        prepack: bool,
+        kernels: NativeKernels | None = None,
+    ) -> None:
         self.bias = bias
+        self.num_outputs = weight.shape[0]
+        self.kernels = kernels
         self.packed: Tensor | None = None
         self.weight: Tensor | None = None
-        if prepack:
+        if kernels is not None:
+            self.packed = kernels.pack_matrix(weight)
+        elif prepack:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         else:
             self.weight = weight
@@ -45,6 +60,8 @@ class Linear:
         if self.packed is None:
             assert self.weight is not None
             return torch.nn.functional.linear(x, self.weight, self.bias)
+        if self.kernels is not None:
+            return self.kernels.multiply(x, self.packed, self.bias, self.num_outputs)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y
 

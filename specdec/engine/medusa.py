@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.layers import Linear, can_prepack
+from specdec.engine.native import NativeKernels
 from specdec.methods import MedusaParams
 
 
@@ -18,14 +19,22 @@ class MedusaHeads:
     """The heads' networks. `weights` are a checkpoint's `medusa_heads.*` tensors."""
 
     def __init__(
-        self, params: MedusaParams, weights: Mapping[str, Tensor], *, prepack: bool = True
+        self,
+        params: MedusaParams,
+        weights: Mapping[str, Tensor],
+        *,
+        prepack: bool = True,
+        kernels: NativeKernels | None = None,
     ) -> None:
         first = weights["medusa_heads.0.lm_head.weight"]
         prepack = prepack and can_prepack(first.dtype, first.device)
 
         def linear(name: str) -> Linear:
             name = "medusa_heads." + name
-            return Linear(weights[name + ".weight"], weights.get(name + ".bias"), prepack=prepack)
+            return Linear(
+                weights[name + ".weight"], weights.get(name + ".bias"), prepack=prepack,
+                kernels=kernels,
+            )  # fmt: skip
 
         self.params = params
         self.vocab_size, self.hidden_size = first.shape

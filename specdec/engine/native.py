@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import hashlib
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from specdec.schema import ModelConfig
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 3
+ABI_VERSION = 4
 TILE = 32  # outputs side by side in a packed matrix, kTile in kernels.cpp
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 # Activations of a gated MLP, by the kernel that computes them.
@@ -112,6 +112,11 @@ class NativeKernels:
             for name, kernel in GATES.items()
         }
         self._attend = self._bind(f"specdec_attend_{suffix}", [_POINTER] * 10 + [_INT] * 9)
+        self._set_num_threads = self._bind("specdec_set_num_threads", [_INT])
+        self._multiply = self._bind(
+            f"specdec_multiply_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]
+        )
+        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 15 + [_FLOAT])
         self._search_beams = self._bind(
             f"specdec_search_beams_{suffix}",
             [_POINTER] * 9 + [_INT] + [_POINTER] * 2 + [_INT] * 7,
@@ -192,10 +197,68 @@ class NativeKernels:
 
     @staticmethod
     def pack_matrix(weight: Tensor) -> Tensor:
-        """Lay out a matrix [N, depth] for `search_beams`: [ceil(N / TILE), depth, TILE]."""
-        num_rows, depth = weight.shape
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_rows % TILE))
-        return padded.view(-1, TILE, depth).transpose(1, 2).contiguous()
+        """Lay out a matrix [N, depth] by tiles of outputs, see kernels.cpp.
+
+        float32: [ceil(N / TILE), depth, TILE]; bfloat16: [ceil(N / TILE), ceil(depth / 2), TILE, 2].
+        """
+        num_outputs, depth = weight.shape
+        pair = 2 if weight.dtype is torch.bfloat16 else 1
+        if num_outputs % TILE or depth % pair:
+            weight = torch.nn.functional.pad(weight, (0, -depth % pair, 0, -num_outputs % TILE))
+        return weight.view(-1, TILE, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
+
+    def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
+        """x W^T + bias: [..., depth] -> [..., num_outputs]; `packed` is of `pack_matrix`.
+
+        A row's result is the same to the last bit whatever other rows there are.
+        """
+        x = x.contiguous()
+        depth = x.shape[-1]
+        y = x.new_empty((*x.shape[:-1], num_outputs))
+        self._set_num_threads(torch.get_num_threads())
+        self._multiply(
+            x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), _get_pointer(bias),
+            num_outputs, y.data_ptr(),
+        )  # fmt: skip
+        return y
+
+    def run_layers(
+        self,
+        x: Tensor,
+        layers: PackedLayers,
+        cache: Tensor,
+        table: RotaryTable | None,
+        plan: StepPlan,
+        observed_layers: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """All layers of a decoder over one step, in one call.
+
+        x: [B, T, D], overwritten by the last layer's output; cache: [layers, 2, R, K, S, H].
+        Returns its norm, [B, T, D], and the outputs of `observed_layers`, [B, T, n * D].
+        """
+        out = torch.empty_like(x)
+        cos, sin = (table.cos, table.sin) if table else (None, None)
+        num_rows, num_positions = cache.shape[2], cache.shape[4]
+        observed = x.new_empty((len(observed_layers), *x.shape)) if observed_layers else None
+        chosen = np.array(observed_layers, np.int64)
+        shape = np.array(
+            [
+                plan.batch, plan.num_tokens, *layers.sizes, num_rows, num_positions,
+                0 if cos is None else cos.shape[1], layers.window, layers.num_layers,
+                layers.activation, layers.is_gated, len(observed_layers),
+            ],
+            np.int64,
+        )  # fmt: skip
+        self._set_num_threads(torch.get_num_threads())
+        self._run_layers(
+            x.data_ptr(), out.data_ptr(), layers.pointers.ctypes.data,
+            layers.final_pointers.ctypes.data, cache.data_ptr(), _get_pointer(cos),
+            _get_pointer(sin), *plan.pointers, chosen.ctypes.data, _get_pointer(observed),
+            shape.ctypes.data, layers.epsilon,
+        )  # fmt: skip
+        if observed is not None:
+            observed = torch.cat(list(observed), dim=-1)
+        return out, observed
 
     def search_beams(
         self, drafter: PackedDrafter, hidden: Tensor, tokens: Tensor, width: int, length: int
@@ -218,6 +281,33 @@ class NativeKernels:
 
 def _get_pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+# What an MLP's activation is to the kernels, by whether it is gated.
+PLAIN_ACTIVATIONS = {**dict.fromkeys([n for n, k in GATES.items() if k == "gelu"], 1), "gelu": 2,
+                     "relu": 3}  # fmt: skip
+GATED_ACTIVATIONS = {name: int(kernel == "gelu") for name, kernel in GATES.items()}
+
+
+class PackedLayers:
+    """A decoder's layers as `NativeKernels.run_layers` takes them: pointers and sizes.
+
+    weights: of each layer input norm, QKV, dense, post norm (or None), up and down, every one its
+    weight and its bias or None; final: of the last norm. The tensors are kept alive.
+    """
+
+    def __init__(
+        self, weights: Sequence[Sequence[Tensor | None]], final: Sequence[Tensor | None],
+        *, hidden: int, num_heads: int, num_kv_heads: int, head_size: int, inner: int,
+        activation: int, is_gated: bool, window: int | None, epsilon: float,
+    ) -> None:  # fmt: skip
+        self._kept = (weights, final)
+        self.pointers = np.array([_get_pointer(t) or 0 for row in weights for t in row], np.uint64)
+        self.final_pointers = np.array([_get_pointer(t) or 0 for t in final], np.uint64)
+        self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
+        self.num_layers = len(weights)
+        self.activation, self.is_gated = activation, int(is_gated)
+        self.window, self.epsilon = window or 0, epsilon
 
 
 class PackedDrafter:

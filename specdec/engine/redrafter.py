@@ -39,7 +39,10 @@ class ReDrafterHead:
 
         def linear(name: str) -> Linear:
             name = "drafter." + name
-            return Linear(weights[name + ".weight"], weights.get(name + ".bias"), prepack=prepack)
+            return Linear(
+                weights[name + ".weight"], weights.get(name + ".bias"), prepack=prepack,
+                kernels=kernels,
+            )  # fmt: skip
 
         self.params = params
         self.embedding = embedding

@@ -25,8 +25,10 @@ class EngineFolder:
     """What an engine's config.json and manifest say; lengths in tokens.
 
     max_seq_len is the recorded one, which holds the draft tokens of a step besides prompt and
-    output. mode: as in `--speculative-decoding-mode`, None for a plain engine. manifest: None for
-    an engine that specdec-build did not write.
+    output. mode: as in `--speculative-decoding-mode`, None for a plain engine. max_draft_len: what
+    the runtime takes; built_draft_len: what build_config says. lacking: settings of the engine
+    without which there is no in-flight batching. manifest: None for an engine that specdec-build
+    did not write.
     """
 
     folder: Path
@@ -43,10 +45,12 @@ class EngineFolder:
     max_seq_len: int
     max_num_tokens: int
     max_draft_len: int
+    built_draft_len: int
     max_beam_width: int
     kv_cache_type: str
     has_paged_context_fmha: bool
     gathers_generation_logits: bool
+    lacking: tuple[str, ...]
     pretrained: Mapping[str, Any]
     manifest: Mapping[str, Any] | None
 
@@ -105,6 +109,7 @@ def read_engine_folder(folder: Path) -> EngineFolder:
     mapping = reader.get(pretrained, "pretrained_config.mapping", dict, {})
     dtype = reader.get(pretrained, "pretrained_config.dtype", str, "")
     mode = reader.find_mode(build)
+    cache = str(build.get("kv_cache_type", "CONTINUOUS")).rpartition(".")[2].upper()
     found = {
         name: reader.get(build, f"build_config.{name}", int, 0)
         for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens",
@@ -121,9 +126,11 @@ def read_engine_folder(folder: Path) -> EngineFolder:
         pp_size=mapping.get("pp_size", 1),
         mode=mode,
         max_draft_len=reader.find_draft_len(mode, pretrained, build),
-        kv_cache_type=str(build.get("kv_cache_type", "CONTINUOUS")).rpartition(".")[2].upper(),
+        built_draft_len=build.get("max_draft_len", 0),
+        kv_cache_type=cache,
         has_paged_context_fmha=bool(plugins.get("use_paged_context_fmha")),
         gathers_generation_logits=bool(build.get("gather_generation_logits")),
+        lacking=_list_lacking(plugins, cache),
         pretrained=pretrained,
         manifest=_read_manifest(folder),
         **found,
@@ -138,6 +145,18 @@ def read_engine_folder(folder: Path) -> EngineFolder:
             "build the engine again, or copy the whole folder",
         )
     return engine
+
+
+def _list_lacking(plugins: Mapping[str, Any], kv_cache_type: str) -> tuple[str, ...]:
+    """The settings by which an engine has no in-flight batching, with their values."""
+    lacking = [
+        f"{name} {str(plugins[name]).lower()}"
+        for name in ("gpt_attention_plugin", "remove_input_padding")
+        if name in plugins and not plugins[name]
+    ]
+    if kv_cache_type == "CONTINUOUS":
+        lacking.append("kv_cache_type CONTINUOUS")
+    return tuple(lacking)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:

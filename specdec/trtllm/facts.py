@@ -99,8 +99,8 @@ class Facts:
 
     def covers(self, version: str) -> bool:
         """Whether a release, as `1.2.0rc2` names one, is of this line."""
-        first, end = (_order(release) for release in self.releases)
-        return first <= _order(version) < end
+        first, end = (order_release(release) for release in self.releases)
+        return first <= order_release(version) < end
 
 
 @functools.cache
@@ -146,6 +146,7 @@ def list_lines_with(flag: str) -> list[str]:
     return [label for label in LABELS if load_facts(label).find_flag(flag) is not None]
 
 
-def _order(version: str) -> tuple[int, int]:
+def order_release(version: str) -> tuple[int, int]:
+    """Return a release's first two numbers, (-1, -1) where it has none."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (-1, -1)

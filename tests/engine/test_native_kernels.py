@@ -146,3 +146,25 @@ def test_a_failing_compiler_shows_its_last_lines(
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(SpecDecError, match="status 3: unknown flag xyz"):
         native.compile_kernels(tmp_path)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_outputs", "depth"), [(1, 1), (33, 7), (96, 40), (320, 321)])
+def test_products(library: Path, dtype: torch.dtype, num_outputs: int, depth: int) -> None:
+    """Any number of rows; and a row's result is the same among others, to the last bit."""
+    kernels = native.NativeKernels(library, dtype)
+    generator = torch.Generator().manual_seed(depth)
+    weight = torch.randn(num_outputs, depth, generator=generator).to(dtype)
+    bias = torch.randn(num_outputs, generator=generator).to(dtype)
+    x = torch.randn(41, depth, generator=generator).to(dtype)
+    packed = kernels.pack_matrix(weight)
+    whole = kernels.multiply(x, packed, bias, num_outputs)
+    assert whole.dtype is dtype
+    assert_near(whole, (x.double() @ weight.double().T + bias.double()).to(dtype))
+    for count in range(1, 41):
+        part = kernels.multiply(x[41 - count :], packed, bias, num_outputs)
+        assert torch.equal(part, whole[41 - count :]), count
+    unbiased = kernels.multiply(x[None], packed, None, num_outputs)
+    assert unbiased.shape == (1, 41, num_outputs)
+    assert_near(unbiased[0], (x.double() @ weight.double().T).to(dtype))
