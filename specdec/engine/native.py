@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import json
+import os
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,13 @@ GATES = {
     "silu": "silu", "swiglu": "silu", "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "gelu",
 }  # fmt: skip
+# Those of a plain one, and of a gated one, by the number that the kernels know them by.
+PLAIN_ACTIVATIONS = {
+    **dict.fromkeys([name for name, kernel in GATES.items() if kernel == "gelu"], 1),
+    "gelu": 2,
+    "relu": 3,
+}
+GATED_ACTIVATIONS = {name: int(kernel == "gelu") for name, kernel in GATES.items()}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -41,16 +51,18 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 def describe_coverage(model: ModelConfig) -> str:
     """Tell which of a model's operations have kernels; torch's own operators do the others."""
     activation = name_activation(model)
-    covered = ["norms", "attention"]
+    covered = ["products", "norms", "attention"]
     if model.arithmetic.mlp != "plain" and activation in GATES:
-        covered.append(f"gated {activation}")
-        return ", ".join(covered)
+        return ", ".join([*covered, f"gated {activation}"])
+    if model.arithmetic.mlp == "plain" and activation in PLAIN_ACTIVATIONS and model.tp_size == 1:
+        return ", ".join([*covered, activation])
     return f"{', '.join(covered)}; torch computes {activation}"
 
 
 def compile_kernels(folder: Path) -> dict[str, str]:
     """Compile the kernels into `folder` and return what they were compiled with.
 
+    What this compiler made of this source on this machine before is taken from `find_cache`.
     Raises SpecDecError with the compiler's last lines when there is no compiler or it fails.
     """
     compiler = find_compiler()
@@ -59,21 +71,77 @@ def compile_kernels(folder: Path) -> dict[str, str]:
             "no C++ compiler: neither $CXX nor g++, c++ or clang++ is on the PATH",
             "install one (Debian: apt install g++), or build with --optimize none",
         )
-    command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCE), "-o", str(folder / LIBRARY_NAME)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        tail = " | ".join(done.stderr.strip().splitlines()[-3:])
-        raise SpecDecError(
-            f"{compiler} failed with status {done.returncode}: {tail}",
-            "set CXX to a compiler with OpenMP, or build with --optimize none",
-        )
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return {
+    info = {
         "compiler": (version.stdout.splitlines() or [compiler])[0],
         "flags": " ".join(FLAGS),
         "cpu": describe_cpu(),
         "source_sha256": hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
     }
+    library = folder / LIBRARY_NAME
+    key = hashlib.sha256(json.dumps([compiler, version.stdout, info]).encode()).hexdigest()
+    kept = find_cache() / "kernels" / f"{key[:32]}.so"
+    if _take_kept(kept, library):
+        logger.debug("kernels taken from %s", kept)
+        return info
+    objects = folder / "kernels.o"
+    _call_compiler([compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)])
+    # GCC's OpenMP is loaded with torch, whose threads the kernels then share: two teams would
+    # wait for each other's processors. Clang's kernels bring their own.
+    openmp = ["-fopenmp"] if "clang" in version.stdout else []
+    _call_compiler([compiler, "-shared", str(objects), "-o", str(library), *openmp])
+    objects.unlink()
+    _keep(library, kept)
+    return info
+
+
+def _call_compiler(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = " | ".join(done.stderr.strip().splitlines()[-3:])
+        raise SpecDecError(
+            f"{command[0]} failed with status {done.returncode}: {tail}",
+            "set CXX to a compiler with OpenMP, or build with --optimize none",
+        )
+
+
+def find_cache() -> Path:
+    """The user's folder of what can be made again: $SPECDEC_CACHE_DIR, or ~/.cache/specdec."""
+    if chosen := os.environ.get("SPECDEC_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
+
+
+def _take_kept(kept: Path, library: Path) -> bool:
+    """Copy a library from the cache, where it lies there whole: its sum is in its own name."""
+    for path in kept.parent.glob(f"{kept.stem}-*.so"):
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest()[:32] == path.stem.rpartition("-")[2]:
+            library.write_bytes(content)
+            return True
+    return False
+
+
+def _keep(library: Path, kept: Path) -> None:
+    content = library.read_bytes()
+    name = f"{kept.stem}-{hashlib.sha256(content).hexdigest()[:32]}.so"
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, kept.parent / name)
+    except OSError as error:  # a cache that cannot be written costs time, nothing else
+        logger.debug("kernels are not kept for the next build: %s", error)
+
+
+def _load_library(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        if "undefined symbol: GOMP" not in str(error) and "undefined symbol: omp" not in str(error):
+            raise
+    ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)  # of the compiler; torch has another kind
+    return ctypes.CDLL(str(path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +159,7 @@ class NativeKernels:
 
     def __init__(self, library: Path, dtype: torch.dtype) -> None:
         try:
-            self._library = ctypes.CDLL(str(library))
+            self._library = _load_library(library)
         except OSError as error:
             raise SpecDecError(
                 f"{library} does not load: {error}", "build the engine again on this machine"
@@ -199,7 +267,8 @@ class NativeKernels:
     def pack_matrix(weight: Tensor) -> Tensor:
         """Lay out a matrix [N, depth] by tiles of outputs, see kernels.cpp.
 
-        float32: [ceil(N / TILE), depth, TILE]; bfloat16: [ceil(N / TILE), ceil(depth / 2), TILE, 2].
+        float32: [ceil(N / TILE), depth, TILE]; bfloat16: [ceil(N / TILE), ceil(depth / 2), TILE,
+        2].
         """
         num_outputs, depth = weight.shape
         pair = 2 if weight.dtype is torch.bfloat16 else 1
@@ -281,12 +350,6 @@ class NativeKernels:
 
 def _get_pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-# What an MLP's activation is to the kernels, by whether it is gated.
-PLAIN_ACTIVATIONS = {**dict.fromkeys([n for n, k in GATES.items() if k == "gelu"], 1), "gelu": 2,
-                     "relu": 3}  # fmt: skip
-GATED_ACTIVATIONS = {name: int(kernel == "gelu") for name, kernel in GATES.items()}
 
 
 class PackedLayers:

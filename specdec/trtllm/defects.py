@@ -12,7 +12,7 @@ from specdec.methods import EXTERNAL_METHODS, METHODS
 
 from .facts import order_release
 
-CHECK = "compare the text with a plain engine's (specdec-verify --engine-dir)"
+CHECK = "compare the text with that of a plain engine of the target"
 
 
 def list_defects(version: str, mode: str | None, config: Mapping[str, Any]) -> list[str]:

@@ -124,13 +124,15 @@ def test_the_log_says_what_has_kernels(convert: Convert) -> None:
         "build", "--checkpoint-dir", checkpoint, "--output-dir", checkpoint.parent / "engine"
     )
     assert done.returncode == 0, done.stderr
-    assert "native kernels: norms, attention; torch computes gelu_new" in done.stderr
+    assert "native kernels: products, norms, attention, gelu_new" in done.stderr
 
 
 def test_coverage_of_gated_models() -> None:
-    assert describe_coverage(make_config()) == "norms, attention, gated silu"
+    assert describe_coverage(make_config()) == "products, norms, attention, gated silu"
     gemma = make_config(architecture="GemmaForCausalLM", hidden_act="gelu")
-    assert describe_coverage(gemma) == "norms, attention, gated gelu_tanh"
+    assert describe_coverage(gemma) == "products, norms, attention, gated gelu_tanh"
+    split = make_config(architecture="PhiForCausalLM", hidden_act="gelu_new", tp_size=2)
+    assert describe_coverage(split) == "products, norms, attention; torch computes gelu_new"
 
 
 def test_every_activation_of_every_architecture_is_executed() -> None:

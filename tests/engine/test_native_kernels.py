@@ -168,3 +168,53 @@ def test_products(library: Path, dtype: torch.dtype, num_outputs: int, depth: in
     unbiased = kernels.multiply(x[None], packed, None, num_outputs)
     assert unbiased.shape == (1, 41, num_outputs)
     assert_near(unbiased[0], (x.double() @ weight.double().T).to(dtype))
+
+
+@needs_compiler
+def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small source in the kernels' place; what is kept and damaged is compiled again."""
+    source = tmp_path / "kernels.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    calls: list[list[str]] = []
+    compile_source = native._call_compiler
+
+    def call(command: list[str]) -> None:
+        calls.append(command)
+        compile_source(command)
+
+    monkeypatch.setattr(native, "_call_compiler", call)
+    infos, contents = [], []
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+        infos.append(native.compile_kernels(tmp_path / name))
+        library = tmp_path / name / native.LIBRARY_NAME
+        assert [path.name for path in (tmp_path / name).iterdir()] == [library.name]
+        contents.append(library.read_bytes())
+        (kept,) = (tmp_path / "cache" / "kernels").iterdir()
+        if name == "first":
+            assert len(calls) == 2  # compiled and linked
+        else:
+            assert len(calls) == (2 if name == "second" else 4)
+        if name == "second":
+            kept.write_bytes(contents[0][:-1])
+    assert infos[0] == infos[1] == infos[2]
+    assert contents[0] == contents[1]
+    source.write_text('extern "C" int answer() { return 43; }\n')
+    native.compile_kernels(tmp_path / "first")
+    assert len(calls) == 6
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "kernels.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(native, "SOURCE", source)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "file"))
+    (tmp_path / "engine").mkdir()
+    native.compile_kernels(tmp_path / "engine")
+    assert (tmp_path / "engine" / native.LIBRARY_NAME).is_file()
