@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,3 +29,11 @@ def to_tensor(array: Array, dtype: str) -> Tensor:
     """Return a copy of an array in storage type as a tensor. dtype: a float type's name."""
     view: torch.dtype = getattr(torch, dtype)
     return torch.from_numpy(array.copy()).view(view)
+
+
+def view_tensor(array: Array, dtype: str) -> Tensor:
+    """Return an array in storage type as a tensor on the same memory, which nobody may write to."""
+    view: torch.dtype = getattr(torch, dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array).view(view)

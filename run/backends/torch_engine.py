@@ -28,7 +28,7 @@ from ..methods.base import PlainProposer, Proposer
 from ..methods.draft_target import DraftTargetProposer
 from ..ranks import open_ranks
 from ..requests import Request, Result, find_problems
-from .torch_rank import choose_device, list_options
+from .torch_rank import choose_device, is_packed, list_options
 
 logger = logs.get_logger(__name__)
 
@@ -38,15 +38,25 @@ class TorchEngine:
 
     name = "torch"
 
-    def __init__(self, folder: Path, *, device: str = "auto", speculate: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        device: str = "auto",
+        devices: Sequence[int] | None = None,
+        speculate: bool = True,
+    ) -> None:
         began = time.perf_counter()
         self.config: EngineConfig = read_engine_config(folder)
         checkpoint = self.config.checkpoint
         model = checkpoint.model
-        self.device = choose_device(device, model.tp_size)
+        self.device = choose_device(device, model.tp_size, devices)
         ranks = open_ranks(model.tp_size)  # they start while this one loads
-        weights = load_weights(folder, self.config, self.device, drafts=speculate)
         options = list_options(self.config, folder, self.device)
+        weights = load_weights(
+            folder, self.config, self.device, drafts=speculate,
+            is_packed=is_packed(self.config, options),
+        )  # fmt: skip
         self.decoder = (
             Decoder(model, weights, **options)
             if ranks is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from specdec import logs
 from specdec.engine.decoder import Decoder
 from specdec.engine.group import Group
+from specdec.engine.layers import can_prepack
 from specdec.engine.layout import EngineConfig, load_weights, read_engine_config
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, describe_cpu
 from specdec.errors import SpecDecError
@@ -23,10 +25,11 @@ logger = logs.get_logger(__name__)
 def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
     """Load the part of a rank other than 0."""
     config = read_engine_config(folder)
-    weights = load_weights(folder, config, device, rank=group.rank)
-    return Decoder(
-        config.checkpoint.model, weights, group=group, **list_options(config, folder, device)
+    options = list_options(config, folder, device)
+    weights = load_weights(
+        folder, config, device, rank=group.rank, is_packed=is_packed(config, options)
     )
+    return Decoder(config.checkpoint.model, weights, group=group, **options)
 
 
 def list_options(config: EngineConfig, folder: Path, device: torch.device) -> dict[str, Any]:
@@ -41,8 +44,19 @@ def list_options(config: EngineConfig, folder: Path, device: torch.device) -> di
     }
 
 
-def choose_device(name: str, num_ranks: int) -> torch.device:
-    """The device that `--device` means, one on every rank."""
+def is_packed(config: EngineConfig, options: Mapping[str, Any]) -> bool:
+    """Whether a decoder with these options packs its matrices."""
+    if options["kernels"] is not None:
+        return True
+    dtype = TORCH_DTYPES[config.checkpoint.model.dtype]
+    return bool(options["prepack"]) and can_prepack(dtype, options["device"])
+
+
+def choose_device(name: str, num_ranks: int, devices: Sequence[int] | None = None) -> torch.device:
+    """The device that `--device` means, one on every rank.
+
+    devices: the GPU that an engine of one rank is to have, of those that torch sees.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
@@ -54,7 +68,14 @@ def choose_device(name: str, num_ranks: int) -> torch.device:
             f"--device {name}: {num_local} ranks need a GPU each, torch sees {num_gpus}",
             f"use --device cpu, or convert with --tp-size {num_gpus}",
         )
-    return torch.device("cuda")
+    if num_ranks > 1 or devices is None or len(devices) > 1:
+        return torch.device("cuda")
+    if devices[0] >= num_gpus:
+        raise SpecDecError(
+            f"device {devices[0]} is asked for, torch sees {num_gpus} of them",
+            f"name one of 0 to {num_gpus - 1}; two models may share it",
+        )
+    return torch.device("cuda", devices[0])
 
 
 def _load_kernels(config: EngineConfig, folder: Path, device: torch.device) -> NativeKernels | None:

@@ -574,6 +574,33 @@ void multiply(const X *x, int64_t M, int64_t depth, const E *packed, const E *bi
   }
 }
 
+// Lays out W [N, depth] for `multiply`; what lies beyond N and depth is zero.
+template <typename E>
+void pack_matrix(const E *weight, int64_t N, int64_t depth, E *packed) {
+  constexpr int64_t kPair = sizeof(float) / sizeof(E);
+  constexpr int64_t kBlock = 64;  // steps at a time, so that lines read are used up while cached
+  const int64_t tiles = (N + kTile - 1) / kTile, steps = (depth + kPair - 1) / kPair;
+#pragma omp parallel for schedule(static) if (N * depth > kParallelWork)
+  for (int64_t t = 0; t < tiles; ++t) {
+    E *tile = packed + t * steps * kTile * kPair;
+    const int64_t rows = std::min(kTile, N - t * kTile);
+    if (rows < kTile || depth % kPair) std::memset(tile, 0, steps * kTile * kPair * sizeof(E));
+    for (int64_t begin = 0; begin < steps; begin += kBlock) {
+      const int64_t end = std::min(begin + kBlock, steps);
+      for (int64_t j = 0; j < rows; ++j) {
+        const E *row = weight + (t * kTile + j) * depth;
+        for (int64_t step = begin; step < end; ++step) {
+          E *to = tile + (step * kTile + j) * kPair;
+          if ((step + 1) * kPair <= depth)
+            std::memcpy(to, row + step * kPair, sizeof(E) * kPair);
+          else
+            to[0] = row[step * kPair];
+        }
+      }
+    }
+  }
+}
+
 // The best `width` of `count` logits, best first, as (log-probability among the best `kept`, token).
 void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width,
                  std::vector<std::pair<float, int64_t>> &heap) {
@@ -747,7 +774,7 @@ void run_layers(E *x, E *out, const E *const *weights, const E *const *final_nor
 extern "C" {
 
 // Bumped with every change of a signature below; checked when an engine is loaded.
-int64_t specdec_abi_version() { return 4; }
+int64_t specdec_abi_version() { return 5; }
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
@@ -770,6 +797,9 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
       int64_t R, int64_t S, int64_t rotated, int64_t window) {                                    \
     attend(qkv, cache, cosine, sine, rows, positions, lines, past, tree_mask, out, B, T, N, K, H, \
            R, S, rotated, window);                                                                \
+  }                                                                                               \
+  void specdec_pack_matrix_##suffix(const E *weight, int64_t N, int64_t depth, E *packed) {       \
+    pack_matrix(weight, N, depth, packed);                                                        \
   }                                                                                               \
   void specdec_multiply_##suffix(const E *x, int64_t M, int64_t depth, const E *packed,           \
                                  const E *bias, int64_t N, E *y) {                                \

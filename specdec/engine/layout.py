@@ -26,7 +26,7 @@ from specdec.tensors import (
     list_drafter_tensors,
     list_target_tensors,
 )
-from specdec.torch_tensors import TORCH_DTYPES, to_tensor
+from specdec.torch_tensors import TORCH_DTYPES, to_tensor, view_tensor
 from specdec.vocabulary import read_recorded
 
 logger = logs.get_logger(__name__)
@@ -193,10 +193,16 @@ def check_inventory(file: TensorFile, expected: Mapping[str, tuple[int, ...]], w
 
 
 def load_tensors(
-    file: TensorFile, names: list[str], device: torch.device, dtype: torch.dtype
+    file: TensorFile,
+    names: list[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    maps_matrices: bool = False,
 ) -> dict[str, Tensor]:
     """Copy tensors from a mapped file to the device.
 
+    maps_matrices: what linears multiply with stays in the file, to be packed from there.
     Float8 weights stay as they are, their scales beside them, where the device multiplies such;
     elsewhere they become weights of `dtype`.
     """
@@ -222,7 +228,9 @@ def load_tensors(
                 f"{file.path}: {name} is stored as {info.dtype}",
                 f"the torch backend reads {', '.join(TORCH_DTYPES)}",
             )
-        tensors[name] = to_tensor(file.read(name), info.dtype).to(device)
+        is_mapped = maps_matrices and len(info.shape) == 2 and "embedding" not in name
+        take = view_tensor if is_mapped else to_tensor
+        tensors[name] = take(file.read(name), info.dtype).to(device)
     if num_float8:
         logger.info("FP8: %d linears multiply in float8", num_float8)
     if num_widened:
@@ -234,9 +242,18 @@ def load_tensors(
 
 
 def load_weights(
-    folder: Path, config: EngineConfig, device: torch.device, *, rank: int = 0, drafts: bool = True
+    folder: Path,
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    drafts: bool = True,
+    is_packed: bool = False,
 ) -> dict[str, Tensor]:
-    """Check and load a rank's files of an engine: its part of the target, on rank 0 the drafter."""
+    """Check and load a rank's files of an engine: its part of the target, on rank 0 the drafter.
+
+    is_packed: linears are about to pack their matrices, which need no copy before that.
+    """
     model, drafter = config.checkpoint.model, config.checkpoint.drafter
     wanted = list_engine_tensors(model, drafter if drafts else None)
     names = [name_weight_file(model, rank)] + ([DRAFTER_NAME] if rank == 0 else [])
@@ -247,7 +264,9 @@ def load_weights(
             file, shapes = TensorFile(folder / name), files[name]
             check_inventory(file, add_scales(shapes, file.tensors), "engine")
             chosen = [tensor for tensor in shapes if tensor in wanted]
-            weights |= load_tensors(file, chosen, device, TORCH_DTYPES[model.dtype])
+            weights |= load_tensors(
+                file, chosen, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed
+            )
     return weights
 
 

@@ -29,7 +29,7 @@ from specdec.schema import ModelConfig
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 4
+ABI_VERSION = 5
 TILE = 32  # outputs side by side in a packed matrix, kTile in kernels.cpp
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 # Activations of a gated MLP, by the kernel that computes them.
@@ -181,6 +181,9 @@ class NativeKernels:
         }
         self._attend = self._bind(f"specdec_attend_{suffix}", [_POINTER] * 10 + [_INT] * 9)
         self._set_num_threads = self._bind("specdec_set_num_threads", [_INT])
+        self._pack_matrix = self._bind(
+            f"specdec_pack_matrix_{suffix}", [_POINTER, _INT, _INT, _POINTER]
+        )
         self._multiply = self._bind(
             f"specdec_multiply_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]
         )
@@ -263,18 +266,19 @@ class NativeKernels:
         )  # fmt: skip
         return out
 
-    @staticmethod
-    def pack_matrix(weight: Tensor) -> Tensor:
+    def pack_matrix(self, weight: Tensor) -> Tensor:
         """Lay out a matrix [N, depth] by tiles of outputs, see kernels.cpp.
 
         float32: [ceil(N / TILE), depth, TILE]; bfloat16: [ceil(N / TILE), ceil(depth / 2), TILE,
         2].
         """
+        weight = weight.contiguous()
         num_outputs, depth = weight.shape
         pair = 2 if weight.dtype is torch.bfloat16 else 1
-        if num_outputs % TILE or depth % pair:
-            weight = torch.nn.functional.pad(weight, (0, -depth % pair, 0, -num_outputs % TILE))
-        return weight.view(-1, TILE, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
+        packed = weight.new_empty((-(-num_outputs // TILE), -(-depth // pair), TILE, pair))
+        self._set_num_threads(torch.get_num_threads())
+        self._pack_matrix(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
+        return packed
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
         """x W^T + bias: [..., depth] -> [..., num_outputs]; `packed` is of `pack_matrix`.
@@ -381,11 +385,11 @@ class PackedDrafter:
 
     def __init__(
         self, weights: Mapping[str, Tensor], embedding: Tensor, *, num_layers: int,
-        exit_dim: int, num_candidates: int,
+        exit_dim: int, num_candidates: int, kernels: NativeKernels,
     ) -> None:  # fmt: skip
         def pack(name: str) -> Tensor | None:
             weight = weights.get(f"drafter.{name}.weight")
-            return None if weight is None else NativeKernels.pack_matrix(weight)
+            return None if weight is None else kernels.pack_matrix(weight)
 
         self.embedding = embedding
         self.exit_dim = exit_dim
@@ -394,10 +398,10 @@ class PackedDrafter:
         self.rnn_u_bias = weights.get("drafter.rnn_u.bias")
         self.input_proj = pack("input_proj")
         self.input_bias = weights.get("drafter.input_proj.bias")
-        self.lm_head = NativeKernels.pack_matrix(weights["drafter.lm_head.weight"])
+        self.lm_head = kernels.pack_matrix(weights["drafter.lm_head.weight"])
         self.blocks = [
             (
-                NativeKernels.pack_matrix(weights[f"drafter.layers.{i}.linear.weight"]),
+                kernels.pack_matrix(weights[f"drafter.layers.{i}.linear.weight"]),
                 weights[f"drafter.layers.{i}.linear.bias"],
             )
             for i in range(num_layers)

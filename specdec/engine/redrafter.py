@@ -57,7 +57,7 @@ class ReDrafterHead:
         if kernels is not None and num_bytes <= MAX_NATIVE_BYTES:
             self.packed = PackedDrafter(
                 own, embedding, num_layers=params.num_layers, exit_dim=params.exit_dim,
-                num_candidates=self.num_candidates,
+                num_candidates=self.num_candidates, kernels=kernels,
             )  # fmt: skip
         self.rnn_w = linear("rnn_w") if params.is_rnn else None
         self.rnn_u = linear("rnn_u") if params.is_rnn else None
