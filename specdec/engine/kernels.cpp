@@ -398,9 +398,14 @@ struct Packing {
   static constexpr int64_t kInputs = 1, kBytes = 4 * kTile;
 };
 
+// SPECDEC_PAIRS: as there, in plain code, so that it can be tested where there is no such processor.
+#if defined(__AVX512BF16__) || defined(SPECDEC_PAIRS)
+#define SPECDEC_MULTIPLIES_PAIRS
+#endif
+
 template <>
 struct Packing<bf16> {
-#if defined(__AVX512BF16__)
+#if defined(SPECDEC_MULTIPLIES_PAIRS)
   typedef uint32_t Input;
   static constexpr int64_t kInputs = 1, kBytes = 4 * kTile;
 #else
@@ -428,21 +433,34 @@ inline void add_products(Floats (&sums)[M], const float *word, const float *x) {
   for (int m = 0; m < M; ++m) sums[m] += w * x[m];
 }
 
+// The two numbers in each word, as floats.
+inline Floats widen_low(Words words) { return (Floats)(words << 16); }
+
+inline Floats widen_high(Words words) { return (Floats)(words & 0xffff0000u); }
+
+#if defined(SPECDEC_MULTIPLIES_PAIRS)
+inline Floats add_pairs(Floats sums, Words words, Words inputs) {
 #if defined(__AVX512BF16__)
+  return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)words, (__m512bh)inputs);
+#else
+  sums += widen_low(words) * widen_low(inputs);
+  return sums + widen_high(words) * widen_high(inputs);
+#endif
+}
+
 template <int M>
 inline void add_products(Floats (&sums)[M], const bf16 *word, const uint32_t *x) {
-  __m512i w = _mm512_loadu_si512(word);
+  Words w;
+  std::memcpy(&w, word, sizeof w);
 #pragma GCC unroll 12
-  for (int m = 0; m < M; ++m)
-    sums[m] = (Floats)_mm512_dpbf16_ps((__m512)sums[m], (__m512bh)w,
-                                       (__m512bh)_mm512_set1_epi32(static_cast<int>(x[m])));
+  for (int m = 0; m < M; ++m) sums[m] = add_pairs(sums[m], w, Words{} + x[m]);
 }
 #else
 template <int M>
 inline void add_products(Floats (&sums)[M], const bf16 *word, const float *x) {
   Words w;
   std::memcpy(&w, word, sizeof w);
-  const Floats even = (Floats)(w << 16), odd = (Floats)(w & 0xffff0000u);
+  const Floats even = widen_low(w), odd = widen_high(w);
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m) sums[m] += even * x[m];
 #pragma GCC unroll 12

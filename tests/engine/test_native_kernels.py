@@ -148,12 +148,25 @@ def test_a_failing_compiler_shows_its_last_lines(
         native.compile_kernels(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def library_of_pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The products of processors with AVX512-BF16, in plain code."""
+    folder = tmp_path_factory.mktemp("pairs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "FLAGS", (*native.FLAGS, "-DSPECDEC_PAIRS"))
+        native.compile_kernels(folder)
+    return folder / native.LIBRARY_NAME
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_outputs", "depth"), [(1, 1), (33, 7), (96, 40), (320, 321)])
-def test_products(library: Path, dtype: torch.dtype, num_outputs: int, depth: int) -> None:
+@pytest.mark.parametrize("form", ["library", "library_of_pairs"])
+def test_products(
+    form: str, dtype: torch.dtype, num_outputs: int, depth: int, request: pytest.FixtureRequest
+) -> None:
     """Any number of rows; and a row's result is the same among others, to the last bit."""
-    kernels = native.NativeKernels(library, dtype)
+    kernels = native.NativeKernels(request.getfixturevalue(form), dtype)
     generator = torch.Generator().manual_seed(depth)
     weight = torch.randn(num_outputs, depth, generator=generator).to(dtype)
     bias = torch.randn(num_outputs, generator=generator).to(dtype)
