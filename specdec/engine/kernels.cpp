@@ -322,7 +322,9 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
   };
   // The queries of a K/V head are numbered q = t * group + g.
   const int64_t num_queries = T * group, tiles = (num_queries + kLanes - 1) / kLanes;
-  const bool few = num_queries < kLanes / 2;
+  // In bfloat16 every step takes the same way, so that a token's result has the same bits alone and
+  // in a tree: there, unlike in float32, one rounding more or less shows in the text.
+  const bool few = num_queries < kLanes / 2 && sizeof(E) == sizeof(float);
 #pragma omp parallel if (parallel_attend)
   {
     std::vector<float> queries(kLanes * H), sums(kLanes * H), row(H);

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.engine.native import find_compiler
 from specdec.engine.tree import Tree
 from specdec.run import verify
 from specdec.run.backends.torch_engine import TorchEngine
@@ -235,6 +236,24 @@ def test_half_precision_differs_only_at_near_ties(
         margin = abs(float(logits[theirs[at]] - logits[own[at]]))
         spacing = float(logits.abs().max()) / 2**bits
         assert margin <= 8 * spacing, f"token {at}: margin {margin}, spacing {spacing}"
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler here")
+def test_bfloat16_text_is_that_of_plain_decoding(
+    target: Path, drafter: Path, tmp_path: Path
+) -> None:
+    """A step of many tokens computes each to the same bits as a step of one."""
+    prompts, _ = reference(target)
+    folder = make_engine(tmp_path, target, drafter, beams=4, length=4, dtype="bfloat16")
+    plain = outputs_of(
+        TorchEngine(folder, device="cpu", speculate=False).generate(make_requests(prompts))
+    )
+    engine = TorchEngine(folder, device="cpu")
+    assert outputs_of(engine.generate(make_requests(prompts))) == plain
+    oracle = OracleProposer(plain, beams=3, length=6, quality=0.8, seed=5)
+    results = generate(engine.decoder, oracle, make_requests(prompts), Options())
+    assert outputs_of(results) == plain
+    assert sum(result.stats.num_accepted for result in results) > LIMIT
 
 
 def test_accepting_a_wrong_token_is_noticed(

@@ -1,0 +1,108 @@
+"""In bfloat16 a token's state has the same bits in every step: alone, in a tree, in a batch.
+
+So speculative text is that of plain decoding on the same engine in half precision too, not only up
+to near-ties, wherever the native kernels run a step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.engine import native
+from specdec.engine.decoder import Decoder, Step
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.layout import list_engine_tensors
+from specdec.engine.tree import Tree, build_tree_mask
+from tests.engine.models import make_model
+
+pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler here")
+
+CHAIN = [5, 9, 2, 30, 41]
+# The chain among others: nodes 1, 3, 4, 7 and 8 are its own, below a root of another row's length.
+PARENTS = [-1, 0, 0, 1, 3, 3, 4, 4, 7]
+TOKENS = [CHAIN[0], CHAIN[1], 8, CHAIN[2], CHAIN[3], 17, 23, CHAIN[4], 50]
+NODES = [0, 1, 3, 4, 7]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kernels")
+    native.compile_kernels(folder)
+    return folder / native.LIBRARY_NAME
+
+
+def make_decoder(library: Path, heads: int, kv_heads: int, window: int | None) -> Decoder:
+    model = make_model(
+        dtype="bfloat16", vocab_size=64, hidden_size=384, num_hidden_layers=4,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_size=384 // heads,
+        intermediate_size=80,
+        sliding_window=window,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(heads)
+    weights = {
+        name: (
+            torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 1.0)
+        ).bfloat16()
+        for name, shape in list_engine_tensors(model, None).items()
+    }
+    kernels = native.NativeKernels(library, torch.bfloat16)
+    return Decoder(model, weights, num_positions=256, device=torch.device("cpu"), kernels=kernels)
+
+
+def make_step(past: list[int], tree: Tree) -> Step:
+    count = len(past)
+    return Step(
+        rows=np.arange(count),
+        tokens=np.tile(tree.tokens, (count, 1)),
+        positions=np.array(past)[:, None] + tree.depths,
+        tree_mask=np.tile(build_tree_mask(tree), (count, 1, 1)),
+    )
+
+
+def make_tree(tokens: list[int], parents: list[int]) -> Tree:
+    depths = [0] * len(tokens)
+    for node, parent in enumerate(parents):
+        depths[node] = depths[parent] + 1 if parent >= 0 else 0
+    return Tree(tokens=np.array(tokens), parents=np.array(parents), depths=np.array(depths))
+
+
+def fill(decoder: Decoder, num_rows: int, past_len: int) -> KVCache:
+    """A cache whose rows hold the same tokens, run one at a time."""
+    cache = decoder.make_cache(num_rows, 200)
+    for at in range(past_len):
+        decoder.forward(make_step([at] * num_rows, make_tree([at % 64], [-1])), cache)
+        for row in range(num_rows):
+            cache.commit(row, [0])
+    return cache
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (12, 1)])
+@torch.inference_mode()
+def test_a_state_has_the_same_bits_in_every_step(
+    library: Path, heads: int, kv_heads: int, window: int | None
+) -> None:
+    decoder = make_decoder(library, heads, kv_heads, window)
+    past_len = 37
+    alone = fill(decoder, 1, past_len)
+    expected = []
+    for at, token in enumerate(CHAIN):
+        step = make_step([past_len + at], make_tree([token], [-1]))
+        state = decoder.forward(step, alone)
+        expected.append((state[0, 0], decoder.compute_logits(state)[0, 0]))
+        alone.commit(0, [0])
+    assert len({tuple(state.tolist()) for state, _ in expected}) == len(CHAIN)
+    for num_rows in (1, 3):
+        cache = fill(decoder, num_rows, past_len)
+        states = decoder.forward(
+            make_step([past_len] * num_rows, make_tree(TOKENS, PARENTS)), cache
+        )
+        logits = decoder.compute_logits(states)
+        for row in range(num_rows):
+            for node, (state, logit) in zip(NODES, expected, strict=True):
+                assert torch.equal(states[row, node], state)
+                assert torch.equal(logits[row, node], logit)
