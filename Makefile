@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTS ?= tests
+SIZE ?= full
+PEERS ?= specdec transformers llama.cpp openvino
 
 # PyTorch publishes its CPU build beside PyPI, which has the one for CUDA (several GB). Whoever has
 # told pip where to look keeps that; `make TORCH_INDEX= ...` takes PyPI's build.
@@ -21,7 +23,8 @@ help:
 	@echo "make test    run the tests (TESTS=tests/core for some of them)"
 	@echo "make check   lint, format and type checks, as in CI"
 	@echo "make fix     mend what the linter and the formatter can"
-	@echo "make bench   run the CPU benchmarks"
+	@echo "make bench   run the CPU benchmarks, beside other engines last: hours, 20 GB of memory and"
+	@echo "             24 GB of disk at SIZE=full; SIZE=small or pycode for less, PEERS='specdec ...'"
 	@echo "make dist    build the wheel into dist/"
 	@echo "make clean   remove caches and wheels"
 
@@ -57,8 +60,12 @@ fix: $(READY)
 
 bench: $(READY)
 	@for entry in benchmarks/*.py; do \
-		case $$entry in */convert.py) size=--quick;; */grow.py) continue;; *) size=;; esac; \
+		case $$entry in \
+			*/convert.py) size=--quick;; \
+			*/grow.py|*/peers.py) continue;; \
+			*) size=;; esac; \
 		$(BIN)/python "$$entry" $$size || exit 1; done
+	@$(BIN)/python benchmarks/peers.py --size $(SIZE) --peers $(PEERS)
 
 # Not `python -m build`: here that would run our folder of that name.
 dist: $(READY)

@@ -66,5 +66,5 @@ def plot_report(report: dict[str, Any], folder: Path) -> None:
         axes.bar(range(len(columns)), heights, bottom=bottom, label=part)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_xticks(range(len(columns)), [name for name, _ in columns], fontsize=7)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars, not over them
     save("step.png", figure, axes, "milliseconds a step")

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import UsageError
-from specdec.run.settings import RunSettings
+from specdec.run.settings import EAGLE_OPTIONS, RunSettings
 from specdec.settings import setting
 
 # Options of specdec-run that say who drafts and how; they mean the same here.
 DRAFT_OPTIONS = (
     "draft_engine_dir", "draft_tokenizer_dir", "draft_len", "use_logits", "medusa_choices",
-    "lookahead_config", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+    "lookahead_config", "prompt_lookup_num_tokens", "max_matching_ngram_size", *EAGLE_OPTIONS,
 )  # fmt: skip
 FIELDS = {field.name: field for field in dataclasses.fields(RunSettings)}
 
@@ -53,6 +53,10 @@ class EngineSettings(PromptSettings):
     draft_len: str | None = _like_run("draft_len")
     use_logits: bool = _like_run("use_logits")
     medusa_choices: str | None = _like_run("medusa_choices")
+    eagle_choices: str | None = _like_run("eagle_choices")
+    eagle_use_dynamic_tree: bool = _like_run("eagle_use_dynamic_tree")
+    eagle_dynamic_tree_max_top_k: int | None = _like_run("eagle_dynamic_tree_max_top_k")
+    eagle_tree_tokens: int | None = _like_run("eagle_tree_tokens")
     lookahead_config: str | None = _like_run("lookahead_config")
     prompt_lookup_num_tokens: int | None = _like_run("prompt_lookup_num_tokens")
     max_matching_ngram_size: int | None = _like_run("max_matching_ngram_size")

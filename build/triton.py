@@ -16,6 +16,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, UsageError, join_names, raise_problems, suggest
+from specdec.methods import count_lookahead_tokens
 from specdec.storage import check_output_dir, stage_folder
 from specdec.trtllm.engine_folder import (
     BACKEND,
@@ -289,6 +290,15 @@ def find_engine_problems(
                 "give --triton-parameters " + " ".join(f"{name}=..." for name in lacking),
             )
         )
+    problems += find_window_problems(target, chosen)
+    if chosen.get("speculative_decoding_fast_logits", "").lower() in ("true", "1"):
+        problems.append(
+            (
+                "speculative_decoding_fast_logits needs participant_ids of each engine's own, and"
+                " a server of as many ranks as both engines and one more",
+                "leave it out; requests with use_draft_logits then pass logits through the server",
+            )
+        )
     pairs = [("--triton-devices", settings.triton_devices, target)]
     if draft is not None:
         pairs.append(("--triton-draft-devices", settings.triton_draft_devices, draft))
@@ -332,6 +342,26 @@ def find_engine_problems(
             )
         )
     return problems
+
+
+def find_window_problems(target: EngineFolder, chosen: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Whether lookahead's window fills the engine's drafts, as the runtime wants it to."""
+    names = CHOSEN["lookahead_decoding"]
+    if target.mode != "lookahead_decoding" or not set(names) <= set(chosen):
+        return []
+    sizes = [chosen[name] for name in names]
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        return [(f"{join_names(names)} are {', '.join(sizes)}", "give three whole numbers")]
+    count = count_lookahead_tokens(*map(int, sizes))
+    if count == target.max_draft_len:
+        return []
+    return [
+        (
+            f"lookahead [{','.join(sizes)}] drafts {count} tokens a step, and TensorRT-LLM wants"
+            f" exactly the engine's max_draft_len, {target.max_draft_len}",
+            f"choose others, or build with --max-draft-len {count}",
+        )
+    ]
 
 
 def fill(text: str, values: Mapping[str, str], path: Path) -> str:

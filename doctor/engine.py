@@ -9,7 +9,9 @@ from specdec.engine.compiler import describe_cpu
 from specdec.errors import SpecDecError, join_names
 from specdec.schema import CheckpointConfig, parse_checkpoint_config
 from specdec.storage import read_json
+from specdec.trtllm.defects import list_defects
 from specdec.trtllm.environment import Environment, compare_environments
+from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
 
 from .abilities import MIN_TORCH, order
 
@@ -108,6 +110,9 @@ def _check_tensorrt(
             problems.append((difference.fact, difference.remedy))
         else:
             notes.append(f"{difference.fact}: {difference.remedy}")
+    modes = {number: name for name, number in load_facts(DEFAULT_LABEL).modes.items()}
+    mode = modes.get(document["build_config"].get("speculative_decoding_mode"))
+    notes += list_defects(str(document.get("version")), mode, checkpoint.raw)
     if num_ranks > 1 and not machine["mpi"]["launchers"]:
         problems.append(
             (f"the engine has {num_ranks} ranks and no mpirun is found", "install OpenMPI")

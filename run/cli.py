@@ -66,6 +66,8 @@ def format_stats(stats: dict[str, Any]) -> str:
     )
     if stats["acceptance_length"] is not None:
         line += f", {stats['acceptance_length']:.2f} tokens per verify step"
+    if stats.get("lossy"):
+        line += f", {stats['acceptance']} acceptance (lossy)"
     if profile := stats.get("profile_seconds"):
         told = [f"{name} {value:.2f} s" for name, value in profile.items() if value is not None]
         line += "; " + (", ".join(told) or "the runtime does not tell its parts' times")

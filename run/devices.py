@@ -35,7 +35,8 @@ def check_devices(what: str, devices: Sequence[int] | None, engine: TorchEngine)
     check_count(what, devices, tp_size)
     if engine.device.type == "cpu":
         logger.info("%s devices %s: running on the CPU", what, list(devices))
-    elif list(devices) != list(range(tp_size)):  # rank r runs on the r-th that torch sees
+    elif tp_size > 1 and list(devices) != list(range(tp_size)):
+        # Rank r runs on the r-th that torch sees.
         raise SpecDecError(
             f"the {what}'s devices are {list(devices)}, but its engine runs on"
             f" {list(range(tp_size))}",

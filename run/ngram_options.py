@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from specdec.errors import SpecDecError, UsageError
-from specdec.methods import EXTERNAL_METHODS
+from specdec.methods import EXTERNAL_METHODS, count_lookahead_tokens
 
 from .draft_options import is_device_list, read_literal
 from .settings import RunSettings
@@ -36,7 +36,7 @@ class LookaheadConfig:
     @property
     def max_draft_tokens(self) -> int:
         """Most nodes of the tree beside its root; TensorRT-LLM's max_draft_len for [W,N,G]."""
-        return (self.window_size + self.verification_set_size) * (self.ngram_size - 1) - 1
+        return count_lookahead_tokens(*dataclasses.astuple(self))
 
     @property
     def max_draft_depth(self) -> int:
@@ -149,3 +149,12 @@ def _find_largest(max_draft_len: int) -> LookaheadConfig:
     while LookaheadConfig(size + 1, size + 1, size + 1).max_draft_tokens <= max_draft_len:
         size += 1
     return LookaheadConfig(size, size, size)
+
+
+def fit_lookahead(max_draft_len: int) -> LookaheadConfig:
+    """The window of exactly so many draft tokens whose three sizes are the most alike."""
+    total = max_draft_len + 1  # (W + G) (N - 1)
+    sizes = [n for n in range(2, total + 1) if total % (n - 1) == 0 and total // (n - 1) > 1]
+    size = min(sizes, key=lambda n: abs(total // (n - 1) - 2 * n))
+    columns = total // (size - 1)
+    return LookaheadConfig(columns - columns // 2, size, columns // 2)

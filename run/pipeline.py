@@ -43,7 +43,14 @@ def run_engine(
     """
     check_flags(settings)
     assert settings.engine_dir is not None
-    if read_backend(settings.engine_dir) == TENSORRT_LLM and not settings.dry_run:
+    is_typical = settings.acceptance == "typical"
+    is_tensorrt = read_backend(settings.engine_dir) == TENSORRT_LLM
+    if is_tensorrt and is_typical:
+        raise UsageError(
+            "--acceptance typical is for engines of torch; TensorRT-LLM's accept by its own rules",
+            "leave it out",
+        )
+    if is_tensorrt and not settings.dry_run:
         from .backends.tensorrt_ranks import run_ranks
 
         if run_ranks(settings):
@@ -59,6 +66,11 @@ def run_engine(
     engine = load_engine(settings, draft_options, tokenizer)
     about = engine.describe()
     engine.check_requests(requests)
+    if is_typical:
+        from .typical import check_typical
+
+        uses_logits = draft_options is not None and draft_options.use_logits
+        check_typical(about, requests, use_logits=uses_logits)
     if settings.dry_run:
         longest = max(len(r.input_ids) for r in requests)
         return {"dry_run": True, **about, "num_prompts": len(requests), "longest": longest}
@@ -71,7 +83,7 @@ def run_engine(
         "outputs": [describe_result(r, tokenizer) for r in results],
         "stats": {**about, **describe_stats(engine, results, seconds, settings)},
     }
-    if settings.output_generation_logits:
+    if settings.writes_logits:
         write_logits(settings, results, report)
     if is_interrupted:
         report["interrupted"] = True
@@ -98,23 +110,20 @@ def check_flags(settings: RunSettings) -> None:
         )
     read_lookup_options(settings)
     read_lookahead_config(settings)
-    if settings.output_generation_logits and settings.output_file is None:
-        raise UsageError(
-            "--output-generation-logits needs a place to write them", "give --output-file"
-        )
+    if settings.output_generation_logits and not settings.writes_logits:
+        draft_options = read_draft_options(settings)
+        if draft_options is None or not draft_options.use_logits:
+            raise UsageError(
+                "--output-generation-logits needs a place to write them", "give --output-file"
+            )
+        # So does TensorRT-LLM's page of draft-target ask for acceptance by logits.
+        logger.info("logits decide what is accepted, and are not written: give --output-file")
 
 
 def load_engine(settings: RunSettings, options: DraftOptions | None, tokenizer: Any) -> Engine:
     """Return what executes the engine folder, and the one that drafts for it."""
     assert settings.engine_dir is not None
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
-        given = [name for name in EAGLE_OPTIONS if getattr(settings, name) not in (None, False)]
-        if given:
-            raise UsageError(
-                f"--{given[0].replace('_', '-')} is for engines of torch; TensorRT-LLM's draft with"
-                " its own default tree here",
-                "leave it out",
-            )
         from .backends.tensorrt_llm import TensorRTEngine
 
         return TensorRTEngine(settings, options, tokenizer)
@@ -134,8 +143,13 @@ def load_torch_engine(
             " cache is as large as the requests need",
             "leave it out",
         )
+    lookup = read_lookup_options(settings)
+    devices = options.target_devices if options else lookup.devices if lookup else None
     engine = TorchEngine(
-        settings.engine_dir, device=settings.device, speculate=not settings.no_speculation
+        settings.engine_dir,
+        device=settings.device,
+        devices=devices,
+        speculate=not settings.no_speculation,
     )
     if settings.medusa_choices is not None:
         from .methods.medusa import MedusaProposer, parse_choices
@@ -162,7 +176,9 @@ def load_torch_engine(
     from .vocabulary import ModelTokens, check_vocabularies
 
     assert settings.draft_engine_dir is not None
-    draft = TorchEngine(settings.draft_engine_dir, device=settings.device)
+    draft = TorchEngine(
+        settings.draft_engine_dir, device=settings.device, devices=options.draft_devices
+    )
     check_devices("draft", options.draft_devices, draft)
     check_devices("target", options.target_devices, engine)
     pairs = ((settings.engine_dir, engine.config), (settings.draft_engine_dir, draft.config))
@@ -233,13 +249,17 @@ def generate(
     options = Options(
         tokenizer=tokenizer,
         reuse_blocks=settings.kv_cache_enable_block_reuse,
-        keep_logits=settings.output_generation_logits,
+        keep_logits=settings.writes_logits,
     )
     try:
         if settings.streaming and write is not None:
             printer = StreamPrinter(write, requests)
             options = dataclasses.replace(options, follow_text=True, on_progress=printer.show)
-            return engine.generate(requests, options), False
+            try:
+                return engine.generate(requests, options), False
+            except Interrupted:
+                printer.close()
+                raise
         with logs.track("prompts", total=len(requests)) as advance:
 
             def count_finished(active: Sequence[ActiveRequest]) -> None:
@@ -266,6 +286,8 @@ def describe_stats(
         "generate_seconds": round(seconds, 4),
         "tokens_per_second": round(num_tokens / seconds, 2),
         "load_seconds": round(engine.load_seconds, 4),
+        "acceptance": settings.acceptance,
+        "lossy": settings.acceptance != "exact",
     }
     if settings.kv_cache_enable_block_reuse:
         stats["num_reused_tokens"] = engine.num_reused_tokens
@@ -279,9 +301,11 @@ def describe_stats(
 
 def describe_result(result: Result, tokenizer: Any) -> dict[str, Any]:
     """One entry of `outputs`."""
+    from .text import decode_text
+
     text = result.text
     if text is None:
-        text = tokenizer.decode(result.output_ids, skip_special_tokens=True) if tokenizer else ""
+        text = decode_text(tokenizer, result.output_ids) if tokenizer else ""
     return {
         "index": result.request.index,
         "input_text": result.request.input_text,

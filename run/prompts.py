@@ -14,6 +14,7 @@ from specdec.errors import SpecDecError, UsageError, raise_problems, suggest, su
 from .requests import Request
 from .sampling import SamplingParams
 from .settings import RunSettings
+from .typical import read_typical_rule
 
 SOURCE_KEYS = ("prompt", "input_ids", "messages")
 REQUEST_KEYS = (*SOURCE_KEYS, "max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
@@ -175,8 +176,11 @@ def make_requests(
     """Tokenize prompts; a prompt's own settings win over the flags."""
     end_ids = find_end_ids(settings, tokenizer)
     temperatures = read_temperatures(settings, len(prompts))
+    typical = read_typical_rule(settings)
     if not 0 < settings.top_p <= 1:
         raise UsageError(f"--top-p is {settings.top_p}", "give a number above 0 and at most 1")
+    if settings.random_seed >= 2**64:
+        raise UsageError(f"--random-seed is {settings.random_seed}", "give one below 2**64")
     if "" in settings.stop_words:
         raise UsageError("--stop-words holds an empty text", "leave it out")
     requests = []
@@ -200,6 +204,7 @@ def make_requests(
                     top_k=top_k,
                     top_p=float(top_p),
                     seed=prompt.get("seed", settings.random_seed),
+                    typical=typical,
                 ),
                 stop=stop,
             )

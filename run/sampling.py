@@ -15,6 +15,15 @@ from torch import Tensor
 # Streams of a request's random numbers. Each emitted token reads each stream at its own position,
 # so what a token is drawn with depends neither on the batch nor on how many steps it took.
 CHOICE, DRAFT, ACCEPT = range(3)
+COLD = 1e-30  # a temperature below which logits over it may be too large for float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TypicalRule:
+    """The bounds of typical acceptance, whose defaults are those of Medusa's code."""
+
+    epsilon: float = 0.09
+    delta: float = 0.3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,13 +31,15 @@ class SamplingParams:
     """How a request's tokens are chosen.
 
     temperature: 0 decodes greedily. top_k: 0 keeps all. top_p: 1 keeps all. Applied in this order,
-    as transformers' logits processors are.
+    as transformers' logits processors are. typical: accept what is likely enough, instead of what
+    leaves the target's distribution as it is; None is exact.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    typical: TypicalRule | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -71,7 +82,10 @@ def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """
     device = logits.device
     scores = logits.float()
-    temperature = torch.tensor([p.temperature for p in params], device=device)
+    if min(p.temperature for p in params) < COLD:
+        scores = scores - scores.amax(-1, keepdim=True)
+    least = torch.finfo(torch.float32).tiny
+    temperature = torch.tensor([max(p.temperature, least) for p in params], device=device)
     scores = scores / temperature[:, None]
     vocab_size = scores.shape[-1]
     top_k = [min(p.top_k, vocab_size) or vocab_size for p in params]
@@ -109,7 +123,7 @@ def draw_residual(target: Tensor, draft: Tensor, uniform: float) -> int:
 
     Where none does, as only rounding can bring about after a rejection, from the target itself.
     """
-    residual = (target - draft).clamp(min=0)
+    residual = (target - draft.to(target.device)).clamp(min=0)  # models on two devices
     if not bool(residual.any()):
         residual = target
     return draw(residual[None], [uniform])[0]

@@ -55,6 +55,19 @@ class RunSettings:
     no_speculation: bool = setting(
         False, kind="flag", help="Same target and engine, one token a step."
     )
+    acceptance: str = setting(
+        "exact", choices=("exact", "typical"),
+        help="Of drafts in sampled text. exact keeps the target's distribution; typical takes any"
+        " token that is likely enough, which is faster and lossy.",
+    )  # fmt: skip
+    typical_epsilon: float | None = setting(
+        kind="float", metavar="P",
+        help="Typical acceptance: accept a token above this probability, or above  [default: 0.09]",
+    )  # fmt: skip
+    typical_delta: float | None = setting(
+        kind="float", metavar="D",
+        help="Typical acceptance: D * exp(-entropy), whichever is less.  [default: 0.3]",
+    )  # fmt: skip
     medusa_choices: str | None = setting(
         metavar="JSON", help="Medusa: the tree as a list of paths of ranks, [[0],[0,0],[1]]."
     )
@@ -137,3 +150,8 @@ class RunSettings:
     )
     dry_run: bool = setting(False, kind="flag", help="Check engine and prompts; generate nothing.")
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+
+    @property
+    def writes_logits(self) -> bool:
+        """Whether tokens' logits go into a file; a draft-target run may merely compare them."""
+        return self.output_generation_logits and self.output_file is not None

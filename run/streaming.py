@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .requests import ActiveRequest, Request
+from .text import TextStream
 
 
 class StreamPrinter:
@@ -16,6 +17,7 @@ class StreamPrinter:
         self._turn = 0
         self._has_header = False
         self._pieces: dict[int, str] = {}  # by index: text not written yet
+        self._texts: dict[int, TextStream] = {}
         self._finished: set[int] = set()
 
     def show(self, requests: Sequence[ActiveRequest]) -> None:
@@ -26,7 +28,21 @@ class StreamPrinter:
                 request.text.finish()
                 self._finished.add(request.request.index)
             index = request.request.index
+            self._texts[index] = request.text
             self._pieces[index] = self._pieces.get(index, "") + request.text.take()
+        self._write_turns()
+
+    def close(self) -> None:
+        """Write what has been held back of every request: no more of them will be shown."""
+        for index, text in self._texts.items():
+            text.finish()
+            self._pieces[index] = self._pieces.get(index, "") + text.take()
+        for request in self._requests[self._turn :]:
+            self._pieces.setdefault(request.index, "")
+            self._finished.add(request.index)
+        self._write_turns()
+
+    def _write_turns(self) -> None:
         while self._turn < len(self._requests):
             request_now = self._requests[self._turn]
             index = request_now.index

@@ -8,6 +8,17 @@ from typing import Any
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 
 
+def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of tokens, special ones left out.
+
+    Not tidied up, as Llama 3's tokenizer asks transformers 4 to do: that makes "a!= b" of "a != b".
+    """
+    text: str = tokenizer.decode(
+        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
 class TextStream:
     """The text of one request.
 
@@ -68,5 +79,4 @@ class TextStream:
         return self._decode(self._ids[self._context :])[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return decode_text(self._tokenizer, ids)

@@ -1,4 +1,6 @@
-"""The accept rules. Both emit tokens exactly as the target alone would: docs/exactness.md.
+"""The accept rules. Two emit tokens exactly as the target alone would: docs/exactness.md.
+
+The third, typical.py, does not: it decides for those requests alone that ask for it.
 
 Legend: B rows, T tree nodes, V vocabulary.
 """
@@ -13,6 +15,7 @@ from torch import Tensor
 from specdec.engine.tree import Tree
 
 from .sampling import ACCEPT, CHOICE, Sampler, draw, draw_residual, process_logits
+from .typical import accept_typical
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +51,8 @@ def accept(tree: Tree, choices: Sequence[int]) -> tuple[list[int], int]:
 
 def map_children(tree: Tree) -> dict[tuple[int, int], int]:
     """(parent node, token) -> node."""
-    return {
-        (int(parent), int(token)): node
-        for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
-    }
+    edges = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    return {edge: node for node, edge in enumerate(edges)}
 
 
 def accept_batch(
@@ -71,7 +72,13 @@ def accept_batch(
         choices = (logits if len(greedy) == len(candidates) else logits[greedy]).argmax(-1)
         for row, row_choices in zip(greedy, choices.cpu().numpy(), strict=True):
             results[row] = accept(candidates[row].tree, row_choices)
-    sampled = [b for b in range(len(candidates)) if b not in set(greedy)]
+    typical = [b for b, s in enumerate(samplers) if s.params.typical and not s.params.is_greedy]
+    for row in typical:
+        tree, params = candidates[row].tree, samplers[row].params
+        assert params.typical is not None
+        probs = process_logits(logits[row, : tree.num_nodes], [params] * tree.num_nodes)
+        results[row] = accept_typical(tree, probs, params.typical)
+    sampled = [b for b in range(len(candidates)) if b not in {*greedy, *typical}]
     walks = {b: _Walk(candidates[b], samplers[b], positions[b]) for b in sampled}
     while walking := [b for b, walk in walks.items() if walk.bonus is None]:
         ends = [walks[b].path[-1] for b in walking]

@@ -44,10 +44,18 @@ def check_vocabularies(
     known = target.recorded, draft.recorded
     if known[0] is not None and known[1] is not None:
         if known[0] != known[1]:
+            ours, theirs = known[0]["num_tokens"], known[1]["num_tokens"]
+            how = (
+                f"{target.folder} was made with one of {ours} tokens, {draft.folder} with one of"
+                f" {theirs}"
+            )
+            if ours == theirs:
+                how = (
+                    f"those of {target.folder} and {draft.folder} are both of {ours} tokens, some"
+                    " of which have other ids"
+                )
             raise SpecDecError(
-                f"the tokenizers differ: {target.folder} was made with one of"
-                f" {known[0]['num_tokens']} tokens, {draft.folder} with one of"
-                f" {known[1]['num_tokens']}",
+                f"the tokenizers differ: {how}",
                 "use a draft model of the target's family; --draft-tokenizer-dir tells which"
                 " tokens differ",
             )

@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,23 @@ def call(stage: str, *args: object) -> None:
 
     command = importlib.import_module(f"specdec.{stage}.cli").command
     command.main([str(a) for a in args], standalone_mode=False)
+
+
+def run_cli_here(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """What `run_cli` does, in this process: a command's status, stdout and stderr."""
+    from specdec.command import group, run_command
+
+    words = [str(arg) for arg in args]
+    out, err, before, status = io.StringIO(), io.StringIO(), sys.stdin, 0
+    sys.stdin = io.StringIO(stdin)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            run_command(group, words)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    finally:
+        sys.stdin = before
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
 def run_here(arguments: Sequence[str]) -> dict[str, Any]:

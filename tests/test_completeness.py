@@ -89,17 +89,12 @@ def test_imports_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]  # fmt: skip
 
 
-def find_settings_class(stage: str) -> type:
-    """The settings class of a stage: the one that has flags."""
-    module = importlib.import_module(f"specdec.{SUBCOMMANDS.get(stage, stage)}.settings")
-    classes = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and value.__module__ == module.__name__
-        and hasattr(value, "__dataclass_fields__") and get_flags(value)
-    ]  # fmt: skip
-    assert len(classes) == 1, f"{stage}/settings.py holds {len(classes)} settings classes"
-    return classes[0]
+def find_settings_class(section: str) -> type:
+    """The settings that a recipe's section is read into, which have its name."""
+    module = importlib.import_module(f"specdec.{SUBCOMMANDS.get(section, section)}.settings")
+    settings: type = getattr(module, f"{section.capitalize()}Settings")
+    assert get_flags(settings)
+    return settings
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -112,18 +107,17 @@ def test_every_recipe_resolves(recipe: Path) -> None:
             assert getattr(settings, key) is not None
     # Each stage reads what the one before it wrote.
     assert sections["build"]["checkpoint_dir"] == sections["convert"]["output_dir"]
-    assert sections["run"]["engine_dir"] == sections["build"]["output_dir"]
+    for stage in {"verify", "bench", "run"} & set(sections):
+        assert sections[stage]["engine_dir"] == sections["build"]["output_dir"]
+    for stage in {"train", "verify"} & set(sections):
+        assert sections[stage]["model_dir"] == sections["convert"]["model_dir"]
     if "train" in sections:
-        assert sections["convert"]["model_dir"] == sections["train"]["model_dir"]
+        assert sections["train"]["output_dir"] in sections["convert"].values()
+    if "data" in sections:
+        assert sections["data"]["output"] == sections["train"]["data"]
 
 
 def test_there_are_recipes_and_stages() -> None:
     assert len(RECIPES) >= len(METHODS)
-    stages = set(STAGES) - {
-        "verify",
-        "bench",
-        "tune",
-        "diagnose",
-        "doctor",
-    }  # what only checks has no recipe
+    stages = set(STAGES) - {"tune", "diagnose", "doctor"}  # which are no steps on the way
     assert set(SECTIONS) == stages | set(SUBCOMMANDS)

@@ -204,14 +204,19 @@ class Loop:
         num_rows = len(self.heldout_rows)
         wanted = min(self.settings.eval_rows, num_rows)
         chosen = [i * num_rows // wanted for i in range(wanted)]
-        mine = chosen[self.accelerator.process_index :: self.accelerator.num_processes]
+        num_processes = self.accelerator.num_processes
+        mine = chosen[self.accelerator.process_index :: num_processes]
         size = self.settings.batch_size
+        # As many batches on every process, which may each hold a part of the target.
+        num_batches = -(-wanted // (size * num_processes))
         ones = torch.ones(self.drafter.num_positions, device=self.accelerator.device)
         sums: Tensor | float = 0.0
         self.model.eval()
         with torch.no_grad():
-            for start in range(0, len(mine), size):
-                tokens, mask, _ = self._to_device(self.heldout_rows, mine[start : start + size])
+            for start in range(0, num_batches * size, size):
+                rows = mine[start : start + size]
+                tokens, mask, _ = self._to_device(self.heldout_rows, rows or chosen[:1])
+                mask &= bool(rows)
                 sums = sums + self.model(self.target.read(tokens), mask, ones, True)[1]
         self.model.train()
         total = self.accelerator.reduce(sums, reduction="sum")

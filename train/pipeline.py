@@ -181,6 +181,7 @@ def open_target(
         accelerator.device,
         with_head=method.needs_head or bool(settings.self_distillation),
         aux_layers=method.choose_layers(settings, config),
+        num_shards=accelerator.num_processes if settings.shard_target else 1,
     )
 
 
@@ -346,7 +347,13 @@ def start_accelerator(settings: TrainSettings) -> Any:
         raise SpecDecError(
             f"accelerate was launched with {kind}: target and drafter are replicated here, not"
             " split over processes",
-            "launch with torchrun, or with accelerate's --multi_gpu alone",
+            "launch with torchrun, or with accelerate's --multi_gpu alone; --shard-target then"
+            " splits the target, by far the larger of the two",
+        )
+    if settings.shard_target and accelerator.num_processes == 1:
+        raise UsageError(
+            "--shard-target has no effect in a training of one process",
+            "leave it out, or launch several: torchrun --nproc-per-node N $(which specdec-train)",
         )
     return accelerator
 

@@ -67,6 +67,11 @@ class TrainSettings:
         minimum=0,
         metavar="W",
     )
+    shard_target: bool = setting(
+        False,
+        help="Split the target's layers over the processes, for one that does not fit one GPU.",
+        kind="flag",
+    )
     save_dtype: str = setting(
         "auto",
         help="Type of the written weights. auto: bfloat16 if the target is, else float32.",

@@ -28,7 +28,7 @@ from .settings import TrainSettings
 FREE = frozenset(
     "model_dir data eval_data output_dir save_steps eval_steps eval_rows eval_prompts"
     " eval_output_len stop_at_acceptance report_top_k logging_steps save_dtype sanity push_to_hub"
-    " resume force json".split()
+    " shard_target resume force json".split()
 )
 
 logger = get_logger(__name__)

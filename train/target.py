@@ -111,15 +111,23 @@ def load_target(
     *,
     with_head: bool,
     aux_layers: tuple[int, ...] = (),
+    num_shards: int = 1,
 ) -> Target:
-    """Load the target's weights in `dtype` onto `device`; its output layer only `with_head`."""
+    """Load the target's weights in `dtype` onto `device`; its output layer only `with_head`.
+
+    num_shards: processes that its layers are split over; all call this, and `read` afterwards,
+    equally often.
+    """
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     loader = transformers.AutoModelForCausalLM if with_head else transformers.AutoModel
     try:
-        model = loader.from_pretrained(model_dir, dtype=TORCH_DTYPES[dtype]).to(device)
+        model = loader.from_pretrained(model_dir, dtype=TORCH_DTYPES[dtype])
+        if num_shards > 1:
+            shard_layers(model, config, device, num_shards)
+        model = model.to(device)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _cannot_load(model_dir, error) from None
     name = Path(model_dir).resolve().name if Path(model_dir).is_dir() else model_dir
@@ -129,6 +137,33 @@ def load_target(
     head = OutputHead(layer.weight, getattr(layer, "bias", None))
     _check_head(model, head, name)
     return Target(model.base_model, config, name=name, head=head, aux_layers=aux_layers)
+
+
+def shard_layers(model: Any, config: Any, device: torch.device, num_shards: int) -> None:
+    """Let every process hold its part of each decoder layer, which is put together while it runs.
+
+    Embedding, last norm and output layer stay whole: drafters read them too.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model.eval().requires_grad_(False)
+    stacks = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == config.num_hidden_layers
+    ]
+    if len(stacks) != 1:
+        raise SpecDecError(
+            f"--shard-target: the target has {len(stacks)} stacks of"
+            f" {config.num_hidden_layers} layers, not one",
+            "train without it",
+        )
+    mesh = init_device_mesh(device.type, (num_shards,))
+    for layer in stacks[0]:
+        fully_shard(layer, mesh=mesh)
+        # Each layer is a root to torch, which would leave it put together.
+        layer.register_forward_hook(lambda module, *_: module.reshard())
 
 
 def _check_head(model: Any, head: OutputHead, name: str) -> None:

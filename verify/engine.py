@@ -12,6 +12,8 @@ import torch
 from specdec import logs
 from specdec.engine.layout import read_engine_config
 from specdec.errors import SpecDecError
+from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
+from specdec.trtllm.engine_folder import read_backend
 
 from .greedy import SPACINGS, Comparison, compare_text, find_wrong_end
 from .prompts import Prompts, load_tokenizer, make_prompts
@@ -33,6 +35,13 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     assert settings.engine_dir is not None
     assert settings.model_dir is not None
     began = time.monotonic()
+    if read_backend(settings.engine_dir) == TENSORRT_LLM:
+        raise SpecDecError(
+            f"{settings.engine_dir} is TensorRT-LLM's, whose accept rules are its own: only engines"
+            " of torch are verified",
+            "build the same checkpoint with --backend torch, or compare this engine's text with"
+            " that of one built without --speculative-decoding-mode",
+        )
     engine = read_engine_config(settings.engine_dir)
     config = read_config(settings.model_dir)
     check_pair(engine, settings.engine_dir, config, settings.model_dir)

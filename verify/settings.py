@@ -12,6 +12,7 @@ from specdec.settings import get_flags, require, setting
 CHECKPOINT_FLAGS = ("checkpoint_dir", "workers")
 SAMPLING_FLAGS = ("num_samples", "temperature", "top_k", "random_seed")
 SHARED_FLAGS = ("json",)
+DRAFT_FLAGS = ("draft_len", "use_logits", "draft_tokenizer_dir")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class VerifySettings:
     draft_len: str | None = setting(
         metavar="N|auto", help="Draft-target: tokens drafted a step, as specdec-run takes it."
     )
+    draft_tokenizer_dir: str | None = setting(
+        metavar="DIR", help="Draft-target: compare this tokenizer with the model's."
+    )
     use_logits: bool = setting(
         False, kind="flag",
         help="Draft-target: accept sampled tokens by the ratio of probabilities.",
@@ -44,8 +48,27 @@ class VerifySettings:
     prompt_lookup_num_tokens: int | None = setting(
         kind="int", minimum=1, metavar="N", help="Prompt lookup: most tokens drafted a step."
     )
+    max_matching_ngram_size: int | None = setting(
+        kind="int", minimum=1, metavar="M", help="Prompt lookup: longest end of the text looked up."
+    )
     lookahead_config: str | None = setting(
         metavar="[W,N,G]", help="Lookahead: the window, as specdec-run takes it."
+    )
+    medusa_choices: str | None = setting(
+        metavar="JSON", help="Medusa: the tree, as specdec-run takes it."
+    )
+    eagle_choices: str | None = setting(
+        metavar="JSON", help="EAGLE: a static tree, as specdec-run takes it."
+    )
+    eagle_use_dynamic_tree: bool = setting(False, kind="flag", help="EAGLE: grow each tree.")
+    eagle_dynamic_tree_max_top_k: int | None = setting(
+        kind="int", minimum=1, metavar="K", help="EAGLE: the width of a dynamic tree."
+    )
+    eagle_tree_tokens: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="EAGLE: draft tokens of a dynamic tree."
+    )
+    acceptance: str = setting(
+        "exact", choices=("exact", "typical"), hidden=True, help="typical is refused: it is lossy."
     )
     prompts: Path | None = setting(
         kind="path", metavar="FILE",
@@ -90,6 +113,12 @@ def check_flags(settings: VerifySettings) -> None:
             )
         return
     require(settings, "engine_dir", "model_dir")
+    if settings.acceptance != "exact":
+        raise UsageError(
+            "--acceptance typical gives up the target's distribution, so that it can have no proof;"
+            " greedy text is exact with it too",
+            "leave it out: what is verified is the engine with exact acceptance",
+        )
     _refuse(given, set(flags) - set(CHECKPOINT_FLAGS), "--engine-dir")
     if not settings.sampling:
         _refuse(given, set(flags) - set(SAMPLING_FLAGS), "greedy text alone: --sampling is absent")
@@ -97,10 +126,10 @@ def check_flags(settings: VerifySettings) -> None:
         raise UsageError(
             f"--temperature is {settings.temperature:g}", "give a number above 0 and below 100"
         )
-    if settings.draft_engine_dir is None and (settings.draft_len or settings.use_logits):
-        raise UsageError(
-            "--draft-len and --use-logits need --draft-engine-dir", "give the draft model's engine"
-        )
+    draft_flags = [name for name in DRAFT_FLAGS if name in given]
+    if settings.draft_engine_dir is None and draft_flags:
+        name = draft_flags[0].replace("_", "-")
+        raise UsageError(f"--{name} without --draft-engine-dir", "give the draft model's engine")
 
 
 def _refuse(given: list[str], allowed: set[str], what: str) -> None:

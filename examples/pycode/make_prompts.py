@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Cut prompts from held-out files: the beginning of a function or class, some lines long.
+"""Cut prompts from files: the beginnings of functions and classes, some lines long.
 
     python make_prompts.py --data work/corpus/heldout.jsonl --output prompts.jsonl
+    python make_prompts.py --data work/corpus/train.jsonl --output train_prompts.jsonl \\
+        --num-prompts 4000 --per-file 8
 
-At most one prompt a file; which one depends only on the file's path and text.
+Which ones depends only on the files' paths and texts.
 """
 
 from __future__ import annotations
@@ -13,38 +15,37 @@ import hashlib
 import json
 from pathlib import Path
 
-NUM_PROMPTS = 40
 PROMPT_LINES = 10
 MAX_CHARS = 500
 
 
-def cut_prompt(path: str, text: str) -> str | None:
-    """Return the first lines of one top-level definition of a file, or None if it has none."""
+def cut_prompts(path: str, text: str, limit: int) -> list[str]:
+    """Return the first lines of up to `limit` top-level definitions of a file."""
     lines = text.splitlines(keepends=True)
     starts = [
         i
         for i, line in enumerate(lines[: -2 * PROMPT_LINES])
         if line.startswith(("def ", "class ")) and lines[i + PROMPT_LINES].strip()
     ]
-    if not starts:
-        return None
-    choice = int(hashlib.sha256(path.encode()).hexdigest(), 16)
-    start = starts[choice % len(starts)]
+    first = int(hashlib.sha256(path.encode()).hexdigest(), 16)
+    chosen = [starts[(first + i) % len(starts)] for i in range(min(limit, len(starts)))]
     # No newline at the end: the tokenizer joins it with the next line's indentation.
-    prompt = "".join(lines[start : start + PROMPT_LINES]).rstrip()
-    return prompt if prompt.isascii() and len(prompt) <= MAX_CHARS else None
+    prompts = ["".join(lines[start : start + PROMPT_LINES]).rstrip() for start in chosen]
+    return [prompt for prompt in prompts if prompt.isascii() and len(prompt) <= MAX_CHARS]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--num-prompts", type=int, default=40)
+    parser.add_argument("--per-file", type=int, default=1, help="most prompts of one file")
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.data.open(encoding="utf-8")]
-    prompts = [p for row in rows if (p := cut_prompt(row["path"], row["text"])) is not None]
-    kept = prompts[:: max(1, len(prompts) // NUM_PROMPTS)][:NUM_PROMPTS]
+    prompts = [p for row in rows for p in cut_prompts(row["path"], row["text"], args.per_file)]
+    kept = prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]
     args.output.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in kept))
-    print(f"{len(kept)} prompts of {len(rows)} held-out files in {args.output}")
+    print(f"{len(kept)} prompts of {len(rows)} files in {args.output}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from specdec.trtllm.engine_folder import EngineFolder
 from ..loop import Options
 from ..requests import ActiveRequest, Request, Result
 from ..sampling import SamplingParams
-from ..text import TextStream
+from ..text import TextStream, decode_text
 from .tensorrt_runner import NO_END, Output, Runner
 
 # What the runtime's own drafting does not tell of its steps.
@@ -101,7 +101,7 @@ class Call:
         stops = [[token] for token in sorted(request.end_ids) if token != self._end_id]
         for word in request.stop:
             ids = self._options.tokenizer(word, add_special_tokens=False)["input_ids"]
-            if ids and word in self._options.tokenizer.decode(ids, skip_special_tokens=True):
+            if ids and word in decode_text(self._options.tokenizer, ids):
                 stops.append(ids)
         return stops
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from specdec import logs
 from specdec.errors import UsageError, raise_problems
 from specdec.methods import METHODS
+from specdec.trtllm.defects import list_defects
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder
 from specdec.trtllm.environment import compare_environments, read_environment
 
@@ -103,6 +104,8 @@ def find_engine_problems(
 ) -> Problems:
     """List what the two engines and the flags have against one another."""
     problems = find_flag_problems(settings, folder)
+    for engine in [folder, *([draft] if draft else [])]:
+        problems += find_build_problems(engine)
     is_external = folder.mode == EXTERNAL
     if is_external and not (settings.no_speculation or draft or has_lookup):
         problems.append(
@@ -155,6 +158,36 @@ def find_engine_problems(
     return problems
 
 
+def find_build_problems(engine: EngineFolder) -> Problems:
+    """List what trtllm-build alone has let pass, and the runtime does not."""
+    problems = []
+    if engine.lacking:
+        problems.append(
+            (
+                f"{engine.folder} was built with {', '.join(engine.lacking)}: it has no in-flight"
+                " batching, without which only the Python session runs it",
+                "build it again without these settings",
+            )
+        )
+    if engine.mode is not None and engine.max_beam_width != 1:
+        problems.append(
+            (
+                f"{engine.folder} was built with max_beam_width {engine.max_beam_width}, and the"
+                " runtime takes no beams of the output beside drafts",
+                "build it again with --max-beam-width 1",
+            )
+        )
+    if engine.mode is not None and engine.built_draft_len != engine.max_draft_len:
+        problems.append(
+            (
+                f"{engine.folder} was built for drafts of {engine.built_draft_len} tokens, and its"
+                f" {engine.mode} makes {engine.max_draft_len}",
+                "build it again with specdec-build, or without --max-draft-len",
+            )
+        )
+    return problems
+
+
 def find_flag_problems(settings: RunSettings, folder: EngineFolder) -> Problems:
     """List the flags that an engine of this mode ignores or cannot honour."""
     problems = []
@@ -165,7 +198,7 @@ def find_flag_problems(settings: RunSettings, folder: EngineFolder) -> Problems:
                 "build a plain engine from the base model's checkpoint for the comparison",
             )
         )
-    if settings.output_generation_logits and settings.streaming:
+    if settings.writes_logits and settings.streaming:
         problems.append(
             (
                 "--output-generation-logits with --streaming: TensorRT-LLM's stream has no whole"
@@ -270,12 +303,17 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
 
 
 def check_machine(folder: EngineFolder, draft: EngineFolder | None, *, must_run: bool) -> None:
-    """Compare where engines were built with this machine; raise for what will not load here."""
+    """Compare where engines were built with this machine; raise for what will not load here.
+
+    What is known of the release's own defects is a warning.
+    """
     present = read_environment()
     stops = []
     for engine in (folder, draft):
         if engine is None:
             continue
+        for defect in list_defects(engine.version, engine.mode, engine.pretrained):
+            logger.warning("%s", defect)
         for difference in compare_environments(
             engine.environment, present, num_ranks=engine.world_size
         ):
@@ -283,4 +321,6 @@ def check_machine(folder: EngineFolder, draft: EngineFolder | None, *, must_run:
                 stops.append((difference.fact, difference.remedy))
             else:
                 logger.warning("%s: %s", difference.fact, difference.remedy)
+    if present.tensorrt_llm is None:
+        del stops[1:]  # without it nothing else matters, and it is told first
     raise_problems(list(dict.fromkeys(stops)))

@@ -6,13 +6,18 @@ import inspect
 from typing import Any
 
 from specdec.errors import SpecDecError, UsageError
-from specdec.methods import EagleParams, MedusaParams
+from specdec.methods import EXTERNAL_METHODS, EagleParams, MedusaParams
 from specdec.trtllm.engine_folder import EngineFolder
 
 from ..choices import grow_choices
 from ..draft_options import DraftOptions
 from ..methods import eagle, medusa
-from ..ngram_options import choose_lookahead, read_lookahead_config
+from ..ngram_options import (
+    LookaheadConfig,
+    choose_lookahead,
+    fit_lookahead,
+    read_lookahead_config,
+)
 from ..settings import EAGLE_OPTIONS, RunSettings
 from .tensorrt_checks import EAGLE, MEDUSA
 from .tensorrt_runner import has_orchestrator
@@ -44,7 +49,10 @@ def make_method_options(settings: RunSettings, folder: EngineFolder) -> dict[str
     elif chosen is not None:
         raise _make_idle_error("--medusa-choices", folder)
     options |= make_eagle_options(settings, folder)
-    window = choose_lookahead(read_lookahead_config(settings), folder.mode, folder.max_draft_len)
+    if folder.mode in (MEDUSA, EAGLE):
+        # from_dir turns it off after it has handed it on, so that it stays on unless told here.
+        options["multi_block_mode"] = False
+    window = make_window(settings, folder)
     if window is not None:
         options["lookahead_config"] = [
             window.window_size, window.ngram_size, window.verification_set_size
@@ -52,11 +60,27 @@ def make_method_options(settings: RunSettings, folder: EngineFolder) -> dict[str
     return options
 
 
+def make_window(settings: RunSettings, folder: EngineFolder) -> LookaheadConfig | None:
+    """The window of a lookahead engine, None of another: it must fill the engine's drafts."""
+    config = read_lookahead_config(settings)
+    if config is None and folder.mode == EXTERNAL_METHODS["lookahead"]:
+        config = fit_lookahead(folder.max_draft_len)
+    window = choose_lookahead(config, folder.mode, folder.max_draft_len)
+    if window is not None and window.max_draft_tokens != folder.max_draft_len:
+        raise SpecDecError(
+            f"lookahead {window} drafts {window.max_draft_tokens} tokens a step, and TensorRT-LLM"
+            f" wants exactly the engine's max_draft_len, {folder.max_draft_len}",
+            f"give {fit_lookahead(folder.max_draft_len)}, or build with --max-draft-len"
+            f" {window.max_draft_tokens}",
+        )
+    return window
+
+
 def make_eagle_options(settings: RunSettings, folder: EngineFolder) -> dict[str, Any]:
     """Arguments of from_dir for the tree of an EAGLE engine: static, or dynamic as EAGLE-2's.
 
     The runtime drops choices where a dynamic tree is on, needs its width then, and wants a static
-    tree to be as deep as the engine.
+    tree to be as deep as the engine: its default one is for engines four deep.
     """
     given = [name for name in EAGLE_OPTIONS if getattr(settings, name) not in (None, False)]
     flags = ["--" + name.replace("_", "-") for name in given]
@@ -69,20 +93,13 @@ def make_eagle_options(settings: RunSettings, folder: EngineFolder) -> dict[str,
             "--eagle-tree-tokens: TensorRT-LLM's dynamic tree has as many tokens as the engine",
             "leave it out; the engine's max_draft_len decides",
         )
+    params = EagleParams.from_checkpoint(folder.pretrained)
     if settings.eagle_choices is None:
-        width = settings.eagle_dynamic_tree_max_top_k
-        if not settings.eagle_use_dynamic_tree or width is None:
-            raise UsageError(
-                "TensorRT-LLM's EAGLE needs a tree",
-                "give --eagle-choices, or --eagle-use-dynamic-tree with"
-                " --eagle-dynamic-tree-max-top-k",
-            )
-        return {"eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": width}
+        return _make_dynamic_tree(settings, params) if given else _make_static_tree(params)
     if len(given) > 1:
         raise UsageError(
             f"{flags[0]} gives a static tree, {flags[1]} a dynamic one", "leave one of them out"
         )
-    params = EagleParams.from_checkpoint(folder.pretrained)
     choices = eagle.parse_choices(settings.eagle_choices)
     eagle.check_choices(choices, params)
     depth = max(map(len, choices))
@@ -95,6 +112,26 @@ def make_eagle_options(settings: RunSettings, folder: EngineFolder) -> dict[str,
     return {"eagle_choices": [list(path) for path in choices]}
 
 
+def _make_static_tree(params: EagleParams) -> dict[str, Any]:
+    """The tree of an engine for which none is chosen: the runtime's own is four deep, with 63."""
+    choices = eagle.grow_deepest(params)
+    if not choices:
+        raise SpecDecError(
+            f"the engine's max_draft_len is {params.max_draft_len}, and TensorRT-LLM's static tree"
+            f" is as deep as its num_eagle_layers, {params.num_eagle_layers}",
+            "give --eagle-use-dynamic-tree, or convert with a larger --max-draft-len",
+        )
+    return {"eagle_choices": [list(path) for path in choices]}
+
+
+def _make_dynamic_tree(settings: RunSettings, params: EagleParams) -> dict[str, Any]:
+    """The tree of EAGLE-2, whose width the runtime wants to be told."""
+    width = settings.eagle_dynamic_tree_max_top_k
+    width = eagle.count_top_k(params) if width is None else width
+    eagle.check_top_k(width, params)
+    return {"eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": width}
+
+
 def _make_idle_error(flag: str, folder: EngineFolder) -> UsageError:
     return UsageError(
         f"{flag} has no effect with an engine that runs {folder.method}", "leave it out"
@@ -105,7 +142,7 @@ def choose_logits(
     settings: RunSettings, options: DraftOptions | None, runtime: Any
 ) -> dict[str, Any]:
     """The argument of from_dir by which 1.x returns logits; before, the build alone decides."""
-    is_wanted = settings.output_generation_logits or (options is not None and options.use_logits)
+    is_wanted = settings.writes_logits or (options is not None and options.use_logits)
     name = "gather_generation_logits"
     is_known = name in inspect.signature(runtime.from_dir).parameters
     return {name: True} if is_wanted and is_known else {}

@@ -27,6 +27,9 @@ logger = logs.get_logger(__name__)
 NO_END = -1  # an end id that no token has: the runtime then ends at the length alone
 # Parts of the runtime's messages, and what helps.
 REMEDIES = (
+    ("incompatible device", "build the engine again on a GPU of the kind that runs it"),
+    ("plan file", "build the engine again with the TensorRT that is installed here"),
+    ("libmpi", "install the MPI that TensorRT-LLM was built with; `specdec doctor` tells more"),
     ("out of memory", "lower --kv-cache-free-gpu-memory-fraction, or use a GPU with more memory"),
     ("cudamalloc", "lower --kv-cache-free-gpu-memory-fraction, or use a GPU with more memory"),
     ("serializ", "build the engine again with the TensorRT that is installed here"),

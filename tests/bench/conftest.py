@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import make_drafter, make_llama, make_tokenizer
-from tests.engines import make_engine
+from tests.engines import call, make_engine
 
+PLAIN_CHECKPOINT = "ckpt-b4l5noneautop"  # that `plain` is built from
 TEXTS = ("def add(a, b):", "import os", "The", "x = 1\ny = 2\n", "Once upon", "a, b")
 
 
@@ -40,3 +41,13 @@ def engine(folder: Path) -> Path:
 def plain(folder: Path) -> Path:
     """The target alone."""
     return make_engine(folder, folder / "target", optimize="none")
+
+
+@pytest.fixture(scope="session")
+def pair(folder: Path, plain: Path) -> tuple[Path, Path]:
+    """An engine that takes drafts, and the same model to draft for it."""
+    engine = folder / "engine-external"
+    call("build", "--checkpoint-dir", folder / PLAIN_CHECKPOINT, "--output-dir", engine,
+         "--optimize", "none", "--speculative-decoding-mode", "draft_tokens_external",
+         "--max-draft-len", 4)  # fmt: skip
+    return engine, plain

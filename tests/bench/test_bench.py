@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from specdec.bench import machine, plots
-from specdec.bench.measure import summarize
+from specdec.bench.engine import Pass, open_bench
+from specdec.bench.measure import alternate, summarize
 from specdec.bench.pipeline import find_error, list_warnings, run_bench
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.repetition import is_looping, measure_distinct
 from specdec.bench.report import format_report, format_table, write_report
 from specdec.bench.settings import BenchSettings, read_counts
 from specdec.errors import SpecDecError, UsageError
+from specdec.run.loop import Timing
+from specdec.run.settings import RunSettings
 from tests.conftest import read_error_lines, run_cli
 
 
@@ -57,6 +60,56 @@ def test_a_report_adds_up(report: dict[str, Any]) -> None:
     assert together["plain"]["num_steps"] == 2 * 11
     assert report["memory"]["peak_mb"] > 10
     assert find_error(report, use_logits=False) is None
+
+
+def test_rounds_go_there_and_back() -> None:
+    """Each warms up once; then they take turns, every other round backwards."""
+    seen: list[str] = []
+
+    class FakeBench:
+        def run(self, proposer: str, batch_size: int) -> Pass:
+            seen.append(proposer)
+            return Pass({"all": 1.0}, {"all": []}, Timing())
+
+    proposers: dict[str, Any] = {"speculation": "s", "plain": "p"}
+    bench: Any = FakeBench()
+    rounds = alternate(bench, proposers, 1, 3)
+    assert "".join(seen) == "sp" + "sp" + "ps" + "sp"
+    assert [len(found.timed) for found in rounds.values()] == [3, 3]
+
+
+@pytest.mark.parametrize("flags", [{"prompt_lookup_num_tokens": 3}, {"draft_len": "4"}])
+def test_no_round_profits_from_the_one_before(
+    flags: dict[str, Any], pair: tuple[Path, Path], folder: Path
+) -> None:
+    """Drafts, n-grams and caches are forgotten: every round accepts and steps as the first did."""
+    draft = pair[1] if "draft_len" in flags else None
+    settings = RunSettings(
+        engine_dir=pair[0], draft_engine_dir=draft, tokenizer_dir=str(folder / "target"),
+        device="cpu", max_output_len=40, **flags,
+    )  # fmt: skip
+    bench = open_bench(settings)
+    bench.take_prompts(read_prompt_set(folder / "prompts.jsonl"), settings)
+    first, second = (bench.run(bench.engine.proposer, 2) for _ in range(2))
+    for category, results in first.results.items():
+        again = second.results[category]
+        assert [r.stats.to_json() for r in results] == [r.stats.to_json() for r in again]
+    assert first.timing.num_steps == second.timing.num_steps
+    assert sum(r.stats.num_draft_tokens for r in first.results["code"]) > 0
+
+
+def test_a_draft_engine(pair: tuple[Path, Path], folder: Path) -> None:
+    """A target that drafts for itself: nearly all is accepted, at every position."""
+    report = bench(
+        pair[0], folder, draft_engine_dir=pair[1], draft_len="3", batch_sizes="1", repeat=1
+    )
+    assert report["method"] == "draft_target"
+    (batch,) = report["batches"]
+    assert batch["texts"] == {"compared": 6, "equal": 6}
+    acceptance = batch["acceptance"]
+    assert acceptance["acceptance_rate"] == 1.0
+    assert len(acceptance["accepted_by_position"]) == 3
+    assert acceptance["accepted_by_position"][0] > 0.9
 
 
 def test_text_form(report: dict[str, Any]) -> None:

@@ -25,10 +25,9 @@ from specdec.run.loop import Timing
 from specdec.run.requests import sum_stats
 from specdec.run.settings import RunSettings
 from specdec.settings import resolve_settings
+from tests.bench.conftest import PLAIN_CHECKPOINT
 from tests.conftest import make_llama, make_medusa_heads, make_tokenizer, run_cli
 from tests.engines import call
-
-PLAIN_CHECKPOINT = "ckpt-b4l5noneautop"
 
 
 def load(engine: Path, folder: Path, limit: int = 24, **flags: Any) -> Bench:
@@ -52,16 +51,6 @@ def medusa(folder: Path) -> Path:
     call("build", "--checkpoint-dir", folder / "ckpt-medusa", "--output-dir", engine,
          "--optimize", "none")  # fmt: skip
     return engine
-
-
-@pytest.fixture(scope="module")
-def pair(folder: Path, plain: Path) -> tuple[Path, Path]:
-    """An engine that takes drafts, and the same model to draft for it."""
-    engine = folder / "engine-external"
-    call("build", "--checkpoint-dir", folder / PLAIN_CHECKPOINT, "--output-dir", engine,
-         "--optimize", "none", "--speculative-decoding-mode", "draft_tokens_external",
-         "--max-draft-len", 4)  # fmt: skip
-    return engine, plain
 
 
 def check_replays(bench: Bench, candidates: list[Any], recordings: list[Any]) -> list[float]:

@@ -15,7 +15,7 @@ from specdec.build.settings import BuildSettings
 from specdec.build.triton import KNOWN, NEEDED
 from specdec.errors import SpecDecError, UsageError
 from specdec.trtllm.facts import LABELS
-from tests.trtllm.worlds import EXTERNAL, MAX_BATCH, PAGED, World, make_world
+from tests.trtllm.worlds import EXTERNAL, LOOKAHEAD, MAX_BATCH, PAGED, World, make_world
 
 TOKEN = re.compile(r'\s*(?:#[^\n]*\s*)*("(?:[^"\\]|\\.)*"|[{}\[\]:,]|[\w.+-]+)')
 # Where a variable stands outside of a text, as in Triton's own files.
@@ -222,6 +222,31 @@ def test_engines_that_need_more_or_are_not_tensorrt_llms(world: World, tmp_path:
     engine = world.torch_engine("plain", world.checkpoint("plain"))
     with pytest.raises(SpecDecError, match="and Triton serves TensorRT-LLM's"):
         emit(world, engine, tmp_path / "x")
+
+
+def test_fast_logits_need_ranks_of_their_own(world: World, tmp_path: Path) -> None:
+    engine = world.engine("plain", world.checkpoint("plain"), *PAGED)
+    parameter = "speculative_decoding_fast_logits={}"
+    with pytest.raises(SpecDecError, match="needs participant_ids of each engine"):
+        emit(world, engine, tmp_path / "x", triton_parameters=[parameter.format("True")])
+    emit(world, engine, tmp_path / "x", triton_parameters=[parameter.format("False")])
+
+
+def test_a_lookahead_window_fills_the_engine(world: World, tmp_path: Path) -> None:
+    engine = world.engine("lookahead", world.checkpoint("plain"), *LOOKAHEAD)
+    names = ("window_size", "ngram_size", "verification_set_size")
+
+    def emit_window(*sizes: object) -> None:
+        parameters = [f"lookahead_{name}={size}" for name, size in zip(names, sizes, strict=True)]
+        emit(world, engine, tmp_path / "repo", triton_parameters=parameters)
+
+    with pytest.raises(SpecDecError, match=r"\[2,3,2\] drafts 7 .* exactly .*, 11"):
+        emit_window(2, 3, 2)
+    with pytest.raises(SpecDecError, match="are 3, x, 3"):
+        emit_window(3, "x", 3)
+    emit_window(3, 3, 3)
+    found = list_parameters(read_models(tmp_path / "repo")["tensorrt_llm"])
+    assert [found[f"lookahead_{name}"] for name in names] == ["3", "3", "3"]
 
 
 def test_one_command_builds_and_emits(world: World, tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from specdec.build.backends.tensorrt_llm.plan import Plan, choose_facts, make_plan
+from specdec.build.backends.tensorrt_llm.record import predict_record
 from specdec.build.settings import BuildSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.schema import read_checkpoint_config
 from specdec.settings import Other
 from specdec.storage import TensorFile, TensorInfo, read_json, write_tensor_file
 from specdec.trtllm.environment import Environment, Gpu
+from specdec.trtllm.facts import load_facts
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama
 from tests.engines import call
 from tests.trtllm.checkpoints import CheckpointStore, quantize_checkpoint
@@ -118,8 +120,10 @@ def test_eagle_3_is_not_in_the_engines(store: CheckpointStore, tmp_path: Path) -
     expect("holds an EAGLE-3 drafter", tmp_path / "ckpt", hint="--backend torch")
 
 
-def test_eagle_has_limits_of_its_own(store: CheckpointStore) -> None:
+def test_eagle_has_limits_of_its_own(store: CheckpointStore, tmp_path: Path) -> None:
     expect("max_batch_size=513 with EAGLE", store.get("eagle"), max_batch_size=513)
+    deep = store.copy(tmp_path / "ckpt", "eagle", max_draft_len=257)
+    expect("max_draft_len=257 with EAGLE", deep)
     expect("--use-paged-context-fmha disable with EAGLE", store.get("eagle"),
            use_paged_context_fmha=False)  # fmt: skip
 
@@ -133,6 +137,27 @@ def test_max_seq_len_of_eagle_grows_by_its_layers_again(store: CheckpointStore) 
 def test_beam_width_must_be_1(store: CheckpointStore) -> None:
     for kind in ("plain", "redrafter"):
         expect("--max-beam-width 4", store.get(kind), max_beam_width=4, hint="--max-beam-width 1")
+
+
+def test_redrafter_before_0_19_accepts_by_unnormalized_probabilities(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    """Nothing shows it but the text: issue 3125 of TensorRT-LLM, mended by pull request 3278."""
+    told = [note for note in plan(store.get("redrafter", "0.14"), "0.14").notes if "3125" in note]
+    assert len(told) == 1
+    assert "with 3 beams" in told[0]
+    single = store.copy(tmp_path / "ckpt", "redrafter", "0.14", redrafter_num_beams=1)
+    for checkpoint, label in ((single, "0.14"), (store.get("redrafter"), "1.2")):
+        assert not any("3125" in note for note in plan(checkpoint, label).notes)
+
+
+def test_lookahead_before_1_0_is_wrong_from_the_second_call_on(store: CheckpointStore) -> None:
+    for label in ("0.14", "1.2"):
+        found = plan(
+            store.get("plain", label), label, speculative_decoding_mode="lookahead_decoding",
+            max_draft_len=11,
+        )  # fmt: skip
+        assert any("issue 2263" in note for note in found.notes) == (label == "0.14")
 
 
 # Lengths that are rewritten
@@ -282,6 +307,47 @@ def test_drafter_that_exclude_modules_leaves_out_would_be_built_as_fp8(
     expect("drafter.input_proj is float32, config.json says FP8", checkpoint)
 
 
+@pytest.mark.parametrize(("label", "is_refused"), [("1.2", True), ("0.14", False)])
+def test_empty_exclude_modules_quantize_the_output_head_in_1_x(
+    store: CheckpointStore, tmp_path: Path, label: str, is_refused: bool
+) -> None:
+    checkpoint = store.copy(tmp_path / "ckpt", "plain", label)
+    quantize_checkpoint(checkpoint, with_cache=False)
+    config = read_json(checkpoint / "config.json")
+    config["quantization"]["exclude_modules"] = []
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    if is_refused:
+        expect("exclude_modules is an empty list, .* lm_head.weight, which is float32", checkpoint,
+               label, hint="set it to null")  # fmt: skip
+    else:
+        assert plan(checkpoint, label), "0.14 takes its default list"
+
+
+@pytest.mark.parametrize(("label", "is_refused"), [("1.2", False), ("0.14", True)])
+def test_quantized_output_head_is_refused_by_0_14(
+    store: CheckpointStore, tmp_path: Path, label: str, is_refused: bool
+) -> None:
+    checkpoint = store.copy(tmp_path / "ckpt", "plain", label)
+    quantize_checkpoint(checkpoint, with_cache=False, names=["lm_head.weight"])
+    if is_refused:
+        expect("0.14 takes it in the model's type alone, float32", checkpoint, label)
+    else:
+        assert plan(checkpoint, label)
+
+
+def test_head_left_out_is_shared_by_1_x_alone(store: CheckpointStore, tmp_path: Path) -> None:
+    for label in ("1.2", "0.14"):
+        checkpoint = store.copy(tmp_path / label, "plain", label)
+        file = TensorFile(checkpoint / "rank0.safetensors")
+        kept = {n: i for n, i in file.tensors.items() if n != "lm_head.weight"}
+        write_tensor_file(checkpoint / "new", kept, file.read)
+        (checkpoint / "new").replace(checkpoint / "rank0.safetensors")
+        if label == "1.2":
+            assert plan(checkpoint, label)
+        else:
+            expect("lacks lm_head.weight", checkpoint, label)
+
+
 @pytest.mark.parametrize(("cache", "match"), [("FP8", "needs FP8 weights"), ("INT8", "INT8 KV")])
 def test_paged_attention_with_a_quantized_cache_raises_in_0_14(
     store: CheckpointStore, tmp_path: Path, cache: str, match: str
@@ -292,6 +358,52 @@ def test_paged_attention_with_a_quantized_cache_raises_in_0_14(
         quantization={**quantization, "kv_cache_quant_algo": cache},
     )  # fmt: skip
     expect(match, checkpoint, "0.14", use_paged_context_fmha=True)
+
+
+def test_paged_attention_with_a_quantized_cache_is_turned_off_in_1_x(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    quantization = read_json(store.get("plain") / "config.json")["quantization"]
+    for cache, reason in (("INT8", "INT8 KV cache"), ("FP8", "needs FP8 weights too")):
+        checkpoint = store.copy(
+            tmp_path / cache, "plain", quantization={**quantization, "kv_cache_quant_algo": cache}
+        )
+        expect(f"--use-paged-context-fmha enable would quietly become disable: .*{reason}",
+               checkpoint, use_paged_context_fmha=True)  # fmt: skip
+        expect(f"without paged context FMHA: .*{reason}", checkpoint, max_draft_len=4, **EXTERNAL)
+
+
+def test_paged_attention_with_an_fp8_cache_turns_fp8_attention_on_in_0_14(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    checkpoint = store.copy(tmp_path / "ckpt", "plain", "0.14")
+    quantize_checkpoint(checkpoint, with_cache=True)
+    found = plan(checkpoint, "0.14", use_paged_context_fmha=True)
+    assert found.record.values["use_fp8_context_fmha"] == "enable"
+    assert any("use_fp8_context_fmha enable" in note for note in found.notes)
+    assert plan(checkpoint, "0.14").record.values["use_fp8_context_fmha"] == "disable"
+
+
+def test_attention_without_context_fmha_loses_paged_context_too(store: CheckpointStore) -> None:
+    others = {"context_fmha": "disable"}
+    found = plan(store.get("plain"), others=others)
+    assert found.record.values["use_paged_context_fmha"] == "disable"
+    expect("without paged context FMHA: .*it needs context_fmha", store.get("plain"),
+           others=others, max_draft_len=4, **EXTERNAL)  # fmt: skip
+
+
+def test_quantization_turns_the_fused_mlp_off_in_0_14(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    quantization = read_json(store.get("plain", "0.14") / "config.json")["quantization"]
+    changed = {**quantization, "quant_algo": "W8A16"}
+    for label, value in (("0.14", "disable"), ("1.2", "enable")):
+        checkpoint = store.copy(tmp_path / label, "plain", label, quantization=changed)
+        facts = load_facts(label)
+        record = predict_record(
+            facts, read_checkpoint_config(checkpoint), None, {"max_batch_size": 8}, None
+        )
+        assert record.values["use_fused_mlp"] == value
 
 
 @pytest.mark.parametrize(
@@ -321,6 +433,16 @@ def test_fusion_that_applies_is_passed_on(store: CheckpointStore) -> None:
         ({"max_lora_rank": "8"}, "--max-lora-rank without --lora-plugin has no effect"),
         ({"lora_dir": "a b"}, "--lora-dir without --lora-plugin has no effect"),
         ({"gemm_swiglu_plugin": "fp8", "use_fused_mlp": "disable"}, "needs the fused MLP"),
+        ({"dora_plugin": "enable"}, "--dora-plugin without --lora-plugin has no effect"),
+        ({"moe_plugin": "auto"}, "--moe-plugin is for models with a mixture of experts"),
+        ({"mamba_conv1d_plugin": "auto"}, "is for models with Mamba"),
+        ({"bert_attention_plugin": "auto"}, "is for models with an encoder"),
+        ({"max_encoder_input_len": "9"}, "is for models with an encoder and a decoder"),
+        ({"gemm_allreduce_plugin": "float16"}, "--gemm-allreduce-plugin adds up what several"),
+        ({"tokens_per_block": "48"}, "--tokens-per-block 48: the kernels take powers of two"),
+        ({"tokens_per_block": "0"}, "--tokens-per-block 0"),
+        ({"opt_num_tokens": "0"}, "--opt-num-tokens 0"),
+        ({"max_prompt_embedding_table_size": "-4"}, "table-size -4"),
     ],
 )
 def test_flags_without_effect_or_against_each_other(
@@ -329,12 +451,44 @@ def test_flags_without_effect_or_against_each_other(
     expect(match, store.get("plain"), others=others)
 
 
+def test_flags_of_0_14_that_do_nothing_or_split_the_model_again(store: CheckpointStore) -> None:
+    checkpoint = store.get("plain", "0.14")
+    expect("--cluster-key without --auto-parallel", checkpoint, "0.14",
+           others={"cluster_key": "H100-SXM"})  # fmt: skip
+    expect("--auto-parallel 2: the checkpoint decides", checkpoint, "0.14",
+           others={"auto_parallel": "2"})  # fmt: skip
+    expect("--lookup-plugin is for models with prompt", checkpoint, "0.14",
+           others={"lookup_plugin": "auto"})  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("plugin", "match"),
-    [("float16", "--gemm-plugin float16 for a float32"), ("fp8", "is not quantized")],
+    ("name", "value", "match"),
+    [
+        ("gemm_plugin", "float16", "--gemm-plugin float16 for a float32"),
+        ("gemm_plugin", "fp8", "--gemm-plugin fp8 for .* is not quantized"),
+        ("gemm_plugin", "nvfp4", "--gemm-plugin nvfp4 for .* is not quantized"),
+        ("gpt_attention_plugin", "bfloat16", "--gpt-attention-plugin bfloat16 for a float32"),
+        ("nccl_plugin", "float16", "--nccl-plugin float16 for a float32"),
+        ("low_latency_gemm_plugin", "fp8", "is not quantized: it is for FP8"),
+        ("fp8_rowwise_gemm_plugin", "auto", "it is for FP8_PER_CHANNEL_PER_TOKEN"),
+        ("fuse_fp4_quant", "enable", "it is for NVFP4"),
+    ],
 )
-def test_gemm_plugin_of_another_type(store: CheckpointStore, plugin: str, match: str) -> None:
-    expect(match, store.get("plain"), gemm_plugin=plugin, hint="--gemm-plugin float32")
+def test_plugin_of_another_type_than_the_checkpoint(
+    store: CheckpointStore, name: str, value: str, match: str
+) -> None:
+    options: dict[str, Any] = {"others": {name: value}}
+    hint = "leave" if name not in ("gpt_attention_plugin", "nccl_plugin") else "float32 or auto"
+    if name == "gemm_plugin":
+        options, hint = {name: value}, "--gemm-plugin float32"
+    expect(match, store.get("plain"), hint=hint, **options)
+
+
+def test_files_to_be_read_must_be_there(store: CheckpointStore) -> None:
+    others = {"input_timing_cache": "absent.cache"}
+    expect("--input-timing-cache .*absent.cache does not exist", store.get("plain"), gpus=(H100,),
+           others=others)  # fmt: skip
+    assert plan(store.get("plain"), others=others), "another machine may have it"
 
 
 # Flags of the lines

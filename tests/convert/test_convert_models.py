@@ -26,6 +26,7 @@ from tests.convert.checkpoints import (
 )
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import GOLDEN, read_tensors, summarize_rank
+from tests.sparse import write_sparse
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -518,16 +519,7 @@ def make_sparse_llama(folder: Path, num_layers: int) -> Path:
             **{f"self_attn.{part}_proj": [hidden, hidden] for part in "qkvo"},
         }.items():  # fmt: skip
             shapes[f"model.layers.{layer}.{name}.weight"] = shape
-    header: dict[str, Any] = {}
-    position = 0
-    for name, shape in shapes.items():
-        end = position + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header).encode()
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + position)
+    write_sparse(folder / "model.safetensors", shapes, "BF16")
     return folder

@@ -201,6 +201,11 @@ def test_engine_of_trtllm_build_alone_has_only_its_version(
     found = check_engine(folder, MACHINE, HERE)
     assert found["can_run"]
     assert "no record of the machine" in found["notes"][0]
+    assert not any("issue 3125" in note for note in found["notes"])
+    document = read_json(folder / "config.json")
+    write_json(folder / "config.json", document | {"version": "0.14.0"})
+    assert any("issue 3125" in note for note in check_engine(folder, MACHINE, HERE)["notes"])
+    write_json(folder / "config.json", document)
     newer = dataclasses.replace(HERE, tensorrt_llm="1.2.1")
     assert "built with TensorRT-LLM 1.2.0, here is 1.2.1" in check_engine(
         folder, MACHINE, newer)["problems"][0]["fact"]  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.requests import Request
+from specdec.run.sampling import SamplingParams
 from tests.conftest import make_drafter, make_llama
 from tests.engines import make_engine
 
@@ -39,6 +40,36 @@ def test_cuda_equals_cpu(
             results = engine.generate(requests)
             outputs[device, speculate] = [r.output_ids for r in results]
     assert all(ids == outputs["cpu", False] for ids in outputs.values())
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_a_draft_model_on_another_device(tmp_path: Path, use_logits: bool) -> None:
+    """On a CPU where there is one GPU: probabilities of two devices meet in the accept rule."""
+    target = make_llama(tmp_path, seed=3)
+    folder = make_engine(
+        tmp_path, target,
+        build=["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4],
+    ).rename(tmp_path / "pair")  # fmt: skip
+    draft_folder = make_engine(tmp_path / "draft", make_llama(tmp_path, seed=4, name="draft-hf"))
+    requests = [
+        Request(
+            index=i, input_ids=[5 + i, 9], max_output_len=24, end_ids=frozenset(),
+            sampling=SamplingParams(temperature=i * 0.7, seed=i),
+        )
+        for i in range(6)
+    ]  # fmt: skip
+    engine = TorchEngine(folder, device="cuda", devices=[0])
+    expected = [r.output_ids for r in engine.generate(requests)]
+    if torch.cuda.device_count() > 1:
+        draft = TorchEngine(draft_folder, device="cuda", devices=[1])
+    else:
+        draft = TorchEngine(draft_folder, device="cpu")
+    engine.attach_draft(draft, draft_len=3, use_logits=use_logits)
+    outputs = [r.output_ids for r in engine.generate(requests)]
+    assert outputs[0] == expected[0]
+    assert all(len(tokens) == 24 for tokens in outputs)
+    if not use_logits:
+        assert outputs == expected
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

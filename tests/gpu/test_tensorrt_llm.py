@@ -14,7 +14,15 @@ import pytest
 
 from specdec.trtllm.environment import is_importable, list_gpus
 from tests.conftest import run_cli
-from tests.trtllm.worlds import EXTERNAL, PAGED, World, make_prompts
+from tests.trtllm.worlds import (
+    EXTERNAL,
+    MAX_BATCH,
+    PAGED,
+    WAYS,
+    World,
+    make_checkpoint,
+    make_prompts,
+)
 
 HAS_RUNTIME = is_importable("tensorrt_llm")
 pytestmark = [
@@ -63,6 +71,40 @@ def test_plain_and_redrafter_write_the_torch_engines_text(world: RealWorld) -> N
     assert list_texts(redrafter) == list_texts(expected)
     steps = [output["stats"]["num_verify_steps"] for output in redrafter["outputs"]]
     assert all(step is None or 0 < step < 100 for step in steps)
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "lookahead"])
+def test_other_modes_write_the_torch_engines_text(world: RealWorld, method: str) -> None:
+    if method == "eagle" and world.label == "0.14":
+        pytest.skip("TensorRT-LLM 0.14 has no EAGLE")
+    # More than a batch: lookahead of some releases is said to go wrong from the second call on.
+    requests = make_prompts(*[4, 9, 23, 30] * MAX_BATCH)
+    expected = world.run_real(world.torch_engine("plain", world.checkpoint("plain")), requests)
+    engine = world.engine(f"{method}1", make_checkpoint(world, method), *WAYS[method].flags)
+    assert list_texts(world.run_real(engine, requests)) == list_texts(expected)
+
+
+def test_a_dynamic_tree_writes_the_torch_engines_text(world: RealWorld) -> None:
+    if world.label == "0.14":
+        pytest.skip("TensorRT-LLM 0.14 has no EAGLE")
+    requests = make_prompts(4, 9, 23, 30)
+    expected = world.run_real(world.torch_engine("plain", world.checkpoint("plain")), requests)
+    engine = world.engine("eagle1", make_checkpoint(world, "eagle"))
+    report = world.run_real(engine, requests, "--eagle-use-dynamic-tree")
+    assert list_texts(report) == list_texts(expected)
+
+
+@pytest.mark.skipif(HAS_RUNTIME and len(list_gpus()[0]) < 2, reason="one GPU is visible")
+@pytest.mark.parametrize("method", ["plain", "redrafter"])
+def test_two_ranks_write_the_torch_engines_text(world: RealWorld, method: str) -> None:
+    requests = make_prompts(4, 9, 23, 30)
+    expected = world.run_real(world.torch_engine("plain", world.checkpoint("plain")), requests)
+    checkpoint = make_checkpoint(world, method, 2)
+    report = world.run_real(
+        world.engine(f"{method}2", checkpoint, *WAYS[method].flags, "--workers", 2), requests
+    )
+    assert list_texts(report) == list_texts(expected)
+    assert report["stats"]["tp_size"] == 2
 
 
 def test_the_end_token_is_the_last_one_of_the_output(world: RealWorld) -> None:

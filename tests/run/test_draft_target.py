@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections import Counter
@@ -19,8 +20,8 @@ from specdec.run.methods.draft_target import DraftTargetProposer
 from specdec.run.requests import Request
 from specdec.run.sampling import SamplingParams
 from specdec.run.settings import RunSettings
-from tests.conftest import make_llama, make_tokenizer, read_error_lines, run_cli
-from tests.engines import call, make_noisy_copy
+from tests.conftest import make_llama, make_tokenizer, read_error_lines
+from tests.engines import call, make_noisy_copy, run_cli_here
 
 LIMIT = 24
 
@@ -94,6 +95,10 @@ def test_greedy_text_is_the_targets(
     rates = [r.stats.acceptance_rate for r in results if r.stats.num_draft_depth]
     if draft == "target-itself":
         assert set(rates) == {1.0}, "a target that drafts for itself is always right"
+        sampled = engine.generate(make_requests(11, temperature=0.9))
+        kept = [r.stats.acceptance_rate for r in sampled if r.stats.num_draft_depth]
+        # Its probabilities are those of other sums: a ratio of 1 - 1e-7 is seldom refused.
+        assert set(kept) == {1.0}
     elif draft == "draft" and draft_len == 3:
         assert 0.2 < sum(rates) / len(rates) < 1.0
     for result in results:
@@ -128,26 +133,35 @@ def test_sampled_text_does_not_depend_on_what_is_compared(folder: Path) -> None:
     assert sum(r.stats.num_accepted for r in results) > 10
 
 
-def test_ratio_keeps_the_first_tokens_distribution(folder: Path) -> None:
-    """The real engines, with logits: two tokens after one prompt, over many seeds."""
+@pytest.mark.parametrize("draft", ["sharp", "draft", "padded", "short"])
+def test_ratio_keeps_the_first_tokens_distribution(folder: Path, draft: str) -> None:
+    """The real engines, with logits: three tokens after one prompt, over many seeds.
+
+    The sharp draft model is surer than the target of the same tokens: much of what it draws is
+    replaced by one of several others. Others have more or fewer tokens, both padding.
+    """
     import numpy as np
 
     from specdec.run.sampling import process_logits
     from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
 
-    engine = load(folder, "draft", 2, True)
-    params = SamplingParams(temperature=1.0, top_k=3)
+    if not (folder / draft).exists():
+        make_padded(folder, draft) if draft in PADDED else make_sharp(folder)
+    engine = load(folder, draft, 2, True)
+    params = SamplingParams(temperature=1.5, top_k=4)
     number = 1500
     requests = [
         Request(
             index=seed, input_ids=[5, 9, 40], max_output_len=3, end_ids=frozenset(),
-            sampling=SamplingParams(temperature=1.0, top_k=3, seed=seed),
+            sampling=dataclasses.replace(params, seed=seed),
         )
         for seed in range(number)
     ]  # fmt: skip
     results = generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=250))
     kept = [r.stats.num_accepted for r in results]
     assert 0.1 * number < sum(kept) < 1.9 * number, "some drafts are kept, some are not"
+    if draft == "sharp":
+        assert sum(kept) < number
     counts = Counter(tuple(result.output_ids) for result in results)
     probs: dict[tuple[int, ...], float] = {}
 
@@ -165,7 +179,17 @@ def test_ratio_keeps_the_first_tokens_distribution(folder: Path) -> None:
     p_value = compute_p_value(
         np.array([counts[text] for text in texts]), np.array([probs[t] / total for t in texts])
     )
-    assert p_value > FALSE_ALARM_RATE
+    assert p_value > FALSE_ALARM_RATE / 4
+
+
+def make_sharp(parent: Path) -> Path:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(parent / "target-hf")
+    with torch.no_grad():
+        model.lm_head.weight *= 4
+    model.save_pretrained(parent / "sharp-hf")
+    return build(parent, "sharp")
 
 
 @torch.inference_mode()
@@ -178,26 +202,45 @@ def compute_logits(engine: TorchEngine, text: list[int]) -> torch.Tensor:
     return logits
 
 
-def test_draft_cache_is_never_recomputed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token goes through the draft model once, and again only after a rejection."""
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_caches_are_rolled_back_and_never_recomputed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    """Forward tokens are counted: each model runs a token once, and again only if it was rejected.
+
+    Of the target: every prompt, then a newest token and its draft a step. Of the draft model: every
+    prompt with the first token, then a newest token a pass, and once a step the last drafted token
+    where that was accepted.
+    """
     from specdec.engine.decoder import Decoder, Step
 
     engine = load(folder, "draft", 4)
     assert isinstance(engine.proposer, DraftTargetProposer)
     draft = engine.proposer.decoder
-    fed: list[int] = []
+    fed: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # by whether it is the draft's
     honest = Decoder.forward
 
     def count(self: Decoder, step: Step, cache: Any) -> torch.Tensor:
-        if self is draft:
-            fed.append(step.tokens.shape[1])
+        fed[self is draft].append(step.tokens.shape)
         return honest(self, step, cache)
 
     monkeypatch.setattr(Decoder, "forward", count)
-    request = Request(index=0, input_ids=list(range(3, 43)), max_output_len=20, end_ids=frozenset())
-    engine.generate([request])
-    assert fed[0] == 41, "the prompt and the first token, once"
-    assert max(fed[1:]) <= 2, "then the newest token, and the last draft token if it was accepted"
+    requests = [
+        Request(
+            index=n, input_ids=list(range(3 + n, 43 + n)), max_output_len=20, end_ids=frozenset()
+        )
+        for n in range(batch_size)
+    ]
+    results = engine.generate(requests)
+    assert any(r.stats.num_accepted < r.stats.num_draft_depth for r in results), "some are rejected"
+    assert any(r.stats.num_accepted for r in results)
+    assert fed[True][0] == (batch_size, 41), "the prompts and the first tokens, once"
+    assert max(size for _, size in fed[True][1:]) <= 2
+    steps = max(r.stats.num_verify_steps for r in results)
+    assert len(fed[True]) <= 4 * steps
+    assert fed[False][0] == (batch_size, 40), "the prompts, once"
+    assert len(fed[False]) == 1 + steps
+    assert max(size for _, size in fed[False][1:]) <= 5
 
 
 # --- options and refusals ---
@@ -300,6 +343,16 @@ def test_vocabularies_are_compared(folder: Path, tmp_path: Path) -> None:
     other = describe(build(tmp_path, "other"))
     with pytest.raises(SpecDecError, match="tokenizers differ: .* of 128 tokens, .* of 150"):
         check_vocabularies(target, other, None, None)
+    failed = run_cli_here(
+        "run", "--engine-dir", folder / "target", "--draft-engine-dir", tmp_path / "other",
+        "--tokenizer-dir", folder / "target-hf", "--input-text", "a",
+    )  # fmt: skip
+    assert failed.returncode == 1
+    assert "the tokenizers differ" in read_error_lines(failed.stderr)[0]
+    recorded = {"num_tokens": 128, "sha256": "0"}
+    same_size = dataclasses.replace(draft, recorded=recorded)
+    with pytest.raises(SpecDecError, match="both of 128 tokens, some of which have other ids"):
+        check_vocabularies(target, same_size, None, None)
     make_tokenizer(tmp_path / "padded-hf", vocab=128)
     make_llama(tmp_path, vocab=160, name="padded-hf")
     padded = describe(build(tmp_path, "padded"))
@@ -313,21 +366,30 @@ def test_vocabularies_are_compared(folder: Path, tmp_path: Path) -> None:
     compare_tokenizers(ours, ours)
 
 
-def test_padded_draft_vocabulary_gives_the_same_text(folder: Path, tmp_path: Path) -> None:
-    make_llama(tmp_path, vocab=160, seed=3, name="padded-hf")
-    make_tokenizer(tmp_path / "padded-hf", vocab=128)
-    make_llama(tmp_path, vocab=120, seed=4, name="short-hf")
-    for name in ("padded", "short"):
-        build(tmp_path, name)
+PADDED = {"padded": 160, "short": 120}  # sizes of draft models' tables; the target's is 128
+
+
+def make_padded(parent: Path, name: str) -> Path:
+    """A draft model that is the target's but for rows that are padding."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(parent / "draft-hf")
+    model.resize_token_embeddings(PADDED[name], mean_resizing=False)
+    model.save_pretrained(parent / f"{name}-hf")
+    return build(parent, name)
+
+
+@pytest.mark.parametrize("name", list(PADDED))
+def test_padded_draft_vocabulary_gives_the_same_text(folder: Path, name: str) -> None:
+    if not (folder / name).exists():
+        make_padded(folder, name)
     requests = make_requests(6, temperature=0.9) + make_requests(6)
     expected = [r.output_ids for r in load(folder).generate(requests)]
-    for name in ("padded", "short"):
-        engine = TorchEngine(folder / "target")
-        engine.attach_draft(TorchEngine(tmp_path / name), draft_len=3, use_logits=False)
-        assert [r.output_ids for r in engine.generate(requests)] == expected
-        engine.attach_draft(TorchEngine(tmp_path / name), draft_len=3, use_logits=True)
-        assert [r.output_ids for r in engine.generate(requests[6:])] == expected[6:]
-        assert all(r.output_ids for r in engine.generate(requests[:6]))
+    results = load(folder, name, 3).generate(requests)
+    assert [r.output_ids for r in results] == expected
+    assert sum(r.stats.num_accepted for r in results) > 10
+    results = load(folder, name, 3, True).generate(requests)
+    assert [r.output_ids for r in results[6:]] == expected[6:]
 
 
 def test_the_command(folder: Path) -> None:
@@ -336,22 +398,33 @@ def test_the_command(folder: Path) -> None:
         "--input-text", "def a", "x", "--max-output-len", 9, "--json",
     ]  # fmt: skip
     draft = ["--draft-engine-dir", folder / "draft"]
-    plain = run_cli(*common, "--no-speculation")
+    joined = "--draft_target_model_config"
+    plain = run_cli_here(*common, "--no-speculation")
     assert plain.returncode == 0, plain.stderr
-    done = run_cli(*common, *draft, "--draft_target_model_config", "[4,[0],[1],False]")
-    assert done.returncode == 0, done.stderr
-    assert "draft devices [0]: running on the CPU" in done.stderr
-    report, baseline = json.loads(done.stdout), json.loads(plain.stdout)
-    assert report["stats"]["method"] == "draft_target"
-    for ours, theirs in zip(report["outputs"], baseline["outputs"], strict=True):
-        assert ours["output_ids"] == theirs["output_ids"]
-        assert ours["stats"]["num_draft_tokens"] > 0
+    for flags in (
+        [joined, "[4,[0],[1],True]"], [joined, "[4,[0],[1],False]"],
+        ["--draft-len", 4, "--draft-devices", 0, "--target-devices", 1, "--use-logits"],
+    ):  # fmt: skip
+        done = run_cli_here(*common, *draft, *flags)
+        assert done.returncode == 0, done.stderr
+        assert "draft devices [0]: running on the CPU" in done.stderr
+        assert "target devices [1]: running on the CPU" in done.stderr
+        report, baseline = json.loads(done.stdout), json.loads(plain.stdout)
+        assert report["stats"]["method"] == "draft_target"
+        for ours, theirs in zip(report["outputs"], baseline["outputs"], strict=True):
+            assert ours["output_ids"] == theirs["output_ids"]
+            assert len(ours["stats"]["accepted_histogram"]) == 5
+            assert ours["stats"]["num_draft_tokens"] > 0
     for flags, status, message in (
-        ([*draft, "--draft-devices", "0,1"], 1, "device list [0, 1] has 2 entries"),
+        ([*draft, "--draft-devices", "0,1"], 1, "the draft's device list [0, 1] has 2 entries"),
+        ([*draft, "--target-devices", "0,1"], 1, "the target's device list [0, 1] has 2 entries"),
+        ([*draft, joined, "[4,[0,1],[1],True]"], 1, "the draft's device list [0, 1] has 2"),
+        ([*draft, joined, "[7,[0],[1],True]"], 1, "draft length is 7, the target's engine was"),
         ([], 1, "built for a draft model, and none is given"),
         ([*draft, "--use-py-session"], 2, "Python session"),
         ([*draft, "--num-beams", 2], 2, "no beam search"),
     ):
-        failed = run_cli(*common, *flags)
+        failed = run_cli_here(*common, *flags)
         assert failed.returncode == status, failed.stderr
         assert message in read_error_lines(failed.stderr)[0]
+        assert failed.stdout == ""

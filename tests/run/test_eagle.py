@@ -24,9 +24,7 @@ from specdec.run.methods.eagle import (
     check_choices,
     parse_choices,
 )
-from specdec.run.pipeline import load_engine
 from specdec.run.requests import ActiveRequest, Request
-from specdec.run.settings import RunSettings
 from specdec.run.verify import Candidates
 from specdec.storage import read_json
 from tests.conftest import make_eagle_drafter, make_llama, make_tokenizer
@@ -431,16 +429,6 @@ def test_three_commands(target: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     ):
         with pytest.raises(SpecDecError, match=message):
             call("run", *run, *flags)
-
-
-def test_tensorrt_llm_engines_take_no_tree(tmp_path: Path) -> None:
-    """An option that would have no effect is refused before the runtime is looked for."""
-    engine = tmp_path / "engine"
-    engine.mkdir()
-    document = {"version": "1.2.0", "pretrained_config": {}, "build_config": {}}
-    (engine / "config.json").write_text(json.dumps(document))
-    with pytest.raises(UsageError, match="--eagle-choices is for engines of torch"):
-        load_engine(RunSettings(engine_dir=engine, eagle_choices="[[0]]"), None, None)
 
 
 def test_copies_that_differ_are_refused(target: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from specdec.run.ngram_options import (
     LookaheadConfig,
     LookupOptions,
     choose_lookahead,
+    fit_lookahead,
     read_lookup_options,
 )
 from specdec.run.pipeline import check_flags, run_engine
@@ -363,6 +364,15 @@ def test_the_default_window_is_the_largest_that_fits() -> None:
     assert choose_lookahead(None, None, 83) is None
     with pytest.raises(SpecDecError, match=r"\[2,2,2\] drafts 3 tokens .* max_draft_len 2"):
         choose_lookahead(None, mode, 2)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(83, (7, 7, 7)), (11, (3, 3, 3)), (1, (1, 2, 1)), (82, (42, 2, 41))]
+)
+def test_a_window_that_fills_the_engine_exactly(length: int, expected: tuple[int, ...]) -> None:
+    assert fit_lookahead(length) == LookaheadConfig(*expected)
+    for other in range(1, 200):
+        assert fit_lookahead(other).max_draft_tokens == other
 
 
 def run_command(folder: Path, mode: str, **flags: Any) -> dict[str, Any]:

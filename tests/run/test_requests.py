@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,28 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec import logs
 from specdec.errors import SpecDecError, UsageError
 from specdec.run import loop
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.loop import Interrupted, Options, generate
+from specdec.run.methods.lookahead import LookaheadProposer
+from specdec.run.methods.prompt_lookup import PromptLookupProposer
+from specdec.run.ngram_options import LookaheadConfig, LookupOptions
 from specdec.run.prompts import make_requests, read_prompts
 from specdec.run.requests import ActiveRequest, Request, Result
 from specdec.run.sampling import SamplingParams
 from specdec.run.settings import RunSettings
 from specdec.storage import TensorFile
-from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
-from tests.engines import OracleProposer, call, make_engine
+from tests.conftest import (
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+    make_tokenizer,
+    read_error_lines,
+)
+from tests.engines import OracleProposer, call, make_engine, run_cli_here
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +56,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4,
     )  # fmt: skip
     call("build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / "draft")
+    heads = make_medusa_heads(parent, scale=3.0)
+    eagle = make_eagle_drafter(parent, scale=2.0)
+    eagle3 = make_eagle_drafter(parent, version=3, scale=2.0, name="eagle3-drafter")
+    shallow = ("--num-eagle-layers", 2)
+    for name, flags in (
+        ("medusa", ("--medusa-model-dir", heads)),
+        ("eagle", ("--eagle-model-dir", eagle, *shallow)),
+        ("eagle3", ("--eagle-model-dir", eagle3, *shallow)),
+    ):
+        checkpoint = parent / f"{name}-ckpt"
+        call("convert", "--model-dir", target, *flags, "--output-dir", checkpoint)
+        call(
+            "build", "--checkpoint-dir", checkpoint, "--output-dir", parent / f"{name}-engine",
+            "--optimize", "none", "--max-batch-size", 7,
+        )  # fmt: skip
     return parent
 
 
@@ -61,11 +88,28 @@ def engines(folder: Path) -> dict[str, TorchEngine]:
         "plain": TorchEngine(folder / "redrafter", device="cpu", speculate=False),
         "redrafter": TorchEngine(folder / "redrafter", device="cpu"),
     }
+    for name in ("medusa", "eagle", "eagle3"):
+        made[name] = TorchEngine(folder / f"{name}-engine", device="cpu")
+    made["eagle, dynamic"] = TorchEngine(folder / "eagle-engine", device="cpu")
+    made["eagle, dynamic"].proposer.use_dynamic_tree(3, 8)
     for name, use_logits in (("draft_target", False), ("draft_target, logits", True)):
         made[name] = TorchEngine(folder / "pair", device="cpu")
         draft = TorchEngine(folder / "draft", device="cpu")
         made[name].attach_draft(draft, draft_len=3, use_logits=use_logits)
+    for name in ("prompt_lookup", "lookahead"):
+        made[name] = TorchEngine(folder / "pair", device="cpu")
+    lookup = LookupOptions(num_tokens=4, max_ngram_size=2)
+    made["prompt_lookup"].use_method("prompt_lookup", PromptLookupProposer(lookup))
+    window = LookaheadProposer(LookaheadConfig(3, 3, 3), made["lookahead"].decoder)
+    made["lookahead"].use_method("lookahead", window)
+    assert set(made) == set(METHODS)
     return made
+
+
+METHODS = [
+    "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "eagle3", "draft_target",
+    "draft_target, logits", "prompt_lookup", "lookahead",
+]  # fmt: skip
 
 
 def mix_requests(number: int) -> list[Request]:
@@ -100,30 +144,41 @@ def summarize(result: Result) -> tuple[list[int], str | None, str | None]:
     return result.output_ids, result.finish_reason, result.text
 
 
-@pytest.mark.parametrize("reuse_blocks", [False, True])
-@pytest.mark.parametrize("method", ["plain", "redrafter", "draft_target", "draft_target, logits"])
+@pytest.fixture(scope="module")
+def alone(engines: dict[str, TorchEngine], tokenizer: Any) -> list[Any]:
+    """What each of a hundred requests gets by itself, one token a step."""
+    options = Options(tokenizer=tokenizer)
+    return [summarize(engines["plain"].generate([r], options)[0]) for r in mix_requests(100)]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_hundred_mixed_requests(
-    engines: dict[str, TorchEngine], tokenizer: Any, method: str, reuse_blocks: bool
+    engines: dict[str, TorchEngine], tokenizer: Any, alone: list[Any], method: str
 ) -> None:
+    """Together and alone, with and without reused prefixes; equal seeds give plain's text."""
     requests = mix_requests(100)
     engine = engines[method]
-    options = Options(tokenizer=tokenizer, reuse_blocks=reuse_blocks)
-    together = [summarize(r) for r in engine.generate(requests, options)]
-    if reuse_blocks:
-        assert engine.timing.num_reused_tokens > 300
-        reference = [summarize(r) for r in engine.generate(requests, Options(tokenizer=tokenizer))]
-        assert together == reference
-        return
-    alone = [
-        summarize(engine.generate([request], Options(tokenizer=tokenizer))[0])
-        for request in requests
-    ]
+    results = engine.generate(requests, Options(tokenizer=tokenizer))
+    together = [summarize(r) for r in results]
+    if method == "draft_target, logits":  # other random numbers where it is sampled
+        greedy = [at for at, r in enumerate(requests) if r.sampling.is_greedy]
+        assert [together[at] for at in greedy] == [alone[at] for at in greedy]
+        alone = [
+            summarize(engine.generate([request], Options(tokenizer=tokenizer))[0])
+            for request in requests
+        ]
+    else:
+        for request in requests[::12]:
+            (result,) = engine.generate([request], Options(tokenizer=tokenizer))
+            assert summarize(result) == alone[request.index]
     assert together == alone
-    reasons = {reason for _, reason, _ in alone}
-    assert reasons == {"length", "eos", "stop"}
-    if method in ("redrafter", "draft_target"):
-        plain = engines["plain"].generate(requests, Options(tokenizer=tokenizer))
-        assert together == [summarize(r) for r in plain], "equal seeds, equal text"
+    assert {reason for _, reason, _ in together} == {"length", "eos", "stop"}
+    if method != "plain":
+        assert sum(r.stats.num_accepted for r in results) > 0, "a draft is accepted here and there"
+    before = engine.timing.num_reused_tokens
+    reused = engine.generate(requests, Options(tokenizer=tokenizer, reuse_blocks=True))
+    assert [summarize(r) for r in reused] == together
+    assert engine.timing.num_reused_tokens - before > 300
 
 
 def test_finished_rows_are_refilled(engines: dict[str, TorchEngine]) -> None:
@@ -203,7 +258,7 @@ def test_logits_are_those_that_chose(engines: dict[str, TorchEngine]) -> None:
         for r in requests
     ]  # fmt: skip
     plain = engines["plain"].generate(requests, Options(keep_logits=True))
-    for method in ("redrafter", "draft_target"):
+    for method in METHODS[1:]:
         results = engines[method].generate(requests, Options(keep_logits=True))
         for result, reference in zip(results, plain, strict=True):
             assert isinstance(result.logits, Tensor)
@@ -300,6 +355,7 @@ class FakeTokenizer:
         ({"temperature": "nan"}, "--temperature is 'nan'"),
         ({"top_p": 0.0}, "--top-p is 0.0"),
         ({"top_p": 1.5}, "--top-p is 1.5"),
+        ({"random_seed": 2**64}, "--random-seed is 18446744073709551616"),
         ({"stop_words": [""]}, "holds an empty text"),
         ({"stop_words": ["a"]}, "stop words need --tokenizer-dir"),
     ],
@@ -363,7 +419,7 @@ def test_chat_template(folder: Path, tokenizer: Any) -> None:
 
 
 def run(folder: Path, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return run_cli(
+    return run_cli_here(
         "run", "--engine-dir", folder / "redrafter", "--tokenizer-dir", folder / "target",
         *args, **options,
     )  # fmt: skip
@@ -385,6 +441,33 @@ def test_streamed_text_is_the_text(folder: Path, tmp_path: Path) -> None:
         assert "zz" not in text
 
 
+def test_an_interrupted_stream_shows_what_was_done(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs that waited for their turn too, and what might have begun a stop word."""
+    step, steps = loop.Batch.step, 0
+
+    def interrupt(batch: loop.Batch) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise KeyboardInterrupt
+        step(batch)
+
+    monkeypatch.setattr(loop.Batch, "step", interrupt)
+    prompts = tmp_path / "p.jsonl"
+    lines = [{"prompt": text, "max_output_len": 9 if text == "a" else 2} for text in "abcdef"]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--input-file", prompts, "--no-speculation", "--stop-words", "never in it"]
+    whole = run(folder, *flags)
+    steps = 0
+    streamed = run(folder, *flags, "--streaming")
+    assert whole.returncode == streamed.returncode == 1
+    assert streamed.stdout == whole.stdout
+    assert read_error_lines(streamed.stderr)[0] == "interrupted: 5 of 6 prompts were finished"
+    assert streamed.stdout.count("Output [Text ") == 6
+
+
 def test_text_is_streamed_while_it_is_made(folder: Path) -> None:
     """Something of the text is there long before its end."""
     command = [
@@ -402,6 +485,26 @@ def test_text_is_streamed_while_it_is_made(folder: Path) -> None:
             reads += 1
     assert process.returncode == 0
     assert reads > 20
+
+
+def test_progress_over_prompts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt counts once, when it ends; prefixes that were reused are told."""
+    bars: list[tuple[str, int]] = []
+    moved: list[int] = []
+
+    @contextlib.contextmanager
+    def track(label: str, *, total: int) -> Iterator[Callable[[int], None]]:
+        bars.append((label, total))
+        yield moved.append
+
+    monkeypatch.setattr(logs, "track", track)
+    flags = ["--input-text", *["def a"] * 7, "--max-output-len", 4, "--json"]
+    done = run(folder, *flags, "--kv-cache-enable-block-reuse")
+    assert done.returncode == 0, done.stderr
+    assert bars == [("prompts", 7)]
+    assert sum(moved) == 7
+    prompt = json.loads(done.stdout)["outputs"][0]["input_ids"]
+    assert json.loads(done.stdout)["stats"]["num_reused_tokens"] == 6 * (len(prompt) - 1)
 
 
 def test_prompts_from_stdin(folder: Path) -> None:
@@ -449,7 +552,7 @@ def test_ctrl_c_shows_what_was_done(folder: Path, tmp_path: Path) -> None:
     while "generating" not in line:
         assert line, "ended before it generated"
         line = process.stderr.readline()
-    time.sleep(1.5)
+    time.sleep(0.7)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 1, stderr

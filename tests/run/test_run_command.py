@@ -1,4 +1,4 @@
-"""specdec-run as a process: text and JSON, prompts, limits, damaged engines."""
+"""The command specdec-run: text and JSON, prompts, limits, damaged engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from specdec.errors import SpecDecError, UsageError
 from specdec.storage import read_json, write_json
 from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
-from tests.engines import call, make_engine
+from tests.engines import call, make_engine, run_cli_here
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *args: object) -> dict[str, Any]:
-    done = run_cli(
+    done = run_cli_here(
         "run", "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
         "--json", *args,
     )  # fmt: skip
@@ -63,6 +63,7 @@ def test_json_report(folder: Path) -> None:
 
 
 def test_text_form_and_output_file(folder: Path, tmp_path: Path) -> None:
+    """As a process, which the other tests spare."""
     done = run_cli(
         "run", "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
         "--input-text", "ab", "cd", "--max-output-len", 5, "--output-file", tmp_path / "out.txt",
@@ -85,7 +86,7 @@ def test_jsonl_requests(folder: Path, tmp_path: Path) -> None:
     assert report["outputs"][1]["input_ids"] == [5, 6, 7]
     assert report["outputs"][1]["stats"]["num_output_tokens"] == 6
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [5, 6, 7], "max_output_len": 6}\n')
-    done = run_cli(
+    done = run_cli_here(
         "run", "--engine-dir", folder / "engine", "--input-file", tmp_path / "ids.jsonl", "--json"
     )
     assert (
@@ -98,7 +99,7 @@ def test_end_tokens_of_the_generation_config(folder: Path, tmp_path: Path) -> No
     ids = free["outputs"][0]["output_ids"]
     shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
     write_json(tmp_path / "tokenizer" / "generation_config.json", {"eos_token_id": [0, ids[4]]})
-    done = run_cli(
+    done = run_cli_here(
         "run", "--engine-dir", folder / "engine", "--tokenizer-dir", tmp_path / "tokenizer",
         "--input-text", "ab", "--max-output-len", 10, "--json",
     )  # fmt: skip
@@ -108,7 +109,7 @@ def test_end_tokens_of_the_generation_config(folder: Path, tmp_path: Path) -> No
 
 
 def test_limits_name_every_prompt(folder: Path) -> None:
-    done = run_cli(
+    done = run_cli_here(
         "run", "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
         "--input-text", "ab", "y " * 40, "cd", "--max-output-len", 511,
     )  # fmt: skip
@@ -216,7 +217,7 @@ def test_kernels_of_another_cpu_are_not_used(
         pytest.skip("built without a C++ compiler")
     config["torch_config"]["kernels"]["cpu"] = "another"
     write_json(tmp_path / "engine" / "config.json", config)
-    done = run_cli(
+    done = run_cli_here(
         "run", "--engine-dir", tmp_path / "engine", "--tokenizer-dir", folder / "tokenizer",
         "--input-text", "ab", "--max-output-len", 12, "--json", "--device", "cpu",
     )  # fmt: skip

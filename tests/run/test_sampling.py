@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from specdec.run.sampling import (
     process_logits,
 )  # fmt: skip
 from specdec.run.verify import Candidates, accept_batch
+from tests.conftest import make_llama
 from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
 
 VOCAB = 5
@@ -63,14 +65,14 @@ class Toy:
 
     def get_probs(self, text: Sequence[int], params: SamplingParams) -> Tensor:
         """What `params` leave, [V]; equal contexts are computed once."""
-        key = (*[0, 0, *text][-2:], dataclasses.replace(params, seed=0))
+        key = (*[0, 0, *text][-2:], params.temperature, params.top_k, params.top_p)
         if key not in self._probs:
             self._probs[key] = process_logits(self.get_logits(text)[None], [params])[0]
         return self._probs[key]
 
     def get_sums(self, text: Sequence[int], params: SamplingParams) -> np.ndarray:
         """Cumulative sums of `get_probs`, by which a token is drawn."""
-        key = (*[0, 0, *text][-2:], dataclasses.replace(params, seed=0))
+        key = (*[0, 0, *text][-2:], params.temperature, params.top_k, params.top_p)
         if key not in self._sums:
             self._sums[key] = self.get_probs(text, params).double().numpy().cumsum()
         return self._sums[key]
@@ -102,10 +104,14 @@ def _search_beams(*context: int) -> np.ndarray:
 
 def draft_heads(text: list[int], sampler: Sampler) -> Candidates:
     """Every pair of two heads' best tokens, as Medusa proposes: the second head sees no first."""
-    first = DRAFT_MODEL.get_logits(text).topk(2).indices.tolist()
+    return Candidates(_rank_heads(*[0, 0, *text][-2:]))
+
+
+@functools.cache
+def _rank_heads(*context: int) -> Tree:
+    first = DRAFT_MODEL.get_logits(context).topk(2).indices.tolist()
     second = DRAFT_MODEL.table.mean((0, 1)).topk(2).indices.tolist()
-    pairs = np.array(list(itertools.product(first, second)))
-    return Candidates(pack_beams(text[-1] if text else 0, pairs))
+    return pack_beams(context[-1], np.array(list(itertools.product(first, second))))
 
 
 class ToyDraft:
@@ -171,11 +177,16 @@ def draft_chain(stream: int, length: int) -> Drafter:
 
 def draft_copy(text: list[int], sampler: Sampler) -> Candidates:
     """What followed the newest token before, as prompt lookup proposes; the prompt is 0 1 3 0 2."""
+    return Candidates(_copy(*text))
+
+
+@functools.cache
+def _copy(*text: int) -> Tree:
     index = NgramIndex(2)
     index.extend([0, 1, 3, 0, 2, *text])
     root = text[-1] if text else 2
     copied = index.draft(2)
-    return Candidates(pack_beams(root, np.array([copied])) if copied else make_root(root))
+    return pack_beams(root, np.array([copied])) if copied else make_root(root)
 
 
 def draft_window(text: list[int], sampler: Sampler) -> Candidates:
@@ -213,23 +224,41 @@ EXACT_BY_SEED = [
 ]  # fmt: skip
 
 
+@functools.cache
+def make_sampler(params: SamplingParams) -> Sampler:
+    """Its numbers are by place, so tests of equal seeds can share it."""
+    return Sampler(params, LENGTH + 8)
+
+
 def write_texts(drafters: Sequence[Drafter], params: Sequence[SamplingParams]) -> list[list[int]]:
     """Write one text a row, all rows in one batch."""
-    samplers = [Sampler(p, LENGTH + 8) for p in params]
+    samplers = [make_sampler(p) for p in params]
     texts: list[list[int]] = [[] for _ in params]
     while rows := [row for row, text in enumerate(texts) if len(text) < LENGTH]:
         candidates = [drafters[row](texts[row], samplers[row]) for row in rows]
         size = max(c.tree.num_nodes for c in candidates)
         logits = torch.zeros((len(rows), size, VOCAB))
         for at, row in enumerate(rows):
-            for node, text in enumerate(list_texts(candidates[at].tree, texts[row])):
-                logits[at, node] = TARGET.get_logits(text)
+            known = compute_tree_logits(candidates[at].tree, texts[row])
+            logits[at, : len(known)] = known
         accepted = accept_batch(
             candidates, logits, [samplers[r] for r in rows], [len(texts[r]) for r in rows]
         )
         for at, (row, (path, bonus)) in enumerate(zip(rows, accepted, strict=True)):
             texts[row] += [*candidates[at].tree.tokens[path[1:]].tolist(), bonus]
     return [text[:LENGTH] for text in texts]
+
+
+_TREE_LOGITS: dict[Any, Tensor] = {}
+
+
+def compute_tree_logits(tree: Tree, text: list[int]) -> Tensor:
+    """The target's logits [T, V] after each node; equal trees after equal tokens once."""
+    key = (*text[-2:], tree.tokens.tobytes(), tree.parents.tobytes())
+    if key not in _TREE_LOGITS:
+        rows = [TARGET.get_logits(longer) for longer in list_texts(tree, text)]
+        _TREE_LOGITS[key] = torch.stack(rows)
+    return _TREE_LOGITS[key]
 
 
 def list_texts(tree: Tree, text: list[int]) -> list[list[int]]:
@@ -273,13 +302,8 @@ def test_p_value() -> None:
     assert 0.02 < np.mean(np.array(values) < 0.05) < 0.09, "p-values are uniform"
 
 
-CASES = [("plain", params) for params in SETTINGS]
-CASES += [(method, SETTINGS[n]) for method in METHODS if method != "plain" for n in (0, 4)]
-
-
-@pytest.mark.parametrize(
-    ("method", "params"), CASES, ids=[f"{m}-{SETTINGS.index(p)}" for m, p in CASES]
-)
+@pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"{p.temperature}-{p.top_k}-{p.top_p}")
+@pytest.mark.parametrize("method", METHODS)
 def test_texts_follow_the_target(method: str, params: SamplingParams) -> None:
     texts = write_texts([METHODS[method]] * NUM_TEXTS, with_seeds(params, 10**6, NUM_TEXTS))
     p_value = compute_p_value(count_texts(texts), compute_text_probs(params))
@@ -303,6 +327,10 @@ def test_rows_of_a_mixed_batch_follow_the_target() -> None:
         own = [t for row, t in enumerate(texts[:greedy]) if kinds[row % len(kinds)][1] == number]
         p_value = compute_p_value(count_texts(own), compute_text_probs(SETTINGS[number]))
         assert p_value > FALSE_ALARM_RATE / 3, number
+    for at, (method, number) in enumerate(kinds):  # a wrong one of ten would be lost among them
+        own = texts[at : greedy : len(kinds)]
+        p_value = compute_p_value(count_texts(own), compute_text_probs(SETTINGS[number]))
+        assert p_value > FALSE_ALARM_RATE / len(kinds), (method, number)
     best: list[int] = []
     for _ in range(LENGTH):
         best.append(int(TARGET.get_logits(best).argmax()))
@@ -414,6 +442,62 @@ def test_processing_equals_transformers(
     probs = process_logits(logits, [params] * 4)
     assert torch.equal(probs > 0, expected > -torch.inf)
     torch.testing.assert_close(probs, expected.softmax(-1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.5), (5, 0.6), (4, 0.999)])
+def test_ties_are_transformers(top_k: int, top_p: float) -> None:
+    """At the k-th place all that tie are kept; where top-p cuts among equals, the sort decides."""
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.tensor(
+        [[2.0, 1, 1, 1, 0, -3, 1], [1.0] * 7, [0.0, 3, 3, 0, 3, 3, 0], [5.0, 5, -1, -1, -1, -1, 5]]
+    )
+    ids = torch.zeros((4, 1), dtype=torch.long)
+    expected = TopKLogitsWarper(top_k)(ids, logits) if top_k else logits
+    expected = TopPLogitsWarper(top_p)(ids, expected) if top_p < 1 else expected
+    probs = process_logits(
+        logits, [SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)] * len(logits)
+    )
+    torch.testing.assert_close(probs, expected.softmax(-1), rtol=1e-6, atol=0)
+    if (top_k, top_p) == (3, 1.0):
+        assert (probs > 0).sum(1).tolist() == [5, 7, 4, 3]
+
+
+def test_processing_equals_what_generate_samples_from(tmp_path: Path) -> None:
+    """The order of the steps is transformers' own, whatever its version."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_llama(tmp_path))
+    ids = torch.tensor([[5, 9, 40]])
+    for temperature, top_k, top_p in ((0.7, 20, 0.8), (1.6, 0, 0.9), (1.3, 5, 1.0)):
+        done = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=True,
+            temperature=temperature, top_k=top_k, top_p=top_p, eos_token_id=None, pad_token_id=0,
+            return_dict_in_generate=True, output_scores=True, output_logits=True,
+        )  # fmt: skip
+        params = [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)]
+        for raw, scores in zip(done.logits, done.scores, strict=True):
+            probs = process_logits(raw, params)
+            torch.testing.assert_close(probs, scores.softmax(-1), rtol=1e-5, atol=0)
+            assert 1 < (probs > 0).sum() < 128
+
+
+@pytest.mark.parametrize("temperature", [1e-29, 1e-38, 1e-45, 5e-324])
+def test_the_coldest_temperature_is_greedy(temperature: float) -> None:
+    """Logits over it are beyond float32: not a number would be a token beyond the vocabulary."""
+    logits = torch.randn((3, 50), generator=torch.Generator().manual_seed(2)) * 8
+    logits[2, :2] = 40.0  # ties
+    for params in (
+        SamplingParams(temperature=temperature),
+        SamplingParams(temperature=temperature, top_k=4, top_p=0.9),
+    ):
+        probs = process_logits(logits, [params] * 3)
+        best = logits.argmax(-1)
+        assert probs[[0, 1], best[:2]].tolist() == [1.0, 1.0]
+        assert probs[2, :2].tolist() == [0.5, 0.5]
+        warm = dataclasses.replace(params, temperature=1.0)
+        mixed = process_logits(logits[:2], [params, warm])
+        torch.testing.assert_close(mixed[1], process_logits(logits[1][None], [warm])[0])
 
 
 def test_each_row_has_its_own_settings() -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,12 @@ from specdec.errors import SpecDecError
 from specdec.run import ranks as ranks_module
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.backends.torch_rank import choose_device
+from specdec.run.devices import check_devices
 from specdec.run.loop import Interrupted, Options
+from specdec.run.methods.eagle import EagleProposer
+from specdec.run.methods.lookahead import LookaheadProposer
+from specdec.run.methods.prompt_lookup import PromptLookupProposer
+from specdec.run.ngram_options import LookaheadConfig, LookupOptions
 from specdec.run.ranks import end_ranks
 from specdec.run.requests import Request, Result
 from specdec.run.sampling import SamplingParams
@@ -33,11 +39,15 @@ from tests.conftest import (
     read_error_lines,
     run_cli,
 )
-from tests.engines import call, make_noisy_copy
+from tests.engines import call, make_noisy_copy, run_cli_here
 
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5)
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 9}]
-# Method, ranks of its draft model, whether probabilities are compared.
+METHODS = [
+    "target", "redrafter", "medusa", "eagle", "eagle dynamic", "eagle3", "prompt_lookup",
+    "lookahead",
+]  # fmt: skip
+# Ranks of the draft model, whether probabilities are compared.
 DRAFTS = [(2, False), (1, True), (2, True)]
 
 
@@ -66,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "draft": ("--model-dir", parent / "draft"),
     }  # fmt: skip
     for name, sources in flags.items():
-        for size in (1, 2, 4) if name == "target" else (1, 2):
+        for size in (1, 2, 4):
             checkpoint = parent / f"{name}-ckpt{size}"
             call("convert", *sources, "--output-dir", checkpoint, "--tp-size", size)
             built = parent / f"{name}-tp{size}"
@@ -85,7 +95,18 @@ def end_all() -> Iterator[None]:
 
 
 def load(folder: Path, method: str, size: int) -> TorchEngine:
-    return TorchEngine(folder / f"{method}-tp{size}", device="cpu")
+    """Load an engine of a folder's name, or a variant of one."""
+    name = {"prompt_lookup": "target", "lookahead": "target", "eagle dynamic": "eagle"}.get(method)
+    engine = TorchEngine(folder / f"{name or method}-tp{size}", device="cpu")
+    if method == "prompt_lookup":
+        lookup = LookupOptions(num_tokens=4, max_ngram_size=2)
+        engine.use_method(method, PromptLookupProposer(lookup))
+    elif method == "lookahead":
+        engine.use_method(method, LookaheadProposer(LookaheadConfig(3, 3, 3), engine.decoder))
+    elif method == "eagle dynamic":
+        assert isinstance(engine.proposer, EagleProposer)
+        engine.proposer.use_dynamic_tree(3, 9)
+    return engine
 
 
 def load_pair(folder: Path, size: int, draft_size: int, *, use_logits: bool) -> TorchEngine:
@@ -119,12 +140,16 @@ def generate_alone(folder: Path, method: str) -> list[list[int]]:
     return [r.output_ids for r in results]
 
 
-@pytest.mark.parametrize("method", ["target", "redrafter", "medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_give_the_text_of_one(folder: Path, method: str) -> None:
     """Greedy and sampled rows in one batch, more requests than rows; the drafts are equal too."""
-    one, two = load(folder, method, 1), load(folder, method, 2)
-    assert one.method == two.method == {"target": "plain", "eagle3": "eagle"}.get(method, method)
-    results = two.generate(make_requests())
+    check_ranks(folder, method, 2)
+
+
+def check_ranks(folder: Path, method: str, size: int) -> None:
+    one, several = load(folder, method, 1), load(folder, method, size)
+    assert one.method == several.method
+    results = several.generate(make_requests())
     assert list_outputs(results) == list_outputs(one.generate(make_requests()))
     assert [r.output_ids for r in results] == generate_alone(folder, "target")
 
@@ -132,14 +157,18 @@ def test_two_ranks_give_the_text_of_one(folder: Path, method: str) -> None:
 @pytest.mark.parametrize(("draft_size", "use_logits"), DRAFTS)
 def test_two_ranks_with_a_draft_model(folder: Path, draft_size: int, use_logits: bool) -> None:
     """The draft model is on rank 0, or split as the target is."""
+    check_pair(folder, 2, draft_size, use_logits=use_logits)
+
+
+def check_pair(folder: Path, size: int, draft_size: int, *, use_logits: bool) -> None:
     requests = make_requests()
     one = load_pair(folder, 1, 1, use_logits=use_logits).generate(requests)
-    two = load_pair(folder, 2, draft_size, use_logits=use_logits).generate(requests)
-    assert list_outputs(two) == list_outputs(one)
-    accepted = sum(r.stats.num_accepted for r in two)
+    several = load_pair(folder, size, draft_size, use_logits=use_logits).generate(requests)
+    assert list_outputs(several) == list_outputs(one)
+    accepted = sum(r.stats.num_accepted for r in several)
     assert accepted > 10, "drafts are accepted, so that caches are cut back"
     if not use_logits:
-        assert [r.output_ids for r in two] == generate_alone(folder, "target")
+        assert [r.output_ids for r in several] == generate_alone(folder, "target")
 
 
 def test_prefixes_of_other_rows_are_reused_on_every_rank(folder: Path) -> None:
@@ -172,6 +201,37 @@ def test_dropped_engines_and_caches_are_dropped_everywhere(folder: Path) -> None
     assert handle not in ranks._dropped, "the others were told"
 
 
+def test_two_ranks_in_bfloat16(folder: Path) -> None:
+    """What is exchanged in half precision: logits differ from one rank's by rounding only."""
+    requests = [
+        Request(index=n, input_ids=[5 + n, 9, 40], max_output_len=4, end_ids=frozenset())
+        for n in range(5)
+    ]
+    logits = []
+    for size in (1, 2):
+        checkpoint, built = folder / f"bf16-ckpt{size}", folder / f"bf16-tp{size}"
+        call(
+            "convert", "--model-dir", folder / "target", "--output-dir", checkpoint,
+            "--dtype", "bfloat16", "--tp-size", size,
+        )  # fmt: skip
+        call("build", "--checkpoint-dir", checkpoint, "--output-dir", built, "--optimize", "none")
+        results = load(folder, "bf16", size).generate(requests, Options(keep_logits=True))
+        assert [len(r.output_ids) for r in results] == [4] * 5
+        logits.append(torch.stack([r.logits[0] for r in results if r.logits is not None]))
+    error = (logits[1] - logits[0]).abs().max() / logits[0].abs().max()
+    assert 0 < error < 0.02, f"{error:.2e} of the largest logit"
+
+
+@pytest.mark.parametrize("method", [*METHODS, "draft_target"])
+def test_four_ranks_give_the_text_of_one(folder: Path, method: str) -> None:
+    """More ranks than key/value heads, which are doubled."""
+    if method == "draft_target":
+        check_pair(folder, 4, 1, use_logits=True)
+        check_pair(folder, 4, 4, use_logits=False)
+    else:
+        check_ranks(folder, method, 4)
+
+
 def write_prompts(path: Path, number: int) -> Path:
     lines = [json.dumps({"input_ids": [5, 6, 7 + i % 100]}) for i in range(number)]
     path.write_text("\n".join(lines) + "\n")
@@ -182,20 +242,30 @@ def list_texts(report: dict[str, Any]) -> list[list[int]]:
     return [output["output_ids"] for output in report["outputs"]]
 
 
-def test_the_command_starts_four_ranks(folder: Path, tmp_path: Path) -> None:
+def test_the_command_starts_the_other_rank(folder: Path, tmp_path: Path) -> None:
     flags = ["--input-file", write_prompts(tmp_path / "p.jsonl", 3), "--json"]
-    flags += ["--max-output-len", 12, "--no-speculation", "--device", "cpu"]
-    done = run_cli("run", "--engine-dir", folder / "target-tp4", *flags)
+    flags += ["--max-output-len", 12, "--device", "cpu", "--draft-engine-dir", folder / "draft-tp1"]
+    joined = ["--draft-target-model-config", "[4,[0],[0,1],True]"]
+    done = run_cli("run", "--engine-dir", folder / "target-tp2", *flags, *joined)
     assert done.returncode == 0, done.stderr
+    assert "target devices [0, 1]: running on the CPU" in done.stderr
     report = json.loads(done.stdout)
-    assert report["stats"]["tp_size"] == 4
-    assert done.stderr.splitlines().count("4 ranks") == 1, "rank 0 alone logs"
-    requests = [
-        Request(index=i, input_ids=[5, 6, 7 + i], max_output_len=12, end_ids=frozenset())
-        for i in range(3)
-    ]
-    expected = load(folder, "target", 1).generate(requests)
+    assert report["stats"]["tp_size"] == 2
+    assert done.stderr.splitlines().count("2 ranks") == 1, "rank 0 alone logs"
+    expected = load(folder, "target", 1).generate(
+        [
+            Request(index=i, input_ids=[5, 6, 7 + i], max_output_len=12, end_ids=frozenset())
+            for i in range(3)
+        ]
+    )
     assert list_texts(report) == [r.output_ids for r in expected]
+    joined[1] = "[4,[0],[0],True]"
+    failed = run_cli_here("run", "--engine-dir", folder / "target-tp2", *flags, *joined)
+    assert failed.returncode == 1
+    assert (
+        "the target's device list [0] has 1 entries, its engine's tp_size is 2"
+        in (read_error_lines(failed.stderr)[0])
+    )
 
 
 def test_torchrun(folder: Path, tmp_path: Path) -> None:
@@ -355,3 +425,23 @@ def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SpecDecError, match=f"{name}: 4 ranks need a GPU each.* sees 2"):
             choose_device(name, 4)
     assert choose_device("cpu", 4) == torch.device("cpu")
+
+
+def test_named_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of one rank runs on the GPU that its list names; on a CPU the list says nothing."""
+    assert choose_device("cpu", 1, [1]) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", 1) == torch.device("cuda")
+    assert choose_device("auto", 1, [1]) == torch.device("cuda", 1)
+    with pytest.raises(SpecDecError, match="device 2 is asked for, torch sees 2"):
+        choose_device("cuda", 1, [2])
+    engine: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        config=SimpleNamespace(checkpoint=SimpleNamespace(model=SimpleNamespace(tp_size=2))),
+    )
+    check_devices("target", [0, 1], engine)
+    with pytest.raises(
+        SpecDecError, match=r"target's devices are \[1, 0\], but its engine runs on"
+    ):
+        check_devices("target", [1, 0], engine)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.run.text import INCOMPLETE, TextStream
+from specdec.run.text import INCOMPLETE, TextStream, decode_text
 from tests.conftest import ROOT
 
 TEXTS = [
@@ -142,6 +142,15 @@ def test_a_stop_word_before_half_a_character_is_seen_at_once() -> None:
     text = TextStream(tokenizer, ("\n",))
     assert [text.add(token) for token in [*end, *half]][len(end) - 1] is True
     assert text.finish() == "x"
+
+
+def test_text_is_not_tidied_up() -> None:
+    """Llama 3's tokenizer asks for it: then transformers 4 would change code, and lose words."""
+    tokenizer = load_byte_level()
+    tokenizer.clean_up_tokenization_spaces = True
+    text = "if a != b : f(' .', x) , n't do not"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert "".join(stream(tokenizer, ids)[0]) == decode_text(tokenizer, ids) == text
 
 
 def test_the_earliest_of_several_stop_words_counts() -> None:

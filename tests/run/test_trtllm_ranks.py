@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specdec.errors import SpecDecError, UsageError
+from specdec.methods import EagleParams
 from specdec.mpi import World as MpiWorld
 from specdec.mpi import find_world
+from specdec.run.backends.tensorrt_checks import find_sampling_problems
 from specdec.run.backends.tensorrt_options import make_eagle_options
+from specdec.run.methods.eagle import check_choices
+from specdec.run.requests import Request
+from specdec.run.sampling import SamplingParams
 from specdec.run.settings import RunSettings
 from specdec.settings import resolve_settings, to_arguments
-from specdec.trtllm.engine_folder import read_engine_folder
+from specdec.trtllm.engine_folder import EngineFolder, read_engine_folder
 from specdec.trtllm.facts import LABELS
-from tests.conftest import read_error_lines, run_cli
 from tests.engines import call
 from tests.trtllm.worlds import (
     EXTERNAL,
+    LOOKAHEAD,
     PAGED,
     World,
     forget_runtime,
-    install_mpirun,
     make_prompts,
     make_world,
 )
@@ -55,37 +59,6 @@ def pair(world: World) -> Path:
 def under_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-
-
-def test_ranks_are_started_with_mpirun_and_the_first_one_prints(world: World, pair: Path) -> None:
-    """Prompts come from stdin, which the first rank alone can read."""
-    install_mpirun(world)
-    requests = make_prompts(4, 9, max_output_len=8)
-    engine = world.torch_engine("plain", world.checkpoint("plain"))
-    expected = world.run(engine, requests)
-    world.log.unlink(missing_ok=True)
-    done = run_cli(
-        "run", "--engine-dir", pair, "--tokenizer-dir", world.target, "--input-file", "-",
-        "--json", "--end-id", 127, env=world.environment,
-        stdin="".join(json.dumps(request) + "\n" for request in requests),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["outputs"] == expected["outputs"]
-    assert report["stats"]["tp_size"] == 2
-    ranks = [entry["options"]["rank"] for entry in world.calls("from_dir")]
-    assert sorted(ranks) == [0, 1]
-    assert len({entry["pid"] for entry in world.calls("from_dir")}) == 2
-    assert len(world.calls("generate")) == 1
-    if world.label != LABELS[0]:
-        return  # the rest is the same
-    failed = run_cli(
-        "run", "--engine-dir", pair, "--tokenizer-dir", world.target, "--input-text=--a b",
-        "--max-output-len", 5000, env=world.environment,
-    )  # fmt: skip
-    assert failed.returncode == 1
-    assert failed.stdout == ""
-    assert "5000 more" in read_error_lines(failed.stderr)[0]
 
 
 def test_ranks_of_a_launcher_are_used_as_found(
@@ -196,6 +169,7 @@ def test_without_tensorrt_llm_a_run_ends_in_one_sentence(
     engine = world.engine("plain", world.checkpoint("plain"), *PAGED)
     site = str(world.folder / "double" / "site")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != site])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as on most machines without it
     forget_runtime()
     importlib.invalidate_caches()
     with pytest.raises(SpecDecError, match="which is not installed here") as caught:
@@ -211,8 +185,7 @@ def test_without_tensorrt_llm_a_run_ends_in_one_sentence(
 
 
 def test_lookahead_gets_its_window(world: World) -> None:
-    flags = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
-    engine = world.engine("lookahead", world.checkpoint("plain"), *flags)
+    engine = world.engine("lookahead", world.checkpoint("plain"), *LOOKAHEAD)
     expected = world.run(world.torch_engine("plain", world.checkpoint("plain")), make_prompts(4))
     report = world.run(engine, make_prompts(4))
     assert report["outputs"][0]["output_ids"] == expected["outputs"][0]["output_ids"]
@@ -220,6 +193,22 @@ def test_lookahead_gets_its_window(world: World) -> None:
     assert world.calls("from_dir")[0]["options"]["lookahead_config"] == [3, 3, 3]
     with pytest.raises(SpecDecError, match="built with max_draft_len 11"):
         world.run(engine, make_prompts(4), lookahead_config="[7,7,7]")
+    with pytest.raises(SpecDecError, match=r"\[2,3,2\] drafts 7 .* exactly .*, 11") as caught:
+        world.run(engine, make_prompts(4), lookahead_config="[2,3,2]")
+    assert "give [3,3,3], or build with --max-draft-len 7" in caught.value.hint
+    world.run(engine, make_prompts(4), None, lookahead_config="[2,4,2]", max_output_len=3)
+    assert world.calls("from_dir")[0]["options"]["lookahead_config"] == [2, 4, 2]
+
+
+@pytest.fixture
+def eagle_folder(world: World) -> EngineFolder:
+    """An EAGLE engine, as its folder tells of it: the line 0.14 has none to build."""
+    plain = read_engine_folder(world.engine("plain", world.checkpoint("plain"), *PAGED))
+    config = {
+        **plain.pretrained, "architecture": "EagleForCausalLM", "num_eagle_layers": 3,
+        "max_non_leaves_per_layer": 4, "max_draft_len": 8, "eagle_net_config": NET,
+    }  # fmt: skip
+    return dataclasses.replace(plain, mode="eagle", max_draft_len=8, pretrained=config)
 
 
 NET = {
@@ -231,29 +220,69 @@ NET = {
 }  # fmt: skip
 
 
-def test_an_eagle_engine_needs_a_tree_as_deep_as_itself(world: World) -> None:
-    """The runtime drops choices beside a dynamic tree, and wants paths of num_eagle_layers."""
-    plain = read_engine_folder(world.engine("plain", world.checkpoint("plain"), *PAGED))
-    config = {
-        **plain.pretrained, "architecture": "EagleForCausalLM", "num_eagle_layers": 3,
-        "max_non_leaves_per_layer": 4, "max_draft_len": 8, "eagle_net_config": NET,
-    }  # fmt: skip
-    folder = dataclasses.replace(plain, mode="eagle", max_draft_len=8, pretrained=config)
-    with pytest.raises(UsageError, match="EAGLE needs a tree"):
-        make_eagle_options(RunSettings(), folder)
+def test_an_eagle_tree_is_as_deep_as_the_engine(eagle_folder: EngineFolder) -> None:
+    """The runtime's default tree is four deep: another engine refuses it when it is loaded."""
+    own = make_eagle_options(RunSettings(), eagle_folder)["eagle_choices"]
+    assert (len(own), max(map(len, own))) == (8, 3)
     with pytest.raises(UsageError, match="2 deep, and TensorRT-LLM wants exactly"):
-        make_eagle_options(RunSettings(eagle_choices="[[0],[0,0]]"), folder)
-    with pytest.raises(UsageError, match="a static tree, --eagle-use-dynamic-tree a dynamic"):
-        make_eagle_options(RunSettings(eagle_choices="[[0]]", eagle_use_dynamic_tree=True), folder)
-    with pytest.raises(UsageError, match="--eagle-tree-tokens"):
-        make_eagle_options(RunSettings(eagle_tree_tokens=5), folder)
+        make_eagle_options(RunSettings(eagle_choices="[[0],[0,0]]"), eagle_folder)
     choices = "[[0],[0,0],[0,0,0]]"
-    assert make_eagle_options(RunSettings(eagle_choices=choices), folder) == {
+    assert make_eagle_options(RunSettings(eagle_choices=choices), eagle_folder) == {
         "eagle_choices": [[0], [0, 0], [0, 0, 0]]
     }
-    dynamic = RunSettings(eagle_use_dynamic_tree=True, eagle_dynamic_tree_max_top_k=4)
-    assert make_eagle_options(dynamic, folder) == {
-        "eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": 4,
-    }  # fmt: skip
-    with pytest.raises(UsageError, match="--eagle-choices has no effect"):
-        make_eagle_options(RunSettings(eagle_choices=choices), plain)
+    tight = dict(eagle_folder.pretrained, max_draft_len=2)
+    with pytest.raises(SpecDecError, match="max_draft_len is 2, .* num_eagle_layers, 3"):
+        make_eagle_options(RunSettings(), dataclasses.replace(eagle_folder, pretrained=tight))
+
+
+@pytest.mark.parametrize(("layers", "width", "tokens"), [(3, 1, 8), (4, 2, 63), (4, 10, 4)])
+def test_the_tree_of_an_eagle_engine_stays_within_its_limits(
+    eagle_folder: EngineFolder, layers: int, width: int, tokens: int
+) -> None:
+    """The runtime counts the nodes of a level that go on, and fails beyond them."""
+    config = dict(
+        eagle_folder.pretrained, num_eagle_layers=layers, max_non_leaves_per_layer=width,
+        max_draft_len=tokens,
+    )  # fmt: skip
+    folder = dataclasses.replace(eagle_folder, pretrained=config)
+    choices = make_eagle_options(RunSettings(), folder)["eagle_choices"]
+    check_choices(tuple(map(tuple, choices)), EagleParams.from_checkpoint(config))
+    assert (len(choices), max(map(len, choices))) == (tokens, layers)
+
+
+def test_eagle_choices_are_dropped_beside_a_dynamic_tree(eagle_folder: EngineFolder) -> None:
+    both = RunSettings(eagle_choices="[[0]]", eagle_use_dynamic_tree=True)
+    with pytest.raises(UsageError, match="a static tree, --eagle-use-dynamic-tree a dynamic"):
+        make_eagle_options(both, eagle_folder)
+
+
+def test_a_dynamic_tree_needs_its_width_and_room_for_it(eagle_folder: EngineFolder) -> None:
+    def choose(**settings: Any) -> dict[str, Any]:
+        return make_eagle_options(RunSettings(**settings), eagle_folder)
+
+    tree = {"eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": 4}
+    assert choose(eagle_use_dynamic_tree=True) == tree, "the engine's max_non_leaves_per_layer"
+    assert choose(eagle_dynamic_tree_max_top_k=3) == tree | {"eagle_dynamic_tree_max_top_k": 3}
+    with pytest.raises(SpecDecError, match="max-top-k is 5, the engine's max_non_leaves.* is 4"):
+        choose(eagle_use_dynamic_tree=True, eagle_dynamic_tree_max_top_k=5)
+    with pytest.raises(UsageError, match="--eagle-tree-tokens"):
+        choose(eagle_tree_tokens=5)
+
+
+def test_eagle_decodes_greedily_whatever_the_temperature(eagle_folder: EngineFolder) -> None:
+    """Unless it accepts typical tokens, which are not the target's distribution."""
+    request = Request(index=0, input_ids=[5, 6], max_output_len=4, end_ids=frozenset())
+    assert not find_sampling_problems(request, eagle_folder)
+    sampled = dataclasses.replace(request, sampling=SamplingParams(temperature=0.7))
+    ((fact, remedy),) = find_sampling_problems(sampled, eagle_folder)
+    assert "samples with temperature 0.7, and TensorRT-LLM's EAGLE decodes greedily" in fact
+    assert remedy == "leave the temperature out"
+
+
+def test_a_tree_for_an_engine_without_eagle_would_be_forgotten(world: World) -> None:
+    engine = world.engine("plain", world.checkpoint("plain"), *PAGED)
+    for flag, value in (("eagle_choices", "[[0]]"), ("eagle_use_dynamic_tree", True)):
+        shown = "--" + flag.replace("_", "-")
+        with pytest.raises(UsageError, match=f"{shown} has no effect with an engine that runs"):
+            world.run(engine, make_prompts(4), None, **{flag: value})
+        assert not world.calls("from_dir")

@@ -238,6 +238,7 @@ def test_block_reuse_needs_paged_context_fmha_in_the_engine(world: World, plain:
         ({"num_beams": 2}, UsageError, "--num-beams is 2"),
         ({"use_py_session": True}, UsageError, "Python session"),
         ({"medusa_choices": "[[0]]"}, UsageError, "--medusa-choices has no effect"),
+        ({"acceptance": "typical"}, UsageError, "--acceptance typical is for engines of torch"),
         ({"lookahead_config": "[3,3,3]"}, UsageError, "--lookahead-config has no effect"),
         ({"prompt_lookup_num_tokens": 3}, SpecDecError, "prompt lookup drafts 3 tokens a step"),
         ({"top_k": 2000, "temperature": "1"}, SpecDecError, "cuts to 1024"),
@@ -298,16 +299,44 @@ def test_an_engine_of_another_version_is_not_loaded(
         world.run(engine, make_prompts(4))
 
 
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("[TensorRT-LLM][ERROR] CUDA out of memory", "--kv-cache-free-gpu-memory-fraction"),
+        ("6: The engine plan file is generated on an incompatible device, expecting compute 8.0"
+         " got compute 8.9, please rebuild.", "on a GPU of the kind that runs it"),
+        ("6: The engine plan file is not compatible with this version of TensorRT, expecting"
+         " library version 9.2.0.5 got 9.3.0.1, please rebuild.", "with the TensorRT that is"),
+        ("Assertion failed: Failed to deserialize cuda engine", "with the TensorRT that is"),
+        ("draft tokens (56) exceeds the maximum draft tokens (0)", "a larger --max-draft-len"),
+        ("Prompt length (9) exceeds maximum input length (8)", "a larger --max-input-len"),
+        ("something nobody has seen", "its own log above"),
+    ],
+)  # fmt: skip
 def test_the_runtimes_own_error_becomes_one_line(
-    world: World, plain: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, plain: Path, monkeypatch: pytest.MonkeyPatch, said: str, hint: str
 ) -> None:
     from tests.trtllm import runtime_double
 
     def fail(*_: Any) -> None:
-        raise RuntimeError("[TensorRT-LLM][ERROR] CUDA out of memory\n1 0x7f somewhere")
+        raise RuntimeError(f"{said}\n1 0x7f somewhere")
 
     monkeypatch.setattr(runtime_double.RunnerDouble, "check_options", fail)
-    with pytest.raises(SpecDecError, match="CUDA out of memory") as caught:
+    with pytest.raises(SpecDecError) as caught:
         world.run(plain, make_prompts(4))
-    assert "--kv-cache-free-gpu-memory-fraction" in caught.value.hint
+    assert said in caught.value.message
+    assert hint in caught.value.hint
     assert "0x7f" not in caught.value.message
+
+
+def test_release_that_writes_other_text_than_the_targets_is_told(
+    world: World, redrafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specdec.run.backends import tensorrt_checks
+
+    told: list[str] = []
+    monkeypatch.setattr(
+        tensorrt_checks.logger, "warning", lambda text, *words: told.append(text % words)
+    )
+    world.run(redrafter, make_prompts(4), max_output_len=2)
+    assert any("issue 3125" in text for text in told) == (world.label == "0.14")

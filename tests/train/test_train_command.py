@@ -302,36 +302,70 @@ def test_a_tokenizer_with_too_many_tokens_is_refused(
     assert f"the tokenizer has {len(vocab)} tokens, the target's vocabulary only 320" in done.err
 
 
+# Trains twice, the second time with a target split over the processes, and tells what each holds.
+MAIN_TWICE = """
+import json, os, sys
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from specdec.train import target
+Accelerator.end_training = lambda self: None  # the processes are needed once more
+from specdec.train.cli import command
+read = target.Target.read
+held = {}
+def look(self, tokens):
+    features = read(self, tokens)
+    local = [getattr(w, "to_local", lambda w=w: w)() for w in self.model.layers.parameters()]
+    held[os.environ["RANK"]] = sum(weight.numel() for weight in local)
+    return features
+target.Target.read = look
+folder, *arguments = sys.argv[1:]
+for name, more in (("two", []), ("split", ["--shard-target", "--eval-prompts", "0"])):
+    AcceleratorState._reset_state()
+    command.main([*arguments, "--output-dir", f"{folder}/{name}", *more], standalone_mode=False)
+    print(f"{name} holds {held}", file=sys.stderr)
+"""
+
+
 def test_two_processes_learn_what_one_does(
     run_train: Any, inputs: Any, target_dir: Path, tmp_path: Path
 ) -> None:
+    """Also where each holds half of the target's layers, and one has no row to evaluate."""
     import torch
 
-    options = ("--max-steps", 8, "--save-steps", 3, "--json")
+    options = ("--max-steps", 8, "--save-steps", 3, "--eval-rows", 1, "--json")
     one = run_train(*inputs, "--output-dir", tmp_path / "one", "--batch-size", 4, *options)
     assert one.status == 0, one.err
     script = tmp_path / "main.py"
-    script.write_text(MAIN)
+    script.write_text(MAIN_TWICE)
     measure = ("--eval-prompts", 1, "--eval-output-len", 8)
-    arguments = [str(a) for a in (*inputs, "--output-dir", tmp_path / "two", *options, *measure)]
+    arguments = [str(a) for a in (tmp_path, *inputs, *options, *measure)]
     two = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
             "--nproc-per-node", "2", str(script), *arguments,
         ],
-        capture_output=True, text=True, timeout=300, env=ONE_THREAD,
+        capture_output=True, text=True, timeout=150, env=ONE_THREAD,
     )  # fmt: skip
     assert two.returncode == 0, two.stderr
-    assert two.stdout.count("\n") == 1
-    reports = json.loads(one.out), json.loads(two.stdout)
+    alone = json.loads(one.out)
+    replicated, split = map(json.loads, two.stdout.splitlines())
     # The engine's own processes do not take themselves for more of those that train.
-    assert reports[1]["eval"]["acceptance"]["num_output_tokens"] == 8
-    assert reports[0]["tokens"] == reports[1]["tokens"]
-    assert reports[0]["eval"]["num_labels"] == reports[1]["eval"]["num_labels"]
-    assert abs(reports[0]["eval"]["loss"] - reports[1]["eval"]["loss"]) < 1e-3
-    weights = read_weights(tmp_path / "one"), read_weights(tmp_path / "two")
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-3, atol=1e-5)
+    assert replicated["eval"]["acceptance"]["num_output_tokens"] == 8
+    expected = read_weights(tmp_path / "one")
+    for name, report in (("two", replicated), ("split", split)):
+        assert report["tokens"] == alone["tokens"]
+        assert report["eval"]["num_labels"] == alone["eval"]["num_labels"]
+        assert abs(report["eval"]["loss"] - alone["eval"]["loss"]) < 1e-3
+        for key, tensor in read_weights(tmp_path / name).items():
+            torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-5)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("two", "split")]
+    assert weights[0] == weights[1]
+    held = {
+        name: {json.loads(text) for text in re.findall(rf"{name} holds .*: (\d+)", two.stderr)}
+        for name in ("two", "split")
+    }
+    (whole,) = held["two"]
+    assert held["split"] == {whole // 2}
 
 
 def test_force_does_not_replace_what_is_read(run_train: Any, inputs: Any, target_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,16 @@ def list_mode_flags(method: str) -> list[str]:
     return flags
 
 
-def quantize_checkpoint(folder: Path, *, with_cache: bool) -> None:
-    """Make a checkpoint of one rank FP8, with numbers that nobody looks at."""
+def quantize_checkpoint(folder: Path, *, with_cache: bool, names: Sequence[str] = ()) -> None:
+    """Make a checkpoint of one rank FP8, with numbers that nobody looks at.
+
+    names: tensors to quantize besides the layers' linears, of modules that are then not excluded.
+    """
     path = folder / "rank0.safetensors"
     file = TensorFile(path)
     linears = {n for n in file.tensors if n.startswith("transformer.layers.")
                and n.endswith(".weight") and len(file.tensors[n].shape) == 2}  # fmt: skip
+    linears |= set(names)
     tensors, arrays = dict(file.tensors), {n: np.array(file.read(n)) for n in file.tensors}
     one: Array = np.ones(1, np.float32)
     for name in linears:
@@ -90,7 +95,11 @@ def quantize_checkpoint(folder: Path, *, with_cache: bool) -> None:
     config["quantization"] |= {
         "quant_algo": "FP8",
         "kv_cache_quant_algo": "FP8" if with_cache else None,
-        "exclude_modules": ["*lm_head", "*vocab_embedding", "drafter*"],
+        "exclude_modules": [
+            pattern
+            for pattern in ("*lm_head", "*vocab_embedding", "drafter*")
+            if f"{pattern.lstrip('*')}.weight" not in names
+        ],
     }
     write_json(folder / "config.json", config)
     partial = folder / "new.safetensors"

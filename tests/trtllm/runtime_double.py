@@ -37,6 +37,12 @@ from tests.trtllm.double import Refusal, check_engine_config, read_engine_file
 
 SIGNATURES = {"from_dir": "runner_from_dir", "generate": "runner_generate"}
 TORCH_LOGITS = {"float16": torch.float16, "float32": torch.float32}
+TYPES = {
+    "rank": int, "device_ids": list, "kv_cache_enable_block_reuse": bool,
+    "kv_cache_free_gpu_memory_fraction": float, "is_orchestrator_mode": bool,
+    "gather_generation_logits": bool, "multi_block_mode": bool, "medusa_choices": list,
+    "eagle_choices": list, "eagle_use_dynamic_tree": bool, "lookahead_config": list,
+}  # fmt: skip
 _free: dict[int, float] = {}  # by device: part of the memory that no KV cache has taken
 _engines: dict[str, TorchEngine] = {}
 
@@ -136,6 +142,7 @@ class RunnerDouble:
         log_call("from_dir", engine_dir=engine_dir, options=options)
         runner = cls(Path(engine_dir), options)
         check_engine_config(runner.document)
+        runner.check_types()
         runner.check_options()
         return runner
 
@@ -158,8 +165,7 @@ class RunnerDouble:
             raise RuntimeError(
                 "KV cache block reuse must be enabled for speculative decoding target model"
             )
-        refuse_if((options.get("medusa_choices") is not None) != (self.mode == 4), "choices")
-        refuse_if((options.get("lookahead_config") is not None) != (self.mode == 8), "lookahead")
+        self.check_drafting()
         fraction = options.get("kv_cache_free_gpu_memory_fraction")
         refuse_if(
             fraction is not None and not (type(fraction) is float and 0 < fraction <= 1), "fraction"
@@ -169,6 +175,61 @@ class RunnerDouble:
             if left < 0.2:
                 raise RuntimeError("[TensorRT-LLM][ERROR] CUDA out of memory")
             _free[device] = left * (1 - (0.9 if fraction is None else fraction))
+
+    def check_drafting(self) -> None:
+        """Trees and windows: forgotten by an engine of another mode, refused late by its own."""
+        options = self.options
+        refuse_if((options.get("medusa_choices") is not None) != (self.mode == 4), "choices")
+        refuse_if((options.get("lookahead_config") is not None) != (self.mode == 8), "lookahead")
+        blocks = options.get("multi_block_mode")
+        refuse_if(self.mode in (4, 32) and blocks is not False, "multi-block mode stays on")
+        if self.mode == 4:
+            self.check_tree(options["medusa_choices"], self.pretrained["num_medusa_heads"])
+        if self.mode == 8:
+            window = options["lookahead_config"]
+            is_window = isinstance(window, list) and len(window) == 3 and all(map(is_count, window))
+            refuse_if(not is_window, "lookahead_config is a list of three")
+            columns, ngram, verified = window
+            room = (columns + verified) * (ngram - 1) - 1
+            refuse_if(room != self.max_draft_len, f"{room + 1} != {self.max_draft_len + 1}")
+        eagle = {name for name in options if name.startswith("eagle_")}
+        refuse_if(self.mode != 32 and eagle, "a tree for an engine without EAGLE")
+        if self.mode != 32:
+            return
+        refuse_if("eagle_posterior_threshold" in eagle, "typical acceptance changes the text")
+        depth, width = (
+            self.pretrained["num_eagle_layers"], self.pretrained["max_non_leaves_per_layer"],
+        )  # fmt: skip
+        if options.get("eagle_use_dynamic_tree"):
+            top_k = options.get("eagle_dynamic_tree_max_top_k")
+            refuse_if("eagle_choices" in eagle, "choices are dropped beside a dynamic tree")
+            refuse_if(not is_count(top_k, 1), "the dynamic tree needs max_top_k > 0")
+            refuse_if(top_k > width, "the dynamic tree is wider than the engine")
+            return
+        refuse_if(eagle != {"eagle_choices"}, "a default tree, four deep, with 63 tokens")
+        choices = options["eagle_choices"]
+        self.check_tree(choices, depth)
+        refuse_if(max(map(len, choices)) != depth, "EAGLE-1 requires the depth of the engine")
+        inner = {tuple(path[:-1]) for path in choices}
+        levels = [len(path) for path in inner]
+        refuse_if(max(map(levels.count, levels)) > width, "non leaf nodes of a level")
+
+    def check_tree(self, choices: Any, depth: int) -> None:
+        is_tree = isinstance(choices, list) and all(
+            isinstance(path, list) and path and all(map(is_count, path)) for path in choices
+        )
+        refuse_if(not is_tree or not choices, "choices are lists of ranks")
+        paths = {tuple(path) for path in choices}
+        refuse_if(len(paths) < len(choices), "a path twice")
+        refuse_if(any(p[:-1] and p[:-1] not in paths for p in paths), "a path without its parent")
+        refuse_if(len(paths) > self.max_draft_len, "more paths than max_draft_len")
+        refuse_if(max(map(len, paths)) > depth, "deeper than the engine")
+
+    def check_types(self) -> None:
+        """What the bindings would fail on, or take for something else."""
+        for name, value in self.options.items():
+            kind = TYPES.get(name)
+            refuse_if(kind is not None and type(value) is not kind, f"{name} is {value!r}")
 
     def start(self, texts: Any, options: dict[str, Any]) -> Any:
         known = {*self.facts.runner_generate, *self.facts.runner_generate_kwargs}
@@ -248,6 +309,10 @@ class RunnerDouble:
                 len(prompt) + new + longest > build["max_seq_len"],
                 f"{new} new tokens are cut to max_seq_len",
             )
+        for name in ("streaming", "output_generation_logits"):
+            refuse_if(type(options.get(name, False)) is not bool, f"{name} is a bool")
+        for name in ("lookahead_config", "prompt_table", "lora_uids", "sampling_config"):
+            refuse_if(options.get(name) is not None, f"{name} is of no use here")
         refuse_if(type(options.get("end_id")) is not int, "rows are padded with end_id")
         refuse_if(not is_count(options.get("pad_id")), "pad_id")
         refuse_if(options.get("num_beams", 1) != 1, "beams and drafts")
@@ -279,6 +344,8 @@ class RunnerDouble:
             refuse_if(not is_greedy and (top_k or top_p != 1), "ReDrafter has no top_k or top_p")
         if self.mode == 4:
             refuse_if(temperature != 1, "Medusa: temperature must be 1.0")
+        if self.mode == 32:
+            refuse_if(not is_greedy, "EAGLE decodes greedily without a posterior threshold")
 
     def check_drafts(self, prompts: list[list[int]], options: dict[str, Any]) -> None:
         drafts, logits = options.get("draft_tokens_list"), options.get("draft_logits_list")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,13 @@ import pytest
 
 from specdec.run.pipeline import run_engine
 from specdec.run.settings import RunSettings
-from tests.conftest import make_drafter, make_llama, make_medusa_heads, make_tokenizer
+from tests.conftest import (
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+    make_tokenizer,
+)
 from tests.engines import call, make_noisy_copy
 from tests.trtllm.double import H100, install_double, write_script
 from tests.trtllm.runtime_double import free_memory, install_runtime
@@ -26,6 +33,8 @@ PAGED = ("--use-paged-context-fmha", "enable")
 EXTERNAL = (
     "--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", MAX_DRAFT, *PAGED,
 )  # fmt: skip
+EAGLE = ("--num-eagle-layers", 3, "--max-draft-len", 10, "--max-non-leaves-per-layer", 4)
+LOOKAHEAD = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
 REDRAFTER = ("--redrafter-num-beams", 3, "--redrafter-draft-len-per-beam", 4)
 
 
@@ -68,11 +77,30 @@ class World:
             make_tokenizer(source)
         return self.checkpoint("draft", source=source)
 
-    def medusa(self) -> Path:
+    def medusa(self, name: str = "medusa", *flags: object) -> Path:
         heads = self.folder / "heads"
         if not heads.exists():
             make_medusa_heads(self.folder)
-        return self.checkpoint("medusa", "--medusa-model-dir", heads, "--max-medusa-token-len", 6)
+        return self.checkpoint(
+            name, "--medusa-model-dir", heads, "--max-medusa-token-len", 6, *flags
+        )
+
+    def eagle(self, name: str = "eagle", *flags: object) -> Path:
+        drafter = self.folder / "eagle"
+        if not drafter.exists():
+            make_eagle_drafter(self.folder)
+        return self.checkpoint(name, "--eagle-model-dir", drafter, *EAGLE, *flags)
+
+    def split(self, make: Callable[..., Path], name: str, tp_size: int) -> Path:
+        """Make a checkpoint of several ranks, and beside it the one whose tokens are its own."""
+        whole = make(name)
+        if tp_size == 1:
+            return whole
+        folder = make(f"{name}{tp_size}", "--tp-size", tp_size)
+        beside = folder.with_name(f"{folder.name}-whole")
+        if not beside.exists():
+            beside.symlink_to(whole)
+        return folder
 
     def build(self, name: str, checkpoint: Path, *flags: object, backend: str) -> Path:
         """Build an engine, unless that is done."""
@@ -111,6 +139,30 @@ class World:
             return []
         entries = [json.loads(line) for line in self.log.read_text().splitlines()]
         return [entry for entry in entries if entry["call"] == name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How an engine of a method is made: its checkpoint, and the flags of its build."""
+
+    make: Callable[[World], Callable[..., Path]]
+    flags: tuple[object, ...] = ()
+
+
+WAYS = {
+    "plain": Way(lambda world: world.checkpoint, PAGED),
+    "redrafter": Way(lambda world: world.redrafter),
+    "medusa": Way(lambda world: world.medusa),
+    "eagle": Way(lambda world: world.eagle),
+    "lookahead": Way(lambda world: world.checkpoint, LOOKAHEAD),
+    "draft_target": Way(lambda world: world.checkpoint, EXTERNAL),
+}
+
+
+def make_checkpoint(world: World, method: str, tp_size: int = 1) -> Path:
+    """Make what an engine of a method is built from."""
+    name = method if method in ("redrafter", "medusa", "eagle") else "plain"
+    return world.split(WAYS[method].make(world), name, tp_size)
 
 
 def make_world(folder: Path, label: str) -> Iterator[World]:

@@ -324,6 +324,6 @@ def test_wrong_usage(tmp_path: Path) -> None:
         verify_checkpoint(VerifySettings())
     with pytest.raises(SpecDecError, match="is not a folder"):
         verify(tmp_path / "nowhere")
-    done = run_cli("verify", "--checkpoint-dir", tmp_path, "--config", "x.yaml")
+    done = run_cli("verify", "--checkpoint-dir", tmp_path, "--convert-dir", "x")
     assert done.returncode == 2
-    assert "no such option --config" in read_error_lines(done.stderr)[0]
+    assert "no such option --convert-dir" in read_error_lines(done.stderr)[0]

@@ -9,24 +9,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.storage import TensorFile, read_json, write_json, write_tensor_file
 from specdec.verify import runner
 from specdec.verify.chi_square import find_detectable_distance, fit_counts
 from specdec.verify.engine import verify_engine
+from specdec.verify.greedy import compare_text
 from specdec.verify.pipeline import verify_checkpoint
 from specdec.verify.report import find_error, format_report
 from specdec.verify.settings import VerifySettings
 from tests.conftest import (
     make_drafter,
+    make_eagle_drafter,
     make_llama,
     make_medusa_heads,
     make_tokenizer,
     read_error_lines,
     run_cli,
 )
-from tests.engines import call, make_engine, run_here
+from tests.engines import call, make_engine, run_cli_here, run_here
 
 Report = dict[str, Any]
 CALL_RUN = runner.call_run
@@ -92,21 +95,87 @@ def test_a_redrafter_engine_is_exact(redrafter: Path, parent: Path) -> None:
         assert 0 < test["detectable_distance"] < 0.4
 
 
-def test_a_medusa_engine_is_exact(parent: Path) -> None:
-    heads = make_medusa_heads(parent)
-    checkpoint, engine = parent / "medusa-ckpt", parent / "medusa"
+def make_heads_engine(parent: Path, name: str, drafter: Path) -> Path:
+    """A Medusa or EAGLE engine of the target."""
+    checkpoint, engine = parent / f"{name}-ckpt", parent / f"{name}-engine"
     call(
-        "convert", "--model-dir", parent / "target", "--medusa-model-dir", heads,
-        "--num-medusa-layers", 1, "--output-dir", checkpoint,
+        "convert", "--model-dir", parent / "target", f"--{name}-model-dir", drafter,
+        "--output-dir", checkpoint,
     )  # fmt: skip
     call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", "none")
-    report = verify(engine, parent / "target")
+    return engine
+
+
+SAMPLED = {"sampling": True, "num_samples": 100, "num_alone": 0, "max_output_len": 6}
+
+
+def test_a_medusa_engine_is_exact(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_heads_engine(parent, "medusa", make_medusa_heads(parent))
+    told = watch_runs(monkeypatch)
+    report = verify(engine, parent / "target", **SAMPLED, medusa_choices="[[0],[1]]")
     assert (report["verdict"], report["method"]) == ("exact", "medusa")
+    assert report["sampling"]["same_seeds"]["different"] == 0
+    assert [("--medusa-choices" in run, "--no-speculation" in run) for run in told] == [
+        (True, False), (True, False), (False, True),
+    ]  # fmt: skip
+    with pytest.raises(SpecDecError, match="is 4 deep, the engine has 3 Medusa heads"):
+        verify(engine, parent / "target", medusa_choices="[[0],[0,0],[0,0,0],[0,0,0,0]]")
+
+
+def watch_runs(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """The list that the arguments of each specdec-run go to."""
+    told: list[Sequence[str]] = []
+
+    def run(arguments: Sequence[str]) -> Report:
+        told.append(arguments)
+        return run_here(arguments)
+
+    monkeypatch.setattr(runner, "call_run", run)
+    return told
+
+
+def test_an_eagle_engine_is_exact_with_every_tree(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_heads_engine(parent, "eagle", make_eagle_drafter(parent, scale=2.0))
+    told = watch_runs(monkeypatch)
+    for flags in (
+        {"eagle_choices": "[[0],[0,0],[2]]"},
+        {"eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": 2, "eagle_tree_tokens": 5},
+    ):
+        report = verify(engine, parent / "target", **SAMPLED, **flags)
+        assert (report["verdict"], report["method"]) == ("exact", "eagle")
+        assert report["sampling"]["same_seeds"]["different"] == 0
+        names = {"--" + name.replace("_", "-") for name in flags}
+        assert all(names <= set(run) for run in told if "--no-speculation" not in run)
+        told.clear()
 
 
 def test_prompt_lookup_is_exact(draft_target: Path, parent: Path) -> None:
-    report = verify(draft_target, parent / "target", prompt_lookup_num_tokens=3)
+    flags = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
+    report = verify(draft_target, parent / "target", **SAMPLED, **flags)
     assert (report["verdict"], report["method"]) == ("exact", "prompt_lookup")
+    assert report["sampling"]["same_seeds"]["different"] == 0
+
+
+def test_an_engine_of_two_ranks_is_exact(parent: Path) -> None:
+    engine = make_engine(
+        parent, parent / "target", parent / "drafter", beams=3, length=3, optimize="none",
+        convert=["--tp-size", 2],
+    )  # fmt: skip
+    report = verify(engine, parent / "target", num_alone=0, max_output_len=6)
+    assert (report["verdict"], report["method"], report["prompts"]) == ("exact", "redrafter", 6)
+
+
+def test_tokenizers_of_a_pair_are_compared(draft_target: Path, plain: Path, parent: Path) -> None:
+    """In every run, the sampled ones too, whose texts the tokenizer must not end."""
+    flags = {**SAMPLED, "draft_engine_dir": plain, "draft_len": "2"}
+    own = str(parent / "target")
+    report = verify(draft_target, parent / "target", **flags, draft_tokenizer_dir=own)
+    assert (report["verdict"], report["method"]) == ("exact", "draft_target")
+    other = str(make_tokenizer(parent / "other-tokenizer", vocab=140))
+    with pytest.raises(SpecDecError, match="tokenizers differ in 12 tokens"):
+        verify(draft_target, parent / "target", **flags, draft_tokenizer_dir=other)
 
 
 def test_lookahead_is_exact(parent: Path) -> None:
@@ -300,6 +369,12 @@ def test_quantized_and_too_long_engines(parent: Path, tmp_path: Path) -> None:
         verify(engine, parent / "target")
 
 
+def test_tensorrt_llm_engines(parent: Path, tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"version": "1.2.0", "build_config": {}})
+    with pytest.raises(SpecDecError, match="is TensorRT-LLM's, .* only engines of torch are veri"):
+        verify(tmp_path, parent / "target")
+
+
 def test_errors_of_specdec_run_are_told(plain: Path, parent: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('\n{"promt": "a"}\n')
@@ -319,7 +394,7 @@ def test_errors_of_specdec_run_are_told(plain: Path, parent: Path, tmp_path: Pat
         ({"model_dir": "m"}, "missing --engine-dir"),
         ({"engine_dir": Path("e"), "model_dir": "m", "workers": 2}, "--workers: no effect with"),
         ({"engine_dir": Path("e"), "model_dir": "m", "top_k": 3}, "--top-k: no effect with"),
-        ({"engine_dir": Path("e"), "model_dir": "m", "use_logits": True}, "need --draft-engine"),
+        ({"engine_dir": Path("e"), "model_dir": "m", "use_logits": True}, "--use-logits without"),
         (
             {"engine_dir": Path("e"), "model_dir": "m", "sampling": True, "temperature": 0.0},
             "--temperature is 0",
@@ -337,6 +412,53 @@ def test_two_claims_at_once(tmp_path: Path) -> None:
 
 
 # ---- The test's own arithmetic, and the command.
+
+
+class KnownModel:
+    """Stands for the model: logits [N, V] of a text, and the text that it writes itself."""
+
+    def __init__(self, text: list[int], logits: torch.Tensor) -> None:
+        self.text, self.logits = text, logits
+
+    def continue_greedily(self, prompt: Sequence[int], length: int) -> list[int]:
+        return self.text[:length]
+
+    def score(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+        return self.logits[: len(output)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [("bfloat16", 0.5), ("float16", 0.0625), ("float32", 16 * 2**-17)]
+)
+def test_near_ties_are_told_from_faults(dtype: str, bound: float) -> None:
+    """The model prefers token 0 (logit 16) everywhere; token 1 lies below by a margin."""
+    inside, outside = 0.9 * bound, 1.1 * bound
+    for margin, wanted in ((inside, (True, "rounding")), (outside, (False, "logits"))):
+        logits = torch.zeros(3, 4)
+        logits[:, 0], logits[:, 1] = 16.0, 16.0 - margin
+        model: Any = KnownModel([0, 0, 0], logits)
+        own = logits.clone()
+        own[1, 1] = 17.0  # the engine's own logits prefer what it wrote
+        compared = compare_text(model, [9], [0, 1, 0], own, index=5, run="batch", dtype=dtype)
+        (found,) = compared.divergences
+        assert (found.near_tie, found.cause) == wanted
+        assert (found.prompt, found.position, found.engine_token, found.model_token) == (5, 1, 1, 0)
+        assert found.is_first
+        assert np.isclose(found.margin, margin, rtol=1e-2)
+        assert np.isclose(found.bound, bound)
+        assert compared.logit_difference == pytest.approx(1 + margin, rel=1e-3)
+    # The engine's own logits prefer token 0: no near-tie excuses that, wherever it comes.
+    model = KnownModel([0, 0, 0], logits)
+    (found,) = compare_text(
+        model, [9], [0, 1, 0], logits, index=0, run="batch", dtype=dtype
+    ).divergences
+    assert (found.near_tie, found.cause) == (False, "choice")
+    own = logits.clone()
+    own[:, 1] = 17.0
+    all_found = compare_text(model, [9], [1, 1, 0], own, index=0, run="batch", dtype=dtype)
+    assert [(f.position, f.is_first, f.cause) for f in all_found.divergences] == [
+        (0, True, "logits"), (1, False, "logits"), (2, False, "choice"),
+    ]  # fmt: skip
 
 
 def test_chi_square() -> None:
@@ -366,7 +488,8 @@ def test_the_command(plain: Path, parent: Path, tmp_path: Path) -> None:
     assert (report["verdict"], report["prompts"], report["divergences"]) == ("exact", 1, [])
     make_llama(tmp_path, seed=8, name="stranger")
     make_tokenizer(tmp_path / "stranger")
-    done = run_cli("verify", "--engine-dir", plain, "--model-dir", tmp_path / "stranger", *flags)
+    stranger = tmp_path / "stranger"
+    done = run_cli_here("verify", "--engine-dir", plain, "--model-dir", stranger, *flags)
     assert done.returncode == 1
     assert json.loads(done.stdout)["verdict"] == "differs"
     fact, hint = read_error_lines(done.stderr)

@@ -157,7 +157,7 @@ def find_mode_problems(
                 f"--speculative-decoding-mode {mode} with max_draft_len 0: trtllm-build would build"
                 " it, and the run refuse it",
                 "give --max-draft-len, for example 10" if mode == EXTERNAL else
-                "give --max-draft-len, for lookahead's [W,N,G] at least (W + G) (N - 1) - 1",
+                "give --max-draft-len, for lookahead's [W,N,G] exactly (W + G) (N - 1) - 1",
             )
         )  # fmt: skip
     if drafter is None and mode is None and draft_len:
@@ -169,97 +169,6 @@ def find_mode_problems(
             )
         )
     return problems
-
-
-def find_flag_problems(build: Build) -> Problems:
-    """Flags that the engine's reader, the run or trtllm-build itself would stumble over."""
-    values, given, mode = build.values, build.given, build.mode
-    problems: Problems = []
-
-    def add(fact: str, remedy: str) -> None:
-        problems.append((fact, remedy))
-
-    if values["max_beam_width"] != 1:
-        reason = "drafts and beams exclude each other" if mode else "specdec-run has no beam search"
-        add(f"--max-beam-width {values['max_beam_width']}: {reason}", "use --max-beam-width 1")
-    if mode and (values["gather_context_logits"] or values["gather_all_token_logits"]):
-        name = "context" if values["gather_context_logits"] else "all_token"
-        add(
-            f"--gather-{name.replace('_', '-')}-logits does not go with speculation"
-            f" (max_draft_len {values['max_draft_len']})",
-            "give --gather-generation-logits, which is what acceptance by logits needs",
-        )
-    wanted = {
-        "remove_input_padding": "enable", "gpt_attention_plugin": None, "kv_cache_type": "paged",
-    }  # fmt: skip
-    for name, needed in wanted.items():
-        if name in given and (
-            given[name] == "disable" if needed is None else given[name] != needed
-        ):
-            add(
-                f"{dash(name)} {given[name]}: such an engine has no in-flight batching, which is"
-                " all that specdec-run uses",
-                f"leave {dash(name)} out",
-            )
-    if given.get("multiple_profiles") == "enable" and values["opt_num_tokens"] is not None:
-        add("--multiple-profiles and --opt-num-tokens exclude each other", "give one of the two")
-    if given.get("streamingllm") == "enable":
-        add(
-            "--streamingllm enable: the 1.x line refuses it, and no mode of speculation has it",
-            "leave --streamingllm out",
-        )
-    if given.get("pp_reduce_scatter") == "enable":
-        add("--pp-reduce-scatter is for Mixtral alone", "leave --pp-reduce-scatter out")
-    if values["lora_plugin"] == "disable":
-        without = [name for name in given if name.startswith("lora_") or name == "max_lora_rank"]
-        if without:
-            add(
-                f"{', '.join(map(dash, without))} without --lora-plugin has no effect",
-                "add --lora-plugin auto, or leave them out",
-            )
-    if given.get("auto_parallel", 1) != 1:
-        add(
-            f"--auto-parallel {given['auto_parallel']}: the checkpoint decides over how many ranks"
-            " the model is split",
-            "convert with --tp-size",
-        )
-    else:
-        idle = [name for name in ("gpus_per_node", "cluster_key") if name in given]
-        if idle:
-            add(f"{', '.join(map(dash, idle))} without --auto-parallel has no effect", "leave out")
-    for name in ("gemm_swiglu_plugin", "low_latency_gemm_swiglu_plugin"):
-        if given.get(name) == "fp8" and values["use_fused_mlp"] == "disable":
-            add(f"{dash(name)} needs the fused MLP", "leave --use-fused-mlp out")
-    problems += _find_plugin_problems(build)
-    if "workers" in given and given["workers"] > build.num_ranks:
-        add(
-            f"--workers {given['workers']} for {build.num_ranks} rank(s)",
-            f"use --workers {build.num_ranks} or fewer",
-        )
-    return problems
-
-
-def _find_plugin_problems(build: Build) -> Problems:
-    """Whether plugins' types are the checkpoint's."""
-    checkpoint, plugin = build.checkpoint, build.given.get("gemm_plugin")
-    dtype, algorithm = checkpoint.model.dtype, checkpoint.quantization.quant_algo
-    if plugin in ("float16", "bfloat16", "float32", "int32") and plugin != dtype:
-        return [
-            (
-                f"--gemm-plugin {plugin} for a {dtype} checkpoint: a plugin takes tensors of"
-                " its own type alone",
-                f"give --gemm-plugin {dtype} or auto",
-            )
-        ]
-    if plugin == "fp8" and algorithm != "FP8":
-        return [
-            (
-                f"--gemm-plugin fp8 for a checkpoint that is {algorithm or 'not quantized'}",
-                "quantize the target first (specdec-convert --quantization fp8), or give"
-                f" --gemm-plugin {dtype}",
-            )
-        ]
-    return []
 
 
 def find_method_problems(build: Build) -> Problems:
@@ -402,6 +311,35 @@ def find_tensor_problems(checkpoint: CheckpointConfig, files: list[TensorFile]) 
                     )
                 )
     return problems
+
+
+def find_head_problems(
+    facts: Facts, checkpoint: CheckpointConfig, files: list[TensorFile]
+) -> Problems:
+    """What the lines make of an FP8 checkpoint's output head."""
+    quantization, head = checkpoint.quantization, "lm_head.weight"
+    stored = {file.tensors[head].dtype for file in files if head in file.tensors}
+    if quantization.quant_algo is None or not stored:
+        return []
+    is_quantized = bool(stored & set(FLOAT8_STORAGE))
+    if is_quantized and facts.label == "0.14":
+        return [
+            (
+                f"{head} is {join_names(sorted(stored))}: TensorRT-LLM 0.14 takes it in the model's"
+                f" type alone, {checkpoint.model.dtype}",
+                "quantize without the output head, or build for 1.2",
+            )
+        ]
+    if not is_quantized and facts.label != "0.14" and quantization.exclude_modules == ():
+        return [
+            (
+                "quantization.exclude_modules is an empty list, which TensorRT-LLM"
+                f" {facts.label} takes literally: it would read {head}, which is"
+                f" {join_names(sorted(stored))}, as {quantization.quant_algo}",
+                'set it to null, which excludes the output head, or to ["lm_head"]',
+            )
+        ]
+    return []
 
 
 def find_gpu_problems(build: Build, gpus: tuple[Gpu, ...], rank_bytes: int) -> Problems:

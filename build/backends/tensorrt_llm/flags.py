@@ -17,10 +17,9 @@ SHARED = (
     "max_beam_width", "gemm_plugin", "use_paged_context_fmha", "use_fp8_context_fmha",
     "kv_cache_type", "workers",
 )  # fmt: skip
-# Flags whose values are paths: the child runs in another folder.
-PATHS = (
-    "model_cls_file", "input_timing_cache", "output_timing_cache", "lora_dir", "visualize_network",
-)  # fmt: skip
+# Flags whose values are paths: the child runs in another folder. The first of them are read.
+READ_PATHS = ("model_cls_file", "input_timing_cache", "lora_dir")
+PATHS = (*READ_PATHS, "output_timing_cache", "visualize_network")
 # What trtllm-build would take, and no check here could see through.
 REFUSED = {
     "build_config": "a build_config file replaces every other flag without a word",

@@ -12,11 +12,13 @@ from specdec.inventory import find_rank_files
 from specdec.methods import EXTERNAL_METHODS
 from specdec.schema import CheckpointConfig, ModelConfig
 from specdec.storage import DTYPES, TensorFile, TensorInfo
+from specdec.trtllm.defects import list_defects
 from specdec.trtllm.environment import BUILD_COMMAND, Environment
 from specdec.trtllm.facts import DEFAULT_LABEL, Facts, find_label, load_facts
 
 from ...settings import BuildSettings
 from . import checks
+from .flag_checks import find_flag_problems, find_path_problems
 from .flags import collect_flags, list_words
 from .record import Record, predict_record
 
@@ -153,7 +155,7 @@ def make_plan(
         facts=facts, checkpoint=checkpoint, mode=mode, given=given, record=record
     )  # fmt: skip
     for find in (
-        checks.find_flag_problems, checks.find_method_problems, checks.find_quantization_problems,
+        find_flag_problems, checks.find_method_problems, checks.find_quantization_problems,
         checks.find_length_problems, checks.find_bent,
     ):  # fmt: skip
         problems += find(build)
@@ -171,12 +173,14 @@ def make_plan(
     problems += missing
     files = [TensorFile(path) for path in paths]
     problems += checks.find_tensor_problems(checkpoint, files)
+    problems += checks.find_head_problems(facts, checkpoint, files)
     plan = Plan(
         facts=facts, checkpoint=checkpoint, checkpoint_dir=settings.checkpoint_dir,
         output_dir=settings.output_dir, mode=mode, given=given, record=record, files=files,
         notes=list_notes(build, here),
     )  # fmt: skip
     if here is not None:
+        problems += find_path_problems(build)
         needed = max(plan.weights_bytes, default=0) + plan.kv_cache_bytes
         problems += checks.find_gpu_problems(build, gpus, needed)
     raise_problems(problems)
@@ -204,6 +208,8 @@ def list_notes(build: checks.Build, here: Environment | None) -> list[str]:
         )
     if build.label == "1.2" and build.given.get("gather_generation_logits"):
         notes.append("trtllm-build calls --gather_generation_logits deprecated on every run")
+    version = (here.tensorrt_llm if here is not None else None) or build.label
+    notes += list_defects(version, build.mode, build.checkpoint.raw)
     if here is None:
         notes.append("not checked: the GPU, its memory and the version of the machine that builds")
     return notes

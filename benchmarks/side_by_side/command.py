@@ -1,0 +1,285 @@
+"""The command line of benchmarks/peers.py, and the order of its work."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.bench.machine import LoadMeter, describe_load, describe_machine, read_cpu_flags
+from specdec.errors import SpecDecError
+from specdec.storage import write_json
+
+from . import models
+from .goals import list_goals
+from .install import install_peer
+from .models import DTYPE, PYCODE, ROOT, SIZES, Models
+from .processes import PeerError, Worker, count_group_seconds
+from .report import format_markdown, put_section
+from .rounds import Measured, Work, describe_ways, measure_batches, measure_ways
+from .ways import PEERS, Way, list_ways
+
+RESULTS = ROOT / "benchmarks" / "results"
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # the last is ARM's
+STEP_SIZES = [1, 4, 8, 16, 32]
+PAST_LEN = 256
+STEP_REPEAT = 15
+BATCH_ROUNDS = 2
+MODULES = {
+    "specdec": "engine", "specdec-draft": "engine", "transformers": "transformers_models",
+    "llama.cpp": "llama_cpp", "openvino": "openvino",
+}  # fmt: skip
+
+
+def main(description: str, words: Sequence[str] | None = None) -> None:
+    args = parse_args(description, words)
+    try:
+        report = json.loads(args.report.read_text()) if args.report else measure(args)
+    except SpecDecError as error:
+        raise SystemExit(f"error: {error.message}\nhint: {error.hint}") from None
+    section = format_markdown(report)
+    print(section)
+    if not args.report:
+        folder = RESULTS if args.record else args.folder
+        write_json(folder / f"peers-{args.size}.json", report)
+    if args.record:
+        put_section(ROOT / "benchmarks" / "RESULTS.md", section)
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", default="full", choices=SIZES)
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS, metavar="NAME",
+                        help=f"of {', '.join(PEERS)}; all if not given")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rounds", type=int, default=3, help="after one that warms up")
+    parser.add_argument(
+        "--prompts", type=int, help="of the prompt file; the size says if not given"
+    )
+    parser.add_argument("--max-output-len", type=int)
+    parser.add_argument("--prompt-file", type=Path, default=PYCODE / "prompts.jsonl")
+    parser.add_argument("--long-prompt", type=int, default=512, help="tokens")
+    parser.add_argument("--trees", type=read_trees, default="1x3,1x4,1x5,2x4",
+                        help="ReDrafter's beams x length to choose from")  # fmt: skip
+    parser.add_argument("--lengths", type=read_lengths, default="2,4,6,8",
+                        help="draft lengths that every peer chooses from")  # fmt: skip
+    parser.add_argument("--batch-sizes", type=read_lengths, default="1,4,16")
+    parser.add_argument("--build-flags", nargs="*", default=[], metavar="FLAG=VALUE",
+                        help="of specdec-build, without the dashes, as optimize=none")  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one answer")
+    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
+                        help="environments, models and logs; kept for the next run")  # fmt: skip
+    parser.add_argument("--report", type=Path, help="print a written report and measure nothing")
+    parser.add_argument("--record", action="store_true",
+                        help="write benchmarks/results and RESULTS.md")  # fmt: skip
+    parser.add_argument("--anyway", action="store_true", help="though memory or disk are short")
+    return parser
+
+
+def parse_args(description: str, words: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(description)
+    args = parser.parse_args(words)
+    if max(args.batch_sizes) > models.MAX_BATCH_SIZE:
+        parser.error(f"--batch-sizes end at {models.MAX_BATCH_SIZE}")
+    return args
+
+
+def read_trees(text: str) -> list[tuple[int, int]]:
+    """Read beams x length, as 1x3,2x4."""
+    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 1x3,2x4")
+    return [(int(match[1]), int(match[2])) for match in found if match]
+
+
+def read_lengths(text: str) -> list[int]:
+    """Read whole numbers above 0, as 2,4."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 2,4")
+    return [int(part) for part in parts]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Install, prepare, start, measure, and end all workers whatever happens."""
+    size = SIZES[args.size]
+    if (shortage := models.find_shortage(size, args.folder)) and not args.anyway:
+        raise SpecDecError(
+            "; ".join(shortage), "choose fewer --peers, a smaller --size, or --anyway"
+        )
+    print(
+        f"{args.size}: takes up to {size.memory_gb:.0f} GB of memory and {size.disk_gb:.0f} GB of"
+        f" disk in {args.folder}",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    ways = list_ways(args.peers, args.trees, args.lengths)
+    found, starters, errors = prepare(args)
+    workers: dict[str, Worker] = {}
+    about: dict[str, dict[str, Any]] = {}
+    try:
+        head = describe_machine()  # before the workers, whose own load is none
+        for name, start in starters.items():
+            print(f"starting {name}", file=sys.stderr, flush=True)
+            try:
+                workers[name] = start()
+            except PeerError as error:
+                errors[name] = str(error)
+        for way in ways:
+            told = workers[way.worker].about if way.worker in workers else None
+            about.setdefault(way.peer, told or {"error": errors[way.worker]})
+        report = measure_workers(args, found, ways, workers, errors) | {
+            **head, "threads": args.threads, "peers": about,
+        }  # fmt: skip
+    finally:
+        for worker in workers.values():
+            worker.end()
+    return report | {"goals": [goal.to_json() for goal in list_goals(report)]}
+
+
+def prepare(
+    args: argparse.Namespace,
+) -> tuple[Models, dict[str, Callable[[], Worker]], dict[str, str]]:
+    """Return the models, what starts each worker, and why others cannot be, by their names."""
+    log = args.folder / "logs" / f"{args.size}-prepare.log"
+    log.unlink(missing_ok=True)
+    try:
+        found = models.prepare_models(SIZES[args.size], args.folder / "models", log)
+    except PeerError as error:
+        raise SpecDecError(str(error), f"see {log}") from None
+    starters: dict[str, Callable[[], Worker]] = {}
+    errors: dict[str, str] = {}
+    for peer in args.peers:
+        install_log = args.folder / "logs" / f"{peer}-install.log"
+        try:
+            python = Path(sys.executable)
+            if peer != "specdec":
+                folder = args.folder / "environments" / peer
+                python = install_peer(peer, folder, install_log)
+            for name, settings in list_settings(peer, args, found, python, log).items():
+                starters[name] = make_starter(name, python, settings, args)
+        except PeerError as error:
+            names = [name for name in MODULES if name == peer or name.startswith(f"{peer}-")]
+            errors |= dict.fromkeys(names, str(error))
+            print(f"{peer}: {error}", file=sys.stderr, flush=True)
+    return found, starters, errors
+
+
+def list_settings(
+    peer: str, args: argparse.Namespace, found: Models, python: Path, log: Path
+) -> dict[str, dict[str, Any]]:
+    """Make what the peer loads; return the settings of its workers by their names."""
+    common: dict[str, Any] = {"threads": args.threads}
+    if peer == "specdec":
+        print("converting and building our engines", file=sys.stderr, flush=True)
+        beams, length = (max(values) for values in zip(*args.trees, strict=True))
+        longest = max(length, *args.lengths)
+        flags = [f"--{flag}" for flag in args.build_flags]
+        engines = models.build_engines(found, beams, length, longest, flags)
+        common |= {
+            "tokenizer_dir": str(found.target), "beams": sorted({b for b, _ in args.trees}),
+            "draft_engine_dir": None,
+        }  # fmt: skip
+        return {
+            "specdec": common | {"engine_dir": str(engines["redrafter"]), "max_length": length},
+            "specdec-draft": common | {
+                "engine_dir": str(engines["draft-target"]), "max_length": longest,
+                "draft_engine_dir": str(engines["draft"]),
+            },
+        }  # fmt: skip
+    if peer == "transformers":
+        folders = {"target": str(found.target), "draft": str(found.draft)}
+        return {peer: common | folders | {"dtype": DTYPE}}
+    if peer == "llama.cpp":
+        from .install import LLAMA_CPP
+
+        files = {name: str(path) for name, path in models.make_gguf(found).items()}
+        server = python.parent.parent / "build" / "bin" / "llama-server"
+        positions = json.loads((found.target / "config.json").read_text())
+        return {
+            peer: common | files | {
+                "server": str(server), "positions": positions["max_position_embeddings"],
+                "version": f"of {LLAMA_CPP}",
+            }
+        }  # fmt: skip
+    print("exporting for OpenVINO", file=sys.stderr, flush=True)
+    made = models.make_openvino(found, python, log)
+    return {peer: common | {n: str(path) for n, path in made.items()} | {"dtype": DTYPE}}
+
+
+def make_starter(
+    name: str, python: Path, settings: Mapping[str, Any], args: argparse.Namespace
+) -> Callable[[], Worker]:
+    log = args.folder / "logs" / f"{args.size}-{name}.log"
+    command: list[str | Path] = [python, "-m", f"side_by_side.workers.{MODULES[name]}"]
+    return lambda: Worker(name, command, settings, log, threads=args.threads, timeout=args.timeout)
+
+
+def measure_workers(
+    args: argparse.Namespace, found: Models, ways: Sequence[Way], workers: Mapping[str, Worker],
+    errors: Mapping[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    """All that needs running workers."""
+    size = SIZES[args.size]
+    end_id = json.loads((found.target / "config.json").read_text())["eos_token_id"]
+    num_prompts = max(args.prompts or size.num_prompts, *args.batch_sizes)
+    prompts = models.read_prompts(args.prompt_file, found.target, num_prompts)
+    work = Work(
+        prompts=prompts[: args.prompts or size.num_prompts],
+        long_prompt=models.make_long_prompt(args.prompt_file, found.target, args.long_prompt),
+        max_output_len=args.max_output_len or size.max_output_len,
+        end_id=end_id, rounds=args.rounds,
+    )  # fmt: skip
+    groups = [worker.group for worker in workers.values()]
+    meter, began = LoadMeter(), time.monotonic()
+    own_seconds = count_group_seconds(groups)
+    measured = measure_ways(ways, workers, errors, work)
+    report: dict[str, Any] = {
+        "size": args.size, "dtype": DTYPE, "commit": models.read_commit(),
+        "instructions": [name for name in BF16_INSTRUCTIONS if name in read_cpu_flags()],
+        "target_gb": (found.target / "model.safetensors").stat().st_size / 1e9,
+        "num_prompts": len(work.prompts), "rounds": args.rounds,
+        "max_output_len": work.max_output_len, "long_prompt_tokens": len(work.long_prompt),
+        "build_flags": args.build_flags, "ways": describe_ways(measured),
+    }  # fmt: skip
+    report |= measure_ours(args, measured, workers, dataclasses.replace(work, prompts=prompts))
+    others = meter.measure()
+    if others is not None:
+        ours = (count_group_seconds(groups) - own_seconds) / (time.monotonic() - began)
+        others = round(max(0.0, others - ours), 2)
+    return report | {"processors_used_by_others": others, "warnings": describe_load(others)}
+
+
+def measure_ours(
+    args: argparse.Namespace, measured: Sequence[Measured], workers: Mapping[str, Worker],
+    work: Work,
+) -> dict[str, Any]:  # fmt: skip
+    """The cost of a verify step, and the batches, of our engine.
+
+    work: with as many prompts as the largest batch needs.
+    """
+    found: dict[str, Any] = {}
+    if "specdec" in workers:
+        print("the cost of verification", file=sys.stderr, flush=True)
+        found["verify_ms"] = workers["specdec"].call(
+            "time_steps", sizes=STEP_SIZES, past_len=PAST_LEN, repeat=STEP_REPEAT
+        )
+    ours = [one for one in measured if one.way.peer == "specdec" and one.error is None]
+    pairs = [(one.way, one.setting) for one in ours if one.way.name == "redrafter"]
+    pairs += [(one.way, {"length": "auto"}) for one in ours if one.way.name == "draft-target"]
+    if pairs:
+        print(f"batches of {args.batch_sizes}", file=sys.stderr, flush=True)
+        batches = dataclasses.replace(work, rounds=BATCH_ROUNDS)
+        try:
+            found["batches"] = measure_batches(pairs, workers, args.batch_sizes, batches)
+        except PeerError as error:
+            found["batches_error"] = str(error)
+    return found

@@ -1,0 +1,218 @@
+"""The models that all peers read, and what each peer makes of them before it can load them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.processes import call_stage
+
+from .gguf import export_gguf
+from .processes import PeerError, run_logged
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PYCODE = ROOT / "examples" / "pycode"
+GROW = ROOT / "benchmarks" / "grow.py"
+DTYPE = "bfloat16"
+MAX_BATCH_SIZE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A shape to measure at, and how much there is to decode.
+
+    shape: flags of benchmarks/grow.py; none is pycode as it is. memory_gb, disk_gb: free ones that
+    a run with all peers needs.
+    """
+
+    shape: tuple[str, ...]
+    num_prompts: int
+    max_output_len: int
+    memory_gb: float
+    disk_gb: float
+
+
+SIZES = {
+    "pycode": Size((), 8, 128, 5.0, 10.0),
+    "small": Size(
+        ("--layers", "8", "--hidden", "1024", "--intermediate", "2816", "--heads", "16",
+         "--kv-heads", "4", "--head-size", "64", "--exit-dim", "1024"),
+        4, 64, 7.0, 12.0,
+    ),
+    "full": Size(
+        ("--layers", "22", "--hidden", "2048", "--intermediate", "5632", "--heads", "32",
+         "--kv-heads", "4", "--head-size", "64", "--exit-dim", "2048"),
+        4, 64, 20.0, 24.0,
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """Hugging Face folders."""
+
+    folder: Path
+    target: Path
+    redrafter: Path
+    draft: Path
+
+
+def prepare_models(size: Size, work: Path, log: Path) -> Models:
+    """Grow the pycode models unless they are there; grow.py compares logits before it writes."""
+    draft = PYCODE / "draft"
+    sources = [PYCODE / name / "model.safetensors" for name in ("target", "redrafter", "draft")]
+    digest = hashlib.sha256(GROW.read_bytes() + json.dumps([*size.shape, DTYPE]).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    folder = work / digest.hexdigest()[:12]
+    if not size.shape:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Models(folder, PYCODE / "target", PYCODE / "redrafter", draft)
+    if not folder.exists():
+        print(f"growing the models into {folder}", file=sys.stderr, flush=True)
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        run_logged(
+            [sys.executable, GROW, "--model-dir", PYCODE / "target", "--output-dir",
+             partial / "target", "--drafter-model-dir", PYCODE / "redrafter",
+             "--drafter-output-dir", partial / "redrafter", "--dtype", DTYPE, *size.shape],
+            log, "growing the models",
+        )  # fmt: skip
+        partial.rename(folder)
+    return Models(folder, folder / "target", folder / "redrafter", draft)
+
+
+def build_engines(
+    models: Models, beams: int, tree_length: int, max_length: int, build_flags: Sequence[str]
+) -> dict[str, Path]:
+    """Convert and build anew, for the engine may have changed: redrafter, draft-target, draft.
+
+    beams, tree_length, max_length: the most that any setting to be measured has.
+    """
+    folder = models.folder / "engines"
+    shutil.rmtree(folder, ignore_errors=True)
+    redrafter = [
+        "--drafter-model-dir", str(models.redrafter), "--redrafter-num-beams", str(beams),
+        "--redrafter-draft-len-per-beam", str(tree_length),
+    ]  # fmt: skip
+    external = [
+        "--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", str(max_length),
+    ]  # fmt: skip
+    engines = {}
+    for name, model, convert, build in (
+        ("redrafter", models.target, redrafter, []),
+        ("draft-target", models.target, [], external),
+        ("draft", models.draft, [], []),
+    ):
+        checkpoint = folder / f"{name}-checkpoint"
+        engines[name] = folder / name
+        call_stage(
+            "convert",
+            ["--model-dir", str(model), "--output-dir", str(checkpoint), "--dtype", DTYPE,
+             *convert],
+        )  # fmt: skip
+        call_stage(
+            "build",
+            ["--checkpoint-dir", str(checkpoint), "--output-dir", str(engines[name]),
+             "--backend", "torch", "--max-batch-size", str(MAX_BATCH_SIZE), *build, *build_flags],
+        )  # fmt: skip
+        shutil.rmtree(checkpoint)
+    return engines
+
+
+def make_gguf(models: Models) -> dict[str, Path]:
+    """The target and the draft model as llama.cpp reads them."""
+    return _make_each(models, ".gguf", export_gguf)
+
+
+def make_openvino(models: Models, python: Path, log: Path) -> dict[str, Path]:
+    """The target and the draft model as OpenVINO reads them, by its own exporter."""
+
+    def export(source: Path, folder: Path) -> None:
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        run_logged(
+            [python.parent / "optimum-cli", "export", "openvino", "--model", source,
+             "--task", "text-generation-with-past", partial],
+            log, "exporting to OpenVINO", env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        partial.rename(folder)
+
+    return _make_each(models, ".openvino", export)
+
+
+def _make_each(models: Models, suffix: str, make: Callable[[Path, Path], None]) -> dict[str, Path]:
+    made = {}
+    for name, source in (("target", models.target), ("draft", models.draft)):
+        made[name] = models.folder / f"{name}{suffix}"
+        if not made[name].exists():
+            make(source, made[name])
+    return made
+
+
+def find_shortage(size: Size, work: Path) -> list[str]:
+    """What a run with all peers needs and the machine lacks, with both numbers."""
+    found = []
+    memory = read_free_memory()
+    if memory is not None and memory < size.memory_gb:
+        found.append(f"{size.memory_gb:.0f} GB of free memory are needed, there are {memory:.1f}")
+    work.mkdir(parents=True, exist_ok=True)
+    disk = shutil.disk_usage(work).free / 1e9
+    if disk < size.disk_gb:
+        found.append(f"{size.disk_gb:.0f} GB of free disk are needed, there are {disk:.1f}")
+    return found
+
+
+def read_free_memory() -> float | None:
+    """GB that programs can still take; None where nobody tells."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next(
+        (int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("MemAvailable")),
+        None,
+    )
+
+
+def read_prompts(path: Path, target: Path, count: int) -> list[list[int]]:
+    """Token ids of the first prompts of a .jsonl file."""
+    tokenizer = load_tokenizer(target)
+    lines = path.read_text(encoding="utf-8").splitlines()[:count]
+    if len(lines) < count:
+        raise PeerError(f"{path} has {len(lines)} prompts, {count} are asked for")
+    return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+
+
+def make_long_prompt(path: Path, target: Path, length: int) -> list[int]:
+    """Prompts of a file one after another, cut to a number of tokens."""
+    text = "\n\n".join(
+        json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()
+    )
+    # It would warn of a text beyond the model's positions, of which the beginning is kept.
+    ids: list[int] = load_tokenizer(target)(text, verbose=False)["input_ids"]
+    if len(ids) < length:
+        raise PeerError(f"{path} has {len(ids)} tokens in all, {length} are asked for")
+    return ids[:length]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def read_commit() -> str | None:
+    """The commit of this checkout, with a mark where files differ from it."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout.strip() or None

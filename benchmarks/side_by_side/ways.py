@@ -1,0 +1,58 @@
+"""What is measured: ways of decoding, the settings each may choose from, and who runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+Setting = dict[str, Any]
+PEERS = ("specdec", "transformers", "llama.cpp", "openvino")
+PLAIN = "plain"
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way of decoding. worker: the process that runs it, one of its peer's."""
+
+    peer: str
+    worker: str
+    name: str
+    settings: tuple[Setting, ...] = ({},)
+
+    @property
+    def key(self) -> str:
+        return f"{self.peer}: {self.name}"
+
+
+def list_ways(
+    peers: Sequence[str], trees: Sequence[tuple[int, int]], lengths: Sequence[int]
+) -> list[Way]:
+    """Every way of the chosen peers; those with several settings are tuned first.
+
+    trees: beams and length of ReDrafter. lengths: of drafts.
+    """
+    drafts = tuple({"length": length} for length in lengths)
+    beams = tuple({"tree": f"{width} x {length}"} for width, length in trees)
+    automatic: tuple[Setting, ...] = ({"length": "auto"},)
+    ways = [
+        Way("specdec", "specdec", PLAIN),
+        Way("specdec", "specdec", "redrafter", beams),
+        Way("specdec", "specdec-draft", "draft-target", (*drafts, *automatic)),
+        Way("transformers", "transformers", PLAIN),
+        Way("transformers", "transformers", "assisted", ({}, *drafts)),
+        Way("transformers", "transformers", "prompt lookup", drafts),
+        Way("llama.cpp", "llama.cpp", PLAIN),
+        Way("llama.cpp", "llama.cpp", "draft model", ({}, *drafts)),
+        Way("openvino", "openvino", PLAIN),
+        Way("openvino", "openvino", "draft model", drafts),
+    ]
+    return [way for way in ways if way.peer in peers]
+
+
+def describe_setting(setting: Setting) -> str:
+    """A setting as a table has it."""
+    if not setting:
+        return "defaults"
+    (value,) = setting.values()
+    return f"{value} tokens" if isinstance(value, int) else str(value)

@@ -1,0 +1,100 @@
+"""Our own engine: plain, with ReDrafter, or with a draft model."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import specdec
+from specdec.bench.candidates import list_draft_target, list_redrafter
+from specdec.bench.engine import PARTS, open_bench
+from specdec.bench.steps import time_steps
+from specdec.run.loop import Timing
+from specdec.run.methods.base import Proposer
+from specdec.run.requests import Request, sum_stats
+from specdec.run.settings import RunSettings
+
+from ..wire import Calls, cut_at_end, serve
+
+
+class Engine:
+    """An engine folder, every setting of its drafter, and plain decoding on the same weights."""
+
+    def __init__(
+        self, engine_dir: str, draft_engine_dir: str | None, tokenizer_dir: str,
+        beams: list[int], max_length: int,
+    ) -> None:  # fmt: skip
+        is_draft_target = draft_engine_dir is not None
+        settings = RunSettings(
+            engine_dir=Path(engine_dir), tokenizer_dir=tokenizer_dir,
+            draft_engine_dir=Path(draft_engine_dir) if draft_engine_dir else None,
+            draft_len="auto" if is_draft_target else None, device="cpu",
+        )  # fmt: skip
+        self.bench = open_bench(settings)
+        self._proposers: dict[tuple[str, ...], Proposer] = {("plain",): self.bench.plain}
+        if is_draft_target:
+            self._proposers["draft-target", "auto"] = self.bench.engine.proposer
+            for candidate in list_draft_target(self.bench, max_length):
+                self._proposers["draft-target", candidate.run["draft_len"]] = candidate.proposer
+        else:
+            for candidate in list_redrafter(self.bench, beams, max_length):
+                self._proposers["redrafter", candidate.name] = candidate.proposer
+
+    def get(self, way: str, setting: dict[str, Any]) -> Proposer:
+        return self._proposers[(way, *(str(value) for value in setting.values()))]
+
+    def run(
+        self, way: str, setting: dict[str, Any], prompts: list[list[int]], max_output_len: int,
+        end_id: int, batch_size: int = 1,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Decode prompts, `batch_size` at once, with empty caches at the start."""
+        proposer = self.get(way, setting)
+        requests = [
+            Request(
+                index=index, input_ids=ids, max_output_len=max_output_len,
+                end_ids=frozenset([end_id]),
+            )
+            for index, ids in enumerate(prompts)
+        ]  # fmt: skip
+        self.bench.engine.check_requests(requests)
+        timing = Timing()
+        began = time.perf_counter()
+        results = self.bench.decode(requests, proposer, batch_size, timing)
+        seconds = time.perf_counter() - began
+        texts = [result.output_ids for result in results]
+        return {
+            "seconds": seconds,
+            "num_tokens": sum(map(len, texts)),
+            "texts": [cut_at_end(text, end_id) for text in texts],
+            "acceptance_length": sum_stats(results)["acceptance_length"],
+            "step_ms": {
+                part: 1000 * getattr(timing, part) / max(1, timing.num_steps) for part in PARTS
+            },
+        }
+
+    def time_steps(self, sizes: list[int], past_len: int, repeat: int) -> dict[str, Any]:
+        """Milliseconds of a verify step by its tokens."""
+        found = time_steps(self.bench.engine.decoder, sizes, past_len=past_len, repeat=repeat)
+        return {str(size): 1000 * seconds for size, seconds in found.items()}
+
+
+def start(
+    engine_dir: str, draft_engine_dir: str | None, tokenizer_dir: str, beams: list[int],
+    max_length: int, threads: int,
+) -> tuple[dict[str, Any], Calls]:  # fmt: skip
+    torch.set_num_threads(threads)
+    engine = Engine(engine_dir, draft_engine_dir, tokenizer_dir, beams, max_length)
+    about = {
+        "load_seconds": engine.bench.engine.load_seconds,
+        "versions": {"specdec": specdec.__version__, "torch": torch.__version__},
+        "computes_in": engine.bench.dtype,
+        "compiled_kernels": engine.bench.engine.decoder.kernels is not None,
+    }
+    return about, {"run": engine.run, "time_steps": engine.time_steps}
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -1,0 +1,145 @@
+"""llama.cpp through its own server: it decodes in C++ and is asked for whole texts."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from ..wire import Calls, cut_at_end, serve
+
+START_SECONDS = 300.0
+
+
+class Server:
+    """A process of llama-server for one way of decoding."""
+
+    def __init__(self, words: list[str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        port = self._address.rsplit(":", 1)[1]
+        began = time.perf_counter()
+        self._process = subprocess.Popen(
+            [*words, "--host", "127.0.0.1", "--port", port],
+            stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr,
+        )  # fmt: skip
+        while not self._is_ready():
+            if self._process.poll() is not None:
+                raise RuntimeError(f"llama-server ended with status {self._process.returncode}")
+            if time.perf_counter() - began > START_SECONDS:
+                raise RuntimeError(f"llama-server was not ready after {START_SECONDS:.0f} s")
+            time.sleep(0.01)
+        self.load_seconds = time.perf_counter() - began
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._address}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):  # not listening yet, or still loading
+            return False
+
+    def complete(self, prompt: list[int], max_output_len: int) -> dict[str, Any]:
+        """Continue a prompt of tokens greedily; nothing of earlier prompts is used again."""
+        request = urllib.request.Request(
+            f"{self._address}/completion",
+            json.dumps(
+                {
+                    "prompt": prompt, "n_predict": max_output_len, "temperature": 0.0, "top_k": 1,
+                    "cache_prompt": False, "return_tokens": True, "samplers": ["top_k"],
+                }
+            ).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+        with urllib.request.urlopen(request) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Servers:
+    """One server that decodes plainly, and one for the newest setting of each other way."""
+
+    def __init__(self, server: str, target: str, draft: str, threads: int, positions: int) -> None:
+        self._common = [
+            server, "--model", target, "--threads", str(threads), "--threads-batch", str(threads),
+            "--ctx-size", str(positions), "--parallel", "1", "--cache-ram", "0", "--fit", "off",
+        ]  # fmt: skip
+        self._draft, self._threads = draft, threads
+        self._running: dict[str, tuple[dict[str, Any], Server]] = {}
+
+    def get(self, way: str, setting: dict[str, Any]) -> Server:
+        """Return a server for the setting, started if need be."""
+        known = self._running.get(way)
+        if known is not None and known[0] == setting:
+            return known[1]
+        if known is not None:
+            self._running.pop(way)[1].end()
+        words = list(self._common)
+        if way != "plain":
+            words += [
+                "--spec-type", "draft-simple", "--spec-draft-model", self._draft,
+                "--spec-draft-threads", str(self._threads),
+                "--spec-draft-threads-batch", str(self._threads),
+            ]  # fmt: skip
+        if "length" in setting:
+            words += ["--spec-draft-n-max", str(setting["length"])]
+        server = Server(words)
+        self._running[way] = (setting, server)
+        return server
+
+    def end(self) -> None:
+        """End all servers: they would outlive this process."""
+        for _, server in self._running.values():
+            server.end()
+
+    def run(
+        self, way: str, setting: dict[str, Any], prompts: list[list[int]], max_output_len: int,
+        end_id: int,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Decode each prompt by itself; starting a server is not timed."""
+        server = self.get(way, setting)
+        began = time.perf_counter()
+        found = [server.complete(prompt, max_output_len) for prompt in prompts]
+        seconds = time.perf_counter() - began
+        timings = [answer["timings"] for answer in found]
+        predicted = sum(timing["predicted_n"] for timing in timings)
+        accepted = sum(timing.get("draft_n_accepted", 0) for timing in timings)
+        steps = predicted - len(found) - accepted
+        return {
+            "seconds": seconds,
+            "num_tokens": predicted,
+            "texts": [cut_at_end(answer["tokens"], end_id) for answer in found],
+            "acceptance_length": (predicted - len(found)) / steps
+            if way != "plain" and steps > 0
+            else None,
+            "own_tokens_per_second": 1000
+            * predicted
+            / max(1e-9, sum(t["predicted_ms"] + t["prompt_ms"] for t in timings)),
+        }
+
+
+def start(
+    server: str, target: str, draft: str, threads: int, positions: int, version: str
+) -> tuple[dict[str, Any], Calls]:
+    servers = Servers(server, target, draft, threads, positions)
+    atexit.register(servers.end)
+    about = {
+        "load_seconds": servers.get("plain", {}).load_seconds,
+        "versions": {"llama.cpp": version},
+        "computes_in": "bfloat16 weights",
+    }
+    return about, {"run": servers.run}
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -1,0 +1,529 @@
+"""benchmarks/peers.py without any peer: turns, texts, goals, exports, and peers that fail."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.side_by_side import command, install, models
+from benchmarks.side_by_side.gguf import export_gguf
+from benchmarks.side_by_side.goals import MET, MISSED, UNKNOWN, list_goals
+from benchmarks.side_by_side.processes import PeerError, Worker, count_group_seconds, run_logged
+from benchmarks.side_by_side.report import format_markdown, put_section
+from benchmarks.side_by_side.rounds import Work, compare, describe_ways, measure_ways
+from benchmarks.side_by_side.ways import Way, list_ways
+from benchmarks.side_by_side.wire import cut_at_end
+from benchmarks.side_by_side.workers import engine as engine_worker
+from benchmarks.side_by_side.workers.transformers_models import Models as Transformers
+from specdec.bench.measure import summarize
+from tests.conftest import ROOT, make_llama, make_tokenizer
+
+WORK = Work(
+    prompts=[[1, 2], [3]], long_prompt=[1] * 9, max_output_len=16, end_id=0, rounds=3
+)  # fmt: skip
+WAYS = (
+    Way("a", "a", "plain"),
+    Way("b", "b", "plain"),
+    Way("b", "b", "draft", ({}, {"length": 2}, {"length": 4})),
+)
+
+
+class FakeWorker:
+    """Answers at once, as fast as its setting is long; dies at some call."""
+
+    def __init__(self, seen: list[str], dies_at: int | None = None) -> None:
+        self.seen, self.dies_at, self.num_calls = seen, dies_at, 0
+        self.about = {
+            "load_seconds": 0.5, "start_seconds": 1.0, "versions": {"x": "1"}, "computes_in": "y",
+        }  # fmt: skip
+        self.group = -1
+
+    def call(self, name: str, **settings: Any) -> dict[str, Any]:
+        self.num_calls += 1
+        if self.dies_at is not None and self.num_calls >= self.dies_at:
+            raise PeerError("ended with status -9: Killed")
+        if name == "time_steps":
+            return {str(size): 1.0 + size / 32 for size in settings["sizes"]}
+        prompts, limit = settings["prompts"], settings["max_output_len"]
+        self.seen.append(f"{settings['way']} {limit}")
+        length = settings["setting"].get("length", 1)
+        return {
+            "seconds": 1.0 / (length if isinstance(length, int) else 2),
+            "num_tokens": limit * len(prompts),
+            "texts": [[7] * limit for _ in prompts],
+            "acceptance_length": 2.0,
+            "step_ms": {"draft": 0.1, "verify": 1.0, "accept": 0.05, "other": 0.05},
+        }
+
+    def end(self) -> None:
+        pass
+
+
+def test_all_take_turns_and_each_takes_its_fastest_setting() -> None:
+    seen: list[str] = []
+    worker = FakeWorker(seen)
+    measured = measure_ways(WAYS, {"a": worker, "b": worker}, {}, WORK)
+    assert [one.setting for one in measured] == [{}, {}, {"length": 4}]
+    assert [row["tokens_per_second"] for row in measured[2].tuning] == [16.0, 32.0, 64.0]
+    tuning, rounds = seen[:6], [call for call in seen[6:] if not call.endswith(" 1")]
+    assert tuning == ["draft 8", "draft 16"] * 3, "each setting warms up"
+    forth = ["plain 16", "plain 16", "draft 16"]
+    assert rounds == [*forth, *forth, *forth[::-1], *forth], "one to warm up, then there and back"
+    rows = describe_ways(measured)
+    assert rows[2]["tokens_per_second"] == summarize([128.0] * 3)
+    assert len(measured[0].first_token_seconds) == 3
+    assert "first_token_seconds" in rows[0]
+    assert "first_token_seconds" not in rows[2]
+
+
+def test_a_peer_that_dies_has_its_reason_and_the_others_go_on() -> None:
+    workers = {"a": FakeWorker([]), "b": FakeWorker([], dies_at=9)}
+    rows = describe_ways(measure_ways(WAYS, workers, {}, WORK))
+    assert rows[0]["error"] is None
+    assert rows[0]["texts"]["of_own_plain"]["equal"] == 2
+    assert [row["error"] for row in rows[1:]] == ["ended with status -9: Killed"] * 2
+    assert "rates" not in rows[1]
+    missing = describe_ways(measure_ways(WAYS, {"a": workers["a"]}, {"b": "no wheel"}, WORK))
+    assert [row["error"] for row in missing] == [None, "no wheel", "no wheel"]
+
+
+def test_texts_are_compared() -> None:
+    assert compare([[1, 2], [3]], [[1, 2], [3]]) == {"compared": 2, "equal": 2}
+    found = compare([[1], [1, 2, 3]], [[1], [1, 2]])
+    assert found == {"compared": 2, "equal": 1, "first_difference": {"prompt": 1, "token": 2}}
+    assert compare([[1, 5, 3]], [[1, 2, 3]])["first_difference"] == {"prompt": 0, "token": 1}
+    assert cut_at_end([4, 5, 0, 6], 0) == [4, 5]
+    assert cut_at_end([4, 5], 0) == [4, 5]
+
+
+SERVER = """
+import sys
+from side_by_side.wire import serve
+def start(**settings):
+    print("noise of a library")
+    def double(number): return {"number": 2 * number}
+    def die(): print("out of cheese", file=sys.stderr); sys.exit(3)
+    def sleep(): __import__("time").sleep(60)
+    if settings.get("fails"): raise RuntimeError("no such model")
+    return {"settings": settings}, {"double": double, "die": die, "sleep": sleep}
+serve(start)
+"""
+
+
+def start_worker(folder: Path, timeout: float = 30.0, **settings: Any) -> Worker:
+    command = [sys.executable, "-c", SERVER]
+    return Worker("x", command, settings, folder / "log", threads=1, timeout=timeout)
+
+
+def test_workers(tmp_path: Path) -> None:
+    """Calls are answered, failures told, and death is told with the log's last line."""
+    worker = start_worker(tmp_path, size=3)
+    assert worker.about["settings"] == {"size": 3}
+    assert worker.call("double", number=4) == {"number": 8}
+    with pytest.raises(PeerError, match="KeyError"):
+        worker.call("halve")
+    assert worker.call("double", number=1) == {"number": 2}
+    assert count_group_seconds([worker.group]) > 0
+    with pytest.raises(PeerError, match="ended with status 3: out of cheese"):
+        worker.call("die")
+    with pytest.raises(PeerError, match="ended with status 3"):
+        worker.call("double", number=1)
+    worker.end()
+    assert count_group_seconds([worker.group]) == 0
+    with pytest.raises(PeerError, match="no such model"):
+        start_worker(tmp_path, fails=True)
+    slow = start_worker(tmp_path)
+    slow._timeout = 0.1
+    with pytest.raises(PeerError, match="no answer within 0 s"):
+        slow.call("sleep")
+    slow._process.kill()
+    slow.end()
+
+
+def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="installing x, status 1: no space left"):
+        run_logged(
+            [sys.executable, "-c", "exit('no space left')"], tmp_path / "log", "installing x"
+        )
+    with pytest.raises(PeerError, match="installing y: .*No such file"):
+        run_logged([tmp_path / "nowhere"], tmp_path / "log", "installing y")
+
+
+def test_an_environment_is_made_once_and_again_when_its_versions_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Sequence[Any]] = []
+    monkeypatch.setattr(install, "list_index_flags", lambda: [])
+    monkeypatch.setattr(install, "run_logged", lambda words, *_, **__: ran.append(words))
+    folder = tmp_path / "openvino"
+    folder.mkdir()
+    python = install.install_peer("openvino", folder, tmp_path / "log")
+    assert python == folder / "bin" / "python"
+    made, installed, removed = ran
+    assert "venv" in made
+    assert "openvino-genai==2026.4.1.0" in installed
+    assert removed[-1] == "torchvision"
+    install.install_peer("openvino", folder, tmp_path / "log")
+    assert len(ran) == 3
+    monkeypatch.setitem(install.RECIPES, "openvino", install.Recipe(("openvino-genai==1.0",)))
+    install.install_peer("openvino", folder, tmp_path / "log")
+    assert "openvino-genai==1.0" in ran[4]
+
+
+# GGUF, read as its specification says, by code that shares none with the exporter.
+READ = {4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q"}
+
+
+class Reader:
+    def __init__(self, path: Path) -> None:
+        self.data, self.at = path.read_bytes(), 0
+
+    def take(self, form: str) -> Any:
+        (value,) = struct.unpack_from(form, self.data, self.at)
+        self.at += struct.calcsize(form)
+        return value
+
+    def take_text(self) -> str:
+        length = self.take("<Q")
+        self.at += length
+        return self.data[self.at - length : self.at].decode()
+
+    def take_value(self, kind: int) -> Any:
+        if kind == 8:
+            return self.take_text()
+        if kind == 9:
+            inner, count = self.take("<I"), self.take("<Q")
+            return [self.take_value(inner) for _ in range(count)]
+        return self.take(READ[kind])
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    reader = Reader(path)
+    assert reader.data[:4] == b"GGUF"
+    reader.at = 4
+    assert reader.take("<I") == 3
+    num_tensors, num_values = reader.take("<Q"), reader.take("<Q")
+    values = {}
+    for _ in range(num_values):
+        key = reader.take_text()
+        values[key] = reader.take_value(reader.take("<I"))
+    heads = []
+    for _ in range(num_tensors):
+        name = reader.take_text()
+        shape = [reader.take("<Q") for _ in range(reader.take("<I"))]
+        heads.append((name, shape[::-1], reader.take("<I"), reader.take("<Q")))
+    start, data = -(-reader.at // 32) * 32, bytearray(reader.data)
+    tensors = {}
+    for name, shape, kind, offset in heads:
+        assert offset % 32 == 0
+        dtype = {0: torch.float32, 30: torch.bfloat16}[kind]
+        count = int(torch.tensor(shape).prod())
+        found = torch.frombuffer(data, dtype=dtype, count=count, offset=start + offset)
+        tensors[name] = found.view(shape)
+    return values, tensors
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("peers")
+    folder = make_llama(parent, seed=3, dtype="bfloat16", rope_theta=5000.0)
+    make_tokenizer(folder)
+    return folder
+
+
+def test_gguf(target: Path, tmp_path: Path) -> None:
+    """Every tensor and number is found again; queries and keys turn as they do in Llama."""
+    described = json.loads((target / "tokenizer.json").read_text())
+    path = tmp_path / "target.gguf"
+    export_gguf(target, path)
+    values, tensors = read_gguf(path)
+    assert values["general.architecture"] == "llama"
+    assert values["general.file_type"] == 32
+    assert values["llama.block_count"] == 2
+    assert values["llama.attention.head_count_kv"] == 2
+    assert values["llama.rope.freq_base"] == 5000.0
+    assert values["llama.rope.dimension_count"] == 16
+    assert len(values["tokenizer.ggml.tokens"]) == len(values["tokenizer.ggml.token_type"]) == 128
+    for text, number in described["model"]["vocab"].items():
+        assert values["tokenizer.ggml.tokens"][number] == text
+    source = load_file(target / "model.safetensors")
+    assert len(tensors) == len(source)
+    pairs = {
+        "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+        "blk.1.attn_v": "model.layers.1.self_attn.v_proj",
+        "blk.1.attn_output": "model.layers.1.self_attn.o_proj",
+        "blk.0.attn_norm": "model.layers.0.input_layernorm",
+        "blk.0.ffn_norm": "model.layers.0.post_attention_layernorm",
+        "blk.0.ffn_gate": "model.layers.0.mlp.gate_proj",
+        "blk.0.ffn_up": "model.layers.0.mlp.up_proj",
+        "blk.0.ffn_down": "model.layers.0.mlp.down_proj",
+    }  # fmt: skip
+    for name, theirs in pairs.items():
+        found, expected = tensors[f"{name}.weight"], source[f"{theirs}.weight"]
+        assert torch.equal(found.to(expected.dtype), expected), name
+        assert found.dtype == (torch.float32 if found.dim() == 1 else torch.bfloat16), name
+    # Channel c of a head turns with channel c + 8 in transformers, 2 c with 2 c + 1 in llama.cpp.
+    for name, theirs, num_heads in (("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)):
+        expected = source[f"model.layers.0.self_attn.{theirs}.weight"]
+        found = tensors[f"blk.0.{name}.weight"]
+        for head in range(num_heads):
+            for channel in range(8):
+                row = 16 * head + channel
+                assert torch.equal(found[16 * head + 2 * channel], expected[row])
+                assert torch.equal(found[16 * head + 2 * channel + 1], expected[row + 8])
+
+
+def test_other_models_are_not_exported(target: Path, tmp_path: Path) -> None:
+    config = json.loads((target / "config.json").read_text())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).symlink_to(target / name)
+    (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
+    with pytest.raises(PeerError, match="no plain Llama: .*attention_bias"):
+        export_gguf(folder, tmp_path / "out.gguf")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").unlink()
+    save_file({"model.layers.0.odd.weight": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(PeerError, match="odd.weight is not known"):
+        export_gguf(folder, tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_our_engine_and_transformers_as_workers(
+    engine: Path, pair: tuple[Path, Path], folder: Path
+) -> None:
+    """All ways of both decode the same prompts to the same texts, in float32."""
+    prompts = [[5, 9, 20], [7, 3]]
+    common: dict[str, Any] = {"prompts": prompts, "max_output_len": 12, "end_id": 0}
+    about, calls = engine_worker.start(
+        engine_dir=str(engine), draft_engine_dir=None, tokenizer_dir=str(folder / "target"),
+        beams=[2], max_length=3, threads=1,
+    )  # fmt: skip
+    assert about["computes_in"] == "float32"
+    texts = calls["run"]("plain", {}, **common)["texts"]
+    assert len(texts[1]) < len(texts[0]) == 12, "one ends by itself"
+    tree = calls["run"]("redrafter", {"tree": "2 x 3"}, **common, batch_size=2)
+    assert tree["texts"] == texts
+    assert tree["num_tokens"] == sum(map(len, texts)) + 1, "the end is a token too"
+    assert min(tree["step_ms"].values()) > 0
+    steps = calls["time_steps"]([1, 4], past_len=8, repeat=1)
+    assert set(steps) == {"1", "4"}
+    about, calls = engine_worker.start(
+        engine_dir=str(pair[0]), draft_engine_dir=str(pair[1]),
+        tokenizer_dir=str(folder / "target"), beams=[], max_length=3, threads=1,
+    )  # fmt: skip
+    for length in (2, "auto"):
+        found = calls["run"]("draft-target", {"length": length}, **common)
+        assert found["texts"] == texts
+    perfect = calls["run"]("draft-target", {"length": 2}, **common)
+    assert perfect["acceptance_length"] > 2.2, "the target drafts for itself"
+    theirs = Transformers(str(folder / "target"), str(folder / "target"), "float32")
+    for way, setting in (
+        ("plain", {}), ("assisted", {}), ("assisted", {"length": 2}),
+        ("prompt lookup", {"length": 2}),
+    ):  # fmt: skip
+        found = theirs.run(way, dict(setting), **common)
+        assert found["texts"] == texts, way
+    assert theirs.run("assisted", {"length": 2}, **common)["acceptance_length"] > 2.2
+
+
+def make_report(**changes: Any) -> dict[str, Any]:
+    """A report in which every goal of the large size is met."""
+
+    def way(peer: str, name: str, rate: float, **more: Any) -> dict[str, Any]:
+        return {
+            "peer": peer, "way": name, "setting": {"length": 4} if name != "plain" else {},
+            "tuning": [], "error": None, "rates": [rate, 2 * rate],
+            "tokens_per_second": summarize([rate, 2 * rate]), "acceptance_length": 3.0,
+            "texts": {
+                "reference": "specdec: plain", "of_reference": {"compared": 4, "equal": 4},
+                "of_own_plain": {"compared": 4, "equal": 4},
+            },
+            "first_token_seconds": summarize([1.0]), **more,
+        }  # fmt: skip
+
+    step = {"draft": 0.5, "verify": 10.0, "accept": 0.1, "other": 0.1}
+    alone = {"draft": 0.0, "verify": 8.0, "accept": 0.1, "other": 0.1}
+    report: dict[str, Any] = {
+        "date": "2026-01-01", "processor": "P", "usable_cores": 2, "memory_gb": 24.0,
+        "instructions": [], "specdec": "0", "commit": "abc", "threads": 2, "load_average": 0.1,
+        "processors_used_by_others": 0.0, "warnings": [], "dtype": "bfloat16", "num_prompts": 4,
+        "max_output_len": 64, "rounds": 2, "size": "full", "target_gb": 1.97,
+        "long_prompt_tokens": 512, "verify_ms": {"1": 10.0, "8": 13.0, "16": 18.0},
+        "ways": [
+            way("specdec", "plain", 10.0, step_ms=alone),
+            way("specdec", "redrafter", 20.0, step_ms=dict(step)),
+            way("specdec", "draft-target", 19.0, step_ms=dict(step)),
+            way("transformers", "plain", 3.0), way("transformers", "assisted", 6.0),
+            way("llama.cpp", "plain", 10.0), way("llama.cpp", "draft model", 12.0),
+        ],
+        "peers": {
+            "specdec": {
+                "versions": {"specdec": "0"}, "computes_in": "bfloat16", "load_seconds": 2.0,
+                "start_seconds": 5.0,
+            },
+        },
+        "batches": [
+            {
+                "batch_size": size, "way": "draft-target", "setting": {"length": "auto"},
+                "plain": summarize([10.0]), "tokens_per_second": summarize([10.0]),
+                "ratio": summarize([1.0]), "acceptance_length": 1.5,
+            }
+            for size in (1, 16)
+        ],
+    }  # fmt: skip
+    return report | changes
+
+
+def find_verdicts(report: dict[str, Any]) -> dict[str, str]:
+    return {goal.name: goal.verdict for goal in list_goals(report)}
+
+
+def test_goals_that_are_met() -> None:
+    verdicts = find_verdicts(make_report())
+    assert len(verdicts) == 16
+    assert set(verdicts.values()) == {MET}
+    small = find_verdicts(make_report(size="pycode"))
+    assert len(small) == 5
+    assert set(small.values()) == {MET}
+
+
+def test_goals_that_are_missed_have_the_reason() -> None:
+    report = make_report(verify_ms={"1": 10.0, "8": 15.0, "16": 19.5})
+    report["ways"][1]["step_ms"]["draft"] = 5.0
+    report["ways"][1]["rates"] = [17.0, 34.0]
+    report["ways"][6]["rates"] = [18.0, 36.0]
+    report["ways"][0]["first_token_seconds"] = summarize([1.3])
+    report["peers"]["specdec"]["load_seconds"] = 3.5
+    report["batches"][1]["ratio"] = summarize([0.9])
+    missed = {goal.name: goal for goal in list_goals(report) if goal.verdict == MISSED}
+    assert set(missed) == {
+        "a verify step of 8 tokens over one of 1, time",
+        "a verify step of 16 tokens over one of 1, time",
+        "redrafter: all but verification, share of a step",
+        "redrafter over plain decoding, tokens/s",
+        "redrafter over llama.cpp's draft model, tokens/s",
+        "load of the engine, 1.97 GB, seconds",
+        "first token of a prompt of 512 over llama.cpp's, time",
+        "draft-target with an automatic length over plain, batch 16",
+    }
+    goal = missed["redrafter over plain decoding, tokens/s"]
+    assert goal.measured == 1.7
+    assert "3.00 tokens a step, which costs 1.85 plain ones" in goal.evidence
+    assert "draft 5.00, verify 10.00" in goal.evidence
+    assert missed["redrafter: all but verification, share of a step"].measured == 0.342
+
+
+def test_goals_beside_a_missing_peer_are_not_measured() -> None:
+    report = make_report(batches=[], batches_error="ended with status -9")
+    report["ways"][5] = {"peer": "llama.cpp", "way": "plain", "setting": {}, "error": "no cmake"}
+    report["ways"] = [row for row in report["ways"] if row["peer"] != "transformers"]
+    goals = {goal.name: goal for goal in list_goals(report) if goal.verdict == UNKNOWN}
+    assert "no cmake" in goals["plain decoding over llama.cpp's, tokens/s"].evidence
+    assert "not among the chosen" in goals["plain decoding over transformers's, tokens/s"].evidence
+    by_batch = goals["draft-target with an automatic length over plain, by batch"]
+    assert by_batch.evidence == "ended with status -9"
+    assert len(goals) == 6
+
+
+def test_tables_and_their_place(tmp_path: Path) -> None:
+    report = make_report()
+    report["ways"][3] = {
+        "peer": "transformers", "way": "plain", "setting": {}, "error": "a|b\nc",
+    }  # fmt: skip
+    report["ways"][5]["texts"]["of_reference"] = compare([[1, 2]], [[1, 3]])
+    report["peers"]["transformers"] = {"error": "no wheel"}
+    section = format_markdown(report)
+    assert "| transformers | plain |  | not measured: a\\|b c |" in section
+    assert "| llama.cpp | plain |  | 15.00 (10.00-20.00) |" in section
+    assert "prompt 0, token 1" in section
+    assert "| transformers | not measured: no wheel |" in section
+    assert "**not measured**" in section
+    path = tmp_path / "RESULTS.md"
+    path.write_text("# Measured\n\n## One\n\n1\n\n## Last\n\n2\n")
+    put_section(path, section)
+    first = path.read_text()
+    assert first.index("## One") < first.index("## Beside others, full") < first.index("## Last")
+    put_section(path, format_markdown(make_report(date="2027-01-01")))
+    second = path.read_text()
+    assert "2027-01-01" in second
+    assert "2026-01-01" not in second
+    assert second.count("## Beside others") == 1
+    assert second.endswith("## Last\n\n2\n")
+    put_section(path, format_markdown(make_report(size="small")))
+    assert path.read_text().count("## Beside others") == 2
+
+
+def test_the_command(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From peers to JSON and tables: one has no wheel, one dies, and both are told."""
+
+    def refuse(name: str, *_: Any) -> Path:
+        if name == "openvino":
+            raise PeerError("No matching distribution found")
+        return Path(sys.executable)
+
+    found = models.Models(tmp_path, target, target, target)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def add(a, b): return a + b, and so on"}\n' * 4)
+    monkeypatch.setattr(models, "prepare_models", lambda *_: found)
+    monkeypatch.setattr(models, "find_shortage", lambda *_: [])
+    monkeypatch.setattr(command, "install_peer", refuse)
+    monkeypatch.setattr(
+        command, "list_settings", lambda peer, *_: {n: {} for n in command.MODULES if peer in n}
+    )
+    dies_at = {"llama.cpp": 4}
+    monkeypatch.setattr(
+        command, "make_starter", lambda name, *_: lambda: FakeWorker([], dies_at.get(name))
+    )
+    words = ["--size", "pycode", "--folder", str(tmp_path), "--prompt-file", str(prompts),
+             "--long-prompt", "8", "--batch-sizes", "1,4", "--lengths", "2,4", "--prompts", "2",
+             "--rounds", "2"]  # fmt: skip
+    command.main("", words)
+    printed = capsys.readouterr().out
+    report = json.loads((tmp_path / "peers-pycode.json").read_text())
+    by_way = {f"{row['peer']}: {row['way']}": row for row in report["ways"]}
+    assert len(by_way) == 10
+    assert by_way["openvino: plain"]["error"] == "No matching distribution found"
+    assert by_way["llama.cpp: plain"]["error"] == "ended with status -9: Killed"
+    assert by_way["specdec: draft-target"]["setting"] == {"length": 4}
+    assert report["peers"]["openvino"] == {"error": "No matching distribution found"}
+    assert [row["batch_size"] for row in report["batches"]] == [1, 1, 4, 4]
+    assert [goal["verdict"] for goal in report["goals"]].count(UNKNOWN) == 0
+    assert "No matching distribution found" in printed
+    command.main("", ["--report", str(tmp_path / "peers-pycode.json")])
+    assert capsys.readouterr().out == printed
+
+
+def test_a_machine_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "read_free_memory", lambda: 3.0)
+    (found, *_) = models.find_shortage(models.SIZES["full"], tmp_path)
+    assert found == "20 GB of free memory are needed, there are 3.0"
+    with pytest.raises(SystemExit, match="error: 20 GB of free memory"):
+        command.main("", ["--folder", str(tmp_path)])
+
+
+def test_settings_of_the_command() -> None:
+    assert command.read_trees("1x3, 2x4") == [(1, 3), (2, 4)]
+    for text in ("", "3", "0x1", "1x3,"):
+        with pytest.raises(Exception, match="is not of the form 1x3,2x4"):
+            command.read_trees(text)
+    with pytest.raises(Exception, match="is not of the form 2,4"):
+        command.read_lengths("2,,4")
+    ways = list_ways(["specdec"], [(1, 3)], [2, 4])
+    assert [way.name for way in ways] == ["plain", "redrafter", "draft-target"]
+    assert ways[2].settings == ({"length": 2}, {"length": 4}, {"length": "auto"})
+    assert (ROOT / "benchmarks" / "peers.py").is_file()

@@ -1,0 +1,226 @@
+"""Each method's recipe, from data to text, by its own commands: on a tiny target, in this process.
+
+One of them runs as the script does it, in processes of its own, on the models that ship.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.pycode import methods, recipe
+from specdec.methods import EXTERNAL_METHODS, METHODS
+from specdec.train import acceptance
+from specdec.train.generation import engine as generation
+from specdec.train.methods import TRAINABLE
+from specdec.verify import runner
+from tests.conftest import (
+    ROOT,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+    make_tokenizer,
+)
+from tests.engines import call
+
+# What the commands do is no question of speed, and kernels take seconds to compile.
+CHANGES = recipe.QUICK | {"build": {"optimize": "none"}}
+TEXTS = ("def add(a, b):\n    return", "class Stack:\n    def", "import os", "for x in range(10):")
+
+
+def call_here(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """A stage in this process, which spares its start; `train data` is `data` here."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        call(stage, *arguments, "--json")
+    report: dict[str, Any] = json.loads(out.getvalue())
+    return report
+
+
+@pytest.fixture(autouse=True)
+def stages_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the stages that call others do so in this process."""
+    monkeypatch.setattr(acceptance, "call_stage", call_here)
+    for module in (acceptance, generation, runner):
+        monkeypatch.setattr(module, "call_run", lambda arguments: call_here("run", arguments))
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What stands in place of each path in the recipes."""
+    folder = tmp_path_factory.mktemp("recipes")
+    make_tokenizer(make_llama(folder, seed=3))
+    make_tokenizer(make_llama(folder, seed=4, hidden=32, layers=1, name="draft"))
+    (folder / "out").mkdir()
+    prompts = "".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS)
+    (folder / "prompts.jsonl").write_text(prompts)
+    rows = [json.dumps({"text": text * 3 + str(n)}) + "\n" for n in range(3) for text in TEXTS]
+    (folder / "heldout.jsonl").write_text("".join(rows))
+    return {
+        "out/": f"{folder}/out/",
+        "examples/pycode/target": f"{folder}/target",
+        "examples/pycode/draft": f"{folder}/draft",
+        recipe.PROMPTS: f"{folder}/prompts.jsonl",
+        recipe.TRAINING_PROMPTS: f"{folder}/prompts.jsonl",
+        f"{recipe.CORPUS}/heldout.jsonl": f"{folder}/heldout.jsonl",
+    }
+
+
+def run_recipe(path: Path, stages: Sequence[str] = recipe.STAGES) -> dict[str, dict[str, Any]]:
+    """Call a recipe's commands in order; return their reports."""
+    from accelerate.state import AcceleratorState
+
+    reports = {}
+    for name, *arguments in recipe.list_commands(path, stages):
+        if name == "specdec-train":
+            AcceleratorState._reset_state(reset_partial_state=True)
+        stage = name.removeprefix("specdec-")
+        reports["data" if arguments[0] == "data" else stage] = call_here(stage, arguments)
+    return reports
+
+
+@pytest.mark.parametrize("method", recipe.METHODS)
+def test_a_recipe_runs_from_data_to_text(
+    method: str, paths: dict[str, str], tmp_path: Path
+) -> None:
+    *others, own = recipe.write_recipes(method, tmp_path, CHANGES, paths)
+    for other in others:
+        run_recipe(other, ("convert", "build"))
+    reports = run_recipe(own)
+    assert set(reports) >= {"convert", "build", "verify", "bench", "run"}
+    assert recipe.list_commands(own) == [
+        [f"specdec-{stage}", "--config", str(own)] for stage in ("verify", "bench", "run")
+    ], "what was written is there"
+    if method in TRAINABLE:
+        (drafter,) = Path(paths["out/"]).glob(f"pycode-{method}/*.safetensors")
+        assert reports["train"]["steps"] == 2
+        assert reports["train"]["eval"]["acceptance"]["prompts"] == 2
+        sources = json.loads((drafter.parent / "manifest.json").read_text())["sources"]
+        assert paths["out/"] + "pycode-data.jsonl" in {source["path"] for source in sources}
+    assert reports["verify"]["verdict"] == "exact"
+    (batch,) = reports["bench"]["batches"]
+    assert batch["texts"] == {"compared": len(TEXTS), "equal": len(TEXTS)}
+    stats = reports["run"]["stats"]
+    assert stats["method"] == reports["verify"]["method"] == reports["bench"]["method"] == method
+    assert len(reports["run"]["outputs"]) == len(TEXTS)
+
+
+def test_data_are_made_once_and_trained_on(paths: dict[str, str], tmp_path: Path) -> None:
+    """All recipes share the file; each of its rows is a prompt that the target went on with."""
+    for method in TRAINABLE:
+        target, own = recipe.write_recipes(method, tmp_path, CHANGES, paths)
+        run_recipe(target, ("convert", "build"))
+        run_recipe(own, ("data",))
+        sections = recipe.read_recipe(own)
+        assert sections["train"]["data"] == sections["data"]["output"]
+    rows = [json.loads(line) for line in Path(sections["data"]["output"]).open()]
+    assert [row["text"][: len(text)] for row, text in zip(rows, TEXTS, strict=True)] == [*TEXTS]
+    assert all(len(row["text"]) > len(text) for row, text in zip(rows, TEXTS, strict=True))
+
+
+def test_every_method_has_a_recipe_that_is_run_here() -> None:
+    assert set(recipe.METHODS) == {*METHODS, *EXTERNAL_METHODS}
+    for method in recipe.METHODS:
+        names = recipe.list_recipes(method)
+        sections = recipe.read_recipe(ROOT / "configs" / f"{names[-1]}.yaml")
+        trained = {"data", "train"} if method in TRAINABLE else set()
+        assert set(sections) == {"convert", "build", "verify", "bench", "run", *trained}
+
+
+def test_what_follows_something_new_is_done_anew(paths: dict[str, str], tmp_path: Path) -> None:
+    """A drafter that was trained again is converted again, in place of the old one."""
+    moved = paths | {"out/": f"{tmp_path}/out/"}
+    *_, own = recipe.write_recipes("medusa", tmp_path, CHANGES, moved)
+    sections = recipe.read_recipe(own)
+    for stage in ("data", "convert", "build"):
+        Path(sections[stage][recipe.WRITTEN[stage]]).mkdir(parents=True)
+    commands = [[name, *words[2:]] for name, *words in recipe.list_commands(own)]
+    assert commands == [
+        ["specdec-train", "--resume"], ["specdec-convert", "--force"],
+        ["specdec-build", "--force"], ["specdec-verify"], ["specdec-bench"], ["specdec-run"],
+    ]  # fmt: skip
+
+
+def test_a_shipped_drafter_takes_the_place_of_the_trained_one(tmp_path: Path) -> None:
+    (own,) = recipe.write_recipes("redrafter", tmp_path, {}, {"out/": "elsewhere/"}, shipped=True)
+    sections = recipe.read_recipe(own)
+    assert set(sections) == {"convert", "build", "verify", "bench", "run"}
+    assert sections["convert"]["drafter_model_dir"] == "examples/pycode/redrafter"
+    assert sections["convert"]["output_dir"] == sections["build"]["checkpoint_dir"]
+    assert sections["run"]["engine_dir"] == "elsewhere/pycode-redrafter-engine"
+
+
+def test_the_script_runs_the_commands_as_typed(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    done = subprocess.run(
+        [
+            sys.executable, ROOT / "examples/pycode/recipe.py", "redrafter", "--quick", "--shipped",
+            "--output-dir", folder,
+        ],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    path = folder / "recipes" / "redrafter-pycode.yaml"
+    shown = [line for line in done.stdout.splitlines() if line.startswith("$ ")]
+    assert shown == [
+        f"$ specdec-{stage} --config {path}"
+        for stage in ("convert", "build", "verify", "bench", "run")
+    ]
+    assert ": exact" in done.stdout
+    assert f'Output [Text {recipe.QUICK_NUM_PROMPTS - 1} Beam 0]: "' in done.stdout
+    per_step = re.search(r"([0-9.]+) tokens per verify step", done.stderr)
+    assert per_step is not None
+    assert float(per_step[1]) > 1.2, "the shipped drafter is accepted"
+
+
+def test_the_table_measures_every_method(
+    paths: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With random drafters in the places of those that ship."""
+    shipped = {
+        "redrafter": make_drafter(tmp_path),
+        "medusa": make_medusa_heads(tmp_path),
+        "eagle": make_eagle_drafter(tmp_path),
+    }
+    moved = {old: new for old, new in paths.items() if old != "out/"}
+    moved |= {f"examples/pycode/{name}": str(folder) for name, folder in shipped.items()}
+    work = tmp_path / "work"
+    arguments = ["--quick", "--work-dir", str(work), "--output-dir", str(tmp_path / "unused")]
+    methods.main(arguments, moved, {"build": {"optimize": "none"}}, call_here)
+    report = json.loads((work / "methods.json").read_text())
+    assert {row["method"] for row in report["rows"]} == {*METHODS, *EXTERNAL_METHODS}
+    assert [row["name"] for row in report["rows"]] == [v.name for v in methods.VARIANTS]
+    for row in report["rows"]:
+        for length, found in zip(report["max_output_lens"], row["lengths"], strict=True):
+            assert (found["max_output_len"], found["rounds"]) == (length, 1)
+            assert found["same_text_as_plain"] == found["prompts"] == 2
+            assert found["acceptance_length"] >= 1
+            assert found["speed_ratio"]["median"] > 0
+    table = (work / "methods.md").read_text()
+    assert table in capsys.readouterr().out
+    (work / "methods.md").unlink()
+    methods.main(["--quick", "--render", "--work-dir", str(work)])
+    assert (work / "methods.md").read_text() == table
+    assert not (tmp_path / "unused").exists()
+
+
+def test_a_row_of_the_table() -> None:
+    found = {
+        "draft_tokens_per_step": 7.04, "acceptance_length": 1.996, "looping": 3, "prompts": 40,
+        "acceptance_length_without_loops": None,
+        "speed_ratio": {"median": 1.2345, "lowest": 1.1, "highest": 1.3},
+    }  # fmt: skip
+    row = {"name": "Medusa", "lengths": [{"acceptance_length": 1.5}, found]}
+    assert methods.format_row(row) == (
+        "| Medusa | 7.0 | 1.50 | 2.00 | 3 of 40 | none left | **1.23** (1.10 to 1.30) |"
+    )

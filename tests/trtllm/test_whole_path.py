@@ -1,0 +1,133 @@
+"""Convert, build and run of every mode, line and number of ranks, on the doubles.
+
+What comes out is compared with the torch engine's text of the same target, which is that of every
+method.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.errors import SpecDecError
+from specdec.trtllm.facts import LABELS
+from tests.conftest import read_error_lines, run_cli
+from tests.trtllm.worlds import (
+    BUILD,
+    PAGED,
+    WAYS,
+    World,
+    install_mpirun,
+    make_checkpoint,
+    make_prompts,
+    make_world,
+)
+
+REQUESTS = make_prompts(4, 17, max_output_len=14)
+
+
+@pytest.fixture(scope="module", params=LABELS)
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
+    yield from make_world(tmp_path_factory.mktemp("world"), request.param)
+
+
+def list_draft_settings(world: World, tp_size: int) -> dict[str, Any]:
+    devices = ",".join(map(str, range(1, 1 + tp_size)))
+    draft = world.engine("draft", world.draft(), *PAGED)
+    return {
+        "draft_engine_dir": draft, "draft_len": "4", "draft_devices": "0",
+        "target_devices": devices,
+    }  # fmt: skip
+
+
+def list_texts(report: Any) -> list[Any]:
+    return [(output["output_ids"], output["finish_reason"]) for output in report["outputs"]]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("method", WAYS)
+def test_every_mode_writes_the_targets_text(
+    world: World, monkeypatch: pytest.MonkeyPatch, method: str, tp_size: int
+) -> None:
+    if method == "eagle" and world.label == "0.14":
+        with pytest.raises(SpecDecError, match="0.14"):
+            world.eagle()
+        return
+    expected = world.run(world.torch_engine("plain", world.checkpoint("plain")), REQUESTS)
+    checkpoint = make_checkpoint(world, method, tp_size)
+    engine = world.engine(f"{method}{tp_size}", checkpoint, *WAYS[method].flags)
+    settings: dict[str, Any] = {}
+    if method == "draft_target":
+        settings = list_draft_settings(world, tp_size)
+    elif tp_size > 1:  # as the first rank of those that mpirun has started
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(tp_size))
+    if method == "draft_target" and tp_size > 1 and world.label == "0.14":
+        with pytest.raises(SpecDecError, match="no orchestrator mode"):
+            world.run(engine, REQUESTS, None, **settings)
+        return
+    report = world.run(engine, REQUESTS, None, **settings)
+    assert list_texts(report) == list_texts(expected)
+    stats = report["stats"]
+    assert (stats["method"], stats["tp_size"]) == (method, tp_size)
+    assert stats["acceptance_length"] >= 1
+    loaded = world.calls("from_dir")[0]["options"]
+    assert ("multi_block_mode" in loaded) == (method in ("medusa", "eagle"))
+
+
+# One process a command, as users start them: each mode once, both lines, one and two ranks.
+COMMANDS = [
+    ("plain", "0.14", 1), ("redrafter", "1.2", 2), ("medusa", "0.14", 1), ("eagle", "1.2", 1),
+    ("lookahead", "1.2", 1), ("draft_target", "0.14", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "label", "tp_size"), COMMANDS)
+def test_commands_of_every_mode(tmp_path: Path, method: str, label: str, tp_size: int) -> None:
+    """Prompts come from stdin; of several ranks, the first one alone reads and prints."""
+    world = World(tmp_path, label)
+    install_mpirun(world)
+    checkpoint, engine = make_checkpoint(world, method, tp_size), tmp_path / "engine"
+    built = run_cli(
+        "build", "--backend", "tensorrt-llm", "--checkpoint-dir", checkpoint, "--output-dir",
+        engine, *BUILD, *WAYS[method].flags, env=world.environment,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    flags: list[object] = []
+    if method == "draft_target":
+        draft = tmp_path / "draft-engine"
+        again = run_cli(
+            "build", "--backend", "tensorrt-llm", "--checkpoint-dir", world.draft(),
+            "--output-dir", draft, *BUILD, *PAGED, env=world.environment,
+        )  # fmt: skip
+        assert again.returncode == 0, again.stderr
+        flags = ["--draft-engine-dir", draft, "--draft-target-model-config", "[4,[0],[1],False]"]
+    done = run_cli(
+        "run", "--engine-dir", engine, "--input-file", "-", "--json", "--end-id", 127, *flags,
+        env=world.environment,
+        stdin="".join(json.dumps(request) + "\n" for request in REQUESTS),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    torch_engine = world.torch_engine("plain", world.checkpoint("plain"))
+    calls = world.calls("from_dir")
+    ranks = sorted(entry["options"]["rank"] for entry in calls)
+    assert ranks == ([0, 0] if method == "draft_target" else list(range(tp_size)))
+    assert len({entry["pid"] for entry in calls}) == tp_size
+    assert list_texts(report) == list_texts(world.run(torch_engine, REQUESTS))
+    assert (report["stats"]["method"], report["stats"]["tp_size"]) == (method, tp_size)
+    if method != "redrafter":
+        return
+    failed = run_cli(
+        "run", "--engine-dir", engine, "--input-file", "-", "--max-output-len", 5000,
+        env=world.environment, stdin=json.dumps({"input_ids": [5, 6]}) + "\n",
+    )  # fmt: skip
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert "5000 more" in read_error_lines(failed.stderr)[0], "mpirun's grumbling is left out"
