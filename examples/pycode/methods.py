@@ -121,8 +121,9 @@ def compare(
     """Measure all variants; speed is repeated at the longest output alone."""
     rows = []
     machine: dict[str, Any] = {}
-    for variant in variants:
-        recipe = make_engine(variant, folder, paths, changes, call)
+    # All of them first: what is missing shows before anything is measured.
+    recipes = [make_engine(variant, folder, paths, changes, call) for variant in variants]
+    for variant, recipe in zip(variants, recipes, strict=True):
         measured = []
         for length in lengths:
             is_longest = length == max(lengths)
