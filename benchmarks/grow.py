@@ -9,12 +9,12 @@ The cost of a step is then that of the large shape, and text and acceptance are 
 The default shape has 986M parameters: 22 layers, hidden 2048, SwiGLU 5632, 32 heads, 4 K/V heads.
 
 What is added is random wherever nothing comes of it, so that no arithmetic is cheaper than with
-trained weights. Added layers have output projections of zero. Added channels of the hidden state
-stay zero, since nothing writes to them, and what reads them is random. Norms divide by the mean
-over more channels, for which their weights and epsilon make up. Added heads and added MLP channels
-are random, and the columns that would read them are zero. A larger head is rotated by the same
-angles where its base is raised to the power of the ratio, and its queries make up for the larger
-divisor.
+trained weights. Added layers have output projections of zero, whose signs are random: no two are
+equal. Added channels of the hidden state stay zero, since nothing writes to them, and what reads
+them is random. Norms divide by the mean over more channels, for which their weights and epsilon
+make up. Added heads and added MLP channels are random, and the columns that would read them are
+zero. A larger head is rotated by the same angles where its base is raised to the power of the
+ratio, and its queries make up for the larger divisor.
 
 Logits are compared before anything is written: in float32 they must agree to rounding; in bfloat16,
 to which the changed norms and queries are rounded anew, in the best token of nearly every position.
@@ -52,6 +52,10 @@ class Filler:
         count = math.prod(shape)
         block = torch.randn(min(count, 1 << 20), generator=self._generator) * NOISE
         return block.repeat(-(-count // block.numel()))[:count].view(shape)
+
+    def make_zeros(self, *shape: int) -> Tensor:
+        """Zeros of random sign: exporters that store equal tensors once find none equal."""
+        return torch.zeros(*shape).copysign(self.make(*shape))
 
     def widen(self, weight: Tensor, rows: int, columns: int, *, writes: bool = True) -> Tensor:
         """Put a matrix into the corner of a larger one; what reads the added channels is random.
@@ -158,10 +162,10 @@ def grow_tensors(
         if is_added:
             layer_tensors = {
                 **{f"self_attn.{name}": filler.make(count, hidden) for name, count in rows.items()},
-                "self_attn.o_proj": torch.zeros(hidden, rows["q_proj"]),
+                "self_attn.o_proj": filler.make_zeros(hidden, rows["q_proj"]),
                 "mlp.gate_proj": filler.make(inner, hidden),
                 "mlp.up_proj": filler.make(inner, hidden),
-                "mlp.down_proj": torch.zeros(hidden, inner),
+                "mlp.down_proj": filler.make_zeros(hidden, inner),
                 "input_layernorm": torch.ones(hidden),
                 "post_attention_layernorm": torch.ones(hidden),
             }

@@ -136,13 +136,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for way in ways:
             told = workers[way.worker].about if way.worker in workers else None
             about.setdefault(way.peer, told or {"error": errors[way.worker]})
-        report = measure_workers(args, found, ways, workers, errors) | {
-            **head, "threads": args.threads, "peers": about,
-        }  # fmt: skip
+        head |= {"threads": args.threads, "peers": about}
+        return measure_workers(args, head, found, ways, workers, errors)
     finally:
         for worker in workers.values():
             worker.end()
-    return report | {"goals": [goal.to_json() for goal in list_goals(report)]}
 
 
 def prepare(
@@ -224,10 +222,10 @@ def make_starter(
 
 
 def measure_workers(
-    args: argparse.Namespace, found: Models, ways: Sequence[Way], workers: Mapping[str, Worker],
-    errors: Mapping[str, str],
+    args: argparse.Namespace, head: dict[str, Any], found: Models, ways: Sequence[Way],
+    workers: Mapping[str, Worker], errors: Mapping[str, str],
 ) -> dict[str, Any]:  # fmt: skip
-    """All that needs running workers."""
+    """All that needs running workers; what the rounds say is written before our engine goes on."""
     size = SIZES[args.size]
     end_id = json.loads((found.target / "config.json").read_text())["eos_token_id"]
     num_prompts = max(args.prompts or size.num_prompts, *args.batch_sizes)
@@ -239,10 +237,19 @@ def measure_workers(
         end_id=end_id, rounds=args.rounds,
     )  # fmt: skip
     groups = [worker.group for worker in workers.values()]
-    meter, began = LoadMeter(), time.monotonic()
-    own_seconds = count_group_seconds(groups)
+    meter, began, own_seconds = LoadMeter(), time.monotonic(), count_group_seconds(groups)
+
+    def finish(report: dict[str, Any]) -> dict[str, Any]:
+        """Add what others did meanwhile, and the goals."""
+        others = meter.measure()
+        if others is not None:
+            ours = (count_group_seconds(groups) - own_seconds) / (time.monotonic() - began)
+            others = round(max(0.0, others - ours), 2)
+        report |= {"processors_used_by_others": others, "warnings": describe_load(others)}
+        return report | {"goals": [goal.to_json() for goal in list_goals(report)]}
+
     measured = measure_ways(ways, workers, errors, work)
-    report: dict[str, Any] = {
+    report = head | {
         "size": args.size, "dtype": DTYPE, "commit": models.read_commit(),
         "instructions": [name for name in BF16_INSTRUCTIONS if name in read_cpu_flags()],
         "target_gb": (found.target / "model.safetensors").stat().st_size / 1e9,
@@ -250,12 +257,9 @@ def measure_workers(
         "max_output_len": work.max_output_len, "long_prompt_tokens": len(work.long_prompt),
         "build_flags": args.build_flags, "ways": describe_ways(measured),
     }  # fmt: skip
-    report |= measure_ours(args, measured, workers, dataclasses.replace(work, prompts=prompts))
-    others = meter.measure()
-    if others is not None:
-        ours = (count_group_seconds(groups) - own_seconds) / (time.monotonic() - began)
-        others = round(max(0.0, others - ours), 2)
-    return report | {"processors_used_by_others": others, "warnings": describe_load(others)}
+    write_json(args.folder / f"peers-{args.size}.json", finish(report))
+    more = dataclasses.replace(work, prompts=prompts)
+    return finish(report | measure_ours(args, measured, workers, more))
 
 
 def measure_ours(
@@ -269,9 +273,12 @@ def measure_ours(
     found: dict[str, Any] = {}
     if "specdec" in workers:
         print("the cost of verification", file=sys.stderr, flush=True)
-        found["verify_ms"] = workers["specdec"].call(
-            "time_steps", sizes=STEP_SIZES, past_len=PAST_LEN, repeat=STEP_REPEAT
-        )
+        try:
+            found["verify_ms"] = workers["specdec"].call(
+                "time_steps", sizes=STEP_SIZES, past_len=PAST_LEN, repeat=STEP_REPEAT
+            )
+        except PeerError as error:
+            found["verify_error"] = str(error)
     ours = [one for one in measured if one.way.peer == "specdec" and one.error is None]
     pairs = [(one.way, one.setting) for one in ours if one.way.name == "redrafter"]
     pairs += [(one.way, {"length": "auto"}) for one in ours if one.way.name == "draft-target"]

@@ -87,7 +87,7 @@ def find_large_goals(figures: Figures) -> Iterator[Goal]:
     for way in SPECULATIVE:
         for peer, theirs in RIVALS:
             yield judge(
-                f"{way} over {peer}'s {theirs}, tokens/s",
+                f"{way} over {peer}, {theirs}, tokens/s",
                 "above",
                 1.0,
                 figures.divide(("specdec", way), (peer, theirs)),
@@ -108,7 +108,7 @@ def find_small_goals(figures: Figures) -> Iterator[Goal]:
 
 def compare_plain(figures: Figures, peer: str, least: float) -> Goal:
     return judge(
-        f"plain decoding over {peer}'s, tokens/s",
+        f"plain decoding over {peer}, tokens/s",
         "at least",
         least,
         figures.divide(("specdec", "plain"), (peer, "plain")),
@@ -126,7 +126,9 @@ def judge_verification(figures: Figures) -> Iterator[Goal]:
             "at most",
             most,
             times[size] / times["1"] if is_known else None,
-            f"ms by tokens: {told}" if told else "our engine was not measured",
+            f"ms by tokens: {told}"
+            if told
+            else figures.report.get("verify_error") or "our engine was not measured",
         )
 
 
@@ -183,7 +185,7 @@ def judge_first_token(figures: Figures) -> Goal:
         ratio = first["median"] / second["median"]
         evidence = f"{first['median']:.2f} s, llama.cpp {second['median']:.2f} s"
     return judge(
-        f"first token of a prompt of {figures.report['long_prompt_tokens']} over llama.cpp's, time",
+        f"first token of a prompt of {figures.report['long_prompt_tokens']} over llama.cpp, time",
         "at most", 1.2, ratio, evidence,
     )  # fmt: skip
 

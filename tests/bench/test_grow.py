@@ -87,7 +87,10 @@ def test_what_is_added_is_not_zero(grow: ModuleType, small: Path, tmp_path: Path
         assert tensors[f"model.layers.0.self_attn.{name}.weight"][0].count_nonzero() == 96
     for name in ("gate_proj", "up_proj"):
         assert tensors[f"model.layers.0.mlp.{name}.weight"].count_nonzero() == 160 * 96
-    assert tensors["model.layers.2.self_attn.o_proj.weight"].count_nonzero() == 0
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        zeros = tensors[f"model.layers.2.{name}.weight"]
+        assert zeros.count_nonzero() == 0
+        assert 0.4 < zeros.signbit().float().mean() < 0.6, "else it is stored once for all layers"
     assert tensors["lm_head.weight"].count_nonzero() == 128 * 96
     assert (tmp_path / "target" / "tokenizer.json").is_file()
 

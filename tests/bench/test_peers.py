@@ -411,9 +411,9 @@ def test_goals_that_are_missed_have_the_reason() -> None:
         "a verify step of 16 tokens over one of 1, time",
         "redrafter: all but verification, share of a step",
         "redrafter over plain decoding, tokens/s",
-        "redrafter over llama.cpp's draft model, tokens/s",
+        "redrafter over llama.cpp, draft model, tokens/s",
         "load of the engine, 1.97 GB, seconds",
-        "first token of a prompt of 512 over llama.cpp's, time",
+        "first token of a prompt of 512 over llama.cpp, time",
         "draft-target with an automatic length over plain, batch 16",
     }
     goal = missed["redrafter over plain decoding, tokens/s"]
@@ -428,8 +428,8 @@ def test_goals_beside_a_missing_peer_are_not_measured() -> None:
     report["ways"][5] = {"peer": "llama.cpp", "way": "plain", "setting": {}, "error": "no cmake"}
     report["ways"] = [row for row in report["ways"] if row["peer"] != "transformers"]
     goals = {goal.name: goal for goal in list_goals(report) if goal.verdict == UNKNOWN}
-    assert "no cmake" in goals["plain decoding over llama.cpp's, tokens/s"].evidence
-    assert "not among the chosen" in goals["plain decoding over transformers's, tokens/s"].evidence
+    assert "no cmake" in goals["plain decoding over llama.cpp, tokens/s"].evidence
+    assert "not among the chosen" in goals["plain decoding over transformers, tokens/s"].evidence
     by_batch = goals["draft-target with an automatic length over plain, by batch"]
     assert by_batch.evidence == "ended with status -9"
     assert len(goals) == 6

@@ -469,7 +469,9 @@ def test_processing_equals_what_generate_samples_from(tmp_path: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(make_llama(tmp_path))
     ids = torch.tensor([[5, 9, 40]])
+    torch.manual_seed(0)
     for temperature, top_k, top_p in ((0.7, 20, 0.8), (1.6, 0, 0.9), (1.3, 5, 1.0)):
+        kept = []
         done = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=True,
             temperature=temperature, top_k=top_k, top_p=top_p, eos_token_id=None, pad_token_id=0,
@@ -479,7 +481,8 @@ def test_processing_equals_what_generate_samples_from(tmp_path: Path) -> None:
         for raw, scores in zip(done.logits, done.scores, strict=True):
             probs = process_logits(raw, params)
             torch.testing.assert_close(probs, scores.softmax(-1), rtol=1e-5, atol=0)
-            assert 1 < (probs > 0).sum() < 128
+            kept.append(int((probs > 0).sum()))
+        assert 1 < max(kept) < 128, "something is cut off, and something is left"
 
 
 @pytest.mark.parametrize("temperature", [1e-29, 1e-38, 1e-45, 5e-324])
