@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from examples.pycode.recipe import PROMPTS, Recipe, list_commands, write_recipes
 from specdec.bench.plots import has_matplotlib
 from specdec.processes import call_stage
 
-OUTPUT_LENGTHS = (16, 32, 64, 128)
-REPEAT = 5
+OUTPUT_LENGTHS = (16, 64)
+REPEAT = 3
 FILES = ("methods.json", "methods.md", "methods.png")
 # Facts of the machine and its state that specdec-bench tells with every measurement.
 MACHINE = (
@@ -76,8 +77,12 @@ def make_engine(
         for name in {*changes, *variant.changes}
     }
     own = folder / variant.folder
+    # Variants that share engines differ in what is asked of them.
+    slug = re.sub(r"[^a-z0-9]+", "-", variant.name.lower())
     moved = {"out/": f"{own}/", **paths}
-    *others, recipe = write_recipes(variant.method, own / "recipes", merged, moved, shipped=True)
+    *others, recipe = write_recipes(
+        variant.method, folder / "recipes" / slug, merged, moved, shipped=True
+    )
     for path in (*others, recipe):
         for name, *arguments in list_commands(path, ("convert", "build")):
             call(name.removeprefix("specdec-"), arguments)
@@ -182,28 +187,31 @@ def draw(report: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = report["rows"]
-    figure = Figure(figsize=(10, 4))
+    figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for row in rows:
         lengths = [found["max_output_len"] for found in row["lengths"]]
         accepted = [found["acceptance_length"] for found in row["lengths"]]
-        left.plot(lengths, accepted, marker="o", label=row["name"])
+        left.plot(lengths, accepted, marker="o")
     left.set_xlabel("new tokens a prompt")
     left.set_ylabel("tokens emitted per verify step")
     left.set_xscale("log", base=2)
-    left.legend(fontsize=6)
+    left.set_xticks(report["max_output_lens"], report["max_output_lens"])
+    left.minorticks_off()
     ratios = [row["lengths"][-1]["speed_ratio"] for row in rows]
     medians = [ratio["median"] for ratio in ratios]
     below = [ratio["median"] - ratio["lowest"] for ratio in ratios]
     above = [ratio["highest"] - ratio["median"] for ratio in ratios]
-    right.barh(range(len(rows)), medians, xerr=[below, above], capsize=3)
+    # The bars' colours are those of the lines, for which their labels are the legend.
+    colors = [line.get_color() for line in left.lines]
+    right.barh(range(len(rows)), medians, xerr=[below, above], capsize=3, color=colors)
     right.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=7)
     right.invert_yaxis()
     right.axvline(1, color="black", linewidth=0.8)
     right.set_xlabel("tokens per second / plain decoding's")
     machine = report["machine"]
     figure.suptitle(f"{machine['processor']}, {machine['dtype']}, {machine['date']}", fontsize=8)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120)
 
 
 def write_files(report: dict[str, Any], folder: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from examples.pycode import methods, recipe
 from specdec.methods import EXTERNAL_METHODS, METHODS
@@ -206,6 +207,12 @@ def test_the_table_measures_every_method(
             assert found["same_text_as_plain"] == found["prompts"] == 2
             assert found["acceptance_length"] >= 1
             assert found["speed_ratio"]["median"] > 0
+    # Those that share engines are still asked for different things.
+    lengths = {
+        yaml.safe_load(path.read_text())["bench"]["draft_len"]
+        for path in (work / "recipes").glob("draft-model-*/draft_target-pycode.yaml")
+    }
+    assert lengths == {4, "auto"}
     table = (work / "methods.md").read_text()
     assert table in capsys.readouterr().out
     (work / "methods.md").unlink()
