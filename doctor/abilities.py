@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 from specdec.trtllm.environment import (
@@ -12,7 +11,7 @@ from specdec.trtllm.environment import (
     Environment,
     parse_capability,
 )
-from specdec.trtllm.facts import LABELS, Facts, find_facts, load_facts
+from specdec.trtllm.facts import LABELS, Facts, find_facts, load_facts, order_release
 
 MIN_TORCH = (2, 6)
 
@@ -61,7 +60,7 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
 def _find_torch_reasons(version: str | None) -> list[str]:
     if version is None:
         return ["torch is not installed"]
-    if order(version) < MIN_TORCH:
+    if order_release(version) < MIN_TORCH:
         needed = ".".join(map(str, MIN_TORCH))
         return [f"torch {version} is older than {needed}, the first that loads files safely"]
     return []
@@ -126,7 +125,7 @@ def find_pin_problems(machine: dict[str, Any], here: Environment) -> list[str]:
         version = installed.get(name)
         if version is None:
             continue
-        if not any(order(version) == order(one) for one in pinned.split(", ")):
+        if not any(order_release(version) == order_release(one) for one in pinned.split(", ")):
             problems.append(
                 f"TensorRT-LLM {here.tensorrt_llm} goes with {name}"
                 f" {pinned.replace(', ', ' or ')}, here is {version}"
@@ -136,11 +135,5 @@ def find_pin_problems(machine: dict[str, Any], here: Environment) -> list[str]:
 
 def _get_exact_label(version: str | None, facts: Facts) -> str:
     """The pins are those of the line's own release; an earlier 1.x had others."""
-    first, second = order(version or "")
+    first, second = order_release(version or "")
     return facts.label if facts.label == f"{first}.{second}" else ""
-
-
-def order(version: str) -> tuple[int, int]:
-    """Return a version's first two numbers, (0, 0) where it has none."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -11,9 +11,9 @@ from specdec.schema import CheckpointConfig, parse_checkpoint_config
 from specdec.storage import read_json
 from specdec.trtllm.defects import list_defects
 from specdec.trtllm.environment import Environment, compare_environments
-from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
+from specdec.trtllm.facts import DEFAULT_LABEL, load_facts, order_release
 
-from .abilities import MIN_TORCH, order
+from .abilities import MIN_TORCH
 
 Problems = list[tuple[str, str]]
 
@@ -52,7 +52,7 @@ def _check_torch(
     problems: Problems = []
     notes: list[str] = []
     torch = machine["packages"]["torch"]
-    if torch is None or order(torch) < MIN_TORCH:
+    if torch is None or order_release(torch) < MIN_TORCH:
         problems.append(
             (
                 f"the torch backend needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, here is"

@@ -111,8 +111,24 @@ class ReDrafterParams:
         return cls(**values)
 
 
+class _SizedTree:
+    """Of drafters whose checkpoint says how many draft tokens a step's tree has at most."""
+
+    max_draft_len: int
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens proposed in a verify step."""
+        return self.max_draft_len
+
+    @property
+    def draft_len_source(self) -> str:
+        """Where `max_draft_tokens` comes from, in the words of an error message."""
+        return f"its max_draft_len is {self.max_draft_len}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MedusaParams:
+class MedusaParams(_SizedTree):
     """Medusa heads (https://arxiv.org/abs/2401.10774): head i drafts the token i + 2 ahead.
 
     num_layers: residual layers of each head. max_draft_len: most draft tokens of a verify step's
@@ -130,19 +146,9 @@ class MedusaParams:
     }
 
     @property
-    def max_draft_tokens(self) -> int:
-        """Most tokens proposed in a verify step."""
-        return self.max_draft_len
-
-    @property
     def max_draft_depth(self) -> int:
         """Most draft tokens that one verify step can accept."""
         return min(self.num_heads, self.max_draft_len)
-
-    @property
-    def draft_len_source(self) -> str:
-        """Where `max_draft_tokens` comes from, in the words of an error message."""
-        return f"its max_draft_len is {self.max_draft_len}"
 
     def find_problems(
         self, *, hidden_size: int, vocab_size: int, tp_size: int
@@ -273,7 +279,7 @@ class Eagle3Params:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EagleParams:
+class EagleParams(_SizedTree):
     """EAGLE (https://arxiv.org/abs/2401.15077): decoder layers that draft from features.
 
     num_eagle_layers: the depth of a draft tree. max_non_leaves_per_layer: most nodes of a level
@@ -304,19 +310,9 @@ class EagleParams:
         return self.eagle3.draft_vocab_size if self.eagle3 else self.net.vocab_size
 
     @property
-    def max_draft_tokens(self) -> int:
-        """Most tokens proposed in a verify step."""
-        return self.max_draft_len
-
-    @property
     def max_draft_depth(self) -> int:
         """Most draft tokens that one verify step can accept."""
         return min(self.num_eagle_layers, self.max_draft_len)
-
-    @property
-    def draft_len_source(self) -> str:
-        """Where `max_draft_tokens` comes from, in the words of an error message."""
-        return f"its max_draft_len is {self.max_draft_len}"
 
     def find_problems(
         self, *, hidden_size: int, vocab_size: int, tp_size: int

@@ -85,6 +85,28 @@ def make_engine(
     return engine
 
 
+def make_tree_engine(
+    method: str,
+    parent: Path,
+    target: Path,
+    drafter: Path,
+    *,
+    optimize: str = "auto",
+    flags: Sequence[object] = (),
+) -> Path:
+    """Convert and build with Medusa heads or an EAGLE drafter; return the engine folder."""
+    checkpoint, engine = parent / "checkpoint", parent / "engine"
+    call(
+        "convert", "--model-dir", target, f"--{method}-model-dir", drafter,
+        "--output-dir", checkpoint, *flags,
+    )  # fmt: skip
+    call(
+        "build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", optimize,
+        "--speculative-decoding-mode", method, "--max-batch-size", 3,
+    )  # fmt: skip
+    return engine
+
+
 def continue_greedily(model: Any, prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
     """What transformers' `generate` continues each prompt with, alone and without an end token."""
     outputs = []

@@ -141,6 +141,8 @@ class Decoder:
             self.embedding_scale = torch.tensor(model.hidden_size**0.5, dtype=self.dtype)
         self.activation = name_activation(model)
         self.is_gated = arithmetic.mlp != "plain"
+        known = GATED_ACTIVATIONS if self.is_gated else PLAIN_ACTIVATIONS
+        self._native_activation = known.get(self.activation)
         self.layers = []
         for index in range(model.num_hidden_layers):
             prefix = f"transformer.layers.{index}."
@@ -270,9 +272,9 @@ class Decoder:
             step.tree_mask,
         )  # fmt: skip
         x = self._embed(torch.from_numpy(step.tokens), torch.from_numpy(step.positions))
-        if self.group is None and self._has_native_mlp:
+        if self.group is None and self._native_activation is not None:
             if self._packed_layers is None:
-                self._packed_layers = self._pack_layers()
+                self._packed_layers = self._pack_layers(self._native_activation)
             out, self.observed = kernels.run_layers(
                 x, self._packed_layers, cache.blocks, self.rotary, plan, self.observed_layers
             )
@@ -299,12 +301,7 @@ class Decoder:
         self.observed = torch.cat(seen, dim=-1) if seen else None
         return h
 
-    @property
-    def _has_native_mlp(self) -> bool:
-        known = GATED_ACTIVATIONS if self.is_gated else PLAIN_ACTIVATIONS
-        return self.activation in known
-
-    def _pack_layers(self) -> PackedLayers:
+    def _pack_layers(self, activation: int) -> PackedLayers:
         model = self.model
         weights = []
         for layer in self.layers:
@@ -322,8 +319,8 @@ class Decoder:
             hidden=model.hidden_size, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
             head_size=model.head_size,
             inner=self.layers[0].up.num_outputs // (2 if self.is_gated else 1),
-            activation=(GATED_ACTIVATIONS if self.is_gated else PLAIN_ACTIVATIONS)[self.activation],
-            is_gated=self.is_gated, window=model.sliding_window, epsilon=model.norm_epsilon,
+            activation=activation, is_gated=self.is_gated, window=model.sliding_window,
+            epsilon=model.norm_epsilon,
         )  # fmt: skip
 
     def _sum(self, partial: Tensor) -> Tensor:

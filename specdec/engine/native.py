@@ -80,8 +80,9 @@ def compile_kernels(folder: Path) -> dict[str, str]:
     }
     library = folder / LIBRARY_NAME
     key = hashlib.sha256(json.dumps([compiler, version.stdout, info]).encode()).hexdigest()
-    kept = find_cache() / "kernels" / f"{key[:32]}.so"
-    if _take_kept(kept, library):
+    cache = find_cache()
+    kept = cache / "kernels" / f"{key[:32]}.so" if cache else None
+    if kept and _take_kept(kept, library):
         logger.debug("kernels taken from %s", kept)
         return info
     objects = folder / "kernels.o"
@@ -91,7 +92,8 @@ def compile_kernels(folder: Path) -> dict[str, str]:
     openmp = ["-fopenmp"] if "clang" in version.stdout else []
     _call_compiler([compiler, "-shared", str(objects), "-o", str(library), *openmp])
     objects.unlink()
-    _keep(library, kept)
+    if kept:
+        _keep(library, kept)
     return info
 
 
@@ -105,11 +107,19 @@ def _call_compiler(command: Sequence[str]) -> None:
         )
 
 
-def find_cache() -> Path:
-    """The user's folder of what can be made again: $SPECDEC_CACHE_DIR, or ~/.cache/specdec."""
+def find_cache() -> Path | None:
+    """The user's folder of what can be made again: $SPECDEC_CACHE_DIR, or ~/.cache/specdec.
+
+    None for a user without a home, as containers have them.
+    """
     if chosen := os.environ.get("SPECDEC_CACHE_DIR"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "specdec"
+    try:
+        return Path.home() / ".cache" / "specdec"
+    except RuntimeError:
+        return None
 
 
 def _take_kept(kept: Path, library: Path) -> bool:

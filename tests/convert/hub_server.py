@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import unquote
+
+from tests.loopback import LoopbackServer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-class HubServer:
+class HubServer(LoopbackServer):
     """Serves model folders by id, counts what was asked for, and refuses or breaks off on demand.
 
     refusals: id -> (status, error code) of every answer about it. cuts: file name -> bytes after
@@ -29,38 +29,6 @@ class HubServer:
         self.requests: list[tuple[str, str]] = []  # method, path
         self.ranges: list[str] = []
         self.tokens: set[str | None] = set()
-
-    def __enter__(self) -> HubServer:
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            def do_HEAD(self) -> None:
-                hub.answer(self)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
 
     def list_fetched(self) -> list[str]:
         """Names of the files whose bytes were asked for."""

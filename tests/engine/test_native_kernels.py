@@ -220,14 +220,21 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @needs_compiler
+@pytest.mark.parametrize("has_home", [True, False])
 def test_a_cache_that_cannot_be_written_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_home: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "kernels.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setattr(native, "SOURCE", source)
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "file"))
+    if has_home:
+        monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "file"))
+    else:
+        for name in ("SPECDEC_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr("os.getuid", lambda: 54321)
+        assert native.find_cache() is None
     (tmp_path / "engine").mkdir()
     native.compile_kernels(tmp_path / "engine")
     assert (tmp_path / "engine" / native.LIBRARY_NAME).is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from specdec.run.verify import Candidates
 from specdec.storage import read_json
 from tests.conftest import make_eagle_drafter, make_llama, make_tokenizer
 from tests.engine.eagle_reference import EagleReference, list_token_paths
-from tests.engines import call, continue_greedily
+from tests.engines import call, continue_greedily, make_tree_engine
 
 PROMPTS = ([5, 9, 77], [3] * 20, [100], [8, 60])
 LIMIT = 24
@@ -58,19 +59,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("target"), layers=3, seed=3)
 
 
-def make_eagle_engine(
-    parent: Path, target: Path, drafter: Path, *, optimize: str = "none", flags: Any = ()
-) -> Path:
-    checkpoint, engine = parent / "checkpoint", parent / "engine"
-    call(
-        "convert", "--model-dir", target, "--eagle-model-dir", drafter, "--output-dir", checkpoint,
-        *flags,
-    )  # fmt: skip
-    call(
-        "build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", optimize,
-        "--speculative-decoding-mode", "eagle", "--max-batch-size", 3,
-    )  # fmt: skip
-    return engine
+make_eagle_engine = functools.partial(make_tree_engine, "eagle", optimize="none")
 
 
 class Case:

@@ -30,7 +30,7 @@ from specdec.run.requests import Request
 from specdec.storage import read_json
 from specdec.tensors import list_medusa_tensors
 from tests.conftest import make_llama, make_medusa_heads, make_tokenizer
-from tests.engines import call, continue_greedily
+from tests.engines import call, continue_greedily, make_tree_engine
 from tests.parity.models import VOCAB, make_model
 
 PARAMS = MedusaParams(num_heads=3, num_layers=1, max_draft_len=10)
@@ -136,19 +136,7 @@ def reference(target: Path) -> list[list[int]]:
     return continue_greedily(model, PROMPTS, LIMIT)
 
 
-def make_medusa_engine(
-    parent: Path, target: Path, heads: Path, *, optimize: str = "auto", flags: Any = ()
-) -> Path:
-    checkpoint, engine = parent / "checkpoint", parent / "engine"
-    call(
-        "convert", "--model-dir", target, "--medusa-model-dir", heads, "--output-dir", checkpoint,
-        *flags,
-    )  # fmt: skip
-    call(
-        "build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", optimize,
-        "--speculative-decoding-mode", "medusa", "--max-batch-size", 3,
-    )  # fmt: skip
-    return engine
+make_medusa_engine = functools.partial(make_tree_engine, "medusa")
 
 
 def make_requests() -> list[Request]:

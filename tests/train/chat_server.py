@@ -6,9 +6,10 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.loopback import LoopbackServer
 
 Reply = dict[str, Any]
 
@@ -21,7 +22,7 @@ def write_answer(context: str | list[dict[str, str]]) -> str:
     return f"answer to <{shown}>"
 
 
-class ChatServer:
+class ChatServer(LoopbackServer):
     """Answers every request, unless `script` says otherwise.
 
     script: called with the request's number, from 0, and its body; None for the ordinary answer,
@@ -39,38 +40,9 @@ class ChatServer:
         self._num_at_once = 0
         self._lock = threading.Lock()
 
-    def __enter__(self) -> ChatServer:
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                server.answer(self)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 64
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}/v1"
+        return f"{super().url}/v1"
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
