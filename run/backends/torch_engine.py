@@ -171,6 +171,8 @@ class TorchEngine:
             "backend": self.name,
             "device": str(self.device),
             "dtype": model.dtype,
+            "quantization": self.config.quantization
+            or self.config.checkpoint.quantization.quant_algo,
             "tp_size": model.tp_size,
         }
 
