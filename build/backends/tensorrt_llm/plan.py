@@ -171,7 +171,7 @@ def make_plan(
             (
                 f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM"
                 " builds checkpoints that are quantized already",
-                "leave it out, and convert with --quantization fp8; or build with --backend torch",
+                "leave it out and convert with --quantization fp8, or build with --backend torch",
             )
         )
     because = f"tp_size {checkpoint.model.tp_size}"
