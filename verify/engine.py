@@ -57,7 +57,8 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     tokens = [output["input_ids"] for run, _, output, _ in texts if run == "batch"]
     check_tokens(prompts, tokens)
     if engine.quantization is not None:
-        report = verify_quantized(settings, engine, prompts, texts, stats, tokenizer)
+        ends = read_end_ids(settings.model_dir, config, tokenizer)
+        report = verify_quantized(settings, engine, prompts, texts, stats, tokenizer, ends)
         return report | {"verify_seconds": round(time.monotonic() - began, 2)}
     sampled_prompts = tokens[:NUM_PROMPTS] if settings.sampling else []
     sampled = run_sampled(settings, sampled_prompts, stats["method"])
@@ -67,12 +68,8 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     reference = load_reference(settings.model_dir, model.dtype, device)
     comparisons = compare_texts(reference, texts, model.dtype, settings.model_dir)
     divergences = [found for comparison in comparisons for found in comparison.divergences]
-    must_end, may_end = read_end_ids(settings.model_dir, config, tokenizer)
-    wrong_ends = [
-        wrong
-        for _, _, output, _ in texts
-        if (wrong := find_wrong_end(output, settings.max_output_len, must_end, may_end))
-    ]
+    ends = read_end_ids(settings.model_dir, config, tokenizer)
+    wrong_ends = find_wrong_ends(texts, settings.max_output_len, *ends)
     sampling = None
     if settings.sampling:
         sampling = verify_sampling(
@@ -117,6 +114,7 @@ def verify_quantized(
     texts: Sequence[Text],
     stats: dict[str, Any],
     tokenizer: Any,
+    ends: tuple[set[int], set[int]],
 ) -> dict[str, Any]:
     """Compare a quantized engine's texts with its own without drafts; measure the distance."""
     assert settings.model_dir is not None
@@ -126,6 +124,7 @@ def verify_quantized(
         has_tokenizer=tokenizer is not None, speculate=False,
     )  # fmt: skip
     found, wrong_ends = compare_with_plain(texts, {text[1]: text for text in plain}, dtype)
+    wrong_ends += find_wrong_ends(texts, settings.max_output_len, *ends)
     logger.info("running %s", settings.model_dir)
     distance = measure_distance(load_reference(settings.model_dir, dtype, device), plain)
     is_wrong = any(not divergence.near_tie for divergence in found) or bool(wrong_ends)
@@ -231,6 +230,14 @@ def compare_texts(
             )
         comparisons.append(comparison)
     return comparisons
+
+
+def find_wrong_ends(
+    texts: Sequence[Text], length: int, must_end: set[int], may_end: set[int]
+) -> list[str]:
+    """List what is wrong with the places at which the texts end."""
+    ends = (find_wrong_end(output, length, must_end, may_end) for _, _, output, _ in texts)
+    return [wrong for wrong in ends if wrong]
 
 
 def compare_alone(texts: Sequence[Text]) -> dict[str, int]:

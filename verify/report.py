@@ -7,6 +7,7 @@ from typing import Any
 from specdec.errors import SpecDecError
 
 MAX_LINES = 12  # of divergences; all of them are in the JSON
+END_HINT = "check eos_token_id in generation_config.json"
 CAUSES = {
     "rounding": "a near-tie",
     "logits": "the engine computes other logits",
@@ -139,11 +140,12 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
         return None
     if report.get("quantization") is not None:
         own = [describe_own_divergence(f) for f in report["divergences"] if not f["near_tie"]]
-        return SpecDecError(
-            f"{report['engine_dir']} with speculation differs from itself without:"
-            f" {[*own, *report['wrong_ends']][0]}",
-            "this is a fault in specdec; report it with this message",
-        )
+        if own:
+            return SpecDecError(
+                f"{report['engine_dir']} with speculation differs from itself without: {own[0]}",
+                "this is a fault in specdec; report it with this message",
+            )
+        return SpecDecError(f"{report['engine_dir']}: {report['wrong_ends'][0]}", END_HINT)
     pair = f"{report['engine_dir']} differs from {report['model_dir']}"
     wrong = [found for found in report["divergences"] if not found["near_tie"]]
     if wrong:
@@ -153,9 +155,7 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
             hint = "this is a fault in specdec's accept rule; report it with this message"
         return SpecDecError(f"{pair}: {describe_divergence(wrong[0])}{more}", hint)
     if report["wrong_ends"]:
-        return SpecDecError(
-            f"{pair}: {report['wrong_ends'][0]}", "check eos_token_id in generation_config.json"
-        )
+        return SpecDecError(f"{pair}: {report['wrong_ends'][0]}", END_HINT)
     facts = format_sampling(report["sampling"])
     return SpecDecError(
         f"{pair} in sampled text: {'; '.join(fact.strip() for fact in facts)}",

@@ -90,6 +90,19 @@ def test_other_text_with_drafts_is_a_fault(
     assert format_report(report).startswith(f"{engine}: differs\n")
 
 
+def test_a_wrong_end_is_found(engine: Path, parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_too_early(arguments: Sequence[str]) -> Report:
+        report = run_here(arguments)
+        report["outputs"][0]["finish_reason"] = "eos"
+        return report
+
+    monkeypatch.setattr(runner, "call_run", end_too_early)
+    report = verify(engine, parent, num_alone=0)
+    error = find_error(report)
+    assert error is not None
+    assert "prompt 0 ends at token" in error.message
+
+
 def test_sampling_is_refused(engine: Path, parent: Path) -> None:
     with pytest.raises(SpecDecError, match="its sampled text follows its own distribution"):
         verify(engine, parent, sampling=True)
