@@ -29,6 +29,8 @@ from specdec.storage import read_json
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import call, continue_greedily, run_cli_here
 from tests.parity.models import make_model
+from tests.parity.test_families import assert_near
+from tests.parity.test_parallel_layers import compute, load_ranks
 
 PROMPTS = [[5, 17, 30], list(range(3, 17)), [64], [9, 9, 4] * 6]
 LIMIT = 30
@@ -194,7 +196,7 @@ def test_folders_say_what_they_hold(parent: Path) -> None:
 
 def test_several_ranks_hold_the_weights_of_one(tmp_path: Path) -> None:
     """Scales are of whole rows, also where ranks hold a part of each."""
-    target = make_llama(tmp_path, heads=4, kv_heads=2)
+    target = make_model(tmp_path / "hf", "LlamaForCausalLM-plain")
     whole = build(convert(target, tmp_path / "one"), "engine-1", *INT8)
     split = build(convert(target, tmp_path / "two", "--tp-size", 2), "engine-2", *INT8)
     tensors = load_file(whole / WEIGHTS_NAME)
@@ -211,6 +213,8 @@ def test_several_ranks_hold_the_weights_of_one(tmp_path: Path) -> None:
         for name in (f"transformer.layers.{layer}.mlp.gate_up", "attention.qkv"):
             rows = [rank[f"{name}.weight"] for rank in ranks if f"{name}.weight" in rank]
             assert all((part.abs().amax(1) == 127).all() for part in rows)
+    expected = compute(load_ranks(whole))
+    assert_near(compute(load_ranks(split)), expected, "two ranks")
 
 
 # ---- What is refused.
