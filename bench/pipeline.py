@@ -45,6 +45,7 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
         "method": bench.engine.method,
         "device": str(bench.engine.device),
         "dtype": bench.dtype,
+        "quantization": bench.engine.describe()["quantization"],
         "load_seconds": round(bench.engine.load_seconds, 3),
         "prompts": str(settings.prompts) if settings.prompts else None,
         "num_prompts": len(bench.requests),

@@ -48,8 +48,11 @@ def format_machine(report: dict[str, Any]) -> list[str]:
 
 def format_report(report: dict[str, Any]) -> str:
     """Return a report of specdec-bench as lines of text."""
+    quantization = report["quantization"]
+    weights = "" if quantization is None else f" with {quantization} weights"
     lines = [
-        f"{report['engine_dir']}: {report['method']} in {report['dtype']} on {report['device']}",
+        f"{report['engine_dir']}: {report['method']} in {report['dtype']}{weights} on"
+        f" {report['device']}",
         *format_machine(report),
         f"{report['num_prompts']} prompts, up to {report['max_output_len']} tokens, medians of"
         f" {report['repeat']} rounds (lowest-highest)",

@@ -2,6 +2,7 @@
 """What a verify step costs by its number of tokens, at the size of a real model.
 
     python benchmarks/verify_cost.py [--layers 22] [--hidden 2048] [--dtype bfloat16]
+                                     [--quantization int8]
 
 Random weights of a Llama shape (the default has 986M parameters and needs 2 GB), batch 1, 256
 positions in the cache. Times one target forward with logits; sizes alternate, medians. The bytes of
@@ -22,9 +23,11 @@ import torch
 
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import time_steps
+from specdec.engine import int8
 from specdec.engine.decoder import Decoder
-from specdec.engine.layout import list_engine_tensors
+from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, compile_kernels, find_compiler
+from specdec.quantization import INT8
 from specdec.schema import ModelConfig
 from specdec.torch_tensors import TORCH_DTYPES
 
@@ -32,7 +35,9 @@ SIZES = (1, 4, 8, 16, 32)
 PAST_LEN = 256
 
 
-def make_decoder(model: ModelConfig, kernels: NativeKernels | None) -> tuple[Decoder, int]:
+def make_decoder(
+    model: ModelConfig, kernels: NativeKernels | None, quantization: str | None
+) -> tuple[Decoder, int]:
     """A decoder with random weights, and the bytes that one step reads."""
     dtype = TORCH_DTYPES[model.dtype]
     generator = torch.Generator().manual_seed(0)
@@ -42,6 +47,10 @@ def make_decoder(model: ModelConfig, kernels: NativeKernels | None) -> tuple[Dec
         block = torch.randn(min(4096, int(np.prod(shape))), generator=generator) * 0.02
         repeats = -(-int(np.prod(shape)) // block.numel())
         weights[name] = block.repeat(repeats)[: int(np.prod(shape))].view(shape).to(dtype)
+    for name in list_int8(model) if quantization == INT8 else []:
+        scales = int8.make_scales(int8.find_largest(weights[name]), name)
+        weights[name_int8_scales(name)] = scales
+        weights[name] = int8.round_weight(weights[name], scales)
     embedding = weights["transformer.vocab_embedding.weight"]
     num_bytes = sum(w.numel() * w.element_size() for w in weights.values())
     num_bytes -= embedding.numel() * embedding.element_size()
@@ -71,6 +80,7 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--quantization", choices=(INT8,))
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -85,7 +95,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             compile_kernels(Path(folder))
             kernels = NativeKernels(Path(folder) / LIBRARY_NAME, TORCH_DTYPES[args.dtype])
-    decoder, num_bytes = make_decoder(model, kernels)
+    decoder, num_bytes = make_decoder(model, kernels, args.quantization)
     meter = LoadMeter()
     costs = time_steps(decoder, SIZES, past_len=PAST_LEN, repeat=args.repeat)
     medians = {size: 1000 * seconds for size, seconds in costs.items()}
@@ -93,6 +103,7 @@ def main() -> None:
         **describe_machine(),
         "processors_used_by_others": meter.measure(),
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "layers": args.layers,
         "hidden": args.hidden,
         "native_kernels": kernels is not None,

@@ -50,6 +50,11 @@ class BuildSettings:
         "auto", choices=("auto", "native", "none"),
         help="native: compile kernels for this CPU; auto: where a C++ compiler is there.",
     )  # fmt: skip
+    quantization: str | None = setting(
+        choices=("int8",),
+        help="Weights of the target's layers as int8, one scale a row: half of bfloat16's bytes"
+        " a step, and slightly other text. Torch backend only.",
+    )  # fmt: skip
     gemm_plugin: str | None = setting(help="TensorRT-LLM only.")
     use_paged_context_fmha: bool | None = setting(kind="enable", help="TensorRT-LLM only.")
     use_fp8_context_fmha: bool | None = setting(kind="enable", help="TensorRT-LLM only.")

@@ -1,4 +1,4 @@
-"""FP8 quantization as checkpoints carry it: the config's record, the names of scales.
+"""Quantization: FP8 as checkpoints carry it, int8 as engines have it; the names of scales.
 
 A quantized matrix is stored as float8 e4m3 (4 exponent, 3 mantissa bits, largest value 448) beside
 two scales of one float32 each: weight = stored value * weights_scaling_factor, and the runtime
@@ -24,6 +24,11 @@ SCALES = (WEIGHT_SCALE, ACTIVATION_SCALE)
 KV_SCALES = ("kv_cache_scaling_factor", "k_cache_scaling_factor", "v_cache_scaling_factor")
 # Older writers label float8 bytes as int8.
 FLOAT8_STORAGE = (FLOAT8, "int8", "uint8")
+
+# What specdec-build makes of a checkpoint that is not quantized: weights alone, of the target's
+# layers, with one float32 scale a row.
+INT8 = "int8"
+INT8_SCALES = "per_channel_scale"
 
 # What TensorRT-LLM leaves unquantized where a checkpoint lists nothing.
 DEFAULT_EXCLUDED = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 
 from specdec import logs
-from specdec.engine.layout import read_engine_config
+from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
 from .greedy import SPACINGS, Comparison, compare_text, find_wrong_end
 from .prompts import Prompts, load_tokenizer, make_prompts
+from .quantized import Text, compare_with_plain, measure_distance, refuse_sampling
 from .reference import Reference, check_pair, load_reference, read_config, read_end_ids
 from .runner import run_engine
 from .sampling import NUM_PROMPTS, make_requests, verify_sampling
@@ -25,8 +27,7 @@ from .settings import VerifySettings, check_flags
 logger = logs.get_logger(__name__)
 
 EXACT, NEAR_TIES, DIFFERS = "exact", "near-ties", "differs"
-# (run, index of the prompt, entry of specdec-run's `outputs`, its logits)
-Text = tuple[str, int, dict[str, Any], torch.Tensor]
+LOSSY = "lossy"  # speculation leaves the engine's text as it is, but that is not the model's
 
 
 def verify_engine(settings: VerifySettings) -> dict[str, Any]:
@@ -45,6 +46,8 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     engine = read_engine_config(settings.engine_dir)
     config = read_config(settings.model_dir)
     check_pair(engine, settings.engine_dir, config, settings.model_dir)
+    if engine.quantization is not None:
+        refuse_sampling(settings, engine.quantization)
     model = engine.checkpoint.model
     tokenizer = load_tokenizer(settings.model_dir)
     prompts = make_prompts(settings, engine.build, model.vocab_size, tokenizer)
@@ -53,6 +56,10 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     texts, stats = run_greedy(settings, prompts, has_tokenizer=tokenizer is not None)
     tokens = [output["input_ids"] for run, _, output, _ in texts if run == "batch"]
     check_tokens(prompts, tokens)
+    if engine.quantization is not None:
+        ends = read_end_ids(settings.model_dir, config, tokenizer)
+        report = verify_quantized(settings, engine, prompts, texts, stats, tokenizer, ends)
+        return report | {"verify_seconds": round(time.monotonic() - began, 2)}
     sampled_prompts = tokens[:NUM_PROMPTS] if settings.sampling else []
     sampled = run_sampled(settings, sampled_prompts, stats["method"])
 
@@ -61,12 +68,8 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     reference = load_reference(settings.model_dir, model.dtype, device)
     comparisons = compare_texts(reference, texts, model.dtype, settings.model_dir)
     divergences = [found for comparison in comparisons for found in comparison.divergences]
-    must_end, may_end = read_end_ids(settings.model_dir, config, tokenizer)
-    wrong_ends = [
-        wrong
-        for _, _, output, _ in texts
-        if (wrong := find_wrong_end(output, settings.max_output_len, must_end, may_end))
-    ]
+    ends = read_end_ids(settings.model_dir, config, tokenizer)
+    wrong_ends = find_wrong_ends(texts, settings.max_output_len, *ends)
     sampling = None
     if settings.sampling:
         sampling = verify_sampling(
@@ -104,8 +107,58 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     }
 
 
+def verify_quantized(
+    settings: VerifySettings,
+    engine: EngineConfig,
+    prompts: Prompts,
+    texts: Sequence[Text],
+    stats: dict[str, Any],
+    tokenizer: Any,
+    ends: tuple[set[int], set[int]],
+) -> dict[str, Any]:
+    """Compare a quantized engine's texts with its own without drafts; measure the distance."""
+    assert settings.model_dir is not None
+    dtype, device = engine.checkpoint.model.dtype, stats["device"]
+    plain, _ = run_greedy(
+        dataclasses.replace(settings, num_alone=0), prompts,
+        has_tokenizer=tokenizer is not None, speculate=False,
+    )  # fmt: skip
+    found, wrong_ends = compare_with_plain(texts, {text[1]: text for text in plain}, dtype)
+    wrong_ends += find_wrong_ends(texts, settings.max_output_len, *ends)
+    logger.info("running %s", settings.model_dir)
+    distance = measure_distance(load_reference(settings.model_dir, dtype, device), plain)
+    is_wrong = any(not divergence.near_tie for divergence in found) or bool(wrong_ends)
+
+    def name_tokens(entry: dict[str, Any]) -> dict[str, Any]:
+        return entry | {
+            f"{whose}_text": decode(tokenizer, entry[f"{whose}_token"])
+            for whose in ("engine", "model")
+        }
+
+    distance["first_differences"] = [name_tokens(e) for e in distance["first_differences"]]
+    return {
+        "verdict": DIFFERS if is_wrong else LOSSY,
+        "prompts": len(plain),
+        "divergences": [name_tokens(divergence.to_json()) for divergence in found],
+        "engine_dir": str(settings.engine_dir),
+        "model_dir": settings.model_dir,
+        "method": stats["method"],
+        "dtype": dtype,
+        "quantization": engine.quantization,
+        "device": device,
+        "max_output_len": settings.max_output_len,
+        "num_tokens": sum(len(output["output_ids"]) for _, _, output, _ in texts),
+        "acceptance_length": stats["acceptance_length"],
+        "alone": compare_alone(texts),
+        "wrong_ends": wrong_ends,
+        "near_tie_spacings": SPACINGS[dtype],
+        "distance": distance,
+        "sampling": None,
+    }
+
+
 def run_greedy(
-    settings: VerifySettings, prompts: Prompts, *, has_tokenizer: bool
+    settings: VerifySettings, prompts: Prompts, *, has_tokenizer: bool, speculate: bool = True
 ) -> tuple[list[Text], dict[str, Any]]:
     """Run all prompts in one call, then the first few in a call each; return texts and stats."""
     flags = ["--max-output-len", str(settings.max_output_len), "--temperature", "0"]
@@ -117,10 +170,12 @@ def run_greedy(
     stats: dict[str, Any] = {}
     for run, first, lines in calls:
         what = f"{len(prompts.requests)} prompts" if run == "batch" else f"prompt {first} alone"
+        what += "" if speculate else ", without speculation"
         logger.info("running %s: %s", settings.engine_dir, what)
         report, logits = run_engine(
-            settings, lines, *flags, tokenizer_dir=tokenizer_dir, keep_logits=True
-        )
+            settings, lines, *flags, tokenizer_dir=tokenizer_dir, speculate=speculate,
+            keep_logits=True,
+        )  # fmt: skip
         stats = stats or report["stats"]
         texts += [
             (run, first + at, output, torch.from_numpy(logits[at]))
@@ -175,6 +230,14 @@ def compare_texts(
             )
         comparisons.append(comparison)
     return comparisons
+
+
+def find_wrong_ends(
+    texts: Sequence[Text], length: int, must_end: set[int], may_end: set[int]
+) -> list[str]:
+    """List what is wrong with the places at which the texts end."""
+    ends = (find_wrong_end(output, length, must_end, may_end) for _, _, output, _ in texts)
+    return [wrong for wrong in ends if wrong]
 
 
 def compare_alone(texts: Sequence[Text]) -> dict[str, int]:

@@ -7,6 +7,7 @@ from typing import Any
 from specdec.errors import SpecDecError
 
 MAX_LINES = 12  # of divergences; all of them are in the JSON
+END_HINT = "check eos_token_id in generation_config.json"
 CAUSES = {
     "rounding": "a near-tie",
     "logits": "the engine computes other logits",
@@ -16,6 +17,8 @@ CAUSES = {
 
 def format_report(report: dict[str, Any]) -> str:
     """Return a report as lines of text."""
+    if report.get("quantization") is not None:
+        return format_quantized(report)
     found, alone = report["divergences"], report["alone"]
     num_firsts = sum(f["is_first"] and f["run"] == "batch" for f in found)
     lines = [
@@ -42,6 +45,49 @@ def format_report(report: dict[str, Any]) -> str:
     if report["sampling"] is not None:
         lines += [f"  {line}" for line in format_sampling(report["sampling"])]
     return "\n".join(lines)
+
+
+def format_quantized(report: dict[str, Any]) -> str:
+    """The same of an engine that the build quantized."""
+    found, alone, distance = report["divergences"], report["alone"], report["distance"]
+    num_differing = sum(f["run"] == "batch" for f in found)
+    num_tokens, differences = distance["num_tokens"], distance["first_differences"]
+    lines = [
+        f"{report['engine_dir']}: {report['verdict']}",
+        f"  {report['method']} in {report['dtype']} with {report['quantization']} weights on"
+        f" {report['device']}: not the weights of {report['model_dir']}, so that it is held against"
+        " itself without speculation",
+        f"  greedy: {report['num_tokens']} tokens compared, the runs alone included;"
+        f" {report['prompts']} prompts, {report['prompts'] - num_differing} texts equal,"
+        f" {report['acceptance_length']:.2f} tokens per verify step",
+        f"  run alone: {alone['prompts']} prompts, {alone['same']} with the text of the batch",
+        *(f"  {describe_own_divergence(f)}" for f in found[:MAX_LINES]),
+        *(f"  {wrong}" for wrong in report["wrong_ends"]),
+        f"  from {report['model_dir']} run by transformers in {report['dtype']}:"
+        f" {distance['same_choice']} of {num_tokens} tokens"
+        f" ({distance['same_choice'] / num_tokens:.1%}) have the same best token; KL divergence"
+        f" {distance['mean_divergence']:.3g} on average, {distance['largest_divergence']:.3g} at"
+        f" most; {distance['same_texts']} of {report['prompts']} texts equal",
+    ]
+    lines += [
+        f"  prompt {f['prompt']}, position {f['position']}: the engine writes"
+        f" {_name(f, 'engine')}, the model {_name(f, 'model')}, whose logit is {f['margin']:.3g}"
+        " higher there"
+        for f in differences[:MAX_LINES]
+    ]
+    if len(differences) > MAX_LINES:
+        lines.append(f"  {len(differences) - MAX_LINES} more texts differ")
+    return "\n".join(lines)
+
+
+def describe_own_divergence(found: dict[str, Any]) -> str:
+    """Return a difference from the same engine without drafts as one line."""
+    run = "" if found["run"] == "batch" else " alone"
+    return (
+        f"prompt {found['prompt']}{run}, position {found['position']}: with drafts"
+        f" {_name(found, 'engine')}, without {_name(found, 'model')}; margin"
+        f" {found['margin']:.3g}, bound {found['bound']:.3g}: {CAUSES[found['cause']]}"
+    )
 
 
 def describe_divergence(found: dict[str, Any]) -> str:
@@ -92,6 +138,14 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
     """Return the error of a report whose verdict is `differs`, with the first fact."""
     if report["verdict"] != "differs":
         return None
+    if report.get("quantization") is not None:
+        own = [describe_own_divergence(f) for f in report["divergences"] if not f["near_tie"]]
+        if own:
+            return SpecDecError(
+                f"{report['engine_dir']} with speculation differs from itself without: {own[0]}",
+                "this is a fault in specdec; report it with this message",
+            )
+        return SpecDecError(f"{report['engine_dir']}: {report['wrong_ends'][0]}", END_HINT)
     pair = f"{report['engine_dir']} differs from {report['model_dir']}"
     wrong = [found for found in report["divergences"] if not found["near_tie"]]
     if wrong:
@@ -101,9 +155,7 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
             hint = "this is a fault in specdec's accept rule; report it with this message"
         return SpecDecError(f"{pair}: {describe_divergence(wrong[0])}{more}", hint)
     if report["wrong_ends"]:
-        return SpecDecError(
-            f"{pair}: {report['wrong_ends'][0]}", "check eos_token_id in generation_config.json"
-        )
+        return SpecDecError(f"{pair}: {report['wrong_ends'][0]}", END_HINT)
     facts = format_sampling(report["sampling"])
     return SpecDecError(
         f"{pair} in sampled text: {'; '.join(fact.strip() for fact in facts)}",

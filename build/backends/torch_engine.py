@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from specdec.engine.layout import (
     DRAFTER_NAME,
     BuildConfig,
     EngineConfig,
+    add_int8_scales,
     add_scales,
     check_inventory,
     encode_engine_config,
     list_engine_files,
+    list_int8,
     name_weight_file,
 )
 from specdec.errors import SpecDecError, join_names, raise_problems
@@ -28,16 +30,19 @@ from specdec.quantization import (
     FLOAT8,
     FLOAT8_STORAGE,
     FP8,
+    INT8,
+    INT8_SCALES,
     KV_SCALES,
     SCALES,
     WEIGHT_SCALE,
     find_contradictions,
     is_scale,
 )
-from specdec.schema import CheckpointConfig
+from specdec.schema import CheckpointConfig, ModelConfig
 from specdec.sharding import join
 from specdec.storage import Array, TensorFile, TensorInfo, write_json, write_tensor_file
 from specdec.tensors import (
+    Shard,
     find_first_copy,
     get_rank_shape,
     get_stored_dtype,
@@ -47,6 +52,9 @@ from specdec.tensors import (
 )
 
 from ..settings import BuildSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logs.get_logger(__name__)
 
@@ -59,6 +67,7 @@ class TorchPlan:
     files: dict[str, dict[str, TensorInfo]]
     prepack: bool
     compile_kernels: bool
+    quantization: str | None
 
     @property
     def num_bytes(self) -> int:
@@ -110,6 +119,14 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
                 "the torch backend executes FP8, float16, bfloat16 and float32",
             )
         )
+    if settings.quantization is not None and checkpoint.quantization.is_quantized:
+        problems.append(
+            (
+                f"--quantization {settings.quantization}: the checkpoint is quantized already"
+                f" ({algorithm or checkpoint.quantization.kv_cache_quant_algo})",
+                "leave it out, or convert the model without --quantization",
+            )
+        )
     raise_problems(problems)
     if model.arithmetic.positions == "rotary":
         compute_frequencies(model, model.max_position_embeddings)
@@ -132,14 +149,23 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
             "no C++ compiler found: the engine will run on torch's own operators, slower on a CPU"
         )
         compile_kernels = False
+    files = {
+        file: plan_tensors(shapes, model.dtype, float8)
+        for file, shapes in list_engine_files(model, drafter).items()
+    }
+    if settings.quantization == INT8:
+        files = {file: plan_int8(tensors, model) for file, tensors in files.items()}
+        if not compile_kernels:
+            logger.warning(
+                "int8 without native kernels: the engine's files are small, but its weights take"
+                " the memory of %s when it runs", model.dtype,
+            )  # fmt: skip
     return TorchPlan(
         sources=sources,
-        files={
-            file: plan_tensors(shapes, model.dtype, float8)
-            for file, shapes in list_engine_files(model, drafter).items()
-        },
+        files=files,
         prepack=settings.optimize != "none",
         compile_kernels=compile_kernels,
+        quantization=settings.quantization,
     )
 
 
@@ -248,6 +274,18 @@ def plan_tensors(
     return tensors
 
 
+def plan_int8(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> dict[str, TensorInfo]:
+    """Plan the tensors of a file in which the matrices of the layers are int8."""
+    integers = set(list_int8(model))
+    shapes = {name: info.shape for name, info in tensors.items()}
+    return {
+        name: TensorInfo(INT8, shape)
+        if name in integers
+        else tensors.get(name, TensorInfo("float32", shape))
+        for name, shape in add_int8_scales(shapes, model).items()
+    }
+
+
 def write_engine(
     plan: TorchPlan, checkpoint: CheckpointConfig, limits: BuildConfig, folder: Path
 ) -> dict[str, str]:
@@ -268,6 +306,7 @@ def write_engine(
         build=limits,
         prepack=plan.prepack,
         kernels=kernels,
+        quantization=plan.quantization,
     )
     write_json(folder / "config.json", encode_engine_config(config))
     return hashes
@@ -275,28 +314,51 @@ def write_engine(
 
 def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Callable[[str], Array]:
     """Return the function that reads a tensor of an engine file out of the checkpoint's files."""
+    import torch
+
+    from specdec.engine import int8
+    from specdec.torch_tensors import to_array, view_tensor
+
     model, tensors = checkpoint.model, plan.files[file]
     specs = list_tensors(model, checkpoint.drafter)
     ranks = [rank for rank in range(model.tp_size) if name_weight_file(model, rank) == file]
-    source = plan.sources[ranks[0] if ranks else 0]
+    own = plan.sources[ranks[0] if ranks else 0]
+    int8_scales: dict[str, Tensor] = {}  # which lie before the weights in a file
 
-    def read(name: str) -> Array:
+    def read(name: str, source: TensorFile) -> Array:
         if file == DRAFTER_NAME:  # every rank has a part of it
             return join([other.read(name) for other in plan.sources], specs[name], model)
         return source.read(name)
 
-    def stack(name: str) -> Array:
+    def stack(name: str, source: TensorFile = own) -> Array:
         if ".mlp.gate_up." in name:
-            fc = read(name.replace("gate_up", "fc"))
+            fc = read(name.replace("gate_up", "fc"), source)
             if model.arithmetic.mlp == "fused":
                 up, gate = np.split(fc, 2)  # the activated half comes second
                 return np.concatenate([gate, up])
-            return np.concatenate([fc, read(name.replace("gate_up", "gate"))])
-        return read(name)
+            return np.concatenate([fc, read(name.replace("gate_up", "gate"), source)])
+        return read(name, source)
+
+    def make_int8_scales(name: str) -> Tensor:
+        """Of whole rows, also where the ranks hold parts of them: tp_size changes no weight."""
+        is_split = name in specs and specs[name].shard is Shard.COLUMNS
+        parts = [
+            int8.find_largest(view_tensor(stack(name, source), model.dtype))
+            for source in (plan.sources if is_split else [own])
+        ]
+        return int8.make_scales(torch.stack(parts).amax(0), name)
 
     def produce(name: str) -> Array:
-        if name.rpartition(".")[2] in SCALES:
-            return read_scales(source, name)
+        module, _, kind = name.rpartition(".")
+        if kind in SCALES:
+            return read_scales(own, name)
+        if kind == INT8_SCALES:
+            matrix = f"{module}.weight"
+            int8_scales[matrix] = make_int8_scales(matrix)
+            return to_array(int8_scales[matrix])
+        if name in int8_scales:
+            weight = view_tensor(stack(name), model.dtype)
+            return to_array(int8.round_weight(weight, int8_scales[name]))
         if tensors[name].dtype == FLOAT8:
             return stack(name).view(np.uint8)  # older writers store it as int8
         return stack(name)
@@ -319,6 +381,7 @@ def describe_plan(plan: TorchPlan, limits: BuildConfig) -> dict[str, Any]:
         "backend": "torch",
         "prepack": plan.prepack,
         "native_kernels": plan.compile_kernels,
+        "quantization": plan.quantization,
         "weights_bytes": plan.num_bytes,
         "num_tensors": plan.num_tensors,
         "weight_files": list(plan.files),

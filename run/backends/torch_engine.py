@@ -165,12 +165,14 @@ class TorchEngine:
 
     def describe(self) -> dict[str, Any]:
         """Return method, backend, device, dtype and tp_size, as statistics name them."""
-        model = self.config.checkpoint.model
+        checkpoint = self.config.checkpoint
+        model = checkpoint.model
         return {
             "method": self.method,
             "backend": self.name,
             "device": str(self.device),
             "dtype": model.dtype,
+            "quantization": self.config.quantization or checkpoint.quantization.quant_algo,
             "tp_size": model.tp_size,
         }
 

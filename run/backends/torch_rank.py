@@ -15,6 +15,7 @@ from specdec.engine.layers import can_prepack
 from specdec.engine.layout import EngineConfig, load_weights, read_engine_config
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, describe_cpu
 from specdec.errors import SpecDecError
+from specdec.quantization import INT8
 from specdec.torch_tensors import TORCH_DTYPES
 
 from ..ranks import count_local_ranks
@@ -35,12 +36,18 @@ def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
 def list_options(config: EngineConfig, folder: Path, device: torch.device) -> dict[str, Any]:
     """The arguments of an engine's decoder besides its model and weights."""
     drafter, build = config.checkpoint.drafter, config.build
+    kernels = _load_kernels(config, folder, device)
+    if config.quantization == INT8 and kernels is None:
+        logger.info(
+            "int8: no native kernels run here, so that the weights take the memory of %s",
+            config.checkpoint.model.dtype,
+        )
     depth = drafter.max_draft_depth if drafter else build.max_draft_len
     return {
         "num_positions": build.max_seq_len + depth + 1,
         "device": device,
         "prepack": config.prepack,
-        "kernels": _load_kernels(config, folder, device),
+        "kernels": kernels,
     }
 
 

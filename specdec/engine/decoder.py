@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.group import Group
+from specdec.engine.int8 import Int8Linear
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import (
     ACTIVATIONS,
@@ -35,7 +36,7 @@ from specdec.engine.native import (
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
-from specdec.quantization import SCALES
+from specdec.quantization import INT8_SCALES, SCALES
 from specdec.schema import ModelConfig
 from specdec.torch_tensors import TORCH_DTYPES
 
@@ -122,6 +123,11 @@ class Decoder:
             if weight.dtype is torch.float8_e4m3fn:
                 weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
                 return Float8Linear(weight, weight_scales, input_scale, bias)
+            if weight.dtype is torch.int8:
+                scales = weights[f"{name}.{INT8_SCALES}"]
+                return Int8Linear(
+                    weight, scales, bias, dtype=self.dtype, prepack=prepack, kernels=kernels
+                )
             return Linear(weight, bias, prepack=prepack, kernels=kernels)
 
         def row_linear(name: str) -> Linear:

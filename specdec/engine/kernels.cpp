@@ -15,7 +15,7 @@
 #include <vector>
 
 #include <omp.h>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -376,8 +376,8 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
 
 // Products with a matrix W [N, depth] that is packed by tiles of kTile outputs: [ceil(N / kTile)]
 // [depth][kTile] in float32; [ceil(N / kTile)][ceil(depth / 2)][kTile][2] in bfloat16, so that a
-// 32-bit word holds two inputs of one output. Every output is summed over its inputs in order,
-// however many rows there are: the same row gives the same bits alone and among others.
+// 32-bit word holds two inputs of one output; int8 is below. Every output is summed over its inputs
+// in order, however many rows there are: the same row gives the same bits alone and among others.
 constexpr int64_t kTile = 32, kVector = 16, kWords = kTile / kVector;
 typedef float Floats __attribute__((vector_size(4 * kVector)));
 typedef uint32_t Words __attribute__((vector_size(4 * kVector)));
@@ -398,6 +398,7 @@ template <typename E>
 struct Packing {
   typedef float Input;
   static constexpr int64_t kInputs = 1, kBytes = 4 * kTile;
+  static constexpr int64_t kHeader = 0;  // steps' worth of bytes before a tile's first step
 };
 
 // SPECDEC_PAIRS: as there, in plain code, so that it can be tested where there is no such processor.
@@ -414,6 +415,16 @@ struct Packing<bf16> {
   typedef float Input;
   static constexpr int64_t kInputs = 2, kBytes = 4 * kTile;
 #endif
+  static constexpr int64_t kHeader = 0;
+};
+
+// Of an int8 matrix a tile begins with the float32 scales of its outputs, [kTile]. A step has four
+// inputs: [kWords][4][kVector]. The sums are of integers times inputs, and are scaled at the end.
+template <>
+struct Packing<int8_t> {
+  typedef float Input;
+  static constexpr int64_t kInputs = 4, kBytes = 4 * kTile;
+  static constexpr int64_t kHeader = 1;
 };
 
 template <typename E>
@@ -424,6 +435,11 @@ inline int64_t count_steps(int64_t depth) {
 template <>
 inline int64_t count_steps<bf16>(int64_t depth) {
   return (depth + 1) / 2;
+}
+
+template <>
+inline int64_t count_steps<int8_t>(int64_t depth) {
+  return (depth + 3) / 4;
 }
 
 // sums[m] += what `word` holds of each output, times the inputs of row m: x is [kInputs][M].
@@ -470,20 +486,54 @@ inline void add_products(Floats (&sums)[M], const bf16 *word, const float *x) {
 }
 #endif
 
+// kVector int8 as floats.
+inline Floats widen(const int8_t *from) {
+#if defined(__AVX512F__)  // compilers make more of it than these two instructions
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#else
+  float wide[kVector];
+#pragma omp simd
+  for (int64_t j = 0; j < kVector; ++j) wide[j] = from[j];
+  Floats w;
+  std::memcpy(&w, wide, sizeof w);
+  return w;
+#endif
+}
+
+template <int M>
+inline void add_products(Floats (&sums)[M], const int8_t *word, const float *x) {
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < Packing<int8_t>::kInputs; ++i) {
+    const Floats w = widen(word + i * kVector);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) sums[m] += w * x[i * M + m];
+  }
+}
+
 // M rows of packed inputs times G tiles that follow each other; out: [M, G * kTile].
 template <typename E, int M, int G>
 void multiply_tiles(const typename Packing<E>::Input *x, int64_t steps, const E *tiles,
                     float *out) {
   constexpr int64_t kElements = Packing<E>::kBytes / sizeof(E) / kWords;
+  constexpr int64_t kHeader = Packing<E>::kHeader;
+  const int64_t size = kHeader + steps;
   Floats sums[G][kWords][M] = {};
   for (int64_t step = 0; step < steps; ++step)
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g)
 #pragma GCC unroll 2
       for (int64_t k = 0; k < kWords; ++k) {
-        const E *word = tiles + ((g * steps + step) * kWords + k) * kElements;
+        const E *word = tiles + ((g * size + kHeader + step) * kWords + k) * kElements;
         __builtin_prefetch(reinterpret_cast<const char *>(word) + kPrefetchBytes);
         add_products<M>(sums[g][k], word, x + step * Packing<E>::kInputs * M);
+      }
+  if constexpr (kHeader > 0)
+    for (int g = 0; g < G; ++g)
+      for (int64_t k = 0; k < kWords; ++k) {
+        Floats scales;
+        std::memcpy(&scales, tiles + (g * size * kWords + k) * kElements, sizeof scales);
+        for (int m = 0; m < M; ++m) sums[g][k][m] *= scales;
       }
   for (int m = 0; m < M; ++m)
     for (int g = 0; g < G; ++g)
@@ -517,10 +567,11 @@ void multiply_tiles(int64_t rows, bool is_wide, const typename Packing<E>::Input
 }
 
 // y = x W^T + bias for the tiles from `begin` to `end` and up to kMaxRows rows.
-template <typename E, typename O>
+template <typename E, typename B, typename O>
 void multiply_range(int64_t rows, const typename Packing<E>::Input *x, int64_t steps,
-                    const E *packed, const E *bias, int64_t begin, int64_t end, int64_t N, O *y) {
-  const int64_t size = steps * Packing<E>::kBytes / static_cast<int64_t>(sizeof(E));
+                    const E *packed, const B *bias, int64_t begin, int64_t end, int64_t N, O *y) {
+  constexpr int64_t kStep = Packing<E>::kBytes / static_cast<int64_t>(sizeof(E));
+  const int64_t size = (Packing<E>::kHeader + steps) * kStep;
   const int64_t wide = count_wide(static_cast<int>(rows));
   float sums[kMaxRows * kTile * kWideTiles];
   for (int64_t t = begin; t < end;) {
@@ -563,8 +614,8 @@ inline void pack_step(const X *x, int64_t rows, int64_t depth, int64_t step, uin
 // y[M][N] = x[M][depth] W^T + bias, W packed.
 constexpr int64_t kCacheBytes = 1 << 19;  // of tiles that are kept for several blocks of rows
 
-template <typename E, typename X, typename O>
-void multiply(const X *x, int64_t M, int64_t depth, const E *packed, const E *bias, int64_t N,
+template <typename E, typename X, typename B, typename O>
+void multiply(const X *x, int64_t M, int64_t depth, const E *packed, const B *bias, int64_t N,
               O *y) {
   typedef typename Packing<E>::Input Input;
   const int64_t tiles = (N + kTile - 1) / kTile, steps = count_steps<E>(depth);
@@ -617,6 +668,27 @@ void pack_matrix(const E *weight, int64_t N, int64_t depth, E *packed) {
             to[0] = row[step * kPair];
         }
       }
+    }
+  }
+}
+
+// The same of an int8 matrix and the scales of its rows [N].
+void pack_matrix(const int8_t *weight, const float *scales, int64_t N, int64_t depth,
+                 int8_t *packed) {
+  typedef Packing<int8_t> P;
+  const int64_t tiles = (N + kTile - 1) / kTile, steps = count_steps<int8_t>(depth);
+  const int64_t size = (P::kHeader + steps) * P::kBytes;
+#pragma omp parallel for schedule(static) if (N * depth > kParallelWork)
+  for (int64_t t = 0; t < tiles; ++t) {
+    int8_t *tile = packed + t * size, *first = tile + P::kHeader * P::kBytes;
+    const int64_t rows = std::min(kTile, N - t * kTile);
+    if (rows < kTile || depth % P::kInputs) std::memset(tile, 0, size);
+    std::memcpy(tile, scales + t * kTile, sizeof(float) * rows);
+    for (int64_t j = 0; j < rows; ++j) {
+      const int8_t *row = weight + (t * kTile + j) * depth;
+      int8_t *to = first + j / kVector * P::kInputs * kVector + j % kVector;
+      for (int64_t i = 0; i < depth; ++i)
+        to[i / P::kInputs * P::kBytes + i % P::kInputs * kVector] = row[i];
     }
   }
 }
@@ -777,18 +849,20 @@ void apply_to(E *x, int64_t count) {
 // where it is gated), down; absent ones are null, and a layer without post norm has attention and
 // MLP read the same input. first: [M, first_depth], what the first layer's attention reads, or null
 // where that is its normed input. x: [M, D], overwritten by the last layer's output; out: [M, D], its
-// norm; observed: [number of them, M, D].
+// norm; observed: [number of them, M, D]. Matrices are of type W, all else is of type E.
 struct Shape {
-  int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, window, num_layers, activation, is_gated, observing;
+  int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, window, num_layers, activation;
+  int64_t is_gated, observing, is_int8;
 };
 
 constexpr int64_t kLayerPointers = 12;
 
-template <typename E>
-void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *const *final_norm, E *cache,
-                const E *cosine, const E *sine, const int64_t *rows, const int64_t *positions,
-                const int64_t *lines, const int64_t *past, const uint8_t *tree_mask,
-                const int64_t *observed_layers, E *observed, const Shape &shape, float epsilon) {
+template <typename W, typename E>
+void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *const *final_norm,
+                E *cache, const E *cosine, const E *sine, const int64_t *rows,
+                const int64_t *positions, const int64_t *lines, const int64_t *past,
+                const uint8_t *tree_mask, const int64_t *observed_layers, E *observed,
+                const Shape &shape, float epsilon) {
   const Shape &s = shape;
   const int64_t M = s.B * s.T, heads = (s.N + 2 * s.K) * s.H, inner = s.I * (1 + s.is_gated);
   const int64_t layer_cache = 2 * s.R * s.K * s.S * s.H;
@@ -798,13 +872,15 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
   for (int64_t layer = 0; layer < s.num_layers; ++layer) {
     const E *const *w = weights + layer * kLayerPointers;
     const E *const *next = layer + 1 < s.num_layers ? w + kLayerPointers : final_norm;
+    const auto matrix = [w](int64_t at) { return reinterpret_cast<const W *>(w[at]); };
     const bool given = layer == 0 && first != nullptr;
-    multiply(given ? first : out, M, given ? s.first_depth : s.D, w[2], w[3], heads, qkv.data());
+    multiply(given ? first : out, M, given ? s.first_depth : s.D, matrix(2), w[3], heads,
+             qkv.data());
     attend(qkv.data(), cache + layer * layer_cache, cosine, sine, rows, positions, lines, past,
            tree_mask, attended.data(), s.B, s.T, s.C, s.N, s.K, s.H, s.R, s.S, s.rotated, s.window);
-    multiply(attended.data(), M, s.N * s.H, w[4], w[5], s.D, mixed.data());
+    multiply(attended.data(), M, s.N * s.H, matrix(4), w[5], s.D, mixed.data());
     if (w[6] != nullptr) add_norm(x, mixed.data(), w[6], w[7], out, M, s.D, epsilon);
-    multiply(out, M, s.D, w[8], w[9], inner, up.data());
+    multiply(out, M, s.D, matrix(8), w[9], inner, up.data());
     if (s.is_gated) {
       if (s.activation == 0)
         gate_mul<silu>(up.data(), gated.data(), M, s.I);
@@ -818,7 +894,7 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
       apply_to<relu>(up.data(), M * inner);
     }
     E *down = w[6] != nullptr ? mixed.data() : second.data();
-    multiply(s.is_gated ? gated.data() : up.data(), M, s.I, w[10], w[11], s.D, down);
+    multiply(s.is_gated ? gated.data() : up.data(), M, s.I, matrix(10), w[11], s.D, down);
     if (w[6] == nullptr)
       for (int64_t i = 0; i < M * s.D; ++i)
         store(mixed[i], to_float(mixed[i]) + to_float(second[i]));
@@ -833,7 +909,7 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
 extern "C" {
 
 // Bumped with every change of a signature below; checked when an engine is loaded.
-int64_t specdec_abi_version() { return 6; }
+int64_t specdec_abi_version() { return 7; }
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
@@ -864,6 +940,10 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
                                  const E *bias, int64_t N, E *y) {                                \
     multiply(x, M, depth, packed, bias, N, y);                                                    \
   }                                                                                               \
+  void specdec_multiply_int8_##suffix(const E *x, int64_t M, int64_t depth, const int8_t *packed, \
+                                      const E *bias, int64_t N, E *y) {                           \
+    multiply(x, M, depth, packed, bias, N, y);                                                    \
+  }                                                                                               \
   void specdec_run_layers_##suffix(                                                               \
       E *x, const E *first, E *out, const E *const *weights, const E *const *final_norm,          \
       E *cache, const E *cosine, const E *sine, const int64_t *rows, const int64_t *positions,    \
@@ -871,8 +951,9 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
       const int64_t *observed_layers, E *observed, const int64_t *shape, float epsilon) {         \
     Shape sizes;                                                                                  \
     std::memcpy(&sizes, shape, sizeof sizes);                                                     \
-    run_layers(x, first, out, weights, final_norm, cache, cosine, sine, rows, positions, lines,   \
-               past, tree_mask, observed_layers, observed, sizes, epsilon);                       \
+    const auto run = sizes.is_int8 ? run_layers<int8_t, E> : run_layers<E, E>;                    \
+    run(x, first, out, weights, final_norm, cache, cosine, sine, rows, positions, lines, past,    \
+        tree_mask, observed_layers, observed, sizes, epsilon);                                    \
   }                                                                                               \
   void specdec_rank_outputs_##suffix(const E *x, int64_t M, int64_t depth, const E *head,         \
                                      const E *bias, int64_t V, int64_t width, int64_t *tokens,    \
@@ -887,6 +968,11 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
     search_beams(embedding, hidden, tokens, rnn_w, rnn_u, rnn_u_bias, context_proj, state_proj,   \
                  input_bias, blocks, num_blocks, lm_head, beams, B, W, L, V, H, X, C);            \
   }
+
+void specdec_pack_matrix_int8(const int8_t *weight, const float *scales, int64_t N, int64_t depth,
+                              int8_t *packed) {
+  pack_matrix(weight, scales, N, depth, packed);
+}
 
 SPECDEC_EXPORT(float, f32)
 SPECDEC_EXPORT(bf16, bf16)

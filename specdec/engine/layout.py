@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,14 @@ from torch import Tensor
 from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.methods import DrafterParams
-from specdec.quantization import FLOAT8, FLOAT8_STORAGE, SCALES, WEIGHT_SCALE
+from specdec.quantization import (
+    FLOAT8,
+    FLOAT8_STORAGE,
+    INT8,
+    INT8_SCALES,
+    SCALES,
+    WEIGHT_SCALE,
+)
 from specdec.schema import CheckpointConfig, ModelConfig, parse_checkpoint_config
 from specdec.sharding import join
 from specdec.storage import TensorFile, TensorInfo, read_json
@@ -51,13 +58,17 @@ class BuildConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """An engine's config.json, and what its manifest says of the target's tokens."""
+    """An engine's config.json, and what its manifest says of the target's tokens.
+
+    quantization: what the build made of an unquantized checkpoint's linears, INT8 or nothing.
+    """
 
     version: str
     checkpoint: CheckpointConfig
     build: BuildConfig
     prepack: bool
     kernels: dict[str, str] | None
+    quantization: str | None = None
     vocabulary: dict[str, Any] | None = None
 
 
@@ -126,6 +137,30 @@ def add_scales(
     return expected
 
 
+def list_int8(model: ModelConfig) -> list[str]:
+    """The matrices that are int8 in an int8 engine: those of the target's layers.
+
+    The head is read once a step as they are, but an error in it goes straight into the logits.
+    """
+    return [
+        name for name, shape in list_engine_tensors(model, None).items()
+        if name.startswith("transformer.layers.") and len(shape) == 2
+    ]  # fmt: skip
+
+
+def name_int8_scales(name: str) -> str:
+    """The name of an int8 matrix's scales."""
+    return f"{name.removesuffix('.weight')}.{INT8_SCALES}"
+
+
+def add_int8_scales(
+    shapes: Mapping[str, tuple[int, ...]], model: ModelConfig
+) -> dict[str, tuple[int, ...]]:
+    """Add the scales of those of the tensors that are int8, one a row."""
+    scales = {name_int8_scales(n): shapes[n][:1] for n in list_int8(model) if n in shapes}
+    return {**shapes, **scales}
+
+
 def encode_engine_config(config: EngineConfig) -> dict[str, Any]:
     """Return the JSON form of an engine's config."""
     return {
@@ -133,7 +168,11 @@ def encode_engine_config(config: EngineConfig) -> dict[str, Any]:
         "backend": "torch",
         "pretrained_config": config.checkpoint.raw,
         "build_config": dataclasses.asdict(config.build),
-        "torch_config": {"prepack": config.prepack, "kernels": config.kernels},
+        "torch_config": {
+            "prepack": config.prepack,
+            "kernels": config.kernels,
+            "quantization": config.quantization,
+        },
     }
 
 
@@ -155,7 +194,12 @@ def read_engine_config(folder: Path) -> EngineConfig:
         )
     names = {field.name for field in dataclasses.fields(BuildConfig)}
     build, options = document["build_config"], document.get("torch_config")
-    if not isinstance(build, dict) or set(build) != names or not isinstance(options, dict):
+    if (
+        not isinstance(build, dict)
+        or set(build) != names
+        or not isinstance(options, dict)
+        or options.get("quantization") not in (None, INT8)
+    ):
         raise SpecDecError(
             f"{folder}/config.json is not what this version of specdec writes",
             "build the engine again",
@@ -166,6 +210,7 @@ def read_engine_config(folder: Path) -> EngineConfig:
         build=BuildConfig(**build),
         prepack=bool(options.get("prepack")),
         kernels=options.get("kernels"),
+        quantization=options.get("quantization"),
         vocabulary=read_recorded(folder),
     )
 
@@ -192,6 +237,24 @@ def check_inventory(file: TensorFile, expected: Mapping[str, tuple[int, ...]], w
         )
 
 
+def check_int8(file: TensorFile, names: Iterable[str], model: ModelConfig) -> None:
+    """Raise SpecDecError where other tensors of a file are int8 than those of an int8 engine."""
+    integers = set(list_int8(model))
+    expected = {n: INT8 if n in integers else get_stored_dtype(n, model.dtype) for n in names}
+    expected |= {name_int8_scales(n): "float32" for n in expected if n in integers}
+    wrong = [
+        f"{name} is {file.tensors[name].dtype}, expected {dtype}"
+        for name, dtype in expected.items()
+        if file.tensors[name].dtype != dtype
+    ]
+    if wrong:
+        raise SpecDecError(
+            f"{file.path} does not hold the int8 engine that config.json describes: {wrong[0]}"
+            + (f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""),
+            "make the engine again; config.json and the tensors must come from one run",
+        )
+
+
 def load_tensors(
     file: TensorFile,
     names: list[str],
@@ -204,9 +267,10 @@ def load_tensors(
 
     maps_matrices: what linears multiply with stays in the file, to be packed from there.
     Float8 weights stay as they are, their scales beside them, where the device multiplies such;
-    elsewhere they become weights of `dtype`.
+    elsewhere they become weights of `dtype`. Int8 weights have their scales beside them.
     """
     from specdec.engine.float8 import can_multiply, widen
+    from specdec.engine.int8 import check_scales
 
     tensors: dict[str, Tensor] = {}
     num_widened = num_float8 = 0
@@ -223,7 +287,12 @@ def load_tensors(
                 tensors[name] = widen(weight, scales[0], dtype)
                 num_widened += 1
             continue
-        if info.dtype not in TORCH_DTYPES and info.dtype != get_stored_dtype(name, ""):
+        if info.dtype == INT8:
+            key = name_int8_scales(name)
+            tensors[key] = to_tensor(file.read(key), "float32")
+            check_scales(tensors[key], f"{file.path}: {key}")
+            tensors[key] = tensors[key].to(device)
+        elif info.dtype not in TORCH_DTYPES and info.dtype != get_stored_dtype(name, ""):
             raise SpecDecError(
                 f"{file.path}: {name} is stored as {info.dtype}",
                 f"the torch backend reads {', '.join(TORCH_DTYPES)}",
@@ -262,7 +331,11 @@ def load_weights(
     for name in names:
         if name in files:
             file, shapes = TensorFile(folder / name), files[name]
-            check_inventory(file, add_scales(shapes, file.tensors), "engine")
+            if config.quantization == INT8:
+                check_inventory(file, add_int8_scales(shapes, model), "engine")
+                check_int8(file, shapes, model)
+            else:
+                check_inventory(file, add_scales(shapes, file.tensors), "engine")
             chosen = [tensor for tensor in shapes if tensor in wanted]
             weights |= load_tensors(
                 file, chosen, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed

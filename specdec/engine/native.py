@@ -29,7 +29,7 @@ from specdec.schema import ModelConfig
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 6
+ABI_VERSION = 7
 TILE = 32  # outputs side by side in a packed matrix, kTile in kernels.cpp
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 # Activations of a gated MLP, by the kernel that computes them.
@@ -198,6 +198,13 @@ class NativeKernels:
         self._multiply = self._bind(
             f"specdec_multiply_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]
         )
+        self._pack_int8 = self._bind(
+            "specdec_pack_matrix_int8", [_POINTER, _POINTER, _INT, _INT, _POINTER]
+        )
+        self._multiply_int8 = self._bind(
+            f"specdec_multiply_int8_{suffix}",
+            [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER],
+        )
         self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 16 + [_FLOAT])
         self._rank_outputs = self._bind(
             f"specdec_rank_outputs_{suffix}",
@@ -296,8 +303,22 @@ class NativeKernels:
         self._pack_matrix(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
         return packed
 
+    def pack_int8(self, weight: Tensor, scales: Tensor) -> Tensor:
+        """Lay out an int8 matrix [N, depth] and its rows' scales [N] by tiles, see kernels.cpp.
+
+        [ceil(N / TILE), 1 + ceil(depth / 4), 4 TILE]: each tile's scales, then its numbers.
+        """
+        weight, scales = weight.contiguous(), scales.contiguous()
+        num_outputs, depth = weight.shape
+        packed = weight.new_empty((-(-num_outputs // TILE), 1 + -(-depth // 4), 4 * TILE))
+        self._set_num_threads(torch.get_num_threads())
+        self._pack_int8(weight.data_ptr(), scales.data_ptr(), num_outputs, depth, packed.data_ptr())
+        return packed
+
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
-        """x W^T + bias: [..., depth] -> [..., num_outputs]; `packed` is of `pack_matrix`.
+        """x W^T + bias: [..., depth] -> [..., num_outputs].
+
+        `packed` is of `pack_matrix` or of `pack_int8`.
 
         A row's result is the same to the last bit whatever other rows there are.
         """
@@ -305,7 +326,8 @@ class NativeKernels:
         depth = x.shape[-1]
         y = x.new_empty((*x.shape[:-1], num_outputs))
         self._set_num_threads(torch.get_num_threads())
-        self._multiply(
+        run = self._multiply_int8 if packed.dtype is torch.int8 else self._multiply
+        run(
             x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), _get_pointer(bias),
             num_outputs, y.data_ptr(),
         )  # fmt: skip
@@ -339,7 +361,7 @@ class NativeKernels:
                 0 if first_input is None else first_input.shape[-1], *layers.sizes,
                 num_rows, num_positions, 0 if cos is None else cos.shape[1],
                 layers.window, layers.num_layers,
-                layers.activation, layers.is_gated, len(observed_layers),
+                layers.activation, layers.is_gated, len(observed_layers), layers.is_int8,
             ],
             np.int64,
         )  # fmt: skip
@@ -401,7 +423,8 @@ class PackedLayers:
     """A decoder's layers as `NativeKernels.run_layers` takes them: pointers and sizes.
 
     weights: of each layer input norm, QKV, dense, post norm (or None), up and down, every one its
-    weight and its bias or None; final: of the last norm. The tensors are kept alive.
+    weight and its bias or None; final: of the last norm. The tensors are kept alive. The matrices
+    are of one type, int8 or that of all else.
     """
 
     def __init__(
@@ -416,6 +439,8 @@ class PackedLayers:
         self.num_layers = len(weights)
         self.activation, self.is_gated = activation, int(is_gated)
         self.window, self.epsilon = window or 0, epsilon
+        qkv = weights[0][2]
+        self.is_int8 = int(qkv is not None and qkv.dtype is torch.int8)
 
 
 class PackedDrafter:

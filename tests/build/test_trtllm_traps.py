@@ -647,3 +647,8 @@ def test_every_problem_is_told_at_once(store: CheckpointStore) -> None:
 
 def test_optimize_is_of_the_torch_backend(store: CheckpointStore) -> None:
     expect("--optimize native has no meaning", store.get("plain"), optimize="native")
+
+
+def test_int8_is_of_the_torch_backend(store: CheckpointStore) -> None:
+    error = expect("--quantization int8 is of the torch", store.get("plain"), quantization="int8")
+    assert "--quantization fp8" in error.hint

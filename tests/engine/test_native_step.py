@@ -1,5 +1,7 @@
 """In bfloat16 a token's state has the same bits in every step: alone, in a tree, in a batch.
 
+With int8 weights too.
+
 So speculative text is that of plain decoding on the same engine in half precision too, not only up
 to near-ties, wherever the native kernels run a step.
 """
@@ -12,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine import native
+from specdec.engine import int8, native
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.layout import list_engine_tensors
+from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
 from specdec.engine.tree import Tree, build_tree_mask
 from tests.engine.models import make_model
 
@@ -35,7 +37,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / native.LIBRARY_NAME
 
 
-def make_decoder(library: Path, heads: int, kv_heads: int, window: int | None) -> Decoder:
+def make_decoder(
+    library: Path, heads: int, kv_heads: int, window: int | None, *, is_int8: bool
+) -> Decoder:
     model = make_model(
         dtype="bfloat16", vocab_size=64, hidden_size=384, num_hidden_layers=4,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_size=384 // heads,
@@ -49,6 +53,10 @@ def make_decoder(library: Path, heads: int, kv_heads: int, window: int | None) -
         ).bfloat16()
         for name, shape in list_engine_tensors(model, None).items()
     }
+    for name in list_int8(model) if is_int8 else []:
+        scales = int8.make_scales(int8.find_largest(weights[name]), name)
+        weights[name_int8_scales(name)] = scales
+        weights[name] = int8.round_weight(weights[name], scales)
     kernels = native.NativeKernels(library, torch.bfloat16)
     return Decoder(model, weights, num_positions=256, device=torch.device("cpu"), kernels=kernels)
 
@@ -80,13 +88,14 @@ def fill(decoder: Decoder, num_rows: int, past_len: int) -> KVCache:
     return cache
 
 
+@pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (12, 1)])
 @torch.inference_mode()
 def test_a_state_has_the_same_bits_in_every_step(
-    library: Path, heads: int, kv_heads: int, window: int | None
+    library: Path, heads: int, kv_heads: int, window: int | None, is_int8: bool
 ) -> None:
-    decoder = make_decoder(library, heads, kv_heads, window)
+    decoder = make_decoder(library, heads, kv_heads, window, is_int8=is_int8)
     past_len = 37
     alone = fill(decoder, 1, past_len)
     expected = []

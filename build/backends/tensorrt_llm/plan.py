@@ -166,6 +166,14 @@ def make_plan(
                 "leave --optimize out",
             )
         )
+    if settings.quantization is not None:
+        problems.append(
+            (
+                f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM"
+                " builds checkpoints that are quantized already",
+                "leave it out and convert with --quantization fp8, or build with --backend torch",
+            )
+        )
     because = f"tp_size {checkpoint.model.tp_size}"
     if checkpoint.model.pp_size > 1:
         because += f" x pp_size {checkpoint.model.pp_size}"

@@ -1,0 +1,304 @@
+"""An int8 engine: its text is that of its rounded weights, with every method and tp_size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdec.engine import native
+from specdec.engine.layout import (
+    WEIGHTS_NAME,
+    list_int8,
+    name_int8_scales,
+    read_engine_config,
+)
+from specdec.errors import SpecDecError, UsageError
+from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.methods.lookahead import LookaheadProposer
+from specdec.run.methods.prompt_lookup import PromptLookupProposer
+from specdec.run.ngram_options import LookaheadConfig, LookupOptions
+from specdec.run.requests import Request
+from specdec.storage import read_json
+from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.engines import call, continue_greedily, run_cli_here
+from tests.parity.models import make_model
+from tests.parity.test_families import assert_near
+from tests.parity.test_parallel_layers import compute, load_ranks
+
+PROMPTS = [[5, 17, 30], list(range(3, 17)), [64], [9, 9, 4] * 6]
+LIMIT = 30
+INT8 = ("--quantization", "int8")
+EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
+needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler here")
+
+
+def build(checkpoint: Path, name: str, *flags: object) -> Path:
+    engine = checkpoint.parent / name
+    call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine, *flags)
+    return engine
+
+
+def convert(target: Path, checkpoint: Path, *flags: object) -> Path:
+    call("convert", "--model-dir", target, "--output-dir", checkpoint, *flags)
+    return checkpoint
+
+
+def generate(engine: TorchEngine) -> tuple[list[list[int]], int]:
+    """The texts, and how many drafted tokens were accepted."""
+    requests = [
+        Request(index=i, input_ids=p, max_output_len=LIMIT, end_ids=frozenset())
+        for i, p in enumerate(PROMPTS)
+    ]
+    results = engine.generate(requests)
+    return [r.output_ids for r in results], sum(r.stats.num_accepted for r in results)
+
+
+def widen_engine(engine: Path, folder: Path) -> Path:
+    """The engine without int8: its weights as the integers times their scales."""
+    shutil.copytree(engine, folder)
+    tensors = load_file(folder / WEIGHTS_NAME)
+    for name in list_int8(read_engine_config(engine).checkpoint.model):
+        scales = tensors.pop(name_int8_scales(name))
+        assert tensors[name].dtype is torch.int8
+        tensors[name] = tensors[name].float() * scales[:, None]
+    save_file(tensors, folder / WEIGHTS_NAME)
+    change_config(folder, lambda config: config["torch_config"].update(quantization=None))
+    return folder
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    config = read_json(folder / "config.json")
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+# Attention and MLP side by side with biases, a fused MLP, a plain one with learned positions.
+FAMILIES = ("LlamaForCausalLM-plain", "PhiForCausalLM-gelu_new", "Phi3ForCausalLM-plain",
+            "GPT2LMHeadModel-gelu_untied")  # fmt: skip
+
+
+@pytest.mark.parametrize("optimize", ["auto", "none"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_that_of_the_rounded_weights(family: str, optimize: str, tmp_path: Path) -> None:
+    target = make_model(tmp_path / "hf", family)
+    checkpoint = convert(target, tmp_path / "checkpoint", "--dtype", "float32")
+    engine = build(checkpoint, "engine", *INT8, "--optimize", optimize)
+    texts, _ = generate(TorchEngine(engine, device="cpu"))
+    wide = widen_engine(engine, tmp_path / "wide")
+    assert generate(TorchEngine(wide, device="cpu"))[0] == texts
+    assert sum(len(set(text)) for text in texts) > 20, "the texts vary"
+
+
+def test_text_is_what_transformers_makes_of_the_rounded_weights(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    target = make_llama(tmp_path, seed=3)
+    engine = build(convert(target, tmp_path / "checkpoint"), "engine", *INT8)
+    tensors = load_file(engine / WEIGHTS_NAME)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    before = continue_greedily(model, PROMPTS, LIMIT)
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            for name, parts in {
+                "attention.qkv": (attention.q_proj, attention.k_proj, attention.v_proj),
+                "attention.dense": (attention.o_proj,),
+                "mlp.gate_up": (mlp.gate_proj, mlp.up_proj),
+                "mlp.proj": (mlp.down_proj,),
+            }.items():
+                name = f"transformer.layers.{index}.{name}"
+                scales = tensors[f"{name}.per_channel_scale"]
+                whole = tensors[f"{name}.weight"].float() * scales[:, None]
+                rows = [part.weight.shape[0] for part in parts]
+                for part, weight in zip(parts, torch.split(whole, rows), strict=True):
+                    part.weight.copy_(weight)
+    expected = continue_greedily(model, PROMPTS, LIMIT)
+    assert generate(TorchEngine(engine, device="cpu"))[0] == expected
+    assert expected != before, "the rounding is seen in these texts"
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One target behind every method, int8 in bfloat16."""
+    parent = tmp_path_factory.mktemp("int8")
+    target = make_llama(parent, seed=5)
+    drafters = {
+        "redrafter": ("--drafter-model-dir", make_drafter(parent, exit_dim=96, scale=3.0)),
+        "medusa": ("--medusa-model-dir", make_medusa_heads(parent, scale=3.0)),
+        "eagle": ("--eagle-model-dir", make_eagle_drafter(parent, scale=2.0)),
+        "pair": (),
+    }
+    for name, flags in drafters.items():
+        checkpoint = convert(target, parent / f"{name}-ckpt", "--dtype", "bfloat16", *flags)
+        build(checkpoint, f"{name}-engine", *INT8, *(EXTERNAL if name == "pair" else ()))
+    build(parent / "pair-ckpt", "draft", *INT8)
+    build(parent / "pair-ckpt", "wide")
+    return parent
+
+
+METHODS = ["redrafter", "medusa", "eagle", "eagle, dynamic", "draft_target", "draft, wide",
+           "prompt_lookup", "lookahead"]  # fmt: skip
+
+
+def load(parent: Path, method: str) -> TorchEngine:
+    name = method.partition(",")[0]
+    has_drafter = name in ("redrafter", "medusa", "eagle")
+    engine = TorchEngine(parent / f"{name if has_drafter else 'pair'}-engine", device="cpu")
+    if method == "eagle, dynamic":
+        engine.proposer.use_dynamic_tree(3, 8)
+    elif name.startswith("draft"):
+        draft = TorchEngine(parent / ("wide" if "wide" in method else "draft"), device="cpu")
+        engine.attach_draft(draft, draft_len=3, use_logits=False)
+    elif method == "prompt_lookup":
+        lookup = PromptLookupProposer(LookupOptions(num_tokens=4, max_ngram_size=2))
+        engine.use_method(method, lookup)
+    elif method == "lookahead":
+        window = LookaheadProposer(LookaheadConfig(3, 3, 3), engine.decoder)
+        engine.use_method(method, window)
+    return engine
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", METHODS)
+def test_speculative_text_is_that_of_plain_decoding(parent: Path, method: str) -> None:
+    engine = load(parent, method)
+    texts, num_accepted = generate(engine)
+    plain = TorchEngine(parent / "redrafter-engine", device="cpu", speculate=False)
+    assert texts == generate(plain)[0]
+    assert num_accepted > 0 or method == "medusa"
+    assert engine.describe()["quantization"] == "int8"
+
+
+def test_folders_say_what_they_hold(parent: Path) -> None:
+    engine, wide = parent / "redrafter-engine", parent / "wide"
+    assert read_json(engine / "config.json")["torch_config"]["quantization"] == "int8"
+    assert read_json(engine / "manifest.json")["settings"]["quantization"] == "int8"
+    assert read_json(wide / "config.json")["torch_config"]["quantization"] is None
+    tensors = load_file(engine / WEIGHTS_NAME)
+    integers = {name for name, tensor in tensors.items() if tensor.dtype is torch.int8}
+    modules = ("attention.qkv", "attention.dense", "mlp.gate_up", "mlp.proj")
+    assert integers == {
+        f"transformer.layers.{layer}.{module}.weight" for layer in range(2) for module in modules
+    }
+    for name in integers:
+        scales = tensors[name.replace("weight", "per_channel_scale")]
+        assert (scales.dtype, scales.shape) == (torch.float32, tensors[name].shape[:1])
+    kinds = {t.dtype for n, t in tensors.items() if n not in integers and "per_channel" not in n}
+    assert kinds == {torch.bfloat16}, "embedding, head, norms and the drafter stay"
+
+
+def test_several_ranks_hold_the_weights_of_one(tmp_path: Path) -> None:
+    """Scales are of whole rows, also where ranks hold a part of each."""
+    target = make_model(tmp_path / "hf", "LlamaForCausalLM-plain")
+    whole = build(convert(target, tmp_path / "one"), "engine-1", *INT8)
+    split = build(convert(target, tmp_path / "two", "--tp-size", 2), "engine-2", *INT8)
+    tensors = load_file(whole / WEIGHTS_NAME)
+    ranks = [load_file(split / f"rank{rank}.safetensors") for rank in range(2)]
+    for layer in range(2):
+        for module in ("attention.dense", "mlp.proj"):
+            name = f"transformer.layers.{layer}.{module}"
+            parts = [rank[f"{name}.weight"] for rank in ranks]
+            assert torch.equal(torch.cat(parts, dim=1), tensors[f"{name}.weight"])
+            for rank in ranks:
+                scales = rank[f"{name}.per_channel_scale"]
+                assert torch.equal(scales, tensors[f"{name}.per_channel_scale"])
+            assert any((part.abs().amax(1) < 127).any() for part in parts)
+        for name in (f"transformer.layers.{layer}.mlp.gate_up", "attention.qkv"):
+            rows = [rank[f"{name}.weight"] for rank in ranks if f"{name}.weight" in rank]
+            assert all((part.abs().amax(1) == 127).all() for part in rows)
+    expected = compute(load_ranks(whole))
+    assert_near(compute(load_ranks(split)), expected, "two ranks")
+
+
+# ---- What is refused.
+
+
+@pytest.fixture
+def engine(parent: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "engine"
+    shutil.copytree(parent / "draft", folder)
+    return folder
+
+
+SCALES = "transformer.layers.1.mlp.proj.per_channel_scale"
+WEIGHT = "transformer.layers.0.attention.dense.weight"
+
+
+def set_scale(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[SCALES][7] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_scale(float("nan")), rf"{SCALES}: 1 of 64 scales .* row 7: nan"),
+        (set_scale(0.0), "1 of 64 scales are not finite and positive.* row 7: 0"),
+        (set_scale(-1e-3), "row 7: -0.001"),
+        (set_scale(float("inf")), "row 7: inf"),
+        (lambda t: t.pop(SCALES), f"1 missing: {SCALES}"),
+        (lambda t: t.update({SCALES: t[SCALES][:1].clone()}), r"is \[1\], expected \[64\]"),
+        (lambda t: t.update({SCALES: t[SCALES].bfloat16()}), f"{SCALES} is bfloat16, expected fl"),
+        (lambda t: t.update({WEIGHT: t[WEIGHT].bfloat16()}), f"{WEIGHT} is bfloat16, expected int"),
+        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].char()}), "lm_head.* is int8"),
+    ],
+)
+def test_damaged_engines_are_refused(engine: Path, change: Any, words: str) -> None:
+    tensors = load_file(engine / WEIGHTS_NAME)
+    change(tensors)
+    save_file(tensors, engine / WEIGHTS_NAME)
+    with pytest.raises(SpecDecError, match=words):
+        TorchEngine(engine, device="cpu")
+
+
+@pytest.mark.parametrize("value", [None, "int4"])
+def test_a_config_of_another_kind_is_refused(engine: Path, value: str | None) -> None:
+    change_config(engine, lambda config: config["torch_config"].update(quantization=value))
+    words = "not what this version" if value else "does not hold the engine"
+    with pytest.raises(SpecDecError, match=words):
+        TorchEngine(engine, device="cpu")
+
+
+def test_builds_that_are_refused(parent: Path, tmp_path: Path) -> None:
+    target = parent / "target"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [5, 6, 7, 8]}\n')
+    fp8 = convert(
+        target, tmp_path / "fp8", "--quantization", "fp8", "--calibration-data", rows
+    )  # fmt: skip
+    with pytest.raises(SpecDecError, match=r"int8: the checkpoint is quantized already \(FP8\)"):
+        build(fp8, "engine", *INT8)
+    with pytest.raises(UsageError, match="int4"):
+        build(parent / "pair-ckpt", "int4", "--quantization", "int4")
+    tensors = load_file(
+        shutil.copytree(parent / "pair-ckpt", tmp_path / "ckpt") / "rank0.safetensors"
+    )
+    tensors["transformer.layers.0.mlp.fc.weight"][3, 1] = float("nan")
+    save_file(tensors, tmp_path / "ckpt" / "rank0.safetensors")
+    with pytest.raises(SpecDecError, match="gate_up.weight has NaN or infinite values in 1 of"):
+        build(tmp_path / "ckpt", "nan", *INT8)
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(("engine", "nan"))]
+
+
+def test_what_is_lost_without_kernels_is_said(parent: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "none"
+    done = run_cli_here(
+        "build", "--checkpoint-dir", parent / "pair-ckpt", "--output-dir", engine, *INT8,
+        "--optimize", "none",
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "int8 without native kernels: " in done.stderr
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input_ids": [5, 6], "max_output_len": 4}\n')
+    done = run_cli_here("run", "--engine-dir", engine, "--input-file", prompts, "--json")
+    assert "int8: no native kernels run here" in done.stderr
+    assert json.loads(done.stdout)["stats"]["quantization"] == "int8"
