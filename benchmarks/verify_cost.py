@@ -48,9 +48,7 @@ def make_decoder(
         repeats = -(-int(np.prod(shape)) // block.numel())
         weights[name] = block.repeat(repeats)[: int(np.prod(shape))].view(shape).to(dtype)
     for name in list_int8(model) if quantization == INT8 else []:
-        scales = int8.make_scales(int8.find_largest(weights[name]), name)
-        weights[name_int8_scales(name)] = scales
-        weights[name] = int8.round_weight(weights[name], scales)
+        weights[name], weights[name_int8_scales(name)] = int8.quantize(weights[name], name)
     embedding = weights["transformer.vocab_embedding.weight"]
     num_bytes = sum(w.numel() * w.element_size() for w in weights.values())
     num_bytes -= embedding.numel() * embedding.element_size()

@@ -42,6 +42,12 @@ def round_weight(weight: Tensor, scales: Tensor) -> Tensor:
     return rounded.clamp(-LARGEST, LARGEST).to(torch.int8)
 
 
+def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """A whole matrix as integers [N, D] and scales [N]."""
+    scales = make_scales(find_largest(weight), name)
+    return round_weight(weight, scales), scales
+
+
 def check_scales(scales: Tensor, name: str) -> None:
     """Raise SpecDecError for scales that no build writes: NaN, infinite, zero or negative."""
     wrong = ~(scales.isfinite() & (scales > 0))

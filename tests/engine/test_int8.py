@@ -27,8 +27,7 @@ def make_matrix(num_outputs: int, depth: int) -> tuple[torch.Tensor, torch.Tenso
     generator = torch.Generator().manual_seed(depth)
     weight = torch.randn(num_outputs, depth, generator=generator)
     weight *= 10.0 ** torch.randint(-4, 2, (num_outputs, 1), generator=generator)
-    scales = int8.make_scales(int8.find_largest(weight), "w")
-    return int8.round_weight(weight, scales), scales
+    return int8.quantize(weight, "w")
 
 
 def multiply_exactly(
@@ -115,8 +114,7 @@ def test_rounding() -> None:
 
 def test_no_integer_is_half_a_step_off() -> None:
     weight = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
-    scales = int8.make_scales(int8.find_largest(weight), "w")
-    integers = int8.round_weight(weight, scales)
+    integers, scales = int8.quantize(weight, "w")
     assert (integers.abs().amax(1) == 127).all()
     error = (integers.double() * scales.double()[:, None] - weight.double()).abs()
     assert (error <= scales.double()[:, None] * 0.50001).all()

@@ -54,9 +54,7 @@ def make_decoder(
         for name, shape in list_engine_tensors(model, None).items()
     }
     for name in list_int8(model) if is_int8 else []:
-        scales = int8.make_scales(int8.find_largest(weights[name]), name)
-        weights[name_int8_scales(name)] = scales
-        weights[name] = int8.round_weight(weights[name], scales)
+        weights[name], weights[name_int8_scales(name)] = int8.quantize(weights[name], name)
     kernels = native.NativeKernels(library, torch.bfloat16)
     return Decoder(model, weights, num_positions=256, device=torch.device("cpu"), kernels=kernels)
 
