@@ -757,7 +757,8 @@ template <typename E>
 void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, const E *rnn_w,
                   const E *rnn_u, const E *rnn_u_bias, const E *context_proj, const E *state_proj,
                   const E *input_bias, const E *const *blocks, int64_t num_blocks,
-                  const E *lm_head, int64_t *beams, int64_t B, int64_t W, int64_t L, int64_t V, int64_t H, int64_t X, int64_t C) {
+                  const E *lm_head, int64_t *beams, int64_t B, int64_t W, int64_t L, int64_t V,
+                  int64_t H, int64_t X, int64_t C) {
   const int64_t most = B * W, wide = 2 * H > X ? 2 * H : X;
   std::vector<float> state(most * H), next(most * H), embedded(most * H), x(most * wide);
   std::vector<float> first(most * wide), second(most * wide), logits(most * V);
