@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from specdec.errors import SpecDecError
 from specdec.processes import call_run, call_stage
@@ -57,6 +59,7 @@ class AcceptanceMeter:
         settings: TrainSettings,
         method: TrainingMethod,
         target: Target,
+        drafter: Drafter,
         heldout: Rows,
         *,
         folder: Path,
@@ -67,6 +70,7 @@ class AcceptanceMeter:
         self.settings = settings
         self.method = method
         self.target = target
+        self.drafter = drafter
         self.folder = folder
         self.dtype = dtype
         self.save_dtype = save_dtype
@@ -79,10 +83,10 @@ class AcceptanceMeter:
                 "lower --eval-output-len, or train with --eval-prompts 0",
             )
 
-    def check(self, drafter: Drafter) -> None:
+    def check(self) -> None:
         """Raise SpecDecError now if the engine could not be made of this target and drafter."""
         try:
-            self._convert(drafter, "--dry-run")
+            self._convert(self.drafter.state_dict(), "--dry-run")
         except SpecDecError as error:
             raise SpecDecError(
                 f"--eval-prompts {self.settings.eval_prompts}: the acceptance could not be"
@@ -92,11 +96,11 @@ class AcceptanceMeter:
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def measure(self, drafter: Drafter) -> dict[str, Any]:
-        """Return what `specdec-run` counts on the prompts."""
+    def measure(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what `specdec-run` counts on the prompts with these weights of the drafter."""
         checkpoint, engine = self.folder / "checkpoint", self.folder / "engine"
         try:
-            self._convert(drafter, "--output-dir", str(checkpoint))
+            self._convert(weights, "--output-dir", str(checkpoint))
             call_stage(
                 "build",
                 [
@@ -129,11 +133,11 @@ class AcceptanceMeter:
             },
         }  # fmt: skip
 
-    def _convert(self, drafter: Drafter, *arguments: str) -> None:
+    def _convert(self, weights: Mapping[str, Tensor], *arguments: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         heads = self.folder / "drafter"
         heads.mkdir(parents=True)
-        write_weights(heads, drafter, self.method, self.target, self.save_dtype)
+        write_weights(heads, self.drafter, weights, self.method, self.target, self.save_dtype)
         if "--output-dir" not in arguments:
             arguments = (*arguments, "--output-dir", str(self.folder / "checkpoint"))
         call_stage(

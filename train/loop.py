@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ from specdec.errors import SpecDecError
 from specdec.logs import get_logger
 
 from .data import Rows, choose_rows
+from .launch import Split
 from .loss import Measures
 from .methods.base import Drafter
 from .settings import TrainSettings
-from .target import Target
+from .sharding import gather, make_mesh, scatter, scatter_optimizer, shard_drafter
+from .target import Batch, Target, make_batch
 
 logger = get_logger(__name__)
 
@@ -33,13 +35,13 @@ def _do_nothing(_: dict[str, Any]) -> None:
 class Hooks:
     """Where the loop reports to, and who judges; the defaults are other processes' than the main.
 
-    measure_acceptance: called at every evaluation on the main process. is_enough: whether an
-    evaluation ends the training; the same on all processes.
+    measure_acceptance: called at every evaluation on the main process, with the drafter's weights.
+    is_enough: whether an evaluation ends the training; the same on all processes.
     """
 
     log: Callable[[dict[str, Any]], None] = _do_nothing
     save: Callable[[dict[str, Any]], None] = _do_nothing
-    measure_acceptance: Callable[[Drafter], dict[str, Any]] | None = None
+    measure_acceptance: Callable[[Mapping[str, Tensor]], dict[str, Any]] | None = None
     is_enough: Callable[[Mapping[str, Any]], bool] = lambda evaluation: False
 
 
@@ -53,7 +55,10 @@ class Outcome:
 
 
 class Loop:
-    """One training. `accelerator` spreads it over the devices it was launched on."""
+    """One training. `accelerator` spreads it over the devices it was launched on.
+
+    split: what of the drafter the processes divide among them.
+    """
 
     def __init__(
         self,
@@ -64,20 +69,29 @@ class Loop:
         train: Rows,
         heldout: Rows,
         hooks: Hooks,
+        split: Split,
     ) -> None:
         self.settings = settings
+        self.split = split
         self.accelerator = accelerator
         self.target = target
         self.drafter = drafter
         self.train_rows = train
         self.heldout_rows = heldout
         self.hooks = hooks
+        if split.drafter:
+            mesh = make_mesh(accelerator.device, accelerator.num_processes)
+            shard_drafter(drafter, mesh, split)
         optimizer = torch.optim.AdamW(
             drafter.parameters(),
             lr=settings.learning_rate or 0.0,  # set anew before every step
             weight_decay=settings.weight_decay,
         )
-        self.model, self.optimizer = accelerator.prepare(drafter, optimizer)
+        # What is split comes together by itself: accelerate is not to replicate it.
+        self.model = accelerator.prepare_model(
+            drafter, device_placement=False, evaluation_mode=split.drafter
+        )
+        self.optimizer = accelerator.prepare_optimizer(optimizer)
         self.rows_per_step = (
             settings.batch_size * settings.gradient_accumulation_steps * accelerator.num_processes
         )
@@ -87,18 +101,31 @@ class Loop:
 
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
         """Continue from a checkpoint."""
-        self.drafter.load_state_dict(checkpoint["drafter"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        own = self.drafter.state_dict()
+        weights = checkpoint["drafter"]
+        self.drafter.load_state_dict({n: scatter(t, own[n]) for n, t in weights.items()})
+        parameters = list(self.drafter.parameters())
+        self.optimizer.load_state_dict(scatter_optimizer(checkpoint["optimizer"], parameters))
         self.step = int(checkpoint["step"])
         self.num_tokens = int(checkpoint["num_tokens"])
 
-    def _make_checkpoint(self) -> dict[str, Any]:
-        return {
+    def gather_weights(self) -> dict[str, Tensor]:
+        """Return the drafter's weights, whole, on the main process; all processes call this."""
+        weights: dict[str, Tensor] = gather(
+            dict(self.drafter.state_dict()), keep=self.accelerator.is_main_process
+        )
+        return weights
+
+    def _save(self) -> None:
+        """Write a checkpoint; all processes call this."""
+        optimizer = self.optimizer.state_dict()
+        checkpoint = {
             "step": self.step,
             "num_tokens": self.num_tokens,
-            "drafter": self.drafter.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "drafter": self.gather_weights(),
+            "optimizer": gather(optimizer, keep=self.accelerator.is_main_process),
         }
+        self.hooks.save(checkpoint)
 
     def run(self) -> Outcome:
         """Train to the last step, or until an evaluation is good enough."""
@@ -135,7 +162,7 @@ class Loop:
                 began, tokens_then = time.monotonic(), self.num_tokens
                 recent.clear()
             if settings.save_steps and step % settings.save_steps == 0 and not is_last:
-                self.hooks.save(self._make_checkpoint())
+                self._save()
                 self.accelerator.wait_for_everyone()
         return Outcome(self.step, self.num_tokens, self._report_evaluation())
 
@@ -145,19 +172,18 @@ class Loop:
         batches = [
             self._load_batch(step - 1, i) for i in range(settings.gradient_accumulation_steps)
         ]
-        counts = torch.stack([self.drafter.count_labels(mask) for _, mask, _ in batches]).sum(0)
-        num_tokens = counts.new_tensor([sum(count for _, _, count in batches)])
+        counts = torch.stack([self.drafter.count_labels(b.mask) for b in batches]).sum(0)
+        num_tokens = counts.new_tensor([sum(sum(batch.lengths) for batch in batches)])
         totals = accelerator.reduce(torch.cat([counts, num_tokens]), reduction="sum")
         # The processes' gradients will be averaged, but their losses have to be added up.
         num_labels = totals[:-1].float() / accelerator.num_processes
         self.num_tokens += int(totals[-1])
         sums: Tensor | float = 0.0
-        for i, (tokens, mask, _) in enumerate(batches):
+        for i, batch in enumerate(batches):
             self._seed(step, i)
-            features = self.target.read(tokens)
-            is_last = i == len(batches) - 1
-            with contextlib.nullcontext() if is_last else accelerator.no_sync(self.model):
-                loss, packed = self.model(features, mask, num_labels, measure)
+            features = self.target.read(batch)
+            with self._add_up(is_last=i == len(batches) - 1):
+                loss, packed = self.model(features, batch.mask, num_labels, measure)
                 accelerator.backward(loss)
             sums = sums + packed.detach()
         measures = Measures.unpack(
@@ -173,6 +199,16 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         return measures
 
+    @contextlib.contextmanager
+    def _add_up(self, *, is_last: bool) -> Iterator[None]:
+        """Let gradients wait on their process for those of the step's last pass."""
+        if not self.split.drafter:
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
+                yield
+            return
+        self.model.set_requires_gradient_sync(is_last or not self.split.adds_up_first)
+        yield
+
     def _seed(self, step: int, part: int) -> None:
         """Let what a drafter draws at random depend on the place in the training alone."""
         place = (self.settings.seed, step, part, self.accelerator.process_index)
@@ -185,19 +221,13 @@ class Loop:
             " overflow can be told apart",
         )
 
-    def _load_batch(self, step: int, part: int) -> tuple[Tensor, Tensor, int]:
-        """Return this process's tokens and mask [B, T] of a part of a step, and its token count."""
+    def _load_batch(self, step: int, part: int) -> Batch:
+        """Return this process's rows of a part of a step."""
         size = self.settings.batch_size
         start = step * self.rows_per_step + part * size * self.accelerator.num_processes
         start += size * self.accelerator.process_index
         rows = choose_rows(len(self.train_rows), self.settings.seed, start, size)
-        return self._to_device(self.train_rows, rows)
-
-    def _to_device(self, rows: Rows, indices: list[int]) -> tuple[Tensor, Tensor, int]:
-        tokens, mask = rows.make_batch(indices)
-        num = sum(int(rows.bounds[i + 1] - rows.bounds[i]) for i in indices)
-        device = self.accelerator.device
-        return torch.from_numpy(tokens).to(device), torch.from_numpy(mask).to(device), num
+        return make_batch(self.train_rows, rows, self.accelerator.device)
 
     def evaluate(self) -> dict[str, Any]:
         """Measure loss and accuracies on the held-out rows, shared among the processes."""
@@ -205,19 +235,21 @@ class Loop:
         wanted = min(self.settings.eval_rows, num_rows)
         chosen = [i * num_rows // wanted for i in range(wanted)]
         num_processes = self.accelerator.num_processes
+        # As many rows on every process, which may each hold a part of the target.
+        most = len(chosen[::num_processes])
         mine = chosen[self.accelerator.process_index :: num_processes]
+        num_mine = len(mine)
+        mine += chosen[: most - num_mine]
         size = self.settings.batch_size
-        # As many batches on every process, which may each hold a part of the target.
-        num_batches = -(-wanted // (size * num_processes))
         ones = torch.ones(self.drafter.num_positions, device=self.accelerator.device)
         sums: Tensor | float = 0.0
         self.model.eval()
         with torch.no_grad():
-            for start in range(0, num_batches * size, size):
-                rows = mine[start : start + size]
-                tokens, mask, _ = self._to_device(self.heldout_rows, rows or chosen[:1])
-                mask &= bool(rows)
-                sums = sums + self.model(self.target.read(tokens), mask, ones, True)[1]
+            for start in range(0, most, size):
+                indices = mine[start : start + size]
+                batch = make_batch(self.heldout_rows, indices, self.accelerator.device)
+                batch.mask[max(0, num_mine - start) :] = False  # another process counts these
+                sums = sums + self.model(self.target.read(batch), batch.mask, ones, True)[1]
         self.model.train()
         total = self.accelerator.reduce(sums, reduction="sum")
         return Measures.unpack(total, self.drafter.num_positions).summarize() | {"rows": wanted}
@@ -227,15 +259,16 @@ class Loop:
         from accelerate.utils import broadcast_object_list
 
         outcome: list[Any] = [None]
+        weights = self.gather_weights()
         if self.hooks.measure_acceptance is not None:
             try:
-                outcome = [self.hooks.measure_acceptance(self.drafter)]
+                outcome = [self.hooks.measure_acceptance(weights)]
             except SpecDecError as error:
-                self.hooks.save(self._make_checkpoint())  # what was learned is not lost with it
                 outcome = [(error.message, error.hint)]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(outcome)
         if isinstance(outcome[0], tuple):
+            self._save()  # what was learned is not lost with it
             raise SpecDecError(*outcome[0])
         measured: dict[str, Any] | None = outcome[0]
         return measured

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from specdec.settings import to_plain
 from specdec.storage import TensorInfo, write_json, write_manifest, write_tensor_file
@@ -31,14 +34,15 @@ class Record:
 def write_drafter(
     folder: Path,
     drafter: Drafter,
+    weights: Mapping[str, Tensor],
     method: TrainingMethod,
     target: Target,
     *,
     save_dtype: str,
     record: Record,
 ) -> None:
-    """Write everything into `folder`."""
-    hashes = write_weights(folder, drafter, method, target, save_dtype)
+    """Write everything into `folder`; `weights` are the drafter's, whole."""
+    hashes = write_weights(folder, drafter, weights, method, target, save_dtype)
     text = "".join(json.dumps(line) + "\n" for line in record.log)
     (folder / "training_log.jsonl").write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(write_card(record), encoding="utf-8")
@@ -54,20 +58,22 @@ def write_drafter(
 
 
 def write_weights(
-    folder: Path, drafter: Drafter, method: TrainingMethod, target: Target, save_dtype: str
+    folder: Path,
+    drafter: Drafter,
+    weights: Mapping[str, Tensor],
+    method: TrainingMethod,
+    target: Target,
+    save_dtype: str,
 ) -> dict[str, str]:
     """Write the weights and config.json: what specdec-convert reads; return the weights' sha256."""
-    tensors = {
-        **drafter.state_dict(),
-        **method.list_shared(target),
-    }
-    weights = {
+    tensors = {**weights, **method.list_shared(target)}
+    arrays = {
         name: to_array(tensor.detach().to("cpu", TORCH_DTYPES[save_dtype]))
         for name, tensor in tensors.items()
     }
-    infos = {n: TensorInfo(save_dtype, tuple(t.shape)) for n, t in weights.items()}
+    infos = {n: TensorInfo(save_dtype, tuple(t.shape)) for n, t in arrays.items()}
     sha256 = write_tensor_file(
-        folder / method.weights_name, infos, weights.__getitem__, metadata={"format": "pt"}
+        folder / method.weights_name, infos, arrays.__getitem__, metadata={"format": "pt"}
     )
     config = method.describe(drafter, target)
     write_json(folder / "config.json", {**config, "dtype": save_dtype})

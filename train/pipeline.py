@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import os
 import time
@@ -17,6 +18,7 @@ from specdec.logs import get_logger
 from specdec.settings import get_flags, require
 from specdec.storage import check_output_dir, describe_file, list_local, stage_folder
 
+from .launch import Split, take_launch
 from .methods import TRAINABLE
 from .settings import TrainSettings
 
@@ -26,38 +28,40 @@ if TYPE_CHECKING:
     from .loop import Loop
     from .methods.base import Drafter, TrainingMethod
     from .state import TrainingState
-    from .target import Target
+    from .target import LiveTarget, Target
 
 DEFAULT_MAX_LENGTH = 2048
 # accelerate's kinds of distribution by which every process holds the whole model.
 REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU")
+PATIENCE = datetime.timedelta(hours=6)
 
 logger = get_logger(__name__)
 
 
 def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     """Train a drafter as `settings` say; return the results on the main process, else None."""
-    settings = fill_defaults(settings)
+    settings, split = take_launch(fill_defaults(settings))
     check_settings(settings)
     if settings.sanity:
         from .sanity import learn_one_row
 
-        return learn_one_row(settings)
+        return learn_one_row(settings, split)
     # torch and transformers take seconds to import: not before the cheap checks.
     from .hub import open_hub, push_folder
     from .output import Record, write_drafter
 
     assert settings.output_dir
-    accelerator = start_accelerator(settings)
+    accelerator = start_accelerator(settings, split)
     hub = None
     if settings.push_to_hub and accelerator.is_main_process:
         hub = open_hub(settings.push_to_hub)
     report = None
     with open_output(settings, is_main=accelerator.is_main_process) as folder:
-        job = prepare_job(settings, accelerator)
+        job = prepare_job(settings, accelerator, split)
         loop = start_loop(job)
         began = time.monotonic()
         outcome = loop.run()
+        weights = loop.gather_weights()
         if folder is not None:
             report = {
                 "method": settings.method,
@@ -82,7 +86,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
                 },
             )
             write_drafter(
-                folder, loop.drafter, job.method, job.target,
+                folder, loop.drafter, weights, job.method, job.target,
                 save_dtype=choose_save_dtype(settings, job.target.config), record=record,
             )  # fmt: skip
     if report is not None:
@@ -112,6 +116,7 @@ class Job:
 
     settings: TrainSettings
     accelerator: Any
+    split: Split
     method: TrainingMethod
     state: TrainingState
     target: Target
@@ -123,11 +128,11 @@ class Job:
     data_files: list[dict[str, Any]]
 
 
-def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
+def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
     """Load the target, open the training's state, and load or make the rows."""
     from .methods import load_method
-    from .state import TrainingState, collect_facts
-    from .target import describe_target, load_config
+    from .state import TrainingState, collect_facts, name_hashes
+    from .target import describe_target, get_name, load_config
 
     assert settings.model_dir
     assert settings.output_dir
@@ -136,7 +141,8 @@ def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
     config = load_config(settings.model_dir)
     max_length = choose_max_length(settings, config)
     method = load_method(settings.method)
-    target = open_target(settings, method, config, dtype, accelerator)
+    load = functools.partial(open_target, settings, method, config, dtype, accelerator, split=split)
+    target: Target | None = None if settings.hidden_states_dir else load()
     state = TrainingState(settings.output_dir)
     files = [f for f in (settings.data, settings.eval_data) if f and is_main]
     data_files = [describe_file(f) for f in files]
@@ -151,10 +157,37 @@ def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
         )
         state.open(facts, resume=settings.resume)
     accelerator.wait_for_everyone()
-    train, heldout = load_rows(settings, state, target, max_length, accelerator)
+    vocab_size = target.shape.vocab_size if target is not None else int(config.vocab_size)
+    train, heldout = load_rows(settings, state, vocab_size, max_length, accelerator)
+    if target is None:
+        from .hidden_states import Plan, Work, hash_rows, open_states
+
+        assert settings.hidden_states_dir
+        parts = {"train": train, "heldout": heldout}
+        hashes = {f"sha256 of the {name} rows": hash_rows(rows) for name, rows in parts.items()}
+        plan = Plan(
+            facts={"--dtype": dtype, **name_hashes(target_files, data_files), **hashes},
+            parts=parts,
+            layers=method.choose_layers(settings, config),
+            vocab_size=vocab_size,
+            hidden_size=int(config.hidden_size),
+            dtype=dtype,
+        )
+        work = Work(
+            accelerator=accelerator,
+            batch_size=settings.batch_size,
+            in_step=split.target,
+            sources=[*target_files, *data_files],
+            inputs=list_inputs(settings),
+        )
+        target = open_states(
+            settings.hidden_states_dir, plan, config, load, work,
+            name=get_name(settings.model_dir), with_head=needs_head(settings, method),
+        )  # fmt: skip
     return Job(
         settings=settings,
         accelerator=accelerator,
+        split=split,
         method=method,
         state=state,
         target=target,
@@ -168,21 +201,42 @@ def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
 
 
 def open_target(
-    settings: TrainSettings, method: TrainingMethod, config: Any, dtype: str, accelerator: Any
-) -> Target:
+    settings: TrainSettings,
+    method: TrainingMethod,
+    config: Any,
+    dtype: str,
+    accelerator: Any,
+    *,
+    split: Split,
+) -> LiveTarget:
     """Load what the method reads of the target."""
+    from .sharding import make_mesh
     from .target import load_target
 
     assert settings.model_dir
-    return load_target(
-        settings.model_dir,
-        config,
-        dtype,
-        accelerator.device,
-        with_head=method.needs_head or bool(settings.self_distillation),
-        aux_layers=method.choose_layers(settings, config),
-        num_shards=accelerator.num_processes if settings.shard_target else 1,
-    )
+    target = None
+    mesh = make_mesh(accelerator.device, accelerator.num_processes) if split.target else None
+    for turn in range(accelerator.num_processes if split.takes_turns else 1):
+        if not split.takes_turns or turn == accelerator.process_index:
+            target = load_target(
+                settings.model_dir,
+                config,
+                dtype,
+                accelerator.device,
+                with_head=needs_head(settings, method),
+                aux_layers=method.choose_layers(settings, config),
+                mesh=mesh,
+                split=split,
+            )
+        accelerator.wait_for_everyone()
+    assert target is not None
+    target.check_head()
+    return target
+
+
+def needs_head(settings: TrainSettings, method: TrainingMethod) -> bool:
+    """Tell whether the target's output layer is read."""
+    return method.needs_head or bool(settings.self_distillation)
 
 
 def start_loop(job: Job) -> Loop:
@@ -195,10 +249,12 @@ def start_loop(job: Job) -> Loop:
     if accelerator.is_main_process:
         hooks = dataclasses.replace(hooks, log=state.add_log, save=state.save_checkpoint)
         if settings.eval_prompts:
-            meter = make_meter(job)
-            meter.check(drafter)
+            meter = make_meter(job, drafter)
+            meter.check()
             hooks = dataclasses.replace(hooks, measure_acceptance=meter.measure)
-    loop = Loop(settings, accelerator, job.target, drafter, job.train, job.heldout, hooks)
+    loop = Loop(
+        settings, accelerator, job.target, drafter, job.train, job.heldout, hooks, job.split
+    )
     checkpoint = state.load_checkpoint()
     if checkpoint is not None:
         loop.restore(checkpoint)
@@ -233,7 +289,7 @@ def is_accepted(wanted: float | None, evaluation: Mapping[str, Any]) -> bool:
     return bool(measured["acceptance_length"] >= wanted)
 
 
-def make_meter(job: Job) -> AcceptanceMeter:
+def make_meter(job: Job, drafter: Drafter) -> AcceptanceMeter:
     """Prepare the measurement of what an engine accepts."""
     from .acceptance import AcceptanceMeter
     from .target import get_max_length
@@ -242,6 +298,7 @@ def make_meter(job: Job) -> AcceptanceMeter:
         job.settings,
         job.method,
         job.target,
+        drafter,
         job.heldout,
         folder=job.state.folder / "acceptance",
         dtype=job.dtype,
@@ -290,7 +347,17 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.sanity:
         return
     assert settings.output_dir
-    check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
+    states = settings.hidden_states_dir
+    if states is not None:
+        paths = [states.resolve(), settings.output_dir.resolve()]
+        if paths[0] in (paths[1], *paths[1].parents) or paths[1] in paths[0].parents:
+            raise UsageError(
+                f"--hidden-states-dir {states} and --output-dir {settings.output_dir} are one"
+                " folder, or one lies in the other",
+                "name two folders side by side",
+            )
+    inputs = [*list_inputs(settings), *list_local(states)]
+    check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
     TrainingState(settings.output_dir).refuse_unfinished(
         resume=settings.resume, force=settings.force
     )
@@ -328,10 +395,11 @@ def choose_max_length(settings: TrainSettings, config: Any) -> int:
     return wanted
 
 
-def start_accelerator(settings: TrainSettings) -> Any:
+def start_accelerator(settings: TrainSettings, split: Split) -> Any:
     """Set up the devices: those of `accelerate launch` or `torchrun`, else one GPU or the CPU."""
     try:
         from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs
     except ImportError:
         raise SpecDecError("accelerate is not installed", "pip install 'specdec[train]'") from None
     import torch
@@ -341,18 +409,19 @@ def start_accelerator(settings: TrainSettings) -> Any:
     accelerator = Accelerator(
         cpu=not has_gpu and not torch.backends.mps.is_available(),
         mixed_precision="bf16" if use_bf16 else "no",
+        # The others wait while the main process tokenizes the data and measures an engine.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
     kind = str(accelerator.distributed_type.value)
     if kind not in REPLICATED:
         raise SpecDecError(
-            f"accelerate was launched with {kind}: target and drafter are replicated here, not"
-            " split over processes",
-            "launch with torchrun, or with accelerate's --multi_gpu alone; --shard-target then"
-            " splits the target, by far the larger of the two",
+            f"accelerate was launched with {kind}, which cannot train a drafter here",
+            "launch with torchrun, or with accelerate's --multi_gpu, --use_fsdp --fsdp_version 2 or"
+            " --use_deepspeed",
         )
-    if settings.shard_target and accelerator.num_processes == 1:
+    if split.asked_by and accelerator.num_processes == 1:
         raise UsageError(
-            "--shard-target has no effect in a training of one process",
+            f"{split.asked_by} has no effect in a training of one process",
             "leave it out, or launch several: torchrun --nproc-per-node N $(which specdec-train)",
         )
     return accelerator
@@ -387,7 +456,7 @@ def open_output(settings: TrainSettings, *, is_main: bool) -> Iterator[Path | No
 def load_rows(
     settings: TrainSettings,
     state: TrainingState,
-    target: Target,
+    vocab_size: int,
     max_length: int,
     accelerator: Any,
 ) -> tuple[Rows, Rows]:
@@ -400,7 +469,7 @@ def load_rows(
     if accelerator.is_main_process and not state.has_rows():
         # transformers warns when a process that has used it forks, which ours does not do.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        tokenizer = load_tokenizer(settings.model_dir, target.shape.vocab_size)
+        tokenizer = load_tokenizer(settings.model_dir, vocab_size)
         rows = prepare_rows(settings.data, settings.eval_data, tokenizer, max_length)
         state.data_folder.mkdir(exist_ok=True)
         for name, part in zip(("train", "heldout"), rows, strict=True):

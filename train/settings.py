@@ -69,8 +69,15 @@ class TrainSettings:
     )
     shard_target: bool = setting(
         False,
-        help="Split the target's layers over the processes, for one that does not fit one GPU.",
+        help="Split the target's layers over the processes, for one that does not fit one GPU; so"
+        " do accelerate's FSDP and DeepSpeed ZeRO 3.",
         kind="flag",
+    )
+    hidden_states_dir: Path | None = setting(
+        help="Compute the target's hidden states once and keep them here; or read those that are"
+        " here, without the target's layers in memory.",
+        kind="path",
+        metavar="DIR",
     )
     save_dtype: str = setting(
         "auto",

@@ -28,7 +28,7 @@ from .settings import TrainSettings
 FREE = frozenset(
     "model_dir data eval_data output_dir save_steps eval_steps eval_rows eval_prompts"
     " eval_output_len stop_at_acceptance report_top_k logging_steps save_dtype sanity push_to_hub"
-    " shard_target resume force json".split()
+    " shard_target hidden_states_dir resume force json".split()
 )
 
 logger = get_logger(__name__)
@@ -68,17 +68,12 @@ class TrainingState:
         self._write_aside(self._settings, lambda path: write_json(path, facts))
 
     def _compare(self, facts: Mapping[str, Any]) -> None:
-        before = read_json(self._settings)
-        changed = [
-            f"{name} is {facts.get(name)!r}, was {before.get(name)!r}"
-            for name in dict.fromkeys([*before, *facts])
-            if before.get(name) != facts.get(name)
-        ]
-        if changed:
-            raise SpecDecError(
-                f"--resume: not the same training: {'; '.join(changed)}",
-                "give what it was started with, or start anew with --force",
-            )
+        refuse_changes(
+            "--resume: not the same training",
+            read_json(self._settings),
+            facts,
+            hint="give what it was started with, or start anew with --force",
+        )
 
     def _write_aside(self, path: Path, write: Any) -> None:
         partial = path.with_name(path.name + ".partial")
@@ -147,6 +142,19 @@ class TrainingState:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def refuse_changes(
+    message: str, before: Mapping[str, Any], facts: Mapping[str, Any], *, hint: str
+) -> None:
+    """Raise SpecDecError that names every fact that is not what it was."""
+    changed = [
+        f"{name} is {facts.get(name)!r}, was {before.get(name)!r}"
+        for name in dict.fromkeys([*before, *facts])
+        if before.get(name) != facts.get(name)
+    ]
+    if changed:
+        raise SpecDecError(f"{message}: {'; '.join(changed)}", hint)
+
+
 def collect_facts(
     settings: TrainSettings,
     *,
@@ -163,6 +171,14 @@ def collect_facts(
     }
     facts["--dtype"] = dtype
     facts["number of processes"] = num_processes
+    return facts | name_hashes(target_files, data_files)
+
+
+def name_hashes(
+    target_files: list[dict[str, Any]], data_files: list[dict[str, Any]]
+) -> dict[str, str]:
+    """Return the hashes of what is read, under names a user can act on."""
+    facts = {}
     for flag, entry in zip(("--data", "--eval-data"), data_files, strict=False):
         facts[f"sha256 of {flag}"] = entry["sha256"]
     for entry in target_files:

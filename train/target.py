@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,52 +15,135 @@ from specdec.errors import SpecDecError, summarize
 from specdec.storage import describe_file
 from specdec.torch_tensors import TORCH_DTYPES
 
+from .data import Rows
+from .launch import Split
 from .methods.base import Features, OutputHead, TargetShape
+from .sharding import shard_layers
 
 
-class Target:
-    """A transformers model, frozen; `head` is its output layer where one was asked for.
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of the data on the device that reads them, padded at their ends."""
 
-    Legend as in methods/base.py.
+    rows: Rows
+    indices: list[int]
+    tokens: Tensor  # [B, T] int64
+    mask: Tensor  # [B, T] which tokens are labels
+
+    @property
+    def lengths(self) -> list[int]:
+        bounds = self.rows.bounds
+        return [int(bounds[i + 1] - bounds[i]) for i in self.indices]
+
+
+def make_batch(rows: Rows, indices: list[int], device: torch.device) -> Batch:
+    """Put some of the rows onto a device."""
+    tokens, mask = rows.make_batch(indices)
+    return Batch(
+        rows, indices, torch.from_numpy(tokens).to(device), torch.from_numpy(mask).to(device)
+    )
+
+
+class Target(abc.ABC):
+    """What a drafter learns from, frozen; `head` is its output layer where one was asked for.
+
+    aux_layers: its layers, from 0, whose outputs are read too. Legend as in methods/base.py.
     """
+
+    def __init__(
+        self, embedding: torch.nn.Module, config: Any, *, name: str, head: OutputHead | None,
+        aux_layers: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        self.embedding = embedding
+        self.config = config
+        self.name = name
+        self.head = head
+        self.aux_layers = aux_layers
+        weight = embedding.weight
+        assert isinstance(weight, Tensor)
+        self.shape = TargetShape(hidden_size=int(weight.shape[1]), vocab_size=int(weight.shape[0]))
+
+    @abc.abstractmethod
+    def find_states(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Last hidden states, then the outputs of each of `aux_layers`: all [B, T, D]."""
+
+    def read(self, batch: Batch) -> Features:
+        """Return what the target says about a batch."""
+        with torch.no_grad():
+            hidden, *others = self.find_states(batch)
+            embedded = self.embedding(batch.tokens)
+        return Features(
+            tokens=batch.tokens,
+            hidden=hidden,
+            embedded=embedded,
+            head=self.head,
+            auxiliary=torch.cat(others, dim=-1) if others else None,
+        )
+
+
+class LiveTarget(Target):
+    """A transformers model that is run whenever something is read."""
 
     def __init__(
         self, model: Any, config: Any, *, name: str, head: OutputHead | None,
         aux_layers: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        self.model = model.eval().requires_grad_(False)
-        self.config = config
-        self.name = name
-        self.head = head
-        self.aux_layers = aux_layers
+        self.whole_model = model.eval().requires_grad_(False)
+        self.model = model if head is None else model.base_model
         embedding = model.get_input_embeddings()
-        self.embedding: torch.nn.Module = embedding
-        self.shape = TargetShape(
-            hidden_size=int(embedding.weight.shape[1]), vocab_size=int(embedding.weight.shape[0])
-        )
+        super().__init__(embedding, config, name=name, head=head, aux_layers=aux_layers)
 
-    def read(self, tokens: Tensor) -> Features:
-        """Run the target over rows [B, T].
+    def find_states(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Run the model.
 
         Rows are padded at their ends, where causal attention hides the padding from the tokens, so
-        no attention mask is needed.
+        no attention mask is needed; one of ones spares transformers a search for joined rows. A
+        processor computes each row by itself, so that its states are the same bits whatever rows
+        are read with it.
         """
+        if batch.tokens.device.type != "cpu":
+            return self._run(batch.tokens)
+        rows = [
+            self._run(tokens[None, :length])
+            for tokens, length in zip(batch.tokens, batch.lengths, strict=True)
+        ]
+        return tuple(join_rows([row[i][0] for row in rows]) for i in range(len(rows[0])))
+
+    def _run(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        output = self.model(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False,
+            return_dict=True, output_hidden_states=bool(self.aux_layers),
+        )  # fmt: skip
+        # The first of the hidden states is the embedding.
+        return (
+            output.last_hidden_state, *(output.hidden_states[i + 1] for i in self.aux_layers)
+        )  # fmt: skip
+
+    def check_head(self) -> None:
+        """Raise SpecDecError where the logits are more than a matrix times the last hidden state.
+
+        Some targets scale them, or cap them; a drafter would learn from what the target never says.
+        """
+        if self.head is None:
+            return
+        tokens = torch.arange(min(8, self.shape.vocab_size), device=self.head.weight.device)[None]
         with torch.no_grad():
-            output = self.model(
-                input_ids=tokens, use_cache=False, return_dict=True,
-                output_hidden_states=bool(self.aux_layers),
-            )  # fmt: skip
-            embedded = self.embedding(tokens)
-        auxiliary = None
-        if self.aux_layers:  # the first of these states is the embedding
-            auxiliary = torch.cat([output.hidden_states[i + 1] for i in self.aux_layers], dim=-1)
-        return Features(
-            tokens=tokens,
-            hidden=output.last_hidden_state,
-            embedded=embedded,
-            head=self.head,
-            auxiliary=auxiliary,
-        )
+            hidden, *_ = self._run(tokens)
+            expected = self.whole_model(input_ids=tokens, use_cache=False).logits.float()
+            found = torch.nn.functional.linear(hidden, self.head.weight, self.head.bias).float()
+        error = float((found - expected).abs().max())
+        if error > 0.02 * float(expected.abs().max()):
+            raise SpecDecError(
+                f"{self.name}: its logits differ by up to {error:.3g} from its output layer's of"
+                " the last hidden state: it scales or caps them",
+                "train a drafter that does without the target's output layer: --method redrafter"
+                " with --self-distillation 0",
+            )
+
+
+def join_rows(rows: list[Tensor]) -> Tensor:
+    """Stack rows [T_i, D] of different lengths, with zeros at the ends of the shorter ones."""
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 def load_config(model_dir: str) -> Any:
@@ -111,12 +196,13 @@ def load_target(
     *,
     with_head: bool,
     aux_layers: tuple[int, ...] = (),
-    num_shards: int = 1,
-) -> Target:
+    mesh: Any = None,
+    split: Split | None = None,
+) -> LiveTarget:
     """Load the target's weights in `dtype` onto `device`; its output layer only `with_head`.
 
-    num_shards: processes that its layers are split over; all call this, and `read` afterwards,
-    equally often.
+    mesh: the processes that its layers are split over as `split` says; all call this, and `read`
+    afterwards, equally often.
     """
     import transformers
 
@@ -125,65 +211,23 @@ def load_target(
     loader = transformers.AutoModelForCausalLM if with_head else transformers.AutoModel
     try:
         model = loader.from_pretrained(model_dir, dtype=TORCH_DTYPES[dtype])
-        if num_shards > 1:
-            shard_layers(model, config, device, num_shards)
+        if mesh is not None:
+            assert split is not None
+            shard_layers(model, config, mesh, split)
         model = model.to(device)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _cannot_load(model_dir, error) from None
-    name = Path(model_dir).resolve().name if Path(model_dir).is_dir() else model_dir
+    name = get_name(model_dir)
     if not with_head:
-        return Target(model, config, name=name, head=None, aux_layers=aux_layers)
-    layer = model.eval().requires_grad_(False).get_output_embeddings()
+        return LiveTarget(model, config, name=name, head=None, aux_layers=aux_layers)
+    layer = model.get_output_embeddings().requires_grad_(False)
     head = OutputHead(layer.weight, getattr(layer, "bias", None))
-    _check_head(model, head, name)
-    return Target(model.base_model, config, name=name, head=head, aux_layers=aux_layers)
+    return LiveTarget(model, config, name=name, head=head, aux_layers=aux_layers)
 
 
-def shard_layers(model: Any, config: Any, device: torch.device, num_shards: int) -> None:
-    """Let every process hold its part of each decoder layer, which is put together while it runs.
-
-    Embedding, last norm and output layer stay whole: drafters read them too.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model.eval().requires_grad_(False)
-    stacks = [
-        module
-        for module in model.modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == config.num_hidden_layers
-    ]
-    if len(stacks) != 1:
-        raise SpecDecError(
-            f"--shard-target: the target has {len(stacks)} stacks of"
-            f" {config.num_hidden_layers} layers, not one",
-            "train without it",
-        )
-    mesh = init_device_mesh(device.type, (num_shards,))
-    for layer in stacks[0]:
-        fully_shard(layer, mesh=mesh)
-        # Each layer is a root to torch, which would leave it put together.
-        layer.register_forward_hook(lambda module, *_: module.reshard())
-
-
-def _check_head(model: Any, head: OutputHead, name: str) -> None:
-    """Raise SpecDecError where the logits are more than a matrix times the last hidden state.
-
-    Some targets scale them, or cap them; a drafter would learn from what the target never says.
-    """
-    tokens = torch.arange(min(8, len(head.weight)), device=head.weight.device)[None]
-    with torch.no_grad():
-        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        expected = model(input_ids=tokens, use_cache=False).logits.float()
-        found = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
-    error = float((found - expected).abs().max())
-    if error > 0.02 * float(expected.abs().max()):
-        raise SpecDecError(
-            f"{name}: its logits differ by up to {error:.3g} from its output layer's of the last"
-            " hidden state: it scales or caps them",
-            "train a drafter that does without the target's output layer: --method redrafter with"
-            " --self-distillation 0",
-        )
+def get_name(model_dir: str) -> str:
+    """Name a target: its folder's name, or its Hub id."""
+    return Path(model_dir).resolve().name if Path(model_dir).is_dir() else model_dir
 
 
 def load_tokenizer(model_dir: str, vocab_size: int) -> Any:

@@ -60,6 +60,8 @@ PAGES = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.
 OTHERS_FLAGS = {
     "--local-dir", "--repo-type", "--port",
     "--nproc-per-node", "--num-processes", "--no-python", "--no-deps", "--drafter-output-dir",
+    "--use-fsdp", "--fsdp-version", "--use-deepspeed", "--zero-stage", "--multi-gpu",
+    "--config-file", "--gradient-clipping", "--mixed-precision", "--dynamo-backend",
 }  # fmt: skip
 
 

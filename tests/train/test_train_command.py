@@ -302,70 +302,135 @@ def test_a_tokenizer_with_too_many_tokens_is_refused(
     assert f"the tokenizer has {len(vocab)} tokens, the target's vocabulary only 320" in done.err
 
 
-# Trains twice, the second time with a target split over the processes, and tells what each holds.
-MAIN_TWICE = """
+# Trains as the launcher says, then as other launchers would, and tells what each process holds.
+MAIN_OFTEN = """
 import json, os, sys
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from specdec.train import target
+from specdec.train import hidden_states, loop, target
+hidden_states.SHARD_BYTES = 1 << 14  # an odd number of files
 Accelerator.end_training = lambda self: None  # the processes are needed once more
 from specdec.train.cli import command
-read = target.Target.read
+find_states, take_step = target.LiveTarget.find_states, loop.Loop._take_step
+backward = Accelerator.backward
 held = {}
-def look(self, tokens):
-    features = read(self, tokens)
-    local = [getattr(w, "to_local", lambda w=w: w)() for w in self.model.layers.parameters()]
-    held[os.environ["RANK"]] = sum(weight.numel() for weight in local)
-    return features
-target.Target.read = look
-folder, *arguments = sys.argv[1:]
-for name, more in (("two", []), ("split", ["--shard-target", "--eval-prompts", "0"])):
+def count(weights):
+    return sum(getattr(w, "to_local", lambda w=w: w)().numel() for w in weights)
+def look(self, batch):
+    states = find_states(self, batch)
+    held["target"] = count(self.model.layers.parameters())
+    return states
+def look_too(self, step, *, measure):
+    measures = take_step(self, step, measure=measure)
+    numbers = self.optimizer.state_dict()["state"].values()
+    held["optimizer"] = count(entry["exp_avg"] for entry in numbers)
+    held["drafter"] = count(self.drafter.parameters())
+    if killed == step:
+        raise InterruptedError
+    return measures
+def look_back(self, loss):
+    backward(self, loss)
+    gradients = [weight.grad for weight in self._models[-1].parameters()]
+    held.setdefault("gradients", count(grad for grad in gradients if grad is not None))
+target.LiveTarget.find_states, loop.Loop._take_step = look, look_too
+Accelerator.backward = look_back
+folder, runs, *arguments = sys.argv[1:]
+for name, environment, more in json.loads(runs):
     AcceleratorState._reset_state()
-    command.main([*arguments, "--output-dir", f"{folder}/{name}", *more], standalone_mode=False)
-    print(f"{name} holds {held}", file=sys.stderr)
+    os.environ.update(environment)
+    held.clear()
+    killed = 5 if name == "killed" else None
+    try:
+        output = [*arguments, "--output-dir", f"{folder}/{name}", *more]
+        command.main(output, standalone_mode=False)
+    except InterruptedError:
+        killed, environment = None, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        os.environ.update(environment)
+        AcceleratorState._reset_state()
+        command.main([*output, "--resume"], standalone_mode=False)
+    print("held", name, json.dumps(held), file=sys.stderr)
 """
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+def use_zero(stage: int) -> dict[str, str]:
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
+
+
+# name -> what it splits: the target's layers, the drafter's optimizer
+SPLIT = {
+    "fsdp": (True, True), "whole": (False, False), "killed": (True, True), "layers": (True, False),
+    "zero1": (False, True), "zero2": (False, True), "zero3": (True, True), "states": (True, True),
+}  # fmt: skip
 
 
 def test_two_processes_learn_what_one_does(
     run_train: Any, inputs: Any, target_dir: Path, tmp_path: Path
 ) -> None:
-    """Also where each holds half of the target's layers, and one has no row to evaluate."""
+    """However the work is split, and where one process has no row to evaluate."""
     import torch
 
-    options = ("--max-steps", 8, "--save-steps", 3, "--eval-rows", 1, "--json")
+    inputs = (*inputs, "--redrafter-num-layers", "1")
+    options = (
+        "--max-steps", 6, "--save-steps", 3, "--eval-rows", 1, "--eval-steps", 4, "--json",
+        "--gradient-accumulation-steps", 2,
+    )  # fmt: skip
     one = run_train(*inputs, "--output-dir", tmp_path / "one", "--batch-size", 4, *options)
     assert one.status == 0, one.err
+    measure = ["--eval-prompts", "1", "--eval-output-len", "8", "--eval-steps", "0"]
+    states = ["--hidden-states-dir", str(tmp_path / "hidden")]
+    runs = [
+        ("fsdp", {}, measure), ("whole", {}, []), ("killed", FSDP, []),
+        ("layers", {}, ["--shard-target"]),
+        ("zero1", use_zero(1), []), ("zero2", use_zero(2), []), ("zero3", use_zero(3), []),
+        ("states", FSDP, states),
+    ]  # fmt: skip
     script = tmp_path / "main.py"
-    script.write_text(MAIN_TWICE)
-    measure = ("--eval-prompts", 1, "--eval-output-len", 8)
-    arguments = [str(a) for a in (tmp_path, *inputs, *options, *measure)]
+    script.write_text(MAIN_OFTEN)
+    arguments = [str(a) for a in (tmp_path, json.dumps(runs), *inputs, *options)]
     two = subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", "2", str(script), *arguments,
+            sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2",
+            "--main_process_port", "0", "--use_fsdp", "--fsdp_version", "2",
+            "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
+            "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer", "--mixed_precision", "no",
+            str(script), *arguments,
         ],
-        capture_output=True, text=True, timeout=150, env=ONE_THREAD,
+        capture_output=True, text=True, timeout=300, env=ONE_THREAD,
     )  # fmt: skip
     assert two.returncode == 0, two.stderr
     alone = json.loads(one.out)
-    replicated, split = map(json.loads, two.stdout.splitlines())
+    reports = dict(zip(SPLIT, map(json.loads, two.stdout.splitlines()), strict=True))
     # The engine's own processes do not take themselves for more of those that train.
-    assert replicated["eval"]["acceptance"]["num_output_tokens"] == 8
+    assert reports["fsdp"]["eval"]["acceptance"]["num_output_tokens"] == 8
     expected = read_weights(tmp_path / "one")
-    for name, report in (("two", replicated), ("split", split)):
+    for name, report in reports.items():
         assert report["tokens"] == alone["tokens"]
         assert report["eval"]["num_labels"] == alone["eval"]["num_labels"]
         assert abs(report["eval"]["loss"] - alone["eval"]["loss"]) < 1e-3
         for key, tensor in read_weights(tmp_path / name).items():
             torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-5)
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("two", "split")]
-    assert weights[0] == weights[1]
-    held = {
-        name: {json.loads(text) for text in re.findall(rf"{name} holds .*: (\d+)", two.stderr)}
-        for name in ("two", "split")
-    }
-    (whole,) = held["two"]
-    assert held["split"] == {whole // 2}
+    written = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in SPLIT}
+    assert written["killed"] == written["fsdp"] == written["states"]
+    assert "resumed at step 3" in two.stderr
+    assert written["layers"] == written["whole"]
+    held: dict[str, set[str]] = {name: set() for name in SPLIT}
+    for name, text in re.findall(r"held (\w+) (\{.*\})", two.stderr):
+        held[name].add(text)
+    (whole,) = map(json.loads, held["whole"])
+    for name, (splits_target, splits_drafter) in SPLIT.items():
+        # Rows of a weight are given out whole, and all weights here have an even number of them.
+        part = 2 if splits_drafter else 1
+        expected_here = {
+            "target": whole["target"] // (2 if splits_target else 1),
+            "optimizer": whole["optimizer"] // part,
+            "drafter": whole["drafter"] // part,
+            # After a step's first pass; ZeRO 1 has not shared them out by then.
+            "gradients": 0 if name == "zero1" else whole["gradients"] // part,
+        }
+        assert [json.loads(text) for text in held[name]] == [expected_here], name
+    assert whole["gradients"] == whole["drafter"]
+    assert len(list((tmp_path / "hidden").glob("*-0*.safetensors"))) % 2 == 1
 
 
 def test_force_does_not_replace_what_is_read(run_train: Any, inputs: Any, target_dir: Path) -> None:

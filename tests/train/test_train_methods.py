@@ -421,14 +421,14 @@ def test_a_hub_that_refuses_is_told_before_training(monkeypatch: pytest.MonkeyPa
     assert "hf_secret" not in info.value.message + info.value.hint
 
 
-def test_a_target_that_would_be_split_is_refused(
+def test_a_kind_of_launch_that_is_not_known_is_refused(
     run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import accelerate
     from accelerate.utils import DistributedType
 
     class Launched:
-        distributed_type = DistributedType.FSDP
+        distributed_type = DistributedType.XLA
 
         def __init__(self, **_: Any) -> None:
             pass
@@ -436,7 +436,7 @@ def test_a_target_that_would_be_split_is_refused(
     monkeypatch.setattr(accelerate, "Accelerator", Launched)
     done = run_train(*inputs, "--output-dir", tmp_path / "out")
     assert done.status == 1
-    assert done.last_lines[0].startswith("error: accelerate was launched with FSDP")
+    assert done.last_lines[0].startswith("error: accelerate was launched with XLA")
     assert list(tmp_path.iterdir()) == []
 
 

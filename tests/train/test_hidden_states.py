@@ -1,0 +1,275 @@
+"""Hidden states kept on disk: the same weights as without, and nothing foreign or torn is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.storage import TensorFile
+from specdec.train import hidden_states, target
+from specdec.train.data import Rows
+
+BASIC = (
+    "--dtype", "float32", "--model-max-length", 32, "--batch-size", 2, "--seed", 3,
+    "--learning-rate", 0.01, "--max-steps", 4, "--eval-prompts", 0,
+)  # fmt: skip
+KINDS = {
+    "redrafter": ("--method", "redrafter", "--redrafter-predict-n-tokens", 3),
+    "medusa": ("--method", "medusa", "--self-distillation", 0.5),
+    "eagle": ("--method", "eagle"),
+    "eagle3": ("--method", "eagle", "--eagle-version", 3),
+}
+
+
+@pytest.fixture
+def inputs(target_dir: Path, data_file: Path) -> tuple[object, ...]:
+    return ("--model-dir", target_dir, "--data", data_file, *BASIC)
+
+
+@pytest.fixture(autouse=True)
+def make_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several files of states even of the little data here."""
+    monkeypatch.setattr(hidden_states, "SHARD_BYTES", 1 << 15)
+
+
+def hide_the_layers(patch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("the target was loaded")
+
+    patch.setattr(target, "load_target", fail)
+
+
+def read_bytes(folder: Path) -> dict[str, bytes]:
+    files = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    assert len(files) == 1
+    return files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_are_the_bytes_of_a_run_with_the_target(
+    kind: str, run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the run that writes the states, and in one that has them and no target any more."""
+    options, states = (*inputs, *KINDS[kind]), tmp_path / "states"
+    with_target = run_train(*options, "--output-dir", tmp_path / "live")
+    assert with_target.status == 0, with_target.err
+    options = (*options, "--hidden-states-dir", states)
+    first = run_train(*options, "--output-dir", tmp_path / "first")
+    assert first.status == 0, first.err
+    assert f"hidden states: they are in {states}" in first.err
+    kept = {path.name: path.stat().st_mtime_ns for path in states.iterdir()}
+    assert len([name for name in kept if name.startswith("train-")]) > 2
+    with monkeypatch.context() as patch:
+        hide_the_layers(patch)
+        second = run_train(*options, "--output-dir", tmp_path / "second")
+    assert second.status == 0, second.err
+    wanted = read_bytes(tmp_path / "live")
+    assert read_bytes(tmp_path / "first") == wanted
+    assert read_bytes(tmp_path / "second") == wanted
+    assert {path.name: path.stat().st_mtime_ns for path in states.iterdir()} == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "live", "second", "states"]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+def exchange(path: Path) -> None:
+    path.write_bytes((path.parent / "heldout-00000.safetensors").read_bytes())
+
+
+def test_other_torn_and_poor_states_are_refused(
+    run_train: Any, inputs: Any, target_dir: Path, data_file: Path, tmp_path: Path
+) -> None:
+    """Of another target, of other data, damaged, or without what a method reads."""
+    from transformers import AutoModelForCausalLM
+
+    states = tmp_path / "states"
+    options = (
+        *inputs, "--output-dir", tmp_path / "out", "--hidden-states-dir", states, "--max-steps", 1,
+        "--force",
+    )  # fmt: skip
+    assert run_train(*options).status == 0
+    manifest = json.loads((states / "manifest.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+    kept = TensorFile(states / "target.safetensors")
+    table = torch.from_numpy(kept.read("embedding").copy())
+    assert torch.equal(table, model.get_input_embeddings().weight)
+    assert kept.metadata == {"head": "none"}
+    assert {entry["path"] for entry in manifest["outputs"]} == {
+        path.name for path in states.iterdir() if path.name != "manifest.json"
+    }
+    named = {Path(entry["path"]).name for entry in manifest["sources"]}
+    assert {"model.safetensors", "data.jsonl"} < named
+
+    other_target, other_data = tmp_path / "target", tmp_path / "other.jsonl"
+    shutil.copytree(target_dir, other_target)
+    config = json.loads((other_target / "config.json").read_text())
+    (other_target / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    other_data.write_text(data_file.read_text() + json.dumps({"text": "more"}) + "\n")
+    for change, words in (
+        (("--model-dir", other_target), "is not of the same: sha256 of the target's config.json"),
+        (("--data", other_data), "is not of the same: sha256 of --data is"),
+        (("--model-max-length", 16), "is not of the same: sha256 of the train rows is"),
+        (("--dtype", "bfloat16"), "is not of the same: --dtype is 'bfloat16', was 'float32'"),
+        (KINDS["medusa"], "lacks the target's output layer"),
+        (KINDS["eagle3"], "lacks the outputs of the target's layers 0,"),
+    ):
+        done = run_train(*options, *change)
+        assert done.status == 1, change
+        assert done.last_lines[0].startswith(f"error: {states} {words}")
+        assert done.last_lines[1] == f"hint: {hidden_states.ANEW}"
+
+    path = states / "train-00001.safetensors"
+    whole = path.read_bytes()
+    damages: tuple[tuple[Callable[[Path], None], str], ...] = (
+        (cut, "describes"),
+        (Path.unlink, "does not exist"),
+        (exchange, "does not hold the rows that manifest.json says"),
+    )
+    for damage, words in damages:
+        damage(path)
+        done = run_train(*options)
+        assert done.status == 1, words
+        assert done.last_lines[0].startswith(f"error: {path} {words}")
+        path.write_bytes(whole)
+    assert run_train(*options).status == 0
+
+
+def test_a_killed_run_goes_on_with_the_next_file(
+    run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "states"
+    options = (
+        *inputs, *KINDS["eagle3"], "--output-dir", tmp_path / "out", "--hidden-states-dir", folder,
+    )  # fmt: skip
+    write = hidden_states.write_tensor_file
+    written: list[str] = []
+
+    def write_torn(path: Path, *arguments: Any, **others: Any) -> str:
+        if len(written) == 2:
+            path.write_bytes(b"half of")
+            raise KeyboardInterrupt
+        written.append(path.name)
+        return write(path, *arguments, **others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hidden_states, "write_tensor_file", write_torn)
+        assert run_train(*options).status == 130
+    assert not folder.exists()
+    partial = tmp_path / ".states.partial"
+    assert (partial / "train-00002.safetensors.partial").read_bytes() == b"half of"
+    changed = run_train(*options, "--output-dir", tmp_path / "other", "--dtype", "bfloat16")
+    assert changed.status == 1
+    assert f"{partial} was begun with something else: --dtype is" in changed.last_lines[0]
+
+    resumed: list[str] = []
+
+    def note(path: Path, *arguments: Any, **others: Any) -> str:
+        resumed.append(path.name)
+        return write(path, *arguments, **others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hidden_states, "write_tensor_file", note)
+        done = run_train(*options, "--resume")
+    assert done.status == 0, done.err
+    assert "hidden states: 2 of " in done.err
+    assert not set(resumed) & set(written)
+    assert not list(folder.glob("*.partial"))
+    # They hold what every method reads.
+    states = ("--hidden-states-dir", folder)
+    for kind in ("eagle3", "redrafter"):
+        for name, more in ((f"live-{kind}", ()), (f"stored-{kind}", states)):
+            done = run_train(*inputs, *KINDS[kind], "--output-dir", tmp_path / name, *more)
+            assert done.status == 0, done.err
+        assert read_bytes(tmp_path / f"live-{kind}") == read_bytes(tmp_path / f"stored-{kind}")
+
+
+def test_a_full_disk_is_seen_before_the_target_is_loaded(
+    run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "measure_free_space", lambda folder: (folder.parent, 1000))
+    hide_the_layers(monkeypatch)
+    done = run_train(
+        *inputs, *KINDS["redrafter"], "--output-dir", tmp_path / "out", "--hidden-states-dir",
+        tmp_path / "states",
+    )  # fmt: skip
+    assert done.status == 1
+    assert "bytes are needed, 1000 are free in" in done.last_lines[0]
+
+
+def test_folders_that_cannot_be_are_refused(run_train: Any, inputs: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    for states, status, words in (
+        (tmp_path / "out" / "states", 2, "are one folder, or one lies in the other"),
+        (tmp_path / "out", 2, "are one folder, or one lies in the other"),
+        (tmp_path / "mine", 1, f"{tmp_path / 'mine'} holds no hidden states"),
+    ):
+        done = run_train(
+            *inputs, *KINDS["redrafter"], "--output-dir", tmp_path / "out",
+            "--hidden-states-dir", states,
+        )  # fmt: skip
+        assert done.status == status
+        assert words in done.last_lines[0]
+    assert (tmp_path / "mine" / "file").exists()
+
+
+def test_a_tied_output_layer_is_kept_once(
+    run_train: Any, inputs: Any, target_dir: Path, tmp_path: Path
+) -> None:
+    """And so are numbers of 16 bits."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(target_dir, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
+    AutoTokenizer.from_pretrained(target_dir).save_pretrained(tmp_path / "tied")
+    options = (*inputs, *KINDS["eagle"], "--model-dir", tmp_path / "tied", "--dtype", "bfloat16")
+    states = ("--hidden-states-dir", tmp_path / "states")
+    for name, more in (("live", ()), ("stored", states)):
+        done = run_train(*options, "--output-dir", tmp_path / name, *more)
+        assert done.status == 0, done.err
+    assert read_bytes(tmp_path / "live") == read_bytes(tmp_path / "stored")
+    kept = TensorFile(tmp_path / "states" / "target.safetensors")
+    assert kept.metadata == {"head": "embedding"}
+    assert set(kept.tensors) == {"embedding"}
+    assert kept.tensors["embedding"].dtype == "bfloat16"
+
+
+class NotingModel(torch.nn.Module):
+    """A model whose states are its tokens, and which notes how many it is given at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(100, 2)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.table
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        self.shapes.append(tuple(input_ids.shape))
+        state = input_ids[..., None].float().expand(-1, -1, 2)
+        return SimpleNamespace(last_hidden_state=state, hidden_states=[None, state, state + 0.5])
+
+
+def test_a_processor_reads_each_row_alone() -> None:
+    """So that its bits depend on no other row: those of the first pass had other neighbours."""
+    model = NotingModel()
+    live = target.LiveTarget(model, None, name="noting", head=None, aux_layers=(1,))
+    bounds = np.array([0, 3, 8, 10])
+    rows = Rows(np.arange(1, 11), np.ones(10, bool), bounds)
+    batch = target.make_batch(rows, [2, 1], torch.device("cpu"))
+    features = live.read(batch)
+    assert model.shapes == [(1, 2), (1, 5)]
+    assert features.hidden[..., 0].tolist() == [[9, 10, 0, 0, 0], [4, 5, 6, 7, 8]]
+    assert features.auxiliary is not None
+    assert features.auxiliary[..., 1].tolist() == [[9.5, 10.5, 0, 0, 0], [4.5, 5.5, 6.5, 7.5, 8.5]]
