@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import Tree, build_tree_mask, make_root
 
 from .methods.base import PromptFollower, Proposer, list_rows
@@ -237,7 +238,8 @@ class Batch:
             drafted = candidates[at].tree.tokens[path[1:]].tolist()
             taken = request.emit([*drafted, bonus])
             if self.options.keep_logits:
-                request.logits.append(logits[at, path[:taken]].float().cpu())
+                chosen = logits[at, to_device(path[:taken], logits.device)]
+                request.logits.append(torch.from_numpy(to_host(chosen.float())[0]))
             paths.append(path)
         if self.options.on_progress is not None:
             self.options.on_progress(requests)

@@ -8,13 +8,27 @@ Legend: B rows, T tree nodes, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import Tree
 
-from .sampling import ACCEPT, CHOICE, Sampler, draw, draw_residual, process_logits
+from .sampling import (
+    ACCEPT,
+    CHOICE,
+    Sampler,
+    draw,
+    draw_residual,
+    draw_tokens,
+    find_residual,
+    process_logits,
+    take_rows,
+)
 from .typical import accept_typical
 
 
@@ -69,8 +83,8 @@ def accept_batch(
     results: list[tuple[list[int], int]] = [([0], 0)] * len(candidates)
     greedy = [b for b, sampler in enumerate(samplers) if sampler.params.is_greedy]
     if greedy:
-        choices = (logits if len(greedy) == len(candidates) else logits[greedy]).argmax(-1)
-        for row, row_choices in zip(greedy, choices.cpu().numpy(), strict=True):
+        choices = take_rows(logits, greedy).argmax(-1)
+        for row, row_choices in zip(greedy, to_host(choices)[0], strict=True):
             results[row] = accept(candidates[row].tree, row_choices)
     typical = [b for b, s in enumerate(samplers) if s.params.typical and not s.params.is_greedy]
     for row in typical:
@@ -79,6 +93,14 @@ def accept_batch(
         probs = process_logits(logits[row, : tree.num_nodes], [params] * tree.num_nodes)
         results[row] = accept_typical(tree, probs, params.typical)
     sampled = [b for b in range(len(candidates)) if b not in {*greedy, *typical}]
+    if sampled and logits.is_cuda:
+        found = accept_at_once(
+            [candidates[b] for b in sampled], take_rows(logits, sampled),
+            [samplers[b] for b in sampled], [positions[b] for b in sampled],
+        )  # fmt: skip
+        for row, result in zip(sampled, found, strict=True):
+            results[row] = result
+        return results
     walks = {b: _Walk(candidates[b], samplers[b], positions[b]) for b in sampled}
     while walking := [b for b, walk in walks.items() if walk.bonus is None]:
         ends = [walks[b].path[-1] for b in walking]
@@ -89,6 +111,68 @@ def accept_batch(
     for row, walk in walks.items():
         assert walk.bonus is not None
         results[row] = (walk.path, walk.bonus)
+    return results
+
+
+def accept_at_once(
+    candidates: Sequence[Candidates],
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+) -> list[tuple[list[int], int]]:
+    """Return what the walks of sampled rows come to, with one wait for the device.
+
+    A token is drawn at every node, as if the walk came there, and the walk then is the host's
+    alone. That is more arithmetic than a walk's, and on a device takes less than the waits.
+    """
+    device = logits.device
+    trees = [c.tree for c in candidates]
+    counts = [tree.num_nodes for tree in trees]
+    lines = np.repeat(np.arange(len(trees)), counts)
+    nodes = np.concatenate([np.arange(count) for count in counts])
+    firsts = [0, *itertools.accumulate(counts)]
+    probs = process_logits(
+        logits[to_device(lines, device), to_device(nodes, device)],
+        [samplers[line].params for line in lines],
+    )  # [M, V], M the nodes of all trees
+    depths = np.concatenate([tree.depths for tree in trees])
+    uniforms = [
+        samplers[line].get_uniform(CHOICE, positions[line] + int(depth))
+        for line, depth in zip(lines, depths, strict=True)
+    ]
+    # Of the nodes whose child was drawn: their places, what it was drawn from, the child's token.
+    drawn = [
+        (firsts[line] + node, draft, int(candidate.tree.tokens[node + 1]))
+        for line, candidate in enumerate(candidates)
+        for node, draft in enumerate(candidate.draft_probs or [])
+    ]
+    if not drawn:
+        tokens = to_host(draw_tokens(probs, uniforms))[0]
+        kept = {}
+    else:
+        places = to_device([place for place, _, _ in drawn], device)
+        draft_probs = torch.stack([draft.to(device) for _, draft, _ in drawn])
+        children = to_device([token for _, _, token in drawn], device)[:, None]
+        own = probs[places]
+        likelihoods = own.gather(1, children), draft_probs.gather(1, children)
+        probs[places] = find_residual(own, draft_probs)
+        tokens, p, q = to_host(draw_tokens(probs, uniforms), *likelihoods)
+        kept = {place: (float(p[at, 0]), float(q[at, 0])) for at, (place, *_) in enumerate(drawn)}
+    results = []
+    for line, candidate in enumerate(candidates):
+        first = firsts[line]
+        row_tokens = tokens[first : first + counts[line]]
+        if candidate.draft_probs is None:
+            results.append(accept(candidate.tree, row_tokens))
+            continue
+        end = 0
+        while first + end in kept:
+            p_child, q_child = kept[first + end]
+            uniform = samplers[line].get_uniform(ACCEPT, positions[line] + end)
+            if not uniform * q_child < p_child:
+                break
+            end += 1
+        results.append((list(range(end + 1)), int(row_tokens[end])))
     return results
 
 

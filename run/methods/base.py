@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.decoder import Decoder
+from specdec.engine.graphs import Graphs
+from specdec.engine.transfers import to_device
 from specdec.engine.tree import make_root
 
 from ..requests import ActiveRequest
@@ -52,6 +55,11 @@ class PromptFollower(Protocol):
         """Let `row` start over with what is known of the first `length` tokens of row `source`."""
 
 
+def get_graphs(decoder: Decoder) -> Graphs | None:
+    """The graphs of an engine, for its drafter to share; None where there are none."""
+    return decoder.graphs.graphs if decoder.graphs is not None else None
+
+
 def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
     """The cache rows of requests, [B]."""
     return np.array([request.row for request in requests], np.int64)
@@ -64,9 +72,9 @@ def keep_newest(
     paths: Sequence[Sequence[int]],
 ) -> None:
     """Write the state of each request's newest committed token into its row of `kept` [R, D]."""
-    last = torch.tensor([path[-1] for path in paths], device=kept.device)
+    last = to_device([path[-1] for path in paths], kept.device)
     newest = states[torch.arange(len(paths), device=kept.device), last]
-    kept[torch.from_numpy(list_rows(requests)).to(kept.device)] = newest
+    kept[to_device(list_rows(requests), kept.device)] = newest
 
 
 class PlainProposer:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
 
 from ..draft_length import DraftLength
 from ..prefill import fill_cache
 from ..requests import ActiveRequest
-from ..sampling import CHOICE, DRAFT, draw, process_logits
+from ..sampling import CHOICE, DRAFT, draw, process_logits, take_rows
 from ..verify import Candidates
 
 
@@ -56,6 +57,7 @@ class DraftTargetProposer:
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape."""
+        self._cache = None  # what it has is free for the next
         self._cache = self.decoder.make_cache(num_rows, num_positions)
         self.draft_length.reset()
 
@@ -142,14 +144,14 @@ class DraftTargetProposer:
         self, logits: Tensor, requests: Sequence[ActiveRequest], depth: int
     ) -> list[tuple[int, Tensor | None]]:
         """The draft model's token for each request, and what it was drawn from if that counts."""
-        chosen: list[tuple[int, Tensor | None]] = [
-            (token, None) for token in logits.argmax(-1).tolist()
-        ]
         sampled = [at for at, r in enumerate(requests) if not r.sampler.params.is_greedy]
+        chosen: list[tuple[int, Tensor | None]] = [(0, None)] * len(requests)
+        if len(sampled) < len(requests):
+            chosen = [(token, None) for token in to_host(logits.argmax(-1))[0].tolist()]
         if not sampled:
             return chosen
         samplers = [requests[at].sampler for at in sampled]
-        probs = process_logits(logits[sampled], [s.params for s in samplers])
+        probs = process_logits(take_rows(logits, sampled), [s.params for s in samplers])
         if probs.shape[1] < self._vocab_size:  # the target's vocabulary is padded further
             probs = torch.nn.functional.pad(probs, (0, self._vocab_size - probs.shape[1]))
         stream = DRAFT if self.use_logits else CHOICE

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from specdec.engine.decoder import Decoder
+from specdec.engine.graphs import Graphs
 from specdec.engine.medusa import MedusaHeads
+from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import IntArray, Tree
 from specdec.methods import MedusaParams
 
 from ..choices import DEFAULT_CPU_TOKENS, Choices, check_paths, grow_choices, parse_paths
 from ..requests import ActiveRequest
 from ..verify import Candidates
-from .base import keep_newest, list_rows
+from .base import get_graphs, keep_newest, list_rows
 
 FLAG = "--medusa-choices"
 
@@ -78,14 +80,18 @@ def make_proposer(
     num_tokens = params.max_draft_len
     if decoder.device.type == "cpu":
         num_tokens = min(num_tokens, DEFAULT_CPU_TOKENS)
-    return MedusaProposer(heads, grow_choices(params.num_heads, num_tokens, heads.vocab_size))
+    choices = grow_choices(params.num_heads, num_tokens, heads.vocab_size)
+    return MedusaProposer(heads, choices, get_graphs(decoder))
 
 
 class MedusaProposer:
     """Proposes the same tree of ranks every step, filled with the heads' tokens."""
 
-    def __init__(self, heads: MedusaHeads, choices: Choices) -> None:
+    def __init__(
+        self, heads: MedusaHeads, choices: Choices, graphs: Graphs | None = None
+    ) -> None:
         self.heads = heads
+        self._graphs = graphs
         self._hidden = torch.empty(0)
         self.use_choices(choices)
 
@@ -107,12 +113,23 @@ class MedusaProposer:
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Rank the heads' tokens for all rows at once and fill each row's tree."""
-        rows = torch.from_numpy(list_rows(requests)).to(self._hidden.device)
-        ranked = self.heads.rank_tokens(self._hidden[rows], self.tree.widths).cpu().numpy()
+        hidden = self._hidden[to_device(list_rows(requests), self._hidden.device)]
+        (ranked,) = to_host(self._rank(hidden))
         return [
             Candidates(self.tree.fill(request.output_ids[-1], tokens))
             for request, tokens in zip(requests, ranked, strict=True)
         ]
+
+    def _rank(self, hidden: Tensor) -> Tensor:
+        widths, found = self.tree.widths, None
+        if self._graphs is not None:
+            found = self._graphs.call(
+                "Medusa heads",
+                (len(hidden), tuple(widths)),
+                (hidden,),
+                lambda x: (self.heads.rank_tokens(x, widths),),
+            )
+        return self.heads.rank_tokens(hidden, widths) if found is None else found[0]
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from specdec.engine.decoder import Decoder
+from specdec.engine.graphs import Graphs
 from specdec.engine.redrafter import ReDrafterHead
+from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import pack_beams
 from specdec.methods import ReDrafterParams
 from specdec.tensors import EMBEDDING
 
 from ..requests import ActiveRequest
 from ..verify import Candidates
-from .base import keep_newest, list_rows
+from .base import get_graphs, keep_newest, list_rows
 
 
 def make_proposer(
@@ -29,14 +31,15 @@ def make_proposer(
         prepack=decoder.is_prepacked,
         kernels=decoder.kernels,
     )
-    return ReDrafterProposer(head)
+    return ReDrafterProposer(head, get_graphs(decoder))
 
 
 class ReDrafterProposer:
     """Proposes the deduplicated tree of a beam search (https://arxiv.org/abs/2403.09919)."""
 
-    def __init__(self, head: ReDrafterHead) -> None:
+    def __init__(self, head: ReDrafterHead, graphs: Graphs | None = None) -> None:
         self.head = head
+        self._graphs = graphs
         self.max_draft_tokens = head.params.max_draft_tokens
         self.max_draft_depth = head.params.max_draft_depth
         self._hidden = torch.empty(0)
@@ -53,12 +56,23 @@ class ReDrafterProposer:
         """Search beams for all rows at once; pack each row's into a tree."""
         device = self._hidden.device
         roots = [request.output_ids[-1] for request in requests]
-        hidden = self._hidden[torch.from_numpy(list_rows(requests)).to(device)]
-        beams = self.head.search_beams(hidden, torch.tensor(roots, device=device))  # [B, W, L]
-        drafts = beams.cpu().numpy()
+        hidden = self._hidden[to_device(list_rows(requests), device)]
+        beams = self._search(hidden, to_device(roots, device))  # [B, W, L]
+        (drafts,) = to_host(beams)
         return [
             Candidates(pack_beams(root, draft)) for root, draft in zip(roots, drafts, strict=True)
         ]
+
+    def _search(self, hidden: Tensor, roots: Tensor) -> Tensor:
+        found = None
+        if self._graphs is not None:
+            found = self._graphs.call(
+                "beam search",
+                len(roots),
+                (hidden, roots),
+                lambda *inputs: (self.head.search_beams(*inputs),),
+            )
+        return self.head.search_beams(hidden, roots) if found is None else found[0]
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
