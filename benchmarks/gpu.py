@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import statistics
 import time
@@ -43,7 +44,7 @@ from specdec.schema import ModelConfig
 from specdec.torch_tensors import TORCH_DTYPES
 
 SIZES = (1, 4, 8, 16, 32)
-# Goals: share of the memory's limit, a step of 16 tokens over one of 1, a ReDrafter step's overhead.
+# Goals: share of the memory's limit; a step of 16 tokens over one of 1; ReDrafter's overhead.
 LEAST_SHARE, MOST_VERIFY, MOST_OVERHEAD = 0.7, 1.15, 0.10
 MAX_KERNELS = 15  # listed
 
@@ -165,7 +166,11 @@ class Bench:
         rows = [shape.heads * size, shape.kv_heads * size, shape.kv_heads * size]
         for layer in range(shape.layers):
             ours, theirs = f"transformer.layers.{layer}.", f"model.layers.{layer}."
-            parts = self.weights[f"{ours}attention.qkv.weight"].split(rows)
+            qkv = self.weights[f"{ours}attention.qkv.weight"]
+            parts = [
+                qkv[end - size : end]
+                for size, end in zip(rows, itertools.accumulate(rows), strict=True)
+            ]
             gate, up = self.weights[f"{ours}mlp.gate_up.weight"].chunk(2)
             state |= {
                 f"{theirs}self_attn.{name}_proj.weight": part
@@ -214,10 +219,11 @@ def measure_bandwidth(device: torch.device, num_bytes: int) -> float:
     matrix = torch.ones(height, 8192, dtype=torch.bfloat16, device=device)
     row = torch.ones(1, 8192, dtype=torch.bfloat16, device=device)
     best = float("inf")
-    for call in (
+    calls: list[Callable[[], Tensor]] = [
         lambda: torch.sum(matrix.view(torch.int32), dtype=torch.int64),
         lambda: torch.nn.functional.linear(row, matrix),
-    ):
+    ]
+    for call in calls:
         for _ in range(6):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -238,9 +244,7 @@ def measure_plain(bench: Bench, repeat: int, *, static: bool) -> dict[str, Any]:
         seconds = timing.draft + timing.verify + timing.accept + timing.other
         steps.setdefault(name, []).append(seconds / timing.num_steps)
 
-    ways: dict[str, Callable[[], object]] = {
-        "eager": functools.partial(run_ours, "eager", False)
-    }
+    ways: dict[str, Callable[[], object]] = {"eager": functools.partial(run_ours, "eager", False)}
     if bench.graphs is not None:
         ways["graphs"] = functools.partial(run_ours, "graphs", True)
     problem = None
@@ -278,7 +282,7 @@ def count_equal(one: list[int], other: list[int]) -> int:
 
 
 def measure_redrafter(bench: Bench, repeat: int) -> dict[str, Any]:
-    """The parts of a step, the device waited for after each; random weights: nothing is accepted."""
+    """The parts of a step, the device waited for after each; random drafts are not accepted."""
     names = ["graphs", "eager"] if bench.graphs is not None else ["eager"]
     report = {}
     for name in names:
@@ -319,7 +323,7 @@ def list_kernels(bench: Bench) -> dict[str, Any]:
         bench.settle()
     found: dict[str, list[float]] = {}
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if str(event.device_type).endswith("CUDA"):
             found.setdefault(event.name[:90], []).append(event.time_range.elapsed_us())
     totals = sorted(found.items(), key=lambda item: -sum(item[1]))
     return {

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.transfers import to_device, to_host
+from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import Tree, build_tree_mask, make_root
 
-from .methods.base import PromptFollower, Proposer, list_rows
+from .methods.base import PromptFollower, Proposer, StateProposer, list_rows
 from .prefill import count_shared, fill_cache
 from .requests import ActiveRequest, Request, Result
 from .text import TextStream
-from .verify import Candidates, accept_batch
+from .verify import Candidates, accept_batch, accept_on_device
 
 
 @dataclasses.dataclass
@@ -188,8 +188,10 @@ class Batch:
         logits = self.decoder.compute_logits(states)  # [B, T, V]
         self._settle()
         verified = clock()
+        choices = self._draft_ahead(step, trees, states, logits)
+        ahead = clock()
         lengths = [len(r.output_ids) for r in active]
-        paths = self._emit(active, candidates, logits)
+        paths = self._emit(active, candidates, logits, choices)
         accepted = clock()
         for request, tree, path, before in zip(active, trees, paths, lengths, strict=True):
             taken = len(request.output_ids) - before
@@ -204,9 +206,9 @@ class Batch:
         self._retire()
         timing = self.timing
         timing.num_steps += 1
-        timing.draft += drafted - began
+        timing.draft += drafted - began + ahead - verified
         timing.verify += verified - drafted
-        timing.accept += accepted - verified
+        timing.accept += accepted - ahead
         timing.other += clock() - accepted
 
     def collect(self) -> list[Result]:
@@ -220,11 +222,33 @@ class Batch:
                 self.results[place] = idle.make_result()
         return [self.results[place] for place in range(len(self._requests))]
 
+    def _draft_ahead(
+        self, step: Step, trees: Sequence[Tree], states: Tensor, logits: Tensor
+    ) -> Array | None:
+        """Let the next draft begin before the host knows what was accepted, where it can.
+
+        Returns the greedy choices [B, T], which came to the host with the draft.
+        """
+        active, proposer = self.active, self.proposer
+        if not (
+            isinstance(proposer, StateProposer)
+            and proposer.drafts_ahead
+            and all(r.sampler.params.is_greedy for r in active)
+        ):
+            return None
+        best = logits.argmax(-1)
+        last, roots = accept_on_device(trees, step.tree_mask, best)
+        newest = states[torch.arange(len(active), device=states.device), last]
+        choices, ends, drafts = to_host(best, last, proposer.compute_drafts(newest, roots))
+        proposer.take_drafts(active, choices[np.arange(len(active)), ends].tolist(), drafts)
+        return choices
+
     def _emit(
         self,
         requests: Sequence[ActiveRequest],
         candidates: Sequence[Candidates],
         logits: Tensor,
+        choices: Array | None = None,
     ) -> list[list[int]]:
         """Choose and emit tokens by the logits of a forward; return each row's accepted nodes."""
         accepted = accept_batch(
@@ -232,6 +256,7 @@ class Batch:
             logits,
             [r.sampler for r in requests],
             [len(r.output_ids) for r in requests],
+            choices,
         )
         paths = []
         for at, (request, (path, bonus)) in enumerate(zip(requests, accepted, strict=True)):

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.transfers import to_device, to_host
-from specdec.engine.tree import Tree
+from specdec.engine.transfers import Array, to_device, to_host
+from specdec.engine.tree import BoolArray, Tree
 
 from .sampling import (
     ACCEPT,
@@ -74,17 +74,21 @@ def accept_batch(
     logits: Tensor,
     samplers: Sequence[Sampler],
     positions: Sequence[int],
+    choices: Array | None = None,
 ) -> list[tuple[list[int], int]]:
     """Return the accepted nodes and the bonus token of every row.
 
     logits: [B, T, V], the target's after each node. positions[b] is the output position of the
-    token that follows row b's root.
+    token that follows row b's root. choices: [B, T], the logits' best tokens, where all rows are
+    greedy and they have come to the host already.
     """
+    if choices is not None:
+        return [accept(c.tree, row) for c, row in zip(candidates, choices, strict=True)]
     results: list[tuple[list[int], int]] = [([0], 0)] * len(candidates)
     greedy = [b for b, sampler in enumerate(samplers) if sampler.params.is_greedy]
     if greedy:
-        choices = take_rows(logits, greedy).argmax(-1)
-        for row, row_choices in zip(greedy, to_host(choices)[0], strict=True):
+        (choices,) = to_host(take_rows(logits, greedy).argmax(-1))
+        for row, row_choices in zip(greedy, choices, strict=True):
             results[row] = accept(candidates[row].tree, row_choices)
     typical = [b for b, s in enumerate(samplers) if s.params.typical and not s.params.is_greedy]
     for row in typical:
@@ -114,6 +118,27 @@ def accept_batch(
     return results
 
 
+def accept_on_device(
+    trees: Sequence[Tree], tree_mask: BoolArray, choices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What `accept` finds, before the host knows: each row's last accepted node and bonus token.
+
+    tree_mask: [B, T, T], padded as the step's; choices: [B, T], on the device.
+    """
+    device = choices.device
+    shape = tree_mask.shape[:2]
+    tokens, parents = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
+    for row, tree in enumerate(trees):
+        tokens[row, : tree.num_nodes] = tree.tokens  # padding holds what nobody chooses
+        parents[row, 1 : tree.num_nodes] = tree.parents[1:]
+    sees = to_device(tree_mask, device)
+    is_chosen = choices.gather(1, to_device(parents, device)) == to_device(tokens, device)
+    is_chosen[:, 0] = True
+    is_accepted = (is_chosen[:, None] | ~sees).all(-1)  # with all nodes before it
+    last = (is_accepted * sees.sum(-1)).argmax(-1)
+    return last, choices.gather(1, last[:, None])[:, 0]
+
+
 def accept_at_once(
     candidates: Sequence[Candidates],
     logits: Tensor,
@@ -128,17 +153,16 @@ def accept_at_once(
     device = logits.device
     trees = [c.tree for c in candidates]
     counts = [tree.num_nodes for tree in trees]
-    lines = np.repeat(np.arange(len(trees)), counts)
-    nodes = np.concatenate([np.arange(count) for count in counts])
+    lines = [line for line, count in enumerate(counts) for _ in range(count)]
+    nodes = [node for count in counts for node in range(count)]
     firsts = [0, *itertools.accumulate(counts)]
     probs = process_logits(
         logits[to_device(lines, device), to_device(nodes, device)],
         [samplers[line].params for line in lines],
     )  # [M, V], M the nodes of all trees
-    depths = np.concatenate([tree.depths for tree in trees])
     uniforms = [
-        samplers[line].get_uniform(CHOICE, positions[line] + int(depth))
-        for line, depth in zip(lines, depths, strict=True)
+        samplers[line].get_uniform(CHOICE, positions[line] + int(trees[line].depths[node]))
+        for line, node in zip(lines, nodes, strict=True)
     ]
     # Of the nodes whose child was drawn: their places, what it was drawn from, the child's token.
     drawn = [
@@ -161,7 +185,7 @@ def accept_at_once(
     results = []
     for line, candidate in enumerate(candidates):
         first = firsts[line]
-        row_tokens = tokens[first : first + counts[line]]
+        row_tokens = tokens[first : first + counts[line]].tolist()
         if candidate.draft_probs is None:
             results.append(accept(candidate.tree, row_tokens))
             continue
@@ -172,7 +196,7 @@ def accept_at_once(
             if not uniform * q_child < p_child:
                 break
             end += 1
-        results.append((list(range(end + 1)), int(row_tokens[end])))
+        results.append((list(range(end + 1)), row_tokens[end]))
     return results
 
 

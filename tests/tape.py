@@ -30,10 +30,13 @@ def list_tensors(*values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-class _Tape(TorchDispatchMode):
+Mode: Any = TorchDispatchMode
+
+
+class _Tape(Mode):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
-        self.entries: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.entries: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

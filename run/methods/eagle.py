@@ -281,9 +281,7 @@ class _TrueFeatures:
     def forward(self, step: Step, cache: KVCache) -> Tensor:
         device = self.features.device
         rows = to_device(step.rows, device)[:, None]
-        return self.net.forward(
-            step, self.features[rows, to_device(step.positions, device)], cache
-        )
+        return self.net.forward(step, self.features[rows, to_device(step.positions, device)], cache)
 
 
 def make_proposer(

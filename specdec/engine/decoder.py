@@ -227,9 +227,7 @@ class Decoder:
         self._check_lengths(step, cache)
         if self.kernels is not None and step.tokens.shape[1] <= MAX_NATIVE_TOKENS:
             return self._forward_native(step, cache, self.kernels)
-        x = self._embed(
-            to_device(step.tokens, self.device), to_device(step.positions, self.device)
-        )
+        x = self._embed(to_device(step.tokens, self.device), to_device(step.positions, self.device))
         return self.final_norm(self.run_layers(x, step, cache))
 
     def run_layers(

@@ -14,10 +14,11 @@ Legend: B rows, T tokens, N columns of a tree mask, S cache positions, D hidden.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -56,7 +57,8 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)
+        make_stream: Any = torch.cuda.Stream
+        self._stream = make_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, compute: Callable[[], Outputs]) -> Outputs:
@@ -71,8 +73,11 @@ class CudaRecorder:
     def record(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
         """Record a graph; nothing is computed."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
         ):
             outputs = compute()
         return outputs, graph.replay
@@ -208,8 +213,8 @@ class StepShape:
     """What is fixed of a recorded step.
 
     Tokens beyond a row's are copies of its last, rows beyond the step's copies of its first: they
-    compute, and write, what is computed and written anyway. is_prefix: the rows are 0 ... B - 1, and
-    the cache is read where it lies; else it is gathered.
+    compute, and write, what is computed and written anyway. is_prefix: the rows are 0 ... B - 1,
+    and the cache is read where it lies; else it is gathered.
     """
 
     num_rows: int
@@ -245,11 +250,12 @@ class StepShape:
         """The parts of a packed step, on the device."""
         rows, tokens = self.num_rows, self.num_tokens
         sizes = [rows, tokens, rows, rows, *[rows * tokens] * 3]
-        *parts, mask = packed.split([*sizes, self.num_numbers - sum(sizes)])
+        ends = list(itertools.accumulate(sizes))
+        parts = [packed[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         row, token, cache_rows, past = parts[:4]
         positions, slots, lines = (part.view(rows, tokens) for part in parts[4:])
-        num_bits = rows * tokens * self.num_new
-        tree_mask = mask.view(torch.bool)[:num_bits].view(rows, tokens, self.num_new)
+        mask = packed[ends[-1] :].view(torch.bool)[: rows * tokens * self.num_new]
+        tree_mask = mask.view(rows, tokens, self.num_new)
         return PackedStep(row, token, cache_rows, past, positions, slots, lines, tree_mask)
 
 

@@ -49,7 +49,8 @@ def to_host(*tensors: Tensor) -> tuple[Array, ...]:
         )
         for tensor in tensors
     ]
-    done = torch.cuda.Event()
+    make_event: Any = torch.cuda.Event
+    done = make_event()
     done.record(torch.cuda.current_stream(device))
     done.synchronize()
     return tuple(copy.numpy() for copy in copies)

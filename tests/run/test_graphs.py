@@ -239,14 +239,12 @@ def test_the_mask_made_on_the_device(
     newest = np.arange(columns - tokens, columns)
     mask[:, np.arange(tokens), newest] = True
     positions = past[:, None] + generator.integers(0, 3, (rows, tokens))
-    step = Step(
-        rows=np.arange(rows) * 2, tokens=positions, positions=positions, tree_mask=mask
-    )
+    step = Step(rows=np.arange(rows) * 2, tokens=positions, positions=positions, tree_mask=mask)
     shape = StepShape(4, 8, 8, 64, is_prefix=False)
     packed = shape.unpack(torch.from_numpy(shape.pack(step, past, positions + 7)))
     bias = packed.build_bias(64, window, torch.float32)
     expected = _build_full_mask(past, mask, positions, 64, window)
-    assert set(bias.unique().tolist()) == {-torch.inf, 0.0}
+    assert set(bias.flatten().tolist()) == {-torch.inf, 0.0}
     seen = (bias == 0).numpy()
     assert (seen[:rows, :, :tokens] == expected).all()
     # Padding stands for what is there: a row's last token, the first row.
@@ -277,7 +275,7 @@ def test_the_tape_refuses_values_on_the_host() -> None:
 
 def test_the_tape_shows_an_input_that_is_no_buffer() -> None:
     graphs = StrictGraphs(TapeRecorder())
-    found = []
+    found: list[Any] = []
     for value in (1.0, 2.0, 3.0):
         given = torch.full((2,), value)
         graphs.call("good", None, [given], lambda x: (x + 1,))
@@ -329,7 +327,7 @@ def _guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "to_host", to_host)
 
 
-WAITS_PER_STEP = {"plain": 1, "redrafter": 2, "medusa": 2, "draft_target": 4}
+WAITS_PER_STEP = {"plain": 1, "redrafter": 1, "medusa": 1, "draft_target": 4}
 
 
 @pytest.mark.usefixtures("_guarded")
@@ -342,7 +340,8 @@ def test_waits_of_a_step(folders: dict[str, Path], method: str) -> None:
     timing = Timing()
     before = WAITS.count
     generate(engine.decoder, engine.proposer, make_requests(1), Options(), timing)
-    waits = WAITS.count - before - 1  # the prompt's own token
+    # Besides: the prompt's own token, and the first draft where others come with the tokens.
+    waits = WAITS.count - before - 1 - (method in ("redrafter", "medusa"))
     each = WAITS_PER_STEP.get(method) or 1 + engine.proposer.tree.depth
     # The last steps draft less where less is left to emit.
     assert timing.num_steps * each - 3 <= waits <= timing.num_steps * each
