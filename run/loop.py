@@ -21,7 +21,8 @@ from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import Tree, build_tree_mask, make_root
 
-from .methods.base import PromptFollower, Proposer, StateProposer, list_rows
+from .ahead import PlainAhead
+from .methods.base import PlainProposer, PromptFollower, Proposer, StateProposer, list_rows
 from .prefill import count_shared, fill_cache
 from .requests import ActiveRequest, Request, Result
 from .text import TextStream
@@ -122,6 +123,9 @@ class Batch:
         num_positions = longest + proposer.max_draft_tokens + 1
         self.cache: KVCache = decoder.make_cache(num_rows, num_positions)
         proposer.allocate(num_rows, num_positions)
+        self._ahead = PlainAhead(decoder, self.cache)
+        # All of the requests or none: a batch does not change between the two ways.
+        self._is_greedy = all(request.sampling.is_greedy for request in requests)
         self._held: list[list[int]] = [[] for _ in range(num_rows)]  # tokens in a row's cache
 
     @property
@@ -177,6 +181,9 @@ class Batch:
         active = self.active
         if not active:
             return
+        if self._runs_ahead():
+            self._step_ahead()
+            return
         clock = time.perf_counter
         began = clock()
         candidates = self.proposer.propose(active)
@@ -210,6 +217,32 @@ class Batch:
         timing.verify += verified - drafted
         timing.accept += accepted - ahead
         timing.other += clock() - accepted
+
+    def _runs_ahead(self) -> bool:
+        """Whether steps are begun before the host has the tokens of the step before."""
+        return (
+            self.decoder.graphs is not None
+            and isinstance(self.proposer, PlainProposer)
+            and not self.options.keep_logits
+            and not self.timing.is_exact
+            and self._is_greedy
+        )
+
+    def _step_ahead(self) -> None:
+        """What `step` does where nothing is drafted, the device a step ahead."""
+        began = time.perf_counter()
+        emitted = self._ahead.step(self.active)
+        verified = time.perf_counter()
+        for request, token in emitted:
+            self._held[request.row].append(request.output_ids[-1])
+            request.emit([token])
+            request.stats.count_step(num_draft_tokens=0, depth=0, num_accepted=0)
+        if self.options.on_progress is not None:
+            self.options.on_progress([request for request, _ in emitted])
+        self._retire()
+        self.timing.num_steps += 1
+        self.timing.verify += verified - began
+        self.timing.accept += time.perf_counter() - verified
 
     def collect(self) -> list[Result]:
         """Results so far in the order of the requests; those that never ran have no tokens."""

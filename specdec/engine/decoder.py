@@ -222,12 +222,18 @@ class Decoder:
         # Where the vocabulary does not divide, the last rank's rows end in padding.
         return self.group.gather(logits)[..., : self.model.vocab_size]
 
-    def forward(self, step: Step, cache: KVCache) -> Tensor:
-        """Run a step, write its keys and values, return the normed last hidden state [B, T, D]."""
+    def forward(self, step: Step, cache: KVCache, tokens: Tensor | None = None) -> Tensor:
+        """Run a step, write its keys and values, return the normed last hidden state [B, T, D].
+
+        tokens: [B, T] on the device, in place of the step's, where the host does not know them yet.
+        """
         self._check_lengths(step, cache)
         if self.kernels is not None and step.tokens.shape[1] <= MAX_NATIVE_TOKENS:
+            assert tokens is None
             return self._forward_native(step, cache, self.kernels)
-        x = self._embed(to_device(step.tokens, self.device), to_device(step.positions, self.device))
+        if tokens is None:
+            tokens = to_device(step.tokens, self.device)
+        x = self._embed(tokens, to_device(step.positions, self.device))
         return self.final_norm(self.run_layers(x, step, cache))
 
     def run_layers(

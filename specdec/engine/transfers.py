@@ -37,20 +37,33 @@ def to_device(values: Array | Sequence[int] | Sequence[float], device: torch.dev
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+class Arrival:
+    """Tensors of one device on their way to the host, which may go on meanwhile."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._done: Any = None
+        device = tensors[0].device
+        if device.type != "cuda":
+            self._copies = tensors
+            return
+        self._copies = tuple(
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                tensor, non_blocking=True
+            )
+            for tensor in tensors
+        )
+        make_event: Any = torch.cuda.Event
+        self._done = make_event()
+        self._done.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> tuple[Array, ...]:
+        """Return them as arrays once they are there."""
+        WAITS.count += 1
+        if self._done is not None:
+            self._done.synchronize()
+        return tuple(copy.numpy() for copy in self._copies)
+
+
 def to_host(*tensors: Tensor) -> tuple[Array, ...]:
     """Return tensors of one device as arrays: the host waits once for all of them."""
-    WAITS.count += 1
-    device = tensors[0].device
-    if device.type != "cuda":
-        return tuple(tensor.numpy() for tensor in tensors)
-    copies = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-            tensor, non_blocking=True
-        )
-        for tensor in tensors
-    ]
-    make_event: Any = torch.cuda.Event
-    done = make_event()
-    done.record(torch.cuda.current_stream(device))
-    done.synchronize()
-    return tuple(copy.numpy() for copy in copies)
+    return Arrival(*tensors).wait()

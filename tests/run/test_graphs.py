@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine import transfers
 from specdec.engine.decoder import Step, _build_full_mask
 from specdec.engine.graphs import Graphs, StepShape, round_positions, round_tokens
-from specdec.engine.transfers import WAITS
+from specdec.engine.transfers import WAITS, Arrival
 from specdec.errors import SpecDecError
+from specdec.run.ahead import PlainAhead
 from specdec.run.backends import torch_engine
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.loop import Batch, Options, Timing, generate
@@ -113,6 +113,28 @@ def test_the_text_is_that_without_graphs(folders: dict[str, Path], method: str) 
     assert report["buffer_bytes"] > 0
     # A prompt of more than 64 tokens, and that alone, is run without.
     assert set(report["eager"]) == {"prompt"}
+
+
+def test_plain_steps_are_begun_ahead(folders: dict[str, Path]) -> None:
+    """Rows are refilled while a step is in flight, and ended by tokens that nobody foresaw."""
+    eager = load(folders, "redrafter", with_graphs=False, speculate=False)
+    engine = load(folders, "redrafter", with_graphs=True, speculate=False)
+    requests = make_requests(6)
+    texts = run(eager, requests)
+    stopping = [
+        dataclasses.replace(r, end_ids=frozenset(text[4 + 3 * r.index :][:1]))
+        for r, text in zip(requests, texts, strict=True)
+    ]
+    for some in (requests, stopping, stopping[2:3], [stopping[1], requests[2]]):
+        steps = [[], []]
+        for chosen, into in ((eager, steps[0]), (engine, steps[1])):
+            results = chosen.generate(some, Options(reuse_blocks=len(some) == 6))
+            into += [(r.output_ids, r.finish_reason, r.stats) for r in results]
+        assert steps[0] == steps[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainAhead, "step", None)
+        with pytest.raises(TypeError):
+            run(engine, requests)
 
 
 def test_plain_and_sampled(folders: dict[str, Path]) -> None:
@@ -301,30 +323,30 @@ def test_a_recording_that_fails_is_an_error() -> None:
 
 @pytest.fixture
 def _guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a tensor on the host, other than through `to_host`, is an error."""
+    """Reading a tensor on the host, other than through an `Arrival`, is an error."""
     inside = [False]
-    plain = transfers.to_host
+    plain = Arrival.wait
 
-    def to_host(*tensors: torch.Tensor) -> Any:
+    def wait(arrival: Arrival) -> Any:
         inside[0] = True
         try:
-            return plain(*tensors)
+            return plain(arrival)
         finally:
             inside[0] = False
+
+    monkeypatch.setattr(Arrival, "wait", wait)
 
     def guard(name: str) -> None:
         real = getattr(torch.Tensor, name)
 
         def checked(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            assert inside[0], f"Tensor.{name} outside of to_host"
+            assert inside[0], f"Tensor.{name} outside of an Arrival"
             return real(self, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, checked)
 
     for name in ("numpy", "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__"):
         guard(name)
-    for module in [m for m in sys.modules.values() if getattr(m, "to_host", None) is plain]:
-        monkeypatch.setattr(module, "to_host", to_host)
 
 
 WAITS_PER_STEP = {"plain": 1, "redrafter": 1, "medusa": 1, "draft_target": 4}
