@@ -35,6 +35,7 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
 from specdec.engine.layout import list_engine_tensors
 from specdec.engine.transfers import WAITS
+from specdec.errors import summarize
 from specdec.methods import ReDrafterParams
 from specdec.run.loop import Options, Timing, generate
 from specdec.run.methods.base import PlainProposer, Proposer
@@ -110,7 +111,7 @@ class Bench:
         self.graphs: Graphs | None = None
         if recorder is not None:
             self.graphs = Graphs(recorder)
-            self.decoder.graphs = StepGraphs(self.graphs, "target")
+            self.decoder.graphs = StepGraphs(self.graphs)
         target = list_engine_tensors(self.model, None)
         # An embedding is looked up, not read.
         self.step_bytes = sum(
@@ -134,10 +135,12 @@ class Bench:
         if self.graphs is not None:
             self.graphs.is_enabled = is_used
 
-    def run(self, name: str, *, graphs: bool, proposer: Proposer | None = None) -> Timing:
+    def run(
+        self, name: str, *, graphs: bool, proposer: Proposer | None = None, is_exact: bool = False
+    ) -> Timing:
         """Decode the prompt; keep the text."""
         self.use_graphs(graphs)
-        timing = Timing(is_exact=proposer is not None)
+        timing = Timing(is_exact=is_exact)
         request = Request(
             index=0, input_ids=self.prompt, max_output_len=self.shape.output, end_ids=frozenset()
         )
@@ -247,17 +250,22 @@ def measure_plain(bench: Bench, repeat: int, *, static: bool) -> dict[str, Any]:
     ways: dict[str, Callable[[], object]] = {"eager": functools.partial(run_ours, "eager", False)}
     if bench.graphs is not None:
         ways["graphs"] = functools.partial(run_ours, "graphs", True)
-    problem = None
+    problems: dict[str, str] = {}
     if importlib.util.find_spec("transformers") is None:
-        problem = "transformers is not installed"
+        problems["transformers"] = "not installed"
     else:
         model = bench.make_transformers()
-        run = bench.run_transformers
-        ways["transformers"] = functools.partial(run, "transformers", model, None)
-        if static:
-            ways["transformers static"] = functools.partial(
-                run, "transformers static", model, "static"
-            )
+        for name, cache in (("transformers", None), ("transformers static", "static")):
+            way = functools.partial(bench.run_transformers, name, model, cache)
+            if cache is not None and not static:
+                problems[name] = "left out"
+                continue
+            try:
+                way()  # with a static cache transformers compiles, which needs a compiler here
+            except (RuntimeError, ImportError, OSError, ValueError) as error:
+                problems[name] = summarize(error)
+            else:
+                ways[name] = way
     seconds = take_turns({name: time_call(bench, way) for name, way in ways.items()}, repeat)
     first = next(iter(ways))
     return {
@@ -271,7 +279,7 @@ def measure_plain(bench: Bench, repeat: int, *, static: bool) -> dict[str, Any]:
         "equal_leading_tokens": {
             name: count_equal(bench.texts[first], text) for name, text in bench.texts.items()
         },
-        "not_run": problem,
+        "not_run": problems,
     }
 
 
@@ -290,14 +298,23 @@ def measure_redrafter(bench: Bench, repeat: int) -> dict[str, Any]:
         timings, waits = [], WAITS.count
         for _ in range(repeat + 2):
             waits = WAITS.count
-            timings.append(bench.run(f"redrafter {name}", graphs=name == "graphs",
-                                     proposer=proposer))  # fmt: skip
+            timing = bench.run(
+                f"redrafter {name}", graphs=name == "graphs", proposer=proposer, is_exact=True
+            )
+            timings.append(timing)
         waits = WAITS.count - waits
+        whole = []
+        for _ in range(repeat):
+            timing = bench.run(
+                f"redrafter {name}", graphs=name == "graphs", proposer=proposer, is_exact=False
+            )
+            whole.append(sum(timing.list_seconds().values()) - timing.prefill)
         parts = {
             part: statistics.median(getattr(t, part) / t.num_steps for t in timings[2:])
             for part in ("draft", "verify", "accept", "other")
         }
         report[name] = {
+            "step_ms": round(1000 * statistics.median(whole) / timing.num_steps, 4),
             "part_ms": {part: round(1000 * value, 4) for part, value in parts.items()},
             "overhead": round(1 - parts["verify"] / sum(parts.values()), 3),
             "waits_per_step": round(waits / timings[-1].num_steps, 2),
@@ -411,12 +428,13 @@ def format_markdown(report: dict[str, Any]) -> str:
             cells = [f"{costs['ms'][n]} ({costs['relative'][n]}x)" for n in SIZES]
             lines.append(f"| {way} | {' | '.join(cells)} |")
         lines += [
-            "", "| ReDrafter step, ms | draft | verify | accept | other | overhead | waits |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
+            "", "| ReDrafter, ms | a step | draft | verify | accept | other | overhead | waits |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]  # fmt: skip
         for way, found in result["redrafter"].items():
             parts = " | ".join(str(value) for value in found["part_ms"].values())
-            lines.append(f"| {way} | {parts} | {found['overhead']} | {found['waits_per_step']} |")
+            cells = (found["step_ms"], parts, found["overhead"], found["waits_per_step"])
+            lines.append(f"| {way} | {' | '.join(map(str, cells))} |")
         lines += ["", "| goal | found | |", "| --- | --- | --- |"]
         lines += [
             f"| {goal} | {found} | {'met' if is_met else 'missed'} |"
@@ -430,6 +448,8 @@ def format_markdown(report: dict[str, Any]) -> str:
                 "", "| kernel | calls | us |", "| --- | --- | --- |",
             ]  # fmt: skip
             lines += [f"| `{k['kernel']}` | {k['calls']} | {k['us']} |" for k in kernels["longest"]]
+        for way, reason in plain["not_run"].items():
+            lines += ["", f"{way} was not run: {reason}"]
         if result["graphs"] is not None:
             lines += ["", f"Graphs: `{json.dumps(result['graphs'])}`"]
     for key, value in report["not_measured"].items():

@@ -31,6 +31,8 @@ from .sampling import (
 )
 from .typical import accept_typical
 
+MAX_NODES = 256  # whose distributions are held at once, where each is drawn from
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
@@ -98,12 +100,14 @@ def accept_batch(
         results[row] = accept_typical(tree, probs, params.typical)
     sampled = [b for b in range(len(candidates)) if b not in {*greedy, *typical}]
     if sampled and logits.is_cuda:
-        found = accept_at_once(
-            [candidates[b] for b in sampled], take_rows(logits, sampled),
-            [samplers[b] for b in sampled], [positions[b] for b in sampled],
-        )  # fmt: skip
-        for row, result in zip(sampled, found, strict=True):
-            results[row] = result
+        count = max(1, MAX_NODES // logits.shape[1])
+        for rows in (sampled[at : at + count] for at in range(0, len(sampled), count)):
+            found = accept_at_once(
+                [candidates[b] for b in rows], take_rows(logits, rows),
+                [samplers[b] for b in rows], [positions[b] for b in rows],
+            )  # fmt: skip
+            for row, result in zip(rows, found, strict=True):
+                results[row] = result
         return results
     walks = {b: _Walk(candidates[b], samplers[b], positions[b]) for b in sampled}
     while walking := [b for b, walk in walks.items() if walk.bonus is None]:

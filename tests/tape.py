@@ -63,6 +63,7 @@ class TapeRecorder:
     """Records on the CPU."""
 
     device = torch.device("cpu")
+    num_starts = 0
 
     def warm_up(self, compute: Callable[[], Outputs]) -> Outputs:
         return compute()
@@ -74,19 +75,22 @@ class TapeRecorder:
             output.fill_(0)
         return outputs, tape.replay
 
+    def start_over(self) -> None:
+        self.num_starts += 1
+
 
 class StrictGraphs(Graphs):
     """Spoils a call's inputs when it is done with them."""
 
     def call(
         self,
-        name: str,
+        owner: object,
         key: Hashable,
         inputs: Sequence[Tensor],
         compute: Callable[..., Outputs],
         **options: Any,
     ) -> Outputs | None:
-        found = super().call(name, key, inputs, compute, **options)
+        found = super().call(owner, key, inputs, compute, **options)
         if found is not None:
             for tensor in inputs:
                 if not tensor.is_floating_point():

@@ -70,7 +70,7 @@ class TorchEngine:
         self.graphs: Graphs | None = None
         if recorder is not None and ranks is None:  # what ranks exchange is not recorded
             self.graphs = Graphs(recorder)
-            self.decoder.graphs = StepGraphs(self.graphs, "target")
+            self.decoder.graphs = StepGraphs(self.graphs)
         self.method = "plain"
         self.proposer: Proposer = PlainProposer()
         self._draft: TorchEngine | None = None
@@ -170,8 +170,9 @@ class TorchEngine:
             max_num_tokens=build.max_num_tokens,
             max_batch_size=build.max_batch_size,
         )
+        num_known = self.graphs.num_recorded if self.graphs is not None else 0
         results = generate(self.decoder, self.proposer, requests, options, self.timing)
-        if self.graphs is not None:
+        if self.graphs is not None and self.graphs.num_recorded > num_known:
             logger.info("graphs: %s", self.graphs.describe())
         return results
 

@@ -299,7 +299,7 @@ def make_proposer(
         kernels=decoder.kernels,
     )
     if (graphs := get_graphs(decoder)) is not None:
-        net.decoder.graphs = StepGraphs(graphs, "EAGLE net")
+        net.decoder.graphs = StepGraphs(graphs)
     return EagleProposer(net, decoder)
 
 

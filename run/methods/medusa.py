@@ -104,7 +104,7 @@ class MedusaProposer(StateProposer):
         widths = self.tree.widths
         if self._graphs is not None:
             found = self._graphs.call(
-                "Medusa heads",
+                self.heads,
                 (len(hidden), tuple(widths)),
                 (hidden,),
                 lambda x: (self.heads.rank_tokens(x, widths),),

@@ -44,7 +44,7 @@ class ReDrafterProposer(StateProposer):
         """Search beams for all rows at once, [B, W, L]."""
         if self._graphs is not None:
             found = self._graphs.call(
-                "beam search",
+                self.head,
                 len(roots),
                 (hidden, roots),
                 lambda *inputs: (self.head.search_beams(*inputs),),

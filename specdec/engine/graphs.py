@@ -51,6 +51,9 @@ class Recorder(Protocol):
     def record(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
         """Return where results will lie, and what makes the call once more; it may not be made."""
 
+    def start_over(self) -> None:
+        """Take note that nothing that was recorded is there any more."""
+
 
 class CudaRecorder:
     """Records CUDA graphs. They share one pool of memory: only one is replayed at a time."""
@@ -82,6 +85,10 @@ class CudaRecorder:
             outputs = compute()
         return outputs, graph.replay
 
+    def start_over(self) -> None:
+        """Use another pool: one without graphs is torch's to free."""
+        self._pool = torch.cuda.graph_pool_handle()
+
 
 class _Graph:
     """Buffers of one call's inputs; its results and its replay once it is recorded."""
@@ -105,7 +112,7 @@ class _Graph:
 
 
 class Graphs:
-    """The recorded calls of an engine on one device, by a key that holds all that is fixed.
+    """The recorded calls of an engine on one device, by owner and by what is fixed of a call.
 
     A call of a new key is computed as it would be without graphs, but on the graph's buffers; the
     second of the same key is recorded, and it and all later ones are replayed. So what occurs once
@@ -120,11 +127,11 @@ class Graphs:
         self.pool_bytes = 0  # that recording took from the device, results and scratch
         # Calls that were computed without a graph, by reason.
         self.num_eager: Counter[str] = Counter()
-        self._graphs: dict[tuple[str, Hashable], _Graph] = {}
+        self._graphs: dict[tuple[object, Hashable], _Graph] = {}
 
     def call(
         self,
-        name: str,
+        owner: object,
         key: Hashable,
         inputs: Sequence[Tensor],
         compute: Callable[..., Outputs],
@@ -134,28 +141,28 @@ class Graphs:
     ) -> Outputs | None:
         """Return what `compute(*inputs)` returns, or None where there is no room for its graph.
 
-        `name` says whose call it is. Inputs may change from call to call, in values alone; the key
-        must hold everything else that `compute` depends on. shapes: of the buffers that `compute`
+        Inputs may change from call to call, in values alone; owner, by identity, and key must
+        hold everything else that `compute` depends on. shapes: of the buffers that `compute`
         is given, where inputs may be smaller. crop: the part of the results that is wanted.
         """
         if not self.is_enabled:
             self.num_eager["switched off"] += 1
             return None
-        graph = self._graphs.get((name, key))
+        graph = self._graphs.get((owner, key))
         if graph is None:
             if len(self._graphs) >= self.max_graphs:
-                self.num_eager["too many shapes"] += 1
+                self.num_eager[f"over {self.max_graphs} graphs"] += 1
                 return None
             with torch.inference_mode(False):  # else they could be written in that mode alone
                 graph = _Graph(inputs, shapes or [given.shape for given in inputs])
-            self._graphs[name, key] = graph
+            self._graphs[owner, key] = graph
             graph.feed(inputs)
             self.num_warm_ups += 1
             outputs = self.recorder.warm_up(lambda: compute(*graph.buffers))
         else:
             graph.feed(inputs)
             if graph.replay is None:
-                self._record(graph, name, compute)
+                self._record(graph, owner, compute)
             assert graph.replay is not None
             graph.replay()
             self.num_replayed += 1
@@ -164,13 +171,14 @@ class Graphs:
         wanted = tuple(slice(size) for size in crop)
         return tuple(output[wanted].clone() for output in outputs)
 
-    def _record(self, graph: _Graph, name: str, compute: Callable[..., Outputs]) -> None:
+    def _record(self, graph: _Graph, owner: object, compute: Callable[..., Outputs]) -> None:
         before = self._measure()
         try:
             graph.outputs, graph.replay = self.recorder.record(lambda: compute(*graph.buffers))
         except RuntimeError as error:
             raise SpecDecError(
-                f"a CUDA graph of the {name} could not be recorded: {summarize(error)}",
+                f"a CUDA graph for {type(owner).__name__} could not be recorded:"
+                f" {summarize(error)}",
                 "build the engine with --optimize none to run it without graphs",
             ) from error
         self.pool_bytes += self._measure() - before
@@ -180,9 +188,13 @@ class Graphs:
         device = self.recorder.device
         return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
-    def forget(self, name: str) -> None:
-        """Drop the graphs of one caller: something that they had fixed is no longer there."""
-        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != name}
+    def forget(self, owner: object) -> None:
+        """Drop the graphs of an owner: something that they had fixed is no longer there."""
+        kept = {key: graph for key, graph in self._graphs.items() if key[0] is not owner}
+        is_last = self._graphs and not any(graph.replay for graph in kept.values())
+        self._graphs = kept
+        if is_last:
+            self.recorder.start_over()
 
     def describe(self) -> dict[str, object]:
         """Numbers of graphs and calls, and memory in bytes."""
@@ -300,9 +312,8 @@ class PackedStep:
 class StepGraphs:
     """The graphs of one decoder's steps, and the cache that they were recorded over."""
 
-    def __init__(self, graphs: Graphs, name: str) -> None:
+    def __init__(self, graphs: Graphs) -> None:
         self.graphs = graphs
-        self.name = name
         self._blocks: Tensor | None = None
         self._borrower: weakref.ref[KVCache] | None = None
 
@@ -319,7 +330,7 @@ class StepGraphs:
         layers, two, num_rows, num_heads, num_positions, head_size = shape
         held = self._blocks.shape if self._blocks is not None else (0,) * 6
         if num_rows > held[2] or num_positions > held[4]:
-            self.graphs.forget(self.name)
+            self.graphs.forget(self)
             self._blocks = None  # before the next is allocated
             rows, positions = max(num_rows, held[2]), max(round_positions(num_positions), held[4])
             with torch.inference_mode(False):
@@ -343,7 +354,7 @@ class StepGraphs:
         assert self._blocks is not None
         num_rows, num_tokens, num_new = step.tree_mask.shape
         if num_tokens > MAX_STEP_TOKENS:
-            self.graphs.num_eager["prompt"] += 1
+            self.graphs.num_eager[f"over {MAX_STEP_TOKENS} tokens a row"] += 1
             return None
         is_prefix = bool((step.rows == np.arange(num_rows)).all())
         # Rows in their place cannot be others' copies as well: no more than there are.
@@ -351,7 +362,7 @@ class StepGraphs:
         tokens = round_tokens(num_tokens)
         new = tokens if num_new == num_tokens else round_tokens(num_new)
         if rows * tokens > MAX_ALL_TOKENS:
-            self.graphs.num_eager["too many tokens"] += 1
+            self.graphs.num_eager[f"over {MAX_ALL_TOKENS} tokens"] += 1
             return None
         used = int(cache.past_lens[step.rows].max()) + num_new
         positions = min(round_positions(used), self._blocks.shape[4])
@@ -382,7 +393,7 @@ class StepGraphs:
         packed = to_device(shape.pack(*arrays), self.graphs.recorder.device)
         lead = (shape.num_rows, shape.num_tokens)
         return self.graphs.call(
-            self.name,
+            self,
             (shape, key),
             [packed, *inputs],
             pad_and_compute,

@@ -68,6 +68,8 @@ class Linear:
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Root-mean-square norm (https://arxiv.org/abs/1910.07467) in float32, result in x's type."""
+    if x.is_cuda:  # one kernel instead of eight; in half precision rounded once, not twice
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon)
     x32 = x.float()
     scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
     return weight * scaled.to(x.dtype)

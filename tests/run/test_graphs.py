@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specdec.engine.decoder import Step, _build_full_mask
-from specdec.engine.graphs import Graphs, StepShape, round_positions, round_tokens
+from specdec.engine.graphs import Graphs, StepGraphs, StepShape, round_positions, round_tokens
 from specdec.engine.transfers import WAITS, Arrival
 from specdec.errors import SpecDecError
 from specdec.run.ahead import PlainAhead
@@ -112,7 +112,7 @@ def test_the_text_is_that_without_graphs(folders: dict[str, Path], method: str) 
     assert report["graphs"] <= graphs.max_graphs
     assert report["buffer_bytes"] > 0
     # A prompt of more than 64 tokens, and that alone, is run without.
-    assert set(report["eager"]) == {"prompt"}
+    assert set(report["eager"]) == {"over 64 tokens a row"}
 
 
 def test_plain_steps_are_begun_ahead(folders: dict[str, Path]) -> None:
@@ -181,9 +181,10 @@ def test_results_outlive_the_next_replay(folders: dict[str, Path]) -> None:
                 rows=np.zeros(1, np.int64), tokens=np.array([[token]]),
                 positions=np.zeros((1, 1), np.int64), tree_mask=np.ones((1, 1, 1), np.bool_),
             )  # fmt: skip
-            found.append(decoder.forward(step, cache))
-        kept = [states.clone() for states in found]
-        decoder.forward(step, cache)
+            x = decoder.embed(torch.tensor([[token]]), torch.zeros(1, 1, dtype=torch.int64))
+            found.append(decoder.run_layers(x, step, cache))
+            kept = [states.clone() for states in found]
+        decoder.run_layers(found[0].clone(), step, cache)
     assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
     assert not torch.equal(found[0], found[2])
 
@@ -215,7 +216,7 @@ def test_no_more_graphs_than_allowed(folders: dict[str, Path]) -> None:
     requests = make_requests(2)
     assert run(engine, requests) == run(eager, requests)
     assert engine.graphs.describe()["graphs"] <= 2
-    assert engine.graphs.num_eager["too many shapes"] > 10
+    assert engine.graphs.num_eager["over 2 graphs"] > 10
 
 
 def test_graphs_can_be_switched_off(folders: dict[str, Path]) -> None:
@@ -306,15 +307,33 @@ def test_the_tape_shows_an_input_that_is_no_buffer() -> None:
     assert found[2][0].isnan().all()
 
 
+def test_owners_share_no_graphs() -> None:
+    graphs = Graphs(TapeRecorder())
+    owners = [StepGraphs(graphs) for _ in range(2)]
+    for value in (1.0, 2.0, 3.0):
+        for add, owner in enumerate(owners):
+            found: Any = graphs.call(
+                owner, 1, [torch.full((1,), value)], lambda x, add=add: (x + add,)
+            )
+            assert found[0].item() == value + add
+    graphs.forget(owners[0])
+    assert graphs.describe()["graphs"] == 1
+    assert graphs.recorder.num_starts == 0
+    graphs.forget(owners[1])
+    assert graphs.describe()["graphs"] == 0
+    assert graphs.recorder.num_starts == 1, "the pool of graphs that are gone is used again"
+
+
 def test_a_recording_that_fails_is_an_error() -> None:
     class Broken(TapeRecorder):
         def record(self, compute: Callable[[], Any]) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     graphs = Graphs(Broken())
-    graphs.call("target", 1, [torch.ones(1)], lambda x: (x,))
-    with pytest.raises(SpecDecError, match="graph of the target .*not permitted") as caught:
-        graphs.call("target", 1, [torch.ones(1)], lambda x: (x,))
+    owner = StepGraphs(graphs)
+    graphs.call(owner, 1, [torch.ones(1)], lambda x: (x,))
+    with pytest.raises(SpecDecError, match="graph for StepGraphs .*not permitted") as caught:
+        graphs.call(owner, 1, [torch.ones(1)], lambda x: (x,))
     assert "--optimize none" in caught.value.hint
 
 
