@@ -433,8 +433,8 @@ def format_markdown(report: dict[str, Any]) -> str:
         ]  # fmt: skip
         for way, found in result["redrafter"].items():
             parts = " | ".join(str(value) for value in found["part_ms"].values())
-            cells = (found["step_ms"], parts, found["overhead"], found["waits_per_step"])
-            lines.append(f"| {way} | {' | '.join(map(str, cells))} |")
+            ends = f"{found['overhead']} | {found['waits_per_step']}"
+            lines.append(f"| {way} | {found['step_ms']} | {parts} | {ends} |")
         lines += ["", "| goal | found | |", "| --- | --- | --- |"]
         lines += [
             f"| {goal} | {found} | {'met' if is_met else 'missed'} |"

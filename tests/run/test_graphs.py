@@ -126,7 +126,7 @@ def test_plain_steps_are_begun_ahead(folders: dict[str, Path]) -> None:
         for r, text in zip(requests, texts, strict=True)
     ]
     for some in (requests, stopping, stopping[2:3], [stopping[1], requests[2]]):
-        steps = [[], []]
+        steps: list[list[Any]] = [[], []]
         for chosen, into in ((eager, steps[0]), (engine, steps[1])):
             results = chosen.generate(some, Options(reuse_blocks=len(some) == 6))
             into += [(r.output_ids, r.finish_reason, r.stats) for r in results]
@@ -308,7 +308,8 @@ def test_the_tape_shows_an_input_that_is_no_buffer() -> None:
 
 
 def test_owners_share_no_graphs() -> None:
-    graphs = Graphs(TapeRecorder())
+    recorder = TapeRecorder()
+    graphs = Graphs(recorder)
     owners = [StepGraphs(graphs) for _ in range(2)]
     for value in (1.0, 2.0, 3.0):
         for add, owner in enumerate(owners):
@@ -318,10 +319,10 @@ def test_owners_share_no_graphs() -> None:
             assert found[0].item() == value + add
     graphs.forget(owners[0])
     assert graphs.describe()["graphs"] == 1
-    assert graphs.recorder.num_starts == 0
+    assert recorder.num_starts == 0
     graphs.forget(owners[1])
     assert graphs.describe()["graphs"] == 0
-    assert graphs.recorder.num_starts == 1, "the pool of graphs that are gone is used again"
+    assert recorder.num_starts == 1, "the pool of graphs that are gone is used again"
 
 
 def test_a_recording_that_fails_is_an_error() -> None:
