@@ -1,4 +1,4 @@
-"""Plain greedy decoding on a device, a step ahead of the host.
+"""Greedy decoding of one token a step on a device, ahead of the host.
 
 The next step of a request needs its newest token, which is on the device already, and its position,
 which the host knows. So it is begun before the token has come to the host, and the device never
@@ -17,6 +17,7 @@ from torch import Tensor
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import Arrival, to_device
+from specdec.engine.tree import IntArray
 
 from .methods.base import list_rows
 from .requests import ActiveRequest
@@ -58,17 +59,21 @@ class PlainAhead:
         ]
 
     def _begin(self, requests: list[ActiveRequest], tokens: Tensor) -> _Flight:
-        """Run a step of one token a request, `tokens` [B] on the device."""
-        cache, rows = self._cache, list_rows(requests)
-        positions = cache.past_lens[rows][:, None]
-        step = Step(
-            rows=rows,
-            tokens=np.zeros_like(positions),  # the host does not know them
-            positions=positions,
-            tree_mask=np.ones((len(rows), 1, 1), np.bool_),
-        )
-        states = self._decoder.forward(step, cache, tokens[:, None])
-        best = self._decoder.compute_logits(states)[:, 0].argmax(-1)
-        for row in rows.tolist():
-            cache.commit(row, [0])
+        logits = run_tokens(self._decoder, self._cache, list_rows(requests), tokens)
+        best = logits.argmax(-1)
         return _Flight(requests, best, Arrival(best))
+
+
+def run_tokens(decoder: Decoder, cache: KVCache, rows: IntArray, tokens: Tensor) -> Tensor:
+    """Run and commit one token a row, `tokens` [B] on the device; return logits [B, V]."""
+    positions = cache.past_lens[rows][:, None]
+    step = Step(
+        rows=rows,
+        tokens=np.zeros_like(positions),  # the host does not know them
+        positions=positions,
+        tree_mask=np.ones((len(rows), 1, 1), np.bool_),
+    )
+    states = decoder.forward(step, cache, tokens[:, None])
+    for row in rows.tolist():
+        cache.commit(row, [0])
+    return decoder.compute_logits(states)[:, 0]

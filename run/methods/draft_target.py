@@ -18,6 +18,7 @@ from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
 
+from ..ahead import run_tokens
 from ..draft_length import DraftLength
 from ..prefill import fill_cache
 from ..requests import ActiveRequest
@@ -89,7 +90,11 @@ class DraftTargetProposer:
         for request, text, count in zip(requests, texts, counts, strict=True):
             self._known[request.row], self._num_drafted[request.row] = len(text), count
         draft_probs: list[list[Tensor]] = [[] for _ in requests]
-        for depth in range(max(counts)):
+        is_greedy = all(request.sampler.params.is_greedy for request in requests)
+        runs_ahead = is_greedy and self.decoder.graphs is not None
+        if runs_ahead:
+            self._draft_ahead(requests, texts, counts)
+        for depth in range(0 if runs_ahead else max(counts)):
             active = [at for at, count in enumerate(counts) if count > depth]
             hidden = fill_cache(
                 self.decoder,
@@ -114,6 +119,32 @@ class DraftTargetProposer:
         self._began_verify = time.perf_counter()
         self._draft_seconds = self._began_verify - began
         return candidates
+
+    def _draft_ahead(
+        self, requests: Sequence[ActiveRequest], texts: list[list[int]], counts: Sequence[int]
+    ) -> None:
+        """Append greedy drafts to the texts; they come to the host when all are made."""
+        assert self._cache is not None
+        drafted: list[tuple[list[int], Tensor]] = []
+        for depth in range(max(counts)):
+            active = [at for at, count in enumerate(counts) if count > depth]
+            rows = [requests[at].row for at in active]
+            if not drafted:
+                hidden = fill_cache(
+                    self.decoder, self._cache, rows, [texts[at] for at in active],
+                    self._max_num_tokens,
+                )  # fmt: skip
+                logits = self.decoder.compute_logits(hidden)
+            else:
+                before, best = drafted[-1]
+                newest = take_rows(best, [before.index(at) for at in active])
+                logits = run_tokens(self.decoder, self._cache, np.array(rows), newest)
+            drafted.append((active, logits[:, : self._vocab_size].argmax(-1)))
+        if drafted:
+            found = to_host(*(tokens for _, tokens in drafted))
+            for (active, _), tokens in zip(drafted, found, strict=True):
+                for at, token in zip(active, tokens.tolist(), strict=True):
+                    texts[at].append(token)
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]

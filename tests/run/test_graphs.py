@@ -369,7 +369,7 @@ def _guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         guard(name)
 
 
-WAITS_PER_STEP = {"plain": 1, "redrafter": 1, "medusa": 1, "draft_target": 4}
+WAITS_PER_STEP = {"plain": 1, "redrafter": 1, "medusa": 1, "draft_target": 2}
 
 
 @pytest.mark.usefixtures("_guarded")
