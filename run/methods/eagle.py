@@ -297,6 +297,7 @@ def make_proposer(
         device=decoder.device,
         prepack=decoder.is_prepacked,
         kernels=decoder.kernels,
+        head=decoder.lm_head if decoder.group is None and decoder.lm_head.bias is None else None,
     )
     if (graphs := get_graphs(decoder)) is not None:
         net.decoder.graphs = StepGraphs(graphs)

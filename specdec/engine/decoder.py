@@ -31,6 +31,7 @@ from specdec.engine.native import (
     PLAIN_ACTIVATIONS,
     NativeKernels,
     PackedLayers,
+    StepPlan,
 )
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.transfers import to_device
@@ -96,6 +97,8 @@ class _Layer:
 class Decoder:
     """A target of any family; weights come under the names of `list_engine_tensors`.
 
+    head: another decoder's, which this one has too; the weights' own if None.
+
     Of a model that is split over ranks it is one rank's part. All ranks of the group make the same
     calls; hidden states are whole on every rank, logits on rank 0.
     """
@@ -112,6 +115,7 @@ class Decoder:
         prepack: bool = True,
         kernels: NativeKernels | None = None,
         group: Group | None = None,
+        head: Linear | None = None,
     ) -> None:
         assert model.tp_size == (group.size if group else 1)
         self.model = model
@@ -176,7 +180,9 @@ class Decoder:
                 )
             )
         self.final_norm = norm("transformer.ln_f")
-        if model.share_embedding_table:
+        if head is not None:
+            self.lm_head = head
+        elif model.share_embedding_table:
             head_bias = weights["lm_head.bias"] if arithmetic.head_bias else None
             self.lm_head = Linear(self._cut_head(), head_bias, prepack=prepack, kernels=kernels)
         else:
@@ -184,6 +190,9 @@ class Decoder:
         self._packed_layers: PackedLayers | None = None
         # Steps are replayed from here where a device has graphs.
         self.graphs: StepGraphs | None = None
+        self._has_native_layers = (
+            kernels is not None and group is None and self._native_activation is not None
+        )
 
     def make_cache(self, num_rows: int, num_positions: int) -> KVCache:
         """Allocate a cache of `num_positions` a row, rounded up to whole blocks."""
@@ -243,6 +252,10 @@ class Decoder:
 
         first_input: what the first layer's attention reads instead of its normed input.
         """
+        if self._has_native_layers and step.tokens.shape[1] <= MAX_NATIVE_TOKENS:
+            x = x.clone(memory_format=torch.contiguous_format)  # which the call overwrites
+            self._run_native_layers(x, step, cache, first_input)
+            return x
         past = cache.past_lens[step.rows]  # [B]
         if self.graphs is not None and (shape := self.graphs.find_shape(step, cache)):
             found = self._replay_layers(self.graphs, shape, x, step, cache, first_input)
@@ -352,18 +365,10 @@ class Decoder:
 
     def _forward_native(self, step: Step, cache: KVCache, kernels: NativeKernels) -> Tensor:
         model = self.model
-        plan = kernels.plan_step(
-            step.rows, step.positions, self._find_lines(step, cache), cache.past_lens[step.rows],
-            step.tree_mask,
-        )  # fmt: skip
         x = self._embed(torch.from_numpy(step.tokens), torch.from_numpy(step.positions))
-        if self.group is None and self._native_activation is not None:
-            if self._packed_layers is None:
-                self._packed_layers = self._pack_layers(self._native_activation)
-            out, self.observed = kernels.run_layers(
-                x, self._packed_layers, cache.blocks, self.rotary, plan, self.observed_layers
-            )
-            return out
+        if self._has_native_layers:
+            return self._run_native_layers(x, step, cache)
+        plan = self._plan_step(step, cache, kernels)
         h = kernels.norm(x, self.layers[0].input_norm)
         seen = []
         for index, layer in enumerate(self.layers):
@@ -385,6 +390,26 @@ class Decoder:
                 seen.append(x.clone())
         self.observed = torch.cat(seen, dim=-1) if seen else None
         return h
+
+    def _run_native_layers(
+        self, x: Tensor, step: Step, cache: KVCache, first_input: Tensor | None = None
+    ) -> Tensor:
+        """Run the layers in one call; x becomes their output, its norm is returned."""
+        assert self.kernels is not None
+        assert self._native_activation is not None
+        if self._packed_layers is None:
+            self._packed_layers = self._pack_layers(self._native_activation)
+        out, self.observed = self.kernels.run_layers(
+            x, self._packed_layers, cache.blocks, self.rotary,
+            self._plan_step(step, cache, self.kernels), self.observed_layers, first_input,
+        )  # fmt: skip
+        return out
+
+    def _plan_step(self, step: Step, cache: KVCache, kernels: NativeKernels) -> StepPlan:
+        return kernels.plan_step(
+            step.rows, step.positions, self._find_lines(step, cache), cache.past_lens[step.rows],
+            step.tree_mask,
+        )  # fmt: skip
 
     def _pack_layers(self, activation: int) -> PackedLayers:
         model = self.model

@@ -36,7 +36,7 @@ _LAYER0 = "transformer.layers.0."
 class EagleNet:
     """The drafter's network. `weights` are an engine's, the target's embedding and head included.
 
-    What equals one of the target's is not held twice.
+    What equals one of the target's is not held twice; head: the target's, where it is whole.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class EagleNet:
         device: torch.device,
         prepack: bool = True,
         kernels: NativeKernels | None = None,
+        head: Linear | None = None,
     ) -> None:
         self.params = params
         self.is_third = params.eagle3 is not None
@@ -63,6 +64,8 @@ class EagleNet:
             if name.startswith("drafter.")
         }
         decoder[HEAD] = own[HEAD]
+        if head is not None and not torch.equal(own[HEAD], weights.get(HEAD, weights[EMBEDDING])):
+            head = None
         if EMBEDDING in weights and torch.equal(decoder[EMBEDDING], weights[EMBEDDING]):
             decoder[EMBEDDING] = weights[EMBEDDING]
         for layer in range(params.net.num_hidden_layers):
@@ -79,7 +82,7 @@ class EagleNet:
         )
         self.decoder = Decoder(
             net, decoder, num_positions=num_positions, device=device, prepack=prepack,
-            kernels=kernels,
+            kernels=kernels, head=head,
         )  # fmt: skip
         prepack = self.decoder.is_prepacked
         self.fc = Linear(
@@ -117,14 +120,21 @@ class EagleNet:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of the token after the pairs that `forward` made `hidden` from."""
-        return self.decoder.compute_logits(
-            self.decoder.final_norm(hidden) if self.is_third else hidden
-        )
+        return self.decoder.compute_logits(self._make_head_input(hidden))
+
+    def _make_head_input(self, hidden: Tensor) -> Tensor:
+        return self.decoder.final_norm(hidden) if self.is_third else hidden
 
     def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The `width` most probable tokens, best first, and their log-probabilities."""
-        best = self.compute_logits(hidden).float().log_softmax(-1).topk(width, dim=-1)
-        tokens = best.indices
+        head = self.decoder.lm_head
+        if head.kernels is not None and head.packed is not None:
+            tokens, scores = head.kernels.rank_outputs(
+                self._make_head_input(hidden), head.packed, head.bias, head.num_outputs, width
+            )
+        else:
+            logits = self.compute_logits(hidden).float()
+            scores, tokens = logits.log_softmax(-1).topk(width, dim=-1)
         if self.offsets is not None:
             tokens = tokens + self.offsets[tokens]
-        return tokens, best.values
+        return tokens, scores

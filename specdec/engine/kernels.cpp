@@ -284,19 +284,19 @@ void attend_lanes(const float *queries, const E *keys, const E *values, const ui
 
 // qkv: [B, T, (N + 2K) H], rotated in place; cache: keys [R, K, S, H] then values of one layer;
 // cosine, sine: [lines, rotated]; positions, lines: [B, T], the token's place in the sequence and its
-// line of the tables; tree_mask: [B, T, T]; window: positions that a token sees, itself included, or 0
-// for all; out: [B, T, N H].
+// line of the tables; tree_mask: [B, T, C], of the C newest tokens in the cache, the step's own last;
+// window: positions that a token sees, itself included, or 0 for all (C is T then); out: [B, T, N H].
 template <typename E>
 void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *rows,
             const int64_t *positions, const int64_t *lines, const int64_t *past,
-            const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t N, int64_t K, int64_t H,
-            int64_t R, int64_t S, int64_t rotated, int64_t window) {
+            const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,
+            int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window) {
   const int64_t stride = (N + 2 * K) * H, group = N / K, head = S * H;
   E *key_cache = cache, *value_cache = cache + R * K * head;
   const bool parallel_rotate = B * T * stride > kParallelWork;
 #pragma omp parallel for if (parallel_rotate)
   for (int64_t bt = 0; bt < B * T; ++bt) {
-    const int64_t b = bt / T, slot = past[b] + bt % T, line = lines[bt] * rotated;
+    const int64_t b = bt / T, slot = past[b] + C - T + bt % T, line = lines[bt] * rotated;
     E *token = qkv + bt * stride;
     for (int64_t n = 0; n < N && rotated > 0; ++n)
       rotate_to(token + n * H, token + n * H, cosine + line, sine + line, rotated, H);
@@ -307,7 +307,7 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
     }
   }
   int64_t longest = 0;
-  for (int64_t b = 0; b < B; ++b) longest = past[b] + T > longest ? past[b] + T : longest;
+  for (int64_t b = 0; b < B; ++b) longest = past[b] + C > longest ? past[b] + C : longest;
   const float scale = 1.0f / std::sqrt(static_cast<float>(H));
   const bool parallel_attend = B * T * N * H * longest > kParallelWork;
   // The first committed position that a token sees: those are stored at their own numbers.
@@ -315,10 +315,10 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
     const int64_t first = window > 0 ? positions[b * T + t] - window + 1 : 0;
     return first < 0 ? 0 : first < past[b] ? first : past[b];
   };
-  // Whether token t sees token j of this step.
+  // Whether token t sees token j of the newest.
   const auto sees = [&](int64_t b, int64_t t, int64_t j) {
     const int64_t *place = positions + b * T;
-    return tree_mask[(b * T + t) * T + j] && (window <= 0 || place[j] > place[t] - window);
+    return tree_mask[(b * T + t) * C + j] && (window <= 0 || place[j] > place[t] - window);
   };
   // The queries of a K/V head are numbered q = t * group + g.
   const int64_t num_queries = T * group, tiles = (num_queries + kLanes - 1) / kLanes;
@@ -329,7 +329,7 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
   {
     std::vector<float> queries(kLanes * H), sums(kLanes * H), row(H);
     std::vector<float> scores(longest * kLanes), scratch(few ? 0 : longest * H);
-    std::vector<uint8_t> hidden(T * kLanes);
+    std::vector<uint8_t> hidden(C * kLanes);
     std::vector<int64_t> visible(longest);
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < B * K * (few ? T : tiles); ++item) {
@@ -341,7 +341,7 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
         const E *query = qkv + (b * T + part) * stride + k * group * H;
         int64_t count = 0;
         for (int64_t s = find_first(b, part); s < past[b]; ++s) visible[count++] = s;
-        for (int64_t j = 0; j < T; ++j)
+        for (int64_t j = 0; j < C; ++j)
           if (sees(b, part, j)) visible[count++] = past[b] + j;
         for (int64_t i = 0; i < group * H; ++i) queries[i] = to_float(query[i]) * scale;
         attend_few(queries.data(), group, keys, values, visible.data(), count, H, scores.data(),
@@ -357,13 +357,13 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
         const int64_t t = used / group, n = k * group + used % group;
         const E *query = qkv + (b * T + t) * stride + n * H;
         for (int64_t i = 0; i < H; ++i) queries[i * kLanes + lane] = to_float(query[i]) * scale;
-        for (int64_t j = 0; j < T; ++j) hidden[j * kLanes + lane] = !sees(b, t, j);
+        for (int64_t j = 0; j < C; ++j) hidden[j * kLanes + lane] = !sees(b, t, j);
         first[lane] = find_first(b, t);
         start = first[lane] < start ? first[lane] : start;
       }
       for (int64_t lane = 0; lane < kLanes; ++lane) first[lane] -= start;
-      attend_lanes(queries.data(), keys + start * H, values + start * H, hidden.data(), T, first,
-                   past[b] + T - start, H, scores.data(), scratch.data(), sums.data());
+      attend_lanes(queries.data(), keys + start * H, values + start * H, hidden.data(), C, first,
+                   past[b] + C - start, H, scores.data(), scratch.data(), sums.data());
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         const int64_t q = part * kLanes + lane;
         if (q >= num_queries) break;
@@ -621,9 +621,9 @@ void pack_matrix(const E *weight, int64_t N, int64_t depth, E *packed) {
   }
 }
 
-// The best `width` of `count` logits, best first, as (log-probability among the best `kept`, token).
-void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width,
-                 std::vector<std::pair<float, int64_t>> &heap) {
+// The best `kept` of `count` logits, best first, of equal ones the first.
+void find_best(const float *logits, int64_t count, int64_t kept,
+               std::vector<std::pair<float, int64_t>> &heap) {
   auto above = [](const std::pair<float, int64_t> &a, const std::pair<float, int64_t> &b) {
     return a.first > b.first || (a.first == b.first && a.second < b.second);
   };
@@ -639,6 +639,12 @@ void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width
     }
   }
   std::sort_heap(heap.begin(), heap.end(), above);
+}
+
+// The best `width` of `count` logits, best first, as (log-probability among the best `kept`, token).
+void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width,
+                 std::vector<std::pair<float, int64_t>> &heap) {
+  find_best(logits, count, kept, heap);
   const float top = heap[0].first;
   float total = 0.0f;
   for (const auto &entry : heap) total += std::exp(entry.first - top);
@@ -646,14 +652,40 @@ void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width
   for (auto &entry : heap) entry.first -= top + std::log(total);
 }
 
+// The best `width` tokens and their log-probabilities, [M, width], of x [M, depth] times a packed
+// head of V outputs.
+template <typename E>
+void rank_outputs(const E *x, int64_t M, int64_t depth, const E *head, const E *bias, int64_t V,
+                  int64_t width, int64_t *tokens, float *scores) {
+  std::vector<float> logits(M * V);
+  multiply(x, M, depth, head, bias, V, logits.data());
+#pragma omp parallel for if (M * V > kParallelWork)
+  for (int64_t m = 0; m < M; ++m) {
+    const float *row = &logits[m * V];
+    std::vector<std::pair<float, int64_t>> best;
+    best.reserve(width);
+    find_best(row, V, width, best);
+    const float top = best[0].first;
+    float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+    for (int64_t v = 0; v < V; ++v) total += exp_fast(row[v] - top);
+    for (int64_t j = 0; j < width; ++j) {
+      tokens[m * width + j] = best[j].second;
+      scores[m * width + j] = best[j].first - top - std::log(total);
+    }
+  }
+}
+
 // ReDrafter's beam search, see specdec/engine/redrafter.py. Matrices are packed for `multiply`;
-// absent ones are null. hidden: [B, H]; tokens: [B]; blocks: weight and bias of each residual block
-// by turns; beams: [B, W, L]. X is the exit dimension, V the vocabulary, C the candidates kept.
+// absent ones are null. hidden: [B, H]; tokens: [B]; context_proj, state_proj: the input projection's
+// columns for the hidden and for the recurrent state, the former of which is the same at every step;
+// blocks: weight and bias of each residual block by turns; beams: [B, W, L]. X is the exit dimension,
+// V the vocabulary, C the candidates kept.
 template <typename E>
 void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, const E *rnn_w,
-                  const E *rnn_u, const E *rnn_u_bias, const E *input_proj, const E *input_bias,
-                  const E *const *blocks, int64_t num_blocks, const E *lm_head, int64_t *beams,
-                  int64_t B, int64_t W, int64_t L, int64_t V, int64_t H, int64_t X, int64_t C) {
+                  const E *rnn_u, const E *rnn_u_bias, const E *context_proj, const E *state_proj,
+                  const E *input_bias, const E *const *blocks, int64_t num_blocks,
+                  const E *lm_head, int64_t *beams, int64_t B, int64_t W, int64_t L, int64_t V, int64_t H, int64_t X, int64_t C) {
   const int64_t most = B * W, wide = 2 * H > X ? 2 * H : X;
   std::vector<float> state(most * H), next(most * H), embedded(most * H), x(most * wide);
   std::vector<float> first(most * wide), second(most * wide), logits(most * V);
@@ -661,6 +693,9 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
   std::vector<int64_t> last(tokens, tokens + B), paths(most * L), next_paths(most * L);
   std::vector<std::vector<std::pair<float, int64_t>>> ranked(most);
   for (auto &heap : ranked) heap.reserve(C);
+  std::vector<float> contexts(context_proj != nullptr ? B * X : 0);
+  if (context_proj != nullptr)
+    multiply(hidden, B, H, context_proj, input_bias, X, contexts.data());
   int64_t width = 1;  // all beams start from one token: the first step needs one of them
   for (int64_t step = 0; step < L; ++step) {
     const int64_t M = B * width;
@@ -678,14 +713,16 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
       for (int64_t i = 0; i < M * H; ++i) next[i] = embedded[i] + (step > 0 ? state[i] : 0.0f);
     }
     state.swap(next);
-    for (int64_t m = 0; m < M; ++m) {
-      const E *context = hidden + m / width * H;
-      for (int64_t i = 0; i < H; ++i) x[m * 2 * H + i] = to_float(context[i]);
-      std::memcpy(&x[m * 2 * H + H], &state[m * H], sizeof(float) * H);
-    }
-    if (input_proj != nullptr) {
-      multiply(x.data(), M, 2 * H, input_proj, input_bias, X, first.data());
-      std::memcpy(x.data(), first.data(), sizeof(float) * M * X);
+    if (state_proj != nullptr) {
+      multiply(state.data(), M, H, state_proj, static_cast<const E *>(nullptr), X, x.data());
+      for (int64_t m = 0; m < M; ++m)
+        for (int64_t i = 0; i < X; ++i) x[m * X + i] += contexts[m / width * X + i];
+    } else {
+      for (int64_t m = 0; m < M; ++m) {
+        const E *context = hidden + m / width * H;
+        for (int64_t i = 0; i < H; ++i) x[m * 2 * H + i] = to_float(context[i]);
+        std::memcpy(&x[m * 2 * H + H], &state[m * H], sizeof(float) * H);
+      }
     }
     for (int64_t block = 0; block < num_blocks; ++block) {
       multiply(x.data(), M, X, blocks[2 * block], blocks[2 * block + 1], X, first.data());
@@ -738,16 +775,17 @@ void apply_to(E *x, int64_t count) {
 // The layers of a decoder over one step's tokens. Legend as above; M = B T tokens. matrices of a
 // layer, in order: weight and bias of input norm, QKV, dense, post norm, up (gate and up stacked
 // where it is gated), down; absent ones are null, and a layer without post norm has attention and
-// MLP read the same input. x: [M, D], overwritten by the last layer's output; out: [M, D], its norm;
-// observed: [number of them, M, D].
+// MLP read the same input. first: [M, first_depth], what the first layer's attention reads, or null
+// where that is its normed input. x: [M, D], overwritten by the last layer's output; out: [M, D], its
+// norm; observed: [number of them, M, D].
 struct Shape {
-  int64_t B, T, D, N, K, H, I, R, S, rotated, window, num_layers, activation, is_gated, observing;
+  int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, window, num_layers, activation, is_gated, observing;
 };
 
 constexpr int64_t kLayerPointers = 12;
 
 template <typename E>
-void run_layers(E *x, E *out, const E *const *weights, const E *const *final_norm, E *cache,
+void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *const *final_norm, E *cache,
                 const E *cosine, const E *sine, const int64_t *rows, const int64_t *positions,
                 const int64_t *lines, const int64_t *past, const uint8_t *tree_mask,
                 const int64_t *observed_layers, E *observed, const Shape &shape, float epsilon) {
@@ -756,13 +794,14 @@ void run_layers(E *x, E *out, const E *const *weights, const E *const *final_nor
   const int64_t layer_cache = 2 * s.R * s.K * s.S * s.H;
   std::vector<E> qkv(M * heads), attended(M * s.N * s.H), mixed(M * s.D), up(M * inner);
   std::vector<E> gated(s.is_gated ? M * s.I : 0), second(M * s.D);
-  add_norm<E>(x, nullptr, weights[0], weights[1], out, M, s.D, epsilon);
+  if (first == nullptr) add_norm<E>(x, nullptr, weights[0], weights[1], out, M, s.D, epsilon);
   for (int64_t layer = 0; layer < s.num_layers; ++layer) {
     const E *const *w = weights + layer * kLayerPointers;
     const E *const *next = layer + 1 < s.num_layers ? w + kLayerPointers : final_norm;
-    multiply(out, M, s.D, w[2], w[3], heads, qkv.data());
+    const bool given = layer == 0 && first != nullptr;
+    multiply(given ? first : out, M, given ? s.first_depth : s.D, w[2], w[3], heads, qkv.data());
     attend(qkv.data(), cache + layer * layer_cache, cosine, sine, rows, positions, lines, past,
-           tree_mask, attended.data(), s.B, s.T, s.N, s.K, s.H, s.R, s.S, s.rotated, s.window);
+           tree_mask, attended.data(), s.B, s.T, s.C, s.N, s.K, s.H, s.R, s.S, s.rotated, s.window);
     multiply(attended.data(), M, s.N * s.H, w[4], w[5], s.D, mixed.data());
     if (w[6] != nullptr) add_norm(x, mixed.data(), w[6], w[7], out, M, s.D, epsilon);
     multiply(out, M, s.D, w[8], w[9], inner, up.data());
@@ -794,7 +833,7 @@ void run_layers(E *x, E *out, const E *const *weights, const E *const *final_nor
 extern "C" {
 
 // Bumped with every change of a signature below; checked when an engine is loaded.
-int64_t specdec_abi_version() { return 5; }
+int64_t specdec_abi_version() { return 6; }
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
@@ -813,10 +852,10 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
   void specdec_attend_##suffix(                                                                   \
       E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *rows,                      \
       const int64_t *positions, const int64_t *lines, const int64_t *past,                        \
-      const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t N, int64_t K, int64_t H,    \
-      int64_t R, int64_t S, int64_t rotated, int64_t window) {                                    \
-    attend(qkv, cache, cosine, sine, rows, positions, lines, past, tree_mask, out, B, T, N, K, H, \
-           R, S, rotated, window);                                                                \
+      const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,    \
+      int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window) {                         \
+    attend(qkv, cache, cosine, sine, rows, positions, lines, past, tree_mask, out, B, T, C, N, K, \
+           H, R, S, rotated, window);                                                             \
   }                                                                                               \
   void specdec_pack_matrix_##suffix(const E *weight, int64_t N, int64_t depth, E *packed) {       \
     pack_matrix(weight, N, depth, packed);                                                        \
@@ -826,22 +865,27 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
     multiply(x, M, depth, packed, bias, N, y);                                                    \
   }                                                                                               \
   void specdec_run_layers_##suffix(                                                               \
-      E *x, E *out, const E *const *weights, const E *const *final_norm, E *cache,                \
-      const E *cosine, const E *sine, const int64_t *rows, const int64_t *positions,              \
+      E *x, const E *first, E *out, const E *const *weights, const E *const *final_norm,          \
+      E *cache, const E *cosine, const E *sine, const int64_t *rows, const int64_t *positions,    \
       const int64_t *lines, const int64_t *past, const uint8_t *tree_mask,                        \
       const int64_t *observed_layers, E *observed, const int64_t *shape, float epsilon) {         \
     Shape sizes;                                                                                  \
     std::memcpy(&sizes, shape, sizeof sizes);                                                     \
-    run_layers(x, out, weights, final_norm, cache, cosine, sine, rows, positions, lines, past,    \
-               tree_mask, observed_layers, observed, sizes, epsilon);                             \
+    run_layers(x, first, out, weights, final_norm, cache, cosine, sine, rows, positions, lines,   \
+               past, tree_mask, observed_layers, observed, sizes, epsilon);                       \
+  }                                                                                               \
+  void specdec_rank_outputs_##suffix(const E *x, int64_t M, int64_t depth, const E *head,         \
+                                     const E *bias, int64_t V, int64_t width, int64_t *tokens,    \
+                                     float *scores) {                                             \
+    rank_outputs(x, M, depth, head, bias, V, width, tokens, scores);                              \
   }                                                                                               \
   void specdec_search_beams_##suffix(                                                             \
       const E *embedding, const E *hidden, const int64_t *tokens, const E *rnn_w, const E *rnn_u, \
-      const E *rnn_u_bias, const E *input_proj, const E *input_bias, const E *const *blocks,      \
-      int64_t num_blocks, const E *lm_head, int64_t *beams, int64_t B, int64_t W, int64_t L,      \
-      int64_t V, int64_t H, int64_t X, int64_t C) {                                               \
-    search_beams(embedding, hidden, tokens, rnn_w, rnn_u, rnn_u_bias, input_proj, input_bias,     \
-                 blocks, num_blocks, lm_head, beams, B, W, L, V, H, X, C);                        \
+      const E *rnn_u_bias, const E *context_proj, const E *state_proj, const E *input_bias,       \
+      const E *const *blocks, int64_t num_blocks, const E *lm_head, int64_t *beams, int64_t B,    \
+      int64_t W, int64_t L, int64_t V, int64_t H, int64_t X, int64_t C) {                         \
+    search_beams(embedding, hidden, tokens, rnn_w, rnn_u, rnn_u_bias, context_proj, state_proj,   \
+                 input_bias, blocks, num_blocks, lm_head, beams, B, W, L, V, H, X, C);            \
   }
 
 SPECDEC_EXPORT(float, f32)

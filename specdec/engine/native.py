@@ -29,7 +29,7 @@ from specdec.schema import ModelConfig
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 5
+ABI_VERSION = 6
 TILE = 32  # outputs side by side in a packed matrix, kTile in kernels.cpp
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 # Activations of a gated MLP, by the kernel that computes them.
@@ -162,6 +162,7 @@ class StepPlan:
     pointers: tuple[int, ...]
     batch: int
     num_tokens: int
+    num_newest: int  # tokens that the step's mask is about: its own, and before them others
 
 
 class NativeKernels:
@@ -189,7 +190,7 @@ class NativeKernels:
             name: self._bind(f"specdec_{kernel}_mul_{suffix}", [_POINTER] * 2 + [_INT] * 2)
             for name, kernel in GATES.items()
         }
-        self._attend = self._bind(f"specdec_attend_{suffix}", [_POINTER] * 10 + [_INT] * 9)
+        self._attend = self._bind(f"specdec_attend_{suffix}", [_POINTER] * 10 + [_INT] * 10)
         self._set_num_threads = self._bind("specdec_set_num_threads", [_INT])
         self._pack_matrix = self._bind(
             f"specdec_pack_matrix_{suffix}", [_POINTER, _INT, _INT, _POINTER]
@@ -197,10 +198,14 @@ class NativeKernels:
         self._multiply = self._bind(
             f"specdec_multiply_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]
         )
-        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 15 + [_FLOAT])
+        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 16 + [_FLOAT])
+        self._rank_outputs = self._bind(
+            f"specdec_rank_outputs_{suffix}",
+            [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER],
+        )
         self._search_beams = self._bind(
             f"specdec_search_beams_{suffix}",
-            [_POINTER] * 9 + [_INT] + [_POINTER] * 2 + [_INT] * 7,
+            [_POINTER] * 10 + [_INT] + [_POINTER] * 2 + [_INT] * 7,
         )
 
     @staticmethod
@@ -222,12 +227,13 @@ class NativeKernels:
         past: IntArray,
         tree_mask: BoolArray,
     ) -> StepPlan:
-        """Prepare a step's indices: rows, past [B]; positions, lines [B, T]; tree_mask [B, T, T].
+        """Prepare a step's indices: rows, past [B]; positions, lines [B, T]; tree_mask [B, T, N].
 
-        lines: of the rotary tables.
+        lines: of the rotary tables. tree_mask: of the N newest tokens, the step's own last.
         """
         arrays = tuple(np.ascontiguousarray(a) for a in (rows, positions, lines, past, tree_mask))
-        return StepPlan(arrays, tuple(a.ctypes.data for a in arrays), *positions.shape)
+        pointers = tuple(a.ctypes.data for a in arrays)
+        return StepPlan(arrays, pointers, *tree_mask.shape)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Norm of [..., D]."""
@@ -271,7 +277,7 @@ class NativeKernels:
         self._attend(
             qkv.data_ptr(), cache.data_ptr(), _get_pointer(cos), _get_pointer(sin),
             *plan.pointers, out.data_ptr(),
-            plan.batch, plan.num_tokens, num_heads, num_kv_heads, head_size,
+            plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
             cache.shape[1], cache.shape[3], 0 if cos is None else cos.shape[1], window or 0,
         )  # fmt: skip
         return out
@@ -313,11 +319,14 @@ class NativeKernels:
         table: RotaryTable | None,
         plan: StepPlan,
         observed_layers: Sequence[int],
+        first_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """All layers of a decoder over one step, in one call.
 
-        x: [B, T, D], overwritten by the last layer's output; cache: [layers, 2, R, K, S, H].
-        Returns its norm, [B, T, D], and the outputs of `observed_layers`, [B, T, n * D].
+        x: [B, T, D], overwritten by the last layer's output; cache: [layers, 2, R, K, S, H];
+        first_input: [B, T, F], what the first layer's attention reads, its normed input if None.
+        Returns the last layer's output normed, [B, T, D], and the outputs of `observed_layers`,
+        [B, T, n * D].
         """
         out = torch.empty_like(x)
         cos, sin = (table.cos, table.sin) if table else (None, None)
@@ -326,15 +335,17 @@ class NativeKernels:
         chosen = np.array(observed_layers, np.int64)
         shape = np.array(
             [
-                plan.batch, plan.num_tokens, *layers.sizes, num_rows, num_positions,
-                0 if cos is None else cos.shape[1], layers.window, layers.num_layers,
+                plan.batch, plan.num_tokens, plan.num_newest,
+                0 if first_input is None else first_input.shape[-1], *layers.sizes,
+                num_rows, num_positions, 0 if cos is None else cos.shape[1],
+                layers.window, layers.num_layers,
                 layers.activation, layers.is_gated, len(observed_layers),
             ],
             np.int64,
         )  # fmt: skip
         self._set_num_threads(torch.get_num_threads())
         self._run_layers(
-            x.data_ptr(), out.data_ptr(), layers.pointers.ctypes.data,
+            x.data_ptr(), _get_pointer(first_input), out.data_ptr(), layers.pointers.ctypes.data,
             layers.final_pointers.ctypes.data, cache.data_ptr(), _get_pointer(cos),
             _get_pointer(sin), *plan.pointers, chosen.ctypes.data, _get_pointer(observed),
             shape.ctypes.data, layers.epsilon,
@@ -342,6 +353,24 @@ class NativeKernels:
         if observed is not None:
             observed = torch.cat(list(observed), dim=-1)
         return out, observed
+
+    def rank_outputs(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """The `width` most probable outputs of x W^T + bias, best first: x [..., depth].
+
+        Returns their numbers and their log-probabilities, both [..., width].
+        """
+        x = x.contiguous()
+        depth = x.shape[-1]
+        tokens = x.new_empty((*x.shape[:-1], width), dtype=torch.int64)
+        scores = torch.empty_like(tokens, dtype=torch.float32)
+        self._set_num_threads(torch.get_num_threads())
+        self._rank_outputs(
+            x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), _get_pointer(bias),
+            num_outputs, width, tokens.data_ptr(), scores.data_ptr(),
+        )  # fmt: skip
+        return tokens, scores
 
     def search_beams(
         self, drafter: PackedDrafter, hidden: Tensor, tokens: Tensor, width: int, length: int
@@ -351,12 +380,14 @@ class NativeKernels:
         hidden = hidden.contiguous()
         beams = torch.empty((batch, width, length), dtype=torch.int64)
         vocab_size, size = drafter.embedding.shape
+        self._set_num_threads(torch.get_num_threads())
         self._search_beams(
             drafter.embedding.data_ptr(), hidden.data_ptr(), tokens.data_ptr(),
             _get_pointer(drafter.rnn_w), _get_pointer(drafter.rnn_u),
-            _get_pointer(drafter.rnn_u_bias), _get_pointer(drafter.input_proj),
-            _get_pointer(drafter.input_bias), ctypes.addressof(drafter.block_pointers),
-            len(drafter.blocks), drafter.lm_head.data_ptr(), beams.data_ptr(),
+            _get_pointer(drafter.rnn_u_bias), _get_pointer(drafter.context_proj),
+            _get_pointer(drafter.state_proj), _get_pointer(drafter.input_bias),
+            ctypes.addressof(drafter.block_pointers), len(drafter.blocks),
+            drafter.lm_head.data_ptr(), beams.data_ptr(),
             batch, width, length, vocab_size, size, drafter.exit_dim, drafter.num_candidates,
         )  # fmt: skip
         return beams
@@ -406,7 +437,10 @@ class PackedDrafter:
         self.num_candidates = num_candidates
         self.rnn_w, self.rnn_u = pack("rnn_w"), pack("rnn_u")
         self.rnn_u_bias = weights.get("drafter.rnn_u.bias")
-        self.input_proj = pack("input_proj")
+        self.context_proj = self.state_proj = None
+        if (joint := weights.get("drafter.input_proj.weight")) is not None:
+            halves = joint.chunk(2, dim=1)  # of the target's state, and of the recurrent one
+            self.context_proj, self.state_proj = map(kernels.pack_matrix, halves)
         self.input_bias = weights.get("drafter.input_proj.bias")
         self.lm_head = kernels.pack_matrix(weights["drafter.lm_head.weight"])
         self.blocks = [

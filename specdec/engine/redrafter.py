@@ -17,14 +17,13 @@ from specdec.methods import ReDrafterParams
 
 # Candidates of a beam are its most probable tokens; the published search keeps 50.
 NUM_CANDIDATES = 50
-# Where a drafter is small, the calls cost more than the arithmetic: the whole search is then one
-# native call, for as many beams as keep it cheaper than oneDNN's products.
-MAX_NATIVE_BYTES = 64 << 20
-MAX_NATIVE_BEAMS = 32
 
 
 class ReDrafterHead:
-    """Drafter network and beam search. `weights` are a checkpoint's `drafter.*` tensors."""
+    """Drafter network and beam search. `weights` are a checkpoint's `drafter.*` tensors.
+
+    With kernels the whole search is one native call, and there is nothing else.
+    """
 
     def __init__(
         self,
@@ -35,30 +34,26 @@ class ReDrafterHead:
         prepack: bool = True,
         kernels: NativeKernels | None = None,
     ) -> None:
-        prepack = prepack and can_prepack(embedding.dtype, embedding.device)
-
-        def linear(name: str) -> Linear:
-            name = "drafter." + name
-            return Linear(
-                weights[name + ".weight"], weights.get(name + ".bias"), prepack=prepack,
-                kernels=kernels,
-            )  # fmt: skip
-
         self.params = params
         self.embedding = embedding
-        self.input_proj = linear("input_proj") if params.has_input_proj else None
-        self.blocks = [linear(f"layers.{i}.linear") for i in range(params.num_layers)]
-        self.lm_head = linear("lm_head")
         self.num_candidates = min(max(NUM_CANDIDATES, params.num_beams), embedding.shape[0])
         self.kernels = kernels
         self.packed: PackedDrafter | None = None
-        own = {name: weight for name, weight in weights.items() if name.startswith("drafter.")}
-        num_bytes = sum(weight.numel() * weight.element_size() for weight in own.values())
-        if kernels is not None and num_bytes <= MAX_NATIVE_BYTES:
+        if kernels is not None:
             self.packed = PackedDrafter(
-                own, embedding, num_layers=params.num_layers, exit_dim=params.exit_dim,
+                weights, embedding, num_layers=params.num_layers, exit_dim=params.exit_dim,
                 num_candidates=self.num_candidates, kernels=kernels,
             )  # fmt: skip
+            return
+        prepack = prepack and can_prepack(embedding.dtype, embedding.device)
+
+        def linear(name: str) -> Linear:
+            weight = weights[f"drafter.{name}.weight"]
+            return Linear(weight, weights.get(f"drafter.{name}.bias"), prepack=prepack)
+
+        self.input_proj = linear("input_proj") if params.has_input_proj else None
+        self.blocks = [linear(f"layers.{i}.linear") for i in range(params.num_layers)]
+        self.lm_head = linear("lm_head")
         self.rnn_w = linear("rnn_w") if params.is_rnn else None
         self.rnn_u = linear("rnn_u") if params.is_rnn else None
 
@@ -89,11 +84,7 @@ class ReDrafterHead:
         """
         width, length = self.params.num_beams, self.params.draft_len_per_beam
         batch, num_candidates = tokens.shape[0], self.num_candidates
-        if (
-            self.kernels is not None
-            and self.packed is not None
-            and batch * width <= MAX_NATIVE_BEAMS
-        ):
+        if self.kernels is not None and self.packed is not None:
             return self.kernels.search_beams(self.packed, hidden, tokens, width, length)
         # All beams start from the same token, so the first step needs one of them only.
         state = self.update_state(tokens[:, None], None)  # [B, 1, D]

@@ -107,6 +107,57 @@ def test_attention(
     assert torch.equal(cache[:, 1], expected_cache[:, 1]), "a row outside the step was touched"
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "group"), [(1, 1), (2, 1), (9, 2)])
+def test_attention_over_uncommitted_levels(
+    library: Path, dtype: torch.dtype, num_tokens: int, group: int
+) -> None:
+    """A level of a tree sees some of the levels before it, which lie behind the committed."""
+    kernels = native.NativeKernels(library, dtype)
+    generator = torch.Generator().manual_seed(num_tokens)
+    earlier, heads, size, past = 3, 2 * group, 8, np.array([5, 0])
+    cache = torch.randn(2, 2, 2, 64, size, generator=generator).to(dtype)
+    qkv = torch.randn(2, num_tokens, (heads + 4) * size, generator=generator).to(dtype)
+    own = np.broadcast_to(np.eye(num_tokens, dtype=bool), (2, num_tokens, num_tokens))
+    before = torch.rand(2, num_tokens, earlier, generator=generator).numpy() < 0.5
+    mask = np.concatenate((before, own), axis=2)
+    positions = np.broadcast_to(past[:, None] + 2, (2, num_tokens))
+    rows = np.arange(2)
+    view = qkv.clone().view(2, num_tokens, -1, size)
+    expected_cache = cache.clone()
+    slots = torch.from_numpy(past[:, None] + earlier + np.arange(num_tokens))
+    index = torch.from_numpy(rows)[:, None]
+    expected_cache[0][index, :, slots] = view[:, :, heads : heads + 2]
+    expected_cache[1][index, :, slots] = view[:, :, heads + 2 :]
+    expected = layers.attend(
+        view[:, :, :heads], expected_cache[0], expected_cache[1],
+        torch.from_numpy(_build_full_mask(past, mask, positions, 64, None)),
+    )  # fmt: skip
+
+    plan = kernels.plan_step(rows, positions, positions, past, mask)
+    actual = kernels.attend(qkv, cache, None, plan, heads, 2, size, None)
+    assert_near(actual, expected)
+    assert torch.equal(cache, expected_cache)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 7, 50])
+def test_ranking(library: Path, dtype: torch.dtype, width: int) -> None:
+    kernels = native.NativeKernels(library, dtype)
+    generator = torch.Generator().manual_seed(width)
+    weight = torch.randn(50, 24, generator=generator).to(dtype)
+    bias = torch.randn(50, generator=generator).to(dtype)
+    x = 3 * torch.randn(2, 5, 24, generator=generator).to(dtype)
+    tokens, scores = kernels.rank_outputs(x, kernels.pack_matrix(weight), bias, 50, width)
+    assert tokens.shape == scores.shape == (2, 5, width)
+    logits = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    expected = logits.log_softmax(-1).topk(width, dim=-1)
+    assert (scores - expected.values).abs().max() <= 2e-4
+    assert torch.equal(tokens, expected.indices)
+
+
 def test_window_mask_counts_positions_not_slots() -> None:
     """Brute force over a tree whose nodes share positions."""
     past, window = np.array([6, 2]), 3

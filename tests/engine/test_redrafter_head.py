@@ -132,7 +132,7 @@ def test_more_beams_than_candidates() -> None:
 def test_native_search_equals_torch_for_any_batch(
     batch: int, kernels: native.NativeKernels
 ) -> None:
-    """Batches on both sides of the limit; a vocabulary and sizes that fill no tile."""
+    """A vocabulary and sizes that fill no tile."""
     shape = {"beams": 3, "length": 4, "rnn": True, "exit_dim": 37, "vocab": 211}
     plain, _, _ = make_head(**shape)  # type: ignore[arg-type]
     fast, _, _ = make_head(**shape, kernels=kernels)  # type: ignore[arg-type]
