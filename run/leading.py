@@ -69,9 +69,10 @@ class LeadingDecoder(Decoder):
             self._tell("embed", arrays)
             return super().embed(tokens, positions)
 
-    def forward(self, step: Step, cache: KVCache) -> Tensor:
+    def forward(self, step: Step, cache: KVCache, tokens: Tensor | None = None) -> Tensor:
         """Run a step on every rank; return the normed last hidden state [B, T, D]."""
         assert isinstance(cache, LeadingCache)
+        assert tokens is None
         self._check_lengths(step, cache)  # what is refused is not begun
         with self._ranks.together():
             self._tell("forward", pack_forward(step, cache), cache=cache.handle)

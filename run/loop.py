@@ -18,13 +18,15 @@ from torch import Tensor
 
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import Tree, build_tree_mask, make_root
 
-from .methods.base import PromptFollower, Proposer, list_rows
+from .ahead import PlainAhead
+from .methods.base import PlainProposer, PromptFollower, Proposer, StateProposer, list_rows
 from .prefill import count_shared, fill_cache
 from .requests import ActiveRequest, Request, Result
 from .text import TextStream
-from .verify import Candidates, accept_batch
+from .verify import Candidates, accept_batch, accept_on_device
 
 
 @dataclasses.dataclass
@@ -121,6 +123,9 @@ class Batch:
         num_positions = longest + proposer.max_draft_tokens + 1
         self.cache: KVCache = decoder.make_cache(num_rows, num_positions)
         proposer.allocate(num_rows, num_positions)
+        self._ahead = PlainAhead(decoder, self.cache)
+        # All of the requests or none: a batch does not change between the two ways.
+        self._is_greedy = all(request.sampling.is_greedy for request in requests)
         self._held: list[list[int]] = [[] for _ in range(num_rows)]  # tokens in a row's cache
 
     @property
@@ -176,6 +181,9 @@ class Batch:
         active = self.active
         if not active:
             return
+        if self._runs_ahead():
+            self._step_ahead()
+            return
         clock = time.perf_counter
         began = clock()
         candidates = self.proposer.propose(active)
@@ -187,8 +195,10 @@ class Batch:
         logits = self.decoder.compute_logits(states)  # [B, T, V]
         self._settle()
         verified = clock()
+        choices = self._draft_ahead(step, trees, states, logits)
+        ahead = clock()
         lengths = [len(r.output_ids) for r in active]
-        paths = self._emit(active, candidates, logits)
+        paths = self._emit(active, candidates, logits, choices)
         accepted = clock()
         for request, tree, path, before in zip(active, trees, paths, lengths, strict=True):
             taken = len(request.output_ids) - before
@@ -203,10 +213,36 @@ class Batch:
         self._retire()
         timing = self.timing
         timing.num_steps += 1
-        timing.draft += drafted - began
+        timing.draft += drafted - began + ahead - verified
         timing.verify += verified - drafted
-        timing.accept += accepted - verified
+        timing.accept += accepted - ahead
         timing.other += clock() - accepted
+
+    def _runs_ahead(self) -> bool:
+        """Whether steps are begun before the host has the tokens of the step before."""
+        return (
+            self.decoder.graphs is not None
+            and isinstance(self.proposer, PlainProposer)
+            and not self.options.keep_logits
+            and not self.timing.is_exact
+            and self._is_greedy
+        )
+
+    def _step_ahead(self) -> None:
+        """What `step` does where nothing is drafted, the device a step ahead."""
+        began = time.perf_counter()
+        emitted = self._ahead.step(self.active)
+        verified = time.perf_counter()
+        for request, token in emitted:
+            self._held[request.row].append(request.output_ids[-1])
+            request.emit([token])
+            request.stats.count_step(num_draft_tokens=0, depth=0, num_accepted=0)
+        if self.options.on_progress is not None:
+            self.options.on_progress([request for request, _ in emitted])
+        self._retire()
+        self.timing.num_steps += 1
+        self.timing.verify += verified - began
+        self.timing.accept += time.perf_counter() - verified
 
     def collect(self) -> list[Result]:
         """Results so far in the order of the requests; those that never ran have no tokens."""
@@ -219,11 +255,33 @@ class Batch:
                 self.results[place] = idle.make_result()
         return [self.results[place] for place in range(len(self._requests))]
 
+    def _draft_ahead(
+        self, step: Step, trees: Sequence[Tree], states: Tensor, logits: Tensor
+    ) -> Array | None:
+        """Let the next draft begin before the host knows what was accepted, where it can.
+
+        Returns the greedy choices [B, T], which came to the host with the draft.
+        """
+        active, proposer = self.active, self.proposer
+        if not (
+            isinstance(proposer, StateProposer)
+            and proposer.drafts_ahead
+            and all(r.sampler.params.is_greedy for r in active)
+        ):
+            return None
+        best = logits.argmax(-1)
+        last, roots = accept_on_device(trees, step.tree_mask, best)
+        newest = states[torch.arange(len(active), device=states.device), last]
+        choices, ends, drafts = to_host(best, last, proposer.compute_drafts(newest, roots))
+        proposer.take_drafts(active, choices[np.arange(len(active)), ends].tolist(), drafts)
+        return choices
+
     def _emit(
         self,
         requests: Sequence[ActiveRequest],
         candidates: Sequence[Candidates],
         logits: Tensor,
+        choices: Array | None = None,
     ) -> list[list[int]]:
         """Choose and emit tokens by the logits of a forward; return each row's accepted nodes."""
         accepted = accept_batch(
@@ -231,13 +289,15 @@ class Batch:
             logits,
             [r.sampler for r in requests],
             [len(r.output_ids) for r in requests],
+            choices,
         )
         paths = []
         for at, (request, (path, bonus)) in enumerate(zip(requests, accepted, strict=True)):
             drafted = candidates[at].tree.tokens[path[1:]].tolist()
             taken = request.emit([*drafted, bonus])
             if self.options.keep_logits:
-                request.logits.append(logits[at, path[:taken]].float().cpu())
+                chosen = logits[at, to_device(path[:taken], logits.device)]
+                request.logits.append(torch.from_numpy(to_host(chosen.float())[0]))
             paths.append(path)
         if self.options.on_progress is not None:
             self.options.on_progress(requests)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.transfers import to_device, to_host
+
 # Streams of a request's random numbers. Each emitted token reads each stream at its own position,
 # so what a token is drawn with depends neither on the batch nor on how many steps it took.
 CHOICE, DRAFT, ACCEPT = range(3)
@@ -74,6 +76,11 @@ class Sampler:
         return float(self._uniforms[stream, position])
 
 
+def take_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some rows of logits [B, ...], in order."""
+    return logits if len(rows) == len(logits) else logits[to_device(rows, logits.device)]
+
+
 def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return the probabilities [B, V] in float32 that each row's settings leave.
 
@@ -85,45 +92,55 @@ def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     if min(p.temperature for p in params) < COLD:
         scores = scores - scores.amax(-1, keepdim=True)
     least = torch.finfo(torch.float32).tiny
-    temperature = torch.tensor([max(p.temperature, least) for p in params], device=device)
+    temperature = to_device(
+        np.array([max(p.temperature, least) for p in params], np.float32), device
+    )
     scores = scores / temperature[:, None]
     vocab_size = scores.shape[-1]
     top_k = [min(p.top_k, vocab_size) or vocab_size for p in params]
     if min(top_k) < vocab_size:
         limited = [k if k < vocab_size else 1 for k in top_k]
         best = scores.topk(max(limited), dim=-1).values
-        lowest = best.gather(1, torch.tensor(limited, device=device)[:, None] - 1)
-        is_limited = torch.tensor([k < vocab_size for k in top_k], device=device)
+        lowest = best.gather(1, to_device(limited, device)[:, None] - 1)
+        is_limited = to_device(np.array([k < vocab_size for k in top_k]), device)
         scores = scores.masked_fill((scores < lowest) & is_limited[:, None], -torch.inf)
     top_p = [p.top_p for p in params]
     if min(top_p) < 1:
         rising, order = scores.sort(dim=-1)
         mass = rising.softmax(-1).cumsum(-1)
-        is_tail = mass <= 1 - torch.tensor(top_p, device=device)[:, None]
-        is_tail &= torch.tensor([p < 1 for p in top_p], device=device)[:, None]
+        is_tail = mass <= 1 - to_device(np.array(top_p, np.float32), device)[:, None]
+        is_tail &= to_device(np.array([p < 1 for p in top_p]), device)[:, None]
         is_tail[:, -1] = False
         scores = scores.masked_fill(is_tail.scatter(1, order, is_tail), -torch.inf)
     return scores.softmax(-1)
 
 
 def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
+    """Return what `draw_tokens` draws, on the host."""
+    (tokens,) = to_host(draw_tokens(probs, uniforms))
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
+def draw_tokens(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
     """Return for each row of probs [B, V] the token at which the cumulative sum passes uniform.
 
     The sums are taken in float64 and need not end at 1; a token of probability 0 is never drawn.
     """
     sums = probs.double().cumsum(-1)
-    wanted = torch.tensor(uniforms, dtype=torch.float64, device=probs.device) * sums[:, -1]
-    tokens = torch.searchsorted(sums, wanted[:, None], right=True)[:, 0]
-    drawn: list[int] = tokens.tolist()
-    return drawn
+    wanted = to_device(np.array(uniforms, np.float64), probs.device) * sums[:, -1]
+    return torch.searchsorted(sums, wanted[:, None], right=True)[:, 0]
+
+
+def find_residual(target: Tensor, draft: Tensor) -> Tensor:
+    """The part of target [..., V] that exceeds draft [..., V], not normalized.
+
+    Where none does, as only rounding can bring about after a rejection, the target itself.
+    """
+    residual = (target - draft.to(target.device)).clamp(min=0)  # models on two devices
+    return torch.where(residual.any(-1, keepdim=True), residual, target)
 
 
 def draw_residual(target: Tensor, draft: Tensor, uniform: float) -> int:
-    """Draw from the part of target [V] that exceeds draft [V], normalized.
-
-    Where none does, as only rounding can bring about after a rejection, from the target itself.
-    """
-    residual = (target - draft.to(target.device)).clamp(min=0)  # models on two devices
-    if not bool(residual.any()):
-        residual = target
-    return draw(residual[None], [uniform])[0]
+    """Draw from the part of target [V] that exceeds draft [V], normalized."""
+    return draw(find_residual(target, draft)[None], [uniform])[0]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec import logs
+from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import Tree
 from specdec.errors import UsageError
 
@@ -37,11 +38,12 @@ def accept_typical(tree: Tree, probs: Tensor, rule: TypicalRule) -> tuple[list[i
     emitted whatever was drafted, as the root of the next tree.
     """
     entropies = torch.special.entr(probs).sum(-1)  # [T]
-    bounds = (rule.delta * torch.exp(-entropies)).clamp(max=rule.epsilon).tolist()
-    tokens = torch.as_tensor(tree.tokens[1:], device=probs.device)
-    parents = torch.as_tensor(tree.parents[1:], device=probs.device)
+    bounds_T = (rule.delta * torch.exp(-entropies)).clamp(max=rule.epsilon)
+    tokens = to_device(tree.tokens[1:], probs.device)
+    parents = to_device(tree.parents[1:], probs.device)
     # Of every node but the root, given its parent.
-    likelihoods = probs[parents, tokens].tolist()
+    found = to_host(bounds_T, probs[parents, tokens], probs.argmax(-1))
+    bounds, likelihoods, likeliest = (values.tolist() for values in found)
     rated: dict[int, tuple[int, float]] = {0: (0, 0.0)}  # accepted node: depth, log-probability
     for node, likelihood in enumerate(likelihoods, 1):
         parent = int(tree.parents[node])
@@ -52,7 +54,7 @@ def accept_typical(tree: Tree, probs: Tensor, rule: TypicalRule) -> tuple[list[i
     path = [node]
     while path[-1]:
         path.append(int(tree.parents[path[-1]]))
-    return path[::-1], int(probs[node].argmax())
+    return path[::-1], likeliest[node]
 
 
 def read_typical_rule(settings: RunSettings) -> TypicalRule | None:

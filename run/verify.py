@@ -8,14 +8,30 @@ Legend: B rows, T tree nodes, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from specdec.engine.tree import Tree
+from specdec.engine.transfers import Array, to_device, to_host
+from specdec.engine.tree import BoolArray, Tree
 
-from .sampling import ACCEPT, CHOICE, Sampler, draw, draw_residual, process_logits
+from .sampling import (
+    ACCEPT,
+    CHOICE,
+    Sampler,
+    draw,
+    draw_residual,
+    draw_tokens,
+    find_residual,
+    process_logits,
+    take_rows,
+)
 from .typical import accept_typical
+
+MAX_NODES = 256  # whose distributions are held at once, where each is drawn from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,17 +76,21 @@ def accept_batch(
     logits: Tensor,
     samplers: Sequence[Sampler],
     positions: Sequence[int],
+    choices: Array | None = None,
 ) -> list[tuple[list[int], int]]:
     """Return the accepted nodes and the bonus token of every row.
 
     logits: [B, T, V], the target's after each node. positions[b] is the output position of the
-    token that follows row b's root.
+    token that follows row b's root. choices: [B, T], the logits' best tokens, where all rows are
+    greedy and they have come to the host already.
     """
+    if choices is not None:
+        return [accept(c.tree, row) for c, row in zip(candidates, choices, strict=True)]
     results: list[tuple[list[int], int]] = [([0], 0)] * len(candidates)
     greedy = [b for b, sampler in enumerate(samplers) if sampler.params.is_greedy]
     if greedy:
-        choices = (logits if len(greedy) == len(candidates) else logits[greedy]).argmax(-1)
-        for row, row_choices in zip(greedy, choices.cpu().numpy(), strict=True):
+        (choices,) = to_host(take_rows(logits, greedy).argmax(-1))
+        for row, row_choices in zip(greedy, choices, strict=True):
             results[row] = accept(candidates[row].tree, row_choices)
     typical = [b for b, s in enumerate(samplers) if s.params.typical and not s.params.is_greedy]
     for row in typical:
@@ -79,6 +99,16 @@ def accept_batch(
         probs = process_logits(logits[row, : tree.num_nodes], [params] * tree.num_nodes)
         results[row] = accept_typical(tree, probs, params.typical)
     sampled = [b for b in range(len(candidates)) if b not in {*greedy, *typical}]
+    if sampled and logits.is_cuda:
+        count = max(1, MAX_NODES // logits.shape[1])
+        for rows in (sampled[at : at + count] for at in range(0, len(sampled), count)):
+            found = accept_at_once(
+                [candidates[b] for b in rows], take_rows(logits, rows),
+                [samplers[b] for b in rows], [positions[b] for b in rows],
+            )  # fmt: skip
+            for row, result in zip(rows, found, strict=True):
+                results[row] = result
+        return results
     walks = {b: _Walk(candidates[b], samplers[b], positions[b]) for b in sampled}
     while walking := [b for b, walk in walks.items() if walk.bonus is None]:
         ends = [walks[b].path[-1] for b in walking]
@@ -89,6 +119,88 @@ def accept_batch(
     for row, walk in walks.items():
         assert walk.bonus is not None
         results[row] = (walk.path, walk.bonus)
+    return results
+
+
+def accept_on_device(
+    trees: Sequence[Tree], tree_mask: BoolArray, choices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What `accept` finds, before the host knows: each row's last accepted node and bonus token.
+
+    tree_mask: [B, T, T], padded as the step's; choices: [B, T], on the device.
+    """
+    device = choices.device
+    shape = tree_mask.shape[:2]
+    tokens, parents = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
+    for row, tree in enumerate(trees):
+        tokens[row, : tree.num_nodes] = tree.tokens  # padding holds what nobody chooses
+        parents[row, 1 : tree.num_nodes] = tree.parents[1:]
+    sees = to_device(tree_mask, device)
+    is_chosen = choices.gather(1, to_device(parents, device)) == to_device(tokens, device)
+    is_chosen[:, 0] = True
+    is_accepted = (is_chosen[:, None] | ~sees).all(-1)  # with all nodes before it
+    last = (is_accepted * sees.sum(-1)).argmax(-1)
+    return last, choices.gather(1, last[:, None])[:, 0]
+
+
+def accept_at_once(
+    candidates: Sequence[Candidates],
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+) -> list[tuple[list[int], int]]:
+    """Return what the walks of sampled rows come to, with one wait for the device.
+
+    A token is drawn at every node, as if the walk came there, and the walk then is the host's
+    alone. That is more arithmetic than a walk's, and on a device takes less than the waits.
+    """
+    device = logits.device
+    trees = [c.tree for c in candidates]
+    counts = [tree.num_nodes for tree in trees]
+    lines = [line for line, count in enumerate(counts) for _ in range(count)]
+    nodes = [node for count in counts for node in range(count)]
+    firsts = [0, *itertools.accumulate(counts)]
+    probs = process_logits(
+        logits[to_device(lines, device), to_device(nodes, device)],
+        [samplers[line].params for line in lines],
+    )  # [M, V], M the nodes of all trees
+    uniforms = [
+        samplers[line].get_uniform(CHOICE, positions[line] + int(trees[line].depths[node]))
+        for line, node in zip(lines, nodes, strict=True)
+    ]
+    # Of the nodes whose child was drawn: their places, what it was drawn from, the child's token.
+    drawn = [
+        (firsts[line] + node, draft, int(candidate.tree.tokens[node + 1]))
+        for line, candidate in enumerate(candidates)
+        for node, draft in enumerate(candidate.draft_probs or [])
+    ]
+    if not drawn:
+        tokens = to_host(draw_tokens(probs, uniforms))[0]
+        kept = {}
+    else:
+        places = to_device([place for place, _, _ in drawn], device)
+        draft_probs = torch.stack([draft.to(device) for _, draft, _ in drawn])
+        children = to_device([token for _, _, token in drawn], device)[:, None]
+        own = probs[places]
+        likelihoods = own.gather(1, children), draft_probs.gather(1, children)
+        probs[places] = find_residual(own, draft_probs)
+        tokens, p, q = to_host(draw_tokens(probs, uniforms), *likelihoods)
+        kept = {place: (float(p[at, 0]), float(q[at, 0])) for at, (place, *_) in enumerate(drawn)}
+    results = []
+    for line, candidate in enumerate(candidates):
+        first = firsts[line]
+        row_tokens = tokens[first : first + counts[line]].tolist()
+        if candidate.draft_probs is None:
+            results.append(accept(candidate.tree, row_tokens))
+            continue
+        end = 0
+        while first + end in kept:
+            p_child, q_child = kept[first + end]
+            uniform = samplers[line].get_uniform(ACCEPT, positions[line] + end)
+            if not uniform * q_child < p_child:
+                break
+            end += 1
+        results.append((list(range(end + 1)), row_tokens[end]))
     return results
 
 

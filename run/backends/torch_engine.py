@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.engine.decoder import Decoder
+from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
 from specdec.engine.layout import (
     EngineConfig,
     load_embedding,
@@ -45,7 +46,9 @@ class TorchEngine:
         device: str = "auto",
         devices: Sequence[int] | None = None,
         speculate: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
+        """recorder: of graphs, for devices that have none of their own."""
         began = time.perf_counter()
         self.config: EngineConfig = read_engine_config(folder)
         checkpoint = self.config.checkpoint
@@ -62,6 +65,12 @@ class TorchEngine:
             if ranks is None
             else lead_decoder(ranks, folder, model, weights, **options)
         )
+        if recorder is None and self.device.type == "cuda" and self.config.prepack:
+            recorder = CudaRecorder(self.device)
+        self.graphs: Graphs | None = None
+        if recorder is not None and ranks is None:  # what ranks exchange is not recorded
+            self.graphs = Graphs(recorder)
+            self.decoder.graphs = StepGraphs(self.graphs)
         self.method = "plain"
         self.proposer: Proposer = PlainProposer()
         self._draft: TorchEngine | None = None
@@ -161,7 +170,11 @@ class TorchEngine:
             max_num_tokens=build.max_num_tokens,
             max_batch_size=build.max_batch_size,
         )
-        return generate(self.decoder, self.proposer, requests, options, self.timing)
+        num_known = self.graphs.num_recorded if self.graphs is not None else 0
+        results = generate(self.decoder, self.proposer, requests, options, self.timing)
+        if self.graphs is not None and self.graphs.num_recorded > num_known:
+            logger.info("graphs: %s", self.graphs.describe())
+        return results
 
     def describe(self) -> dict[str, Any]:
         """Return method, backend, device, dtype and tp_size, as statistics name them."""

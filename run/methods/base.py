@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.tree import make_root
+from specdec.engine.decoder import Decoder
+from specdec.engine.graphs import Graphs
+from specdec.engine.transfers import Array, to_device, to_host
+from specdec.engine.tree import Tree, make_root
 
 from ..requests import ActiveRequest
 from ..verify import Candidates
@@ -52,6 +55,11 @@ class PromptFollower(Protocol):
         """Let `row` start over with what is known of the first `length` tokens of row `source`."""
 
 
+def get_graphs(decoder: Decoder) -> Graphs | None:
+    """The graphs of an engine, for its drafter to share; None where there are none."""
+    return decoder.graphs.graphs if decoder.graphs is not None else None
+
+
 def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
     """The cache rows of requests, [B]."""
     return np.array([request.row for request in requests], np.int64)
@@ -64,9 +72,75 @@ def keep_newest(
     paths: Sequence[Sequence[int]],
 ) -> None:
     """Write the state of each request's newest committed token into its row of `kept` [R, D]."""
-    last = torch.tensor([path[-1] for path in paths], device=kept.device)
+    last = to_device([path[-1] for path in paths], kept.device)
     newest = states[torch.arange(len(paths), device=kept.device), last]
-    kept[torch.from_numpy(list_rows(requests)).to(kept.device)] = newest
+    kept[to_device(list_rows(requests), kept.device)] = newest
+
+
+class StateProposer:
+    """Drafts from the target's last hidden state of each row's newest committed token, no more.
+
+    Where `drafts_ahead`, the loop lets a draft be computed before the host knows what it follows:
+    drafts and accepted tokens then come to the host together, and it waits once a step.
+    """
+
+    max_draft_tokens = 0
+    max_draft_depth = 0
+
+    def __init__(self, like: Tensor, graphs: Graphs | None) -> None:
+        """like: a tensor [..., D] of the device and type of the target's states."""
+        self.drafts_ahead = graphs is not None
+        self._graphs = graphs
+        self._like = like
+        self._hidden = like.new_zeros((0, like.shape[-1]))
+        self._drafts: dict[int, tuple[int, Array]] = {}  # by row: the root, and what follows it
+
+    def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
+        """What is drafted after tokens [B], each after a state [B, D]: [B, ...]."""
+        raise NotImplementedError
+
+    def make_tree(self, root: int, draft: Array) -> Tree:
+        """The tree of a row's part of what `compute_drafts` returned."""
+        raise NotImplementedError
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Make room for one hidden state a row."""
+        self._hidden = self._like.new_zeros((num_rows, self._like.shape[-1]))
+        self._drafts = {}
+
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        """Forget what was drafted for the rows' former requests; the state comes later."""
+        for request in requests:
+            self._drafts.pop(request.row, None)
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Draft for all rows at once that were not drafted for ahead."""
+        missing = [r for r in requests if r.row not in self._drafts]
+        if missing:
+            device = self._hidden.device
+            roots = [request.output_ids[-1] for request in missing]
+            hidden = self._hidden[to_device(list_rows(missing), device)]
+            (drafts,) = to_host(self.compute_drafts(hidden, to_device(roots, device)))
+            self.take_drafts(missing, roots, drafts)
+        candidates = []
+        for request in requests:
+            root, draft = self._drafts.pop(request.row)
+            assert root == request.output_ids[-1]
+            candidates.append(Candidates(self.make_tree(root, draft)))
+        return candidates
+
+    def take_drafts(
+        self, requests: Sequence[ActiveRequest], roots: Sequence[int], drafts: Array
+    ) -> None:
+        """Keep what was computed for the next `propose`."""
+        for request, root, draft in zip(requests, roots, drafts, strict=True):
+            self._drafts[request.row] = root, draft
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
+        """Keep the hidden state of each row's newest committed token: it is drafted from next."""
+        keep_newest(self._hidden, requests, states, paths)
 
 
 class PlainProposer:

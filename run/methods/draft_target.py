@@ -15,12 +15,14 @@ from torch import Tensor
 
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
 
+from ..ahead import run_tokens
 from ..draft_length import DraftLength
 from ..prefill import fill_cache
 from ..requests import ActiveRequest
-from ..sampling import CHOICE, DRAFT, draw, process_logits
+from ..sampling import CHOICE, DRAFT, draw, process_logits, take_rows
 from ..verify import Candidates
 
 
@@ -56,6 +58,7 @@ class DraftTargetProposer:
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape."""
+        self._cache = None  # what it has is free for the next
         self._cache = self.decoder.make_cache(num_rows, num_positions)
         self.draft_length.reset()
 
@@ -87,7 +90,11 @@ class DraftTargetProposer:
         for request, text, count in zip(requests, texts, counts, strict=True):
             self._known[request.row], self._num_drafted[request.row] = len(text), count
         draft_probs: list[list[Tensor]] = [[] for _ in requests]
-        for depth in range(max(counts)):
+        is_greedy = all(request.sampler.params.is_greedy for request in requests)
+        runs_ahead = is_greedy and self.decoder.graphs is not None
+        if runs_ahead:
+            self._draft_ahead(requests, texts, counts)
+        for depth in range(0 if runs_ahead else max(counts)):
             active = [at for at, count in enumerate(counts) if count > depth]
             hidden = fill_cache(
                 self.decoder,
@@ -112,6 +119,32 @@ class DraftTargetProposer:
         self._began_verify = time.perf_counter()
         self._draft_seconds = self._began_verify - began
         return candidates
+
+    def _draft_ahead(
+        self, requests: Sequence[ActiveRequest], texts: list[list[int]], counts: Sequence[int]
+    ) -> None:
+        """Append greedy drafts to the texts; they come to the host when all are made."""
+        assert self._cache is not None
+        drafted: list[tuple[list[int], Tensor]] = []
+        for depth in range(max(counts)):
+            active = [at for at, count in enumerate(counts) if count > depth]
+            rows = [requests[at].row for at in active]
+            if not drafted:
+                hidden = fill_cache(
+                    self.decoder, self._cache, rows, [texts[at] for at in active],
+                    self._max_num_tokens,
+                )  # fmt: skip
+                logits = self.decoder.compute_logits(hidden)
+            else:
+                before, best = drafted[-1]
+                newest = take_rows(best, [before.index(at) for at in active])
+                logits = run_tokens(self.decoder, self._cache, np.array(rows), newest)
+            drafted.append((active, logits[:, : self._vocab_size].argmax(-1)))
+        if drafted:
+            found = to_host(*(tokens for _, tokens in drafted))
+            for (active, _), tokens in zip(drafted, found, strict=True):
+                for at, token in zip(active, tokens.tolist(), strict=True):
+                    texts[at].append(token)
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
@@ -142,14 +175,14 @@ class DraftTargetProposer:
         self, logits: Tensor, requests: Sequence[ActiveRequest], depth: int
     ) -> list[tuple[int, Tensor | None]]:
         """The draft model's token for each request, and what it was drawn from if that counts."""
-        chosen: list[tuple[int, Tensor | None]] = [
-            (token, None) for token in logits.argmax(-1).tolist()
-        ]
         sampled = [at for at, r in enumerate(requests) if not r.sampler.params.is_greedy]
+        chosen: list[tuple[int, Tensor | None]] = [(0, None)] * len(requests)
+        if len(sampled) < len(requests):
+            chosen = [(token, None) for token in to_host(logits.argmax(-1))[0].tolist()]
         if not sampled:
             return chosen
         samplers = [requests[at].sampler for at in sampled]
-        probs = process_logits(logits[sampled], [s.params for s in samplers])
+        probs = process_logits(take_rows(logits, sampled), [s.params for s in samplers])
         if probs.shape[1] < self._vocab_size:  # the target's vocabulary is padded further
             probs = torch.nn.functional.pad(probs, (0, self._vocab_size - probs.shape[1]))
         stream = DRAFT if self.use_logits else CHOICE

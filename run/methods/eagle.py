@@ -16,7 +16,9 @@ from torch import Tensor
 
 from specdec.engine.decoder import POSITION_BLOCK, Decoder, Step
 from specdec.engine.eagle import EagleNet
+from specdec.engine.graphs import StepGraphs
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree
 from specdec.errors import SpecDecError
 from specdec.methods import EagleParams
@@ -25,7 +27,7 @@ from ..choices import DEFAULT_CPU_TOKENS, Choices, check_paths, grow_choices, pa
 from ..prefill import fill_cache
 from ..requests import ActiveRequest
 from ..verify import Candidates
-from .base import list_rows
+from .base import get_graphs, list_rows
 
 FLAG = "--eagle-choices"
 # The tree that EAGLE-1's authors measured with, `mc_sim_7b_63` in their code.
@@ -256,18 +258,15 @@ class Draft:
             tree_mask=self._mask,
         )
         device = self._hidden.device
-        above = self._hidden[torch.from_numpy(lines).to(device), _to_tensor(level.parents, device)]
+        above = self._hidden[to_device(lines, device), to_device(level.parents, device)]
         self._hidden = self._net.forward(step, above, self._cache)
         self._positions = self._positions + 1
         return self._rank(level.width)
 
     def _rank(self, width: int) -> tuple[IntArray, np.ndarray]:
         tokens, scores = self._net.rank_tokens(self._hidden, width)
-        return tokens.cpu().numpy(), scores.cpu().numpy()
-
-
-def _to_tensor(indices: IntArray, device: torch.device) -> Tensor:
-    return torch.from_numpy(indices.copy()).to(device)
+        ranked, likelihoods = to_host(tokens, scores)
+        return ranked, likelihoods
 
 
 class _TrueFeatures:
@@ -281,10 +280,8 @@ class _TrueFeatures:
 
     def forward(self, step: Step, cache: KVCache) -> Tensor:
         device = self.features.device
-        rows = _to_tensor(step.rows, device)[:, None]
-        return self.net.forward(
-            step, self.features[rows, _to_tensor(step.positions, device)], cache
-        )
+        rows = to_device(step.rows, device)[:, None]
+        return self.net.forward(step, self.features[rows, to_device(step.positions, device)], cache)
 
 
 def make_proposer(
@@ -302,6 +299,8 @@ def make_proposer(
         kernels=decoder.kernels,
         head=decoder.lm_head if decoder.group is None and decoder.lm_head.bias is None else None,
     )
+    if (graphs := get_graphs(decoder)) is not None:
+        net.decoder.graphs = StepGraphs(graphs)
     return EagleProposer(net, decoder)
 
 
@@ -369,6 +368,7 @@ class EagleProposer:
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the drafter's own, and room for a feature a position."""
         decoder = self.net.decoder
+        vars(self).pop("_cache", None)  # what it has is free for the next
         self._cache = decoder.make_cache(num_rows, num_positions + self.tree.num_run)
         shape = (num_rows, self._cache.num_positions, self.net.hidden_size)
         self._features = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
@@ -439,8 +439,8 @@ class EagleProposer:
             ]
         )
         device = self._features.device
-        chosen = states[_to_tensor(lines, device), _to_tensor(nodes, device)]
-        kept_rows = _to_tensor(np.array(rows, np.int64)[lines], device)
-        self._features[kept_rows, _to_tensor(places, device)] = self.net.make_features(chosen)
+        chosen = states[to_device(lines, device), to_device(nodes, device)]
+        kept_rows = to_device(np.array(rows, np.int64)[lines], device)
+        self._features[kept_rows, to_device(places, device)] = self.net.make_features(chosen)
         for row, count in zip(rows, counts, strict=True):
             self._num_known[row] += count

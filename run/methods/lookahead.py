@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import Tree, TreeBuilder
 
 from ..ngram_options import LookaheadConfig
@@ -146,8 +147,11 @@ class LookaheadProposer:
         lookaheads = [self._states[request.row] for request in requests]
         if not lookaheads[0].ends:  # the prompts' own pass
             return
-        ends = torch.tensor([lookahead.ends for lookahead in lookaheads], device=states.device)
+        ends = to_device(
+            np.array([lookahead.ends for lookahead in lookaheads], np.int64), states.device
+        )
         rows = torch.arange(len(ends), device=states.device)[:, None]
         chosen = self._decoder.compute_logits(states[rows, ends]).argmax(-1)  # [B, W]
-        for lookahead, tokens in zip(lookaheads, chosen.tolist(), strict=True):
-            lookahead.advance(tokens)
+        (tokens,) = to_host(chosen)
+        for lookahead, row in zip(lookaheads, tokens.tolist(), strict=True):
+            lookahead.advance(row)

@@ -6,21 +6,21 @@ probable token of head 1 below the most probable one of head 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.engine.decoder import Decoder
+from specdec.engine.graphs import Graphs
 from specdec.engine.medusa import MedusaHeads
+from specdec.engine.transfers import Array
 from specdec.engine.tree import IntArray, Tree
 from specdec.methods import MedusaParams
 
 from ..choices import DEFAULT_CPU_TOKENS, Choices, check_paths, grow_choices, parse_paths
-from ..requests import ActiveRequest
-from ..verify import Candidates
-from .base import keep_newest, list_rows
+from .base import StateProposer, get_graphs
 
 FLAG = "--medusa-choices"
 
@@ -78,15 +78,18 @@ def make_proposer(
     num_tokens = params.max_draft_len
     if decoder.device.type == "cpu":
         num_tokens = min(num_tokens, DEFAULT_CPU_TOKENS)
-    return MedusaProposer(heads, grow_choices(params.num_heads, num_tokens, heads.vocab_size))
+    choices = grow_choices(params.num_heads, num_tokens, heads.vocab_size)
+    return MedusaProposer(heads, choices, get_graphs(decoder))
 
 
-class MedusaProposer:
+class MedusaProposer(StateProposer):
     """Proposes the same tree of ranks every step, filled with the heads' tokens."""
 
-    def __init__(self, heads: MedusaHeads, choices: Choices) -> None:
+    def __init__(self, heads: MedusaHeads, choices: Choices, graphs: Graphs | None = None) -> None:
+        super().__init__(
+            torch.empty(heads.hidden_size, dtype=heads.dtype, device=heads.device), graphs
+        )
         self.heads = heads
-        self._hidden = torch.empty(0)
         self.use_choices(choices)
 
     def use_choices(self, choices: Choices) -> None:
@@ -96,26 +99,20 @@ class MedusaProposer:
         self.max_draft_tokens = len(choices)
         self.max_draft_depth = len(self.tree.widths)
 
-    def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Make room for one hidden state a row."""
-        self._hidden = torch.zeros(
-            (num_rows, self.heads.hidden_size), dtype=self.heads.dtype, device=self.heads.device
-        )
+    def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
+        """Rank the heads' tokens for all rows at once, side by side."""
+        widths = self.tree.widths
+        if self._graphs is not None:
+            found = self._graphs.call(
+                self.heads,
+                (len(hidden), tuple(widths)),
+                (hidden,),
+                lambda x: (self.heads.rank_tokens(x, widths),),
+            )
+            if found is not None:
+                return found[0]
+        return self.heads.rank_tokens(hidden, widths)
 
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """Nothing: the state comes with `observe`."""
-
-    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        """Rank the heads' tokens for all rows at once and fill each row's tree."""
-        rows = torch.from_numpy(list_rows(requests)).to(self._hidden.device)
-        ranked = self.heads.rank_tokens(self._hidden[rows], self.tree.widths).cpu().numpy()
-        return [
-            Candidates(self.tree.fill(request.output_ids[-1], tokens))
-            for request, tokens in zip(requests, ranked, strict=True)
-        ]
-
-    def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
-    ) -> None:
-        """Keep the hidden state of each row's newest committed token: the heads read it next."""
-        keep_newest(self._hidden, requests, states, paths)
+    def make_tree(self, root: int, draft: Array) -> Tree:
+        """Fill the tree with a row's tokens."""
+        return self.tree.fill(root, draft)

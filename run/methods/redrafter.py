@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from specdec.engine.decoder import Decoder
+from specdec.engine.graphs import Graphs
 from specdec.engine.redrafter import ReDrafterHead
-from specdec.engine.tree import pack_beams
+from specdec.engine.transfers import Array
+from specdec.engine.tree import Tree, pack_beams
 from specdec.methods import ReDrafterParams
 from specdec.tensors import EMBEDDING
 
-from ..requests import ActiveRequest
-from ..verify import Candidates
-from .base import keep_newest, list_rows
+from .base import StateProposer, get_graphs
 
 
 def make_proposer(
@@ -29,39 +28,31 @@ def make_proposer(
         prepack=decoder.is_prepacked,
         kernels=decoder.kernels,
     )
-    return ReDrafterProposer(head)
+    return ReDrafterProposer(head, get_graphs(decoder))
 
 
-class ReDrafterProposer:
+class ReDrafterProposer(StateProposer):
     """Proposes the deduplicated tree of a beam search (https://arxiv.org/abs/2403.09919)."""
 
-    def __init__(self, head: ReDrafterHead) -> None:
+    def __init__(self, head: ReDrafterHead, graphs: Graphs | None = None) -> None:
+        super().__init__(head.embedding, graphs)
         self.head = head
         self.max_draft_tokens = head.params.max_draft_tokens
         self.max_draft_depth = head.params.max_draft_depth
-        self._hidden = torch.empty(0)
 
-    def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Make room for one hidden state a row."""
-        embedding = self.head.embedding
-        self._hidden = embedding.new_zeros((num_rows, embedding.shape[1]))
+    def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
+        """Search beams for all rows at once, [B, W, L]."""
+        if self._graphs is not None:
+            found = self._graphs.call(
+                self.head,
+                len(roots),
+                (hidden, roots),
+                lambda *inputs: (self.head.search_beams(*inputs),),
+            )
+            if found is not None:
+                return found[0]
+        return self.head.search_beams(hidden, roots)
 
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """Nothing: the state comes with `observe`."""
-
-    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        """Search beams for all rows at once; pack each row's into a tree."""
-        device = self._hidden.device
-        roots = [request.output_ids[-1] for request in requests]
-        hidden = self._hidden[torch.from_numpy(list_rows(requests)).to(device)]
-        beams = self.head.search_beams(hidden, torch.tensor(roots, device=device))  # [B, W, L]
-        drafts = beams.cpu().numpy()
-        return [
-            Candidates(pack_beams(root, draft)) for root, draft in zip(roots, drafts, strict=True)
-        ]
-
-    def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
-    ) -> None:
-        """Keep the hidden state of each row's newest committed token: the next search reads it."""
-        keep_newest(self._hidden, requests, states, paths)
+    def make_tree(self, root: int, draft: Array) -> Tree:
+        """Merge the common prefixes of a row's beams."""
+        return pack_beams(root, draft)

@@ -7,13 +7,14 @@ V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.engine.float8 import Float8Linear
+from specdec.engine.graphs import PackedStep, StepGraphs, StepShape
 from specdec.engine.group import Group
 from specdec.engine.int8 import Int8Linear
 from specdec.engine.kv_cache import KVCache
@@ -34,6 +35,7 @@ from specdec.engine.native import (
     StepPlan,
 )
 from specdec.engine.rotary import RotaryTable, rotate
+from specdec.engine.transfers import to_device
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
 from specdec.quantization import INT8_SCALES, SCALES
@@ -62,6 +64,23 @@ class Step:
     tokens: IntArray
     positions: IntArray
     tree_mask: BoolArray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placement:
+    """Where a step's tokens go in the cache, and what they see of it, on the device.
+
+    rows: [B], 0 ... B - 1 where is_prefix; slots, lines: [B, T]; mask: [B, 1, T, S], over the cache
+    positions first ... end - 1.
+    """
+
+    rows: Tensor
+    is_prefix: bool
+    slots: Tensor
+    lines: Tensor
+    mask: Tensor
+    first: int
+    end: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +194,8 @@ class Decoder:
         else:
             self.lm_head = linear("lm_head")
         self._packed_layers: PackedLayers | None = None
+        # Steps are replayed from here where a device has graphs.
+        self.graphs: StepGraphs | None = None
         self._has_native_layers = (
             kernels is not None and group is None and self._native_activation is not None
         )
@@ -190,6 +211,7 @@ class Decoder:
             head_size=self.model.head_size,
             dtype=self.dtype,
             device=self.device,
+            lender=self.graphs,
         )
 
     def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None:
@@ -215,15 +237,18 @@ class Decoder:
         # Where the vocabulary does not divide, the last rank's rows end in padding.
         return self.group.gather(logits)[..., : self.model.vocab_size]
 
-    def forward(self, step: Step, cache: KVCache) -> Tensor:
-        """Run a step, write its keys and values, return the normed last hidden state [B, T, D]."""
+    def forward(self, step: Step, cache: KVCache, tokens: Tensor | None = None) -> Tensor:
+        """Run a step, write its keys and values, return the normed last hidden state [B, T, D].
+
+        tokens: [B, T] on the device, in place of the step's, where the host does not know them yet.
+        """
         self._check_lengths(step, cache)
         if self.kernels is not None and step.tokens.shape[1] <= MAX_NATIVE_TOKENS:
+            assert tokens is None
             return self._forward_native(step, cache, self.kernels)
-        x = self._embed(
-            torch.from_numpy(step.tokens).to(self.device),
-            torch.from_numpy(step.positions).to(self.device),
-        )
+        if tokens is None:
+            tokens = to_device(step.tokens, self.device)
+        x = self._embed(tokens, to_device(step.positions, self.device))
         return self.final_norm(self.run_layers(x, step, cache))
 
     def run_layers(
@@ -237,41 +262,102 @@ class Decoder:
             x = x.clone(memory_format=torch.contiguous_format)  # which the call overwrites
             self._run_native_layers(x, step, cache, first_input)
             return x
-        model, device, window = self.model, self.device, self.model.sliding_window
         past = cache.past_lens[step.rows]  # [B]
+        if self.graphs is not None and (shape := self.graphs.find_shape(step, cache)):
+            found = self._replay_layers(self.graphs, shape, x, step, cache, first_input)
+            if found is not None:
+                return found
+        device, window = self.device, self.model.sliding_window
         num_tokens, num_new = step.tree_mask.shape[1:]
         used = int(past.max()) + num_new
         used = min(-(-used // POSITION_BLOCK) * POSITION_BLOCK, cache.num_positions)
         # The block that holds the first position in any token's window.
         first = 0 if window is None else max(0, int(step.positions.min()) - window + 1)
         first = min(first, int(past.min())) // POSITION_BLOCK * POSITION_BLOCK
-        mask = torch.from_numpy(
-            _build_full_mask(past, step.tree_mask, step.positions, used, window)[..., first:]
-        ).to(device)
-        rows = torch.from_numpy(step.rows).to(device)
+        mask = _build_full_mask(past, step.tree_mask, step.positions, used, window)[..., first:]
         newest = np.arange(num_new - num_tokens, num_new)
-        slots = torch.from_numpy(past[:, None] + newest).to(device)  # [B, T]
-        all_rows = len(step.rows) == cache.blocks.shape[2]  # rows are sorted and distinct
+        place = _Placement(
+            rows=to_device(step.rows, device),
+            # Rows are sorted and distinct.
+            is_prefix=len(step.rows) == cache.blocks.shape[2],
+            slots=to_device(past[:, None] + newest, device),
+            lines=to_device(self._find_lines(step, cache), device),
+            mask=to_device(mask, device),
+            first=first,
+            end=used,
+        )
+        x, self.observed = self._compute_layers(x, cache.blocks, place, first_input)
+        return x
+
+    def _replay_layers(
+        self,
+        graphs: StepGraphs,
+        shape: StepShape,
+        x: Tensor,
+        step: Step,
+        cache: KVCache,
+        first_input: Tensor | None,
+    ) -> Tensor | None:
+        """`run_layers` from a graph; None where there is no room for it."""
+
+        def compute(
+            shape: StepShape, packed: PackedStep, blocks: Tensor, inputs: Sequence[Tensor]
+        ) -> tuple[Tensor, ...]:
+            size, window = shape.num_positions, self.model.sliding_window
+            bias = packed.build_bias(size, window, self.dtype)
+            place = _Placement(
+                rows=packed.cache_rows,
+                is_prefix=shape.is_prefix,
+                slots=packed.slots,
+                lines=packed.lines,
+                mask=bias.repeat(1, 1, self.num_heads // self.num_kv_heads, 1),
+                first=0,
+                end=size,
+            )
+            first = inputs[1] if len(inputs) > 1 else None
+            out, observed = self._compute_layers(inputs[0], blocks, place, first)
+            return (out,) if observed is None else (out, observed)
+
+        found = graphs.run(
+            shape,
+            (self.observed_layers, None if first_input is None else first_input.shape[2:]),
+            (step, cache.past_lens[step.rows], self._find_lines(step, cache)),
+            [x] if first_input is None else [x, first_input],
+            compute,
+        )
+        if found is None:
+            return None
+        self.observed = found[1] if len(found) > 1 else None
+        return found[0]
+
+    def _compute_layers(
+        self, x: Tensor, blocks: Tensor, place: _Placement, first_input: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layers on the device alone: their output, and those of the observed layers."""
+        model, rows, slots, mask = self.model, place.rows, place.slots, place.mask
+        num_rows, num_tokens = slots.shape
         num_heads = self.num_heads
         num_turned = num_heads + self.num_kv_heads  # queries and keys
         cos = sin = None
         if self.rotary is not None:
-            lines = torch.from_numpy(self._find_lines(step, cache)).to(device)
-            cos = self.rotary.cos[lines].unsqueeze(2)  # [B, T, 1, R]
-            sin = self.rotary.sin[lines].unsqueeze(2)
+            cos = self.rotary.cos[place.lines].unsqueeze(2)  # [B, T, 1, R]
+            sin = self.rotary.sin[place.lines].unsqueeze(2)
         seen = []
         for index, layer in enumerate(self.layers):
             h = first_input if first_input is not None and index == 0 else layer.input_norm(x)
-            qkv = layer.qkv(h).view(*step.tokens.shape, -1, model.head_size)
+            qkv = layer.qkv(h).view(num_rows, num_tokens, -1, model.head_size)
             turned, new_values = qkv[:, :, :num_turned], qkv[:, :, num_turned:]
             if cos is not None and sin is not None:
                 turned = rotate(turned, cos, sin)
             queries, new_keys = turned[:, :, :num_heads], turned[:, :, num_heads:]
-            keys, values = cache.blocks[index, 0], cache.blocks[index, 1]  # [R, N, S, H]
+            keys, values = blocks[index, 0], blocks[index, 1]  # [R, N, S, H]
             keys[rows[:, None], :, slots] = new_keys
             values[rows[:, None], :, slots] = new_values
-            keys, values = keys[:, :, first:used], values[:, :, first:used]
-            if not all_rows:
+            keys = keys[:, :, place.first : place.end]
+            values = values[:, :, place.first : place.end]
+            if place.is_prefix:
+                keys, values = keys[:num_rows], values[:num_rows]
+            else:
                 keys, values = keys[rows], values[rows]
             attended = layer.dense(attend(queries, keys, values, mask))
             if layer.post_norm is None:
@@ -281,8 +367,7 @@ class Decoder:
                 x = x + self._sum(self._run_mlp(layer, layer.post_norm(x)))
             if index in self.observed_layers:
                 seen.append(x)
-        self.observed = torch.cat(seen, dim=-1) if seen else None
-        return x
+        return x, torch.cat(seen, dim=-1) if seen else None
 
     def _forward_native(self, step: Step, cache: KVCache, kernels: NativeKernels) -> Tensor:
         model = self.model

@@ -25,6 +25,7 @@ from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Linear, Norm
 from specdec.engine.native import NativeKernels
+from specdec.engine.transfers import to_device
 from specdec.methods import EagleParams
 from specdec.schema import ModelConfig
 from specdec.tensors import EAGLE_NET, EMBEDDING, HEAD, make_net_model
@@ -106,7 +107,7 @@ class EagleNet:
 
         The step's tokens and positions are the pairs'.
         """
-        tokens = torch.from_numpy(step.tokens).to(features.device)
+        tokens = to_device(step.tokens, features.device)
         embedded = torch.nn.functional.embedding(tokens, self.decoder.embedding)
         if self.hidden_norm is None:
             x = first = self.fc(torch.cat((embedded, features), dim=-1))

@@ -5,10 +5,16 @@ Legend: R cache rows (requests), N K/V heads, S positions, H head size.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
+from specdec.engine.transfers import to_device
 from specdec.engine.tree import IntArray
+
+if TYPE_CHECKING:
+    from specdec.engine.graphs import StepGraphs
 
 
 class KVCache:
@@ -28,10 +34,12 @@ class KVCache:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        lender: StepGraphs | None = None,
     ) -> None:
         shape = (num_layers, 2, num_rows, num_heads, num_positions, head_size)
+        lent = lender.lend_blocks(self, shape, dtype) if lender is not None else None
         # Zeros, not empty: masked positions are multiplied by a zero weight, and 0 * NaN is NaN.
-        self.blocks = torch.zeros(shape, dtype=dtype, device=device)
+        self.blocks = torch.zeros(shape, dtype=dtype, device=device) if lent is None else lent
         self.num_positions = num_positions
         self.past_lens: IntArray = np.zeros(num_rows, np.int64)
         # Where each row's request begins in the decoder's rotary tables.
@@ -54,6 +62,6 @@ class KVCache:
 
     def move(self, source: int, row: int, positions: IntArray, start: int) -> None:
         """Copy the entries at `positions` of row `source` to `start` and after in `row`."""
-        chosen = torch.from_numpy(positions).to(self.blocks.device)
+        chosen = to_device(positions, self.blocks.device)
         entries = self.blocks[:, :, source].index_select(3, chosen)  # [layers, 2, N, len, H]
         self.blocks[:, :, row, :, start : start + len(positions)] = entries

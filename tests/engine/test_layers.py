@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.layers import Linear, can_prepack
+from specdec.engine.layers import Linear, can_prepack, rms_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -38,3 +38,15 @@ def test_commit_keeps_the_accepted_path_only() -> None:
     kept = cache.blocks[1, 1, 1, 0, :7, 0].tolist()
     assert kept == [0, 1, 2, 3, 4, 6, 9], "node n of the step lay at position 4 + n"
     assert torch.equal(cache.blocks[0, 0, 2, 0, :, 0], slots), "another row was touched"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_cuda_devices(dtype: torch.dtype) -> None:
+    """torch's own, which a CUDA device has as one kernel, is the same but for a rounding."""
+    generator = torch.Generator().manual_seed(1)
+    x = (3 * torch.randn(2, 5, 64, generator=generator)).to(dtype)
+    weight = (1 + 0.1 * torch.randn(64, generator=generator)).to(dtype)
+    fused = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-5)
+    assert fused.dtype is dtype
+    tolerance = 1e-6 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(fused, rms_norm(x, weight, 1e-5), rtol=tolerance, atol=tolerance)

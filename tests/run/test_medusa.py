@@ -236,7 +236,9 @@ def test_the_tree_is_larger_where_steps_are_cheap(device: str, num_tokens: int) 
     weights = {
         name: torch.zeros(spec.shape) for name, spec in list_medusa_tensors(params, 64, 128).items()
     }
-    decoder: Any = SimpleNamespace(device=torch.device(device), is_prepacked=False, kernels=None)
+    decoder: Any = SimpleNamespace(
+        device=torch.device(device), is_prepacked=False, kernels=None, graphs=None
+    )
     assert make_proposer(params, weights, decoder).max_draft_tokens == num_tokens
 
 

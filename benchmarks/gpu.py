@@ -1,0 +1,523 @@
+#!/usr/bin/env python3
+"""What the embedded engine reaches on a GPU, beside transformers: one machine, one run.
+
+    python benchmarks/gpu.py [--shapes 1b 7b] [--repeat 5] [--output-dir benchmarks/results]
+    python benchmarks/gpu.py --quick                 # toy sizes, any device: that the script works
+
+Random weights in bfloat16, the same for every way, one request at a time, no network, no files but
+the report. Measured: what the memory can be read at; plain decoding, with graphs and without, and
+transformers' `generate` with its dynamic and its static cache, taking turns; what a verify step
+costs by its tokens; the parts of a ReDrafter step; and where the time of a plain step goes, by
+kernel. Writes gpu-DATE.json and gpu-DATE.md. A shape takes a few minutes, most of them transformers
+compiling for its static cache: --shapes 1b, then --shapes 7b, where a command has ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.bench.machine import LoadMeter, describe_machine
+from specdec.bench.steps import make_step, take_turns, time_steps
+from specdec.engine.decoder import Decoder
+from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
+from specdec.engine.layout import list_engine_tensors
+from specdec.engine.transfers import WAITS
+from specdec.errors import summarize
+from specdec.methods import ReDrafterParams
+from specdec.run.loop import Options, Timing, generate
+from specdec.run.methods.base import PlainProposer, Proposer
+from specdec.run.methods.redrafter import make_proposer
+from specdec.run.requests import Request
+from specdec.schema import ModelConfig
+from specdec.torch_tensors import TORCH_DTYPES
+
+SIZES = (1, 4, 8, 16, 32)
+# Goals: share of the memory's limit; a step of 16 tokens over one of 1; ReDrafter's overhead.
+LEAST_SHARE, MOST_VERIFY, MOST_OVERHEAD = 0.7, 1.15, 0.10
+MAX_KERNELS = 15  # listed
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A Llama, its ReDrafter drafter, and how much of it is run."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    exit_dim: int
+    dtype: str = "bfloat16"
+    prompt: int = 128
+    output: int = 256
+    past: int = 256
+
+
+SHAPES = {
+    "1b": Shape(16, 2048, 8192, 32, 8, 128256, 2048),  # Llama-3.2-1B, its head not tied
+    "7b": Shape(32, 4096, 11008, 32, 32, 32000, 4096),  # Llama-2-7B
+    "toy": Shape(2, 64, 96, 4, 2, 128, 96, dtype="float32", prompt=5, output=12, past=20),
+}
+
+
+def make_model(shape: Shape) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM", dtype=shape.dtype, vocab_size=shape.vocab,
+        hidden_size=shape.hidden, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_size=shape.hidden // shape.heads, intermediate_size=shape.intermediate,
+        norm_epsilon=1e-5, max_position_embeddings=2048,
+    )  # fmt: skip
+
+
+class Bench:
+    """One shape on a device: its weights, decoder, drafter and transformers' model of it."""
+
+    def __init__(self, shape: Shape, device: torch.device, recorder: Recorder | None) -> None:
+        self.shape, self.device = shape, device
+        self.model = make_model(shape)
+        self.params = ReDrafterParams(
+            num_layers=2, hidden_size=shape.hidden, exit_dim=shape.exit_dim, is_rnn=True,
+            num_beams=4, draft_len_per_beam=5, greedy_search=False,
+        )  # fmt: skip
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = TORCH_DTYPES[shape.dtype]
+
+        def fill(size: tuple[int, ...]) -> Tensor:
+            if len(size) == 1:
+                return torch.ones(size, dtype=dtype, device=device)
+            weight = torch.randn(size, dtype=dtype, device=device, generator=generator)
+            return weight.mul_(size[-1] ** -0.5)
+
+        names = list_engine_tensors(self.model, self.params)
+        self.weights = {name: fill(size) for name, size in names.items()}
+        self.decoder = Decoder(
+            self.model, self.weights, num_positions=2048, device=device, prepack=False
+        )
+        self.graphs: Graphs | None = None
+        if recorder is not None:
+            self.graphs = Graphs(recorder)
+            self.decoder.graphs = StepGraphs(self.graphs)
+        target = list_engine_tensors(self.model, None)
+        # An embedding is looked up, not read.
+        self.step_bytes = sum(
+            self.weights[name].numel() * self.weights[name].element_size()
+            for name in target
+            if name != "transformer.vocab_embedding.weight"
+        )
+        token = torch.Generator().manual_seed(1)
+        self.prompt = torch.randint(0, shape.vocab, (shape.prompt,), generator=token).tolist()
+        self.texts: dict[str, list[int]] = {}
+
+    @property
+    def cache_bytes(self) -> int:
+        """What a step reads of the cache, at half of the output."""
+        model, length = self.model, self.shape.prompt + self.shape.output // 2
+        return 2 * model.num_hidden_layers * length * model.num_key_value_heads * (
+            model.head_size * TORCH_DTYPES[model.dtype].itemsize
+        )  # fmt: skip
+
+    def use_graphs(self, is_used: bool) -> None:
+        if self.graphs is not None:
+            self.graphs.is_enabled = is_used
+
+    def run(
+        self, name: str, *, graphs: bool, proposer: Proposer | None = None, is_exact: bool = False
+    ) -> Timing:
+        """Decode the prompt; keep the text."""
+        self.use_graphs(graphs)
+        timing = Timing(is_exact=is_exact)
+        request = Request(
+            index=0, input_ids=self.prompt, max_output_len=self.shape.output, end_ids=frozenset()
+        )
+        found = generate(self.decoder, proposer or PlainProposer(), [request], Options(), timing)
+        self.texts[name] = found[0].output_ids
+        return timing
+
+    def make_transformers(self) -> Any:
+        """transformers' model over the same tensors."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape, size = self.shape, self.model.head_size
+        config = LlamaConfig(
+            hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads, vocab_size=shape.vocab, rms_norm_eps=1e-5,
+            max_position_embeddings=2048, tie_word_embeddings=False,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        state = {
+            "model.embed_tokens.weight": self.weights["transformer.vocab_embedding.weight"],
+            "model.norm.weight": self.weights["transformer.ln_f.weight"],
+            "lm_head.weight": self.weights["lm_head.weight"],
+        }
+        rows = [shape.heads * size, shape.kv_heads * size, shape.kv_heads * size]
+        for layer in range(shape.layers):
+            ours, theirs = f"transformer.layers.{layer}.", f"model.layers.{layer}."
+            qkv = self.weights[f"{ours}attention.qkv.weight"]
+            parts = [
+                qkv[end - size : end]
+                for size, end in zip(rows, itertools.accumulate(rows), strict=True)
+            ]
+            gate, up = self.weights[f"{ours}mlp.gate_up.weight"].chunk(2)
+            state |= {
+                f"{theirs}self_attn.{name}_proj.weight": part
+                for name, part in zip("qkv", parts, strict=True)
+            }
+            state |= {
+                f"{theirs}self_attn.o_proj.weight": self.weights[f"{ours}attention.dense.weight"],
+                f"{theirs}mlp.gate_proj.weight": gate,
+                f"{theirs}mlp.up_proj.weight": up,
+                f"{theirs}mlp.down_proj.weight": self.weights[f"{ours}mlp.proj.weight"],
+                f"{theirs}input_layernorm.weight": self.weights[f"{ours}input_layernorm.weight"],
+                f"{theirs}post_attention_layernorm.weight": self.weights[
+                    f"{ours}post_layernorm.weight"
+                ],
+            }
+        model.load_state_dict(state, assign=True, strict=True)
+        rotary = model.model.rotary_emb
+        model.model.rotary_emb = type(rotary)(config).to(self.device)  # was made without memory
+        return model.eval()
+
+    def run_transformers(self, name: str, model: Any, cache: str | None) -> None:
+        ids = torch.tensor([self.prompt], device=self.device)
+        options = {} if cache is None else {"cache_implementation": cache}
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=None,
+            pad_token_id=0, max_new_tokens=self.shape.output, **options,
+        )  # fmt: skip
+        self.texts[name] = out[0, len(self.prompt) :].tolist()
+
+    def settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def time_call(bench: Bench, call: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        call()
+        bench.settle()
+
+    return run
+
+
+def measure_bandwidth(device: torch.device, num_bytes: int) -> float:
+    """Bytes a second of reading, the best of several: a sum, and a product with one token."""
+    height = num_bytes // 2 // 8192
+    matrix = torch.ones(height, 8192, dtype=torch.bfloat16, device=device)
+    row = torch.ones(1, 8192, dtype=torch.bfloat16, device=device)
+    best = float("inf")
+    calls: list[Callable[[], Tensor]] = [
+        lambda: torch.sum(matrix.view(torch.int32), dtype=torch.int64),
+        lambda: torch.nn.functional.linear(row, matrix),
+    ]
+    for call in calls:
+        for _ in range(6):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - began)
+    return height * 8192 * 2 / best
+
+
+def measure_plain(bench: Bench, repeat: int, *, static: bool) -> dict[str, Any]:
+    """Tokens a second of every way in turn, prompt included; of a step, by our own clock."""
+    steps: dict[str, list[float]] = {}
+
+    def run_ours(name: str, graphs: bool) -> None:
+        timing = bench.run(name, graphs=graphs)
+        seconds = timing.draft + timing.verify + timing.accept + timing.other
+        steps.setdefault(name, []).append(seconds / timing.num_steps)
+
+    ways: dict[str, Callable[[], object]] = {"eager": functools.partial(run_ours, "eager", False)}
+    if bench.graphs is not None:
+        ways["graphs"] = functools.partial(run_ours, "graphs", True)
+    problems: dict[str, str] = {}
+    if importlib.util.find_spec("transformers") is None:
+        problems["transformers"] = "not installed"
+    else:
+        model = bench.make_transformers()
+        for name, cache in (("transformers", None), ("transformers static", "static")):
+            way = functools.partial(bench.run_transformers, name, model, cache)
+            if cache is not None and not static:
+                problems[name] = "left out"
+                continue
+            try:
+                way()  # with a static cache transformers compiles, which needs a compiler here
+            except (RuntimeError, ImportError, OSError, ValueError) as error:
+                problems[name] = summarize(error)
+            else:
+                ways[name] = way
+    seconds = take_turns({name: time_call(bench, way) for name, way in ways.items()}, repeat)
+    first = next(iter(ways))
+    return {
+        "tokens_per_second": {
+            name: round(bench.shape.output / value, 1) for name, value in seconds.items()
+        },
+        "step_ms": {
+            name: round(1000 * statistics.median(values[2:]), 4) for name, values in steps.items()
+        },
+        # In half precision ways may part where two tokens nearly tie.
+        "equal_leading_tokens": {
+            name: count_equal(bench.texts[first], text) for name, text in bench.texts.items()
+        },
+        "not_run": problems,
+    }
+
+
+def count_equal(one: list[int], other: list[int]) -> int:
+    """Tokens that two texts have in common from the start."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def measure_redrafter(bench: Bench, repeat: int) -> dict[str, Any]:
+    """The parts of a step, the device waited for after each; random drafts are not accepted."""
+    names = ["graphs", "eager"] if bench.graphs is not None else ["eager"]
+    report = {}
+    for name in names:
+        proposer = make_proposer(bench.params, bench.weights, bench.decoder)
+        timings, waits = [], WAITS.count
+        for _ in range(repeat + 2):
+            waits = WAITS.count
+            timing = bench.run(
+                f"redrafter {name}", graphs=name == "graphs", proposer=proposer, is_exact=True
+            )
+            timings.append(timing)
+        waits = WAITS.count - waits
+        whole = []
+        for _ in range(repeat):
+            timing = bench.run(
+                f"redrafter {name}", graphs=name == "graphs", proposer=proposer, is_exact=False
+            )
+            whole.append(sum(timing.list_seconds().values()) - timing.prefill)
+        parts = {
+            part: statistics.median(getattr(t, part) / t.num_steps for t in timings[2:])
+            for part in ("draft", "verify", "accept", "other")
+        }
+        report[name] = {
+            "step_ms": round(1000 * statistics.median(whole) / timing.num_steps, 4),
+            "part_ms": {part: round(1000 * value, 4) for part, value in parts.items()},
+            "overhead": round(1 - parts["verify"] / sum(parts.values()), 3),
+            "waits_per_step": round(waits / timings[-1].num_steps, 2),
+        }
+    return report
+
+
+@torch.inference_mode()
+def list_kernels(bench: Bench) -> dict[str, Any]:
+    """Kernels of a plain step without graphs: how many, and where the device's time goes."""
+    if bench.device.type != "cuda":
+        return {"not_run": "there are no kernels to see on a CPU"}
+    from torch.profiler import ProfilerActivity, profile
+
+    bench.use_graphs(False)
+    cache = bench.decoder.make_cache(1, bench.shape.past + 1)
+    cache.past_lens[:] = bench.shape.past
+    step = make_step(bench.shape.past, 1)
+    for _ in range(3):
+        bench.decoder.forward(step, cache)
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        bench.decoder.compute_logits(bench.decoder.forward(step, cache)).argmax(-1)
+        bench.settle()
+    found: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if str(event.device_type).endswith("CUDA"):
+            found.setdefault(event.name[:90], []).append(event.time_range.elapsed_us())
+    totals = sorted(found.items(), key=lambda item: -sum(item[1]))
+    return {
+        "num_kernels": sum(map(len, found.values())),
+        "device_us": round(sum(map(sum, found.values())), 1),
+        "longest": [
+            {"kernel": name, "calls": len(times), "us": round(sum(times), 1)}
+            for name, times in totals[:MAX_KERNELS]
+        ],
+    }
+
+
+def measure_shape(
+    shape: Shape, device: torch.device, recorder: Recorder | None, repeat: int, *, static: bool
+) -> dict[str, Any]:
+    """Everything of one shape."""
+    bench = Bench(shape, device, recorder)
+    bandwidth = measure_bandwidth(device, 1 << (32 if device.type == "cuda" else 24))
+    plain = measure_plain(bench, repeat, static=static)
+    num_bytes = bench.step_bytes + bench.cache_bytes
+    verify = {}
+    for name, is_used in (("graphs", True), ("eager", False)):
+        if is_used and bench.graphs is None:
+            continue
+        bench.use_graphs(is_used)
+        costs = time_steps(bench.decoder, SIZES, past_len=shape.past, repeat=4 * repeat)
+        verify[name] = {
+            "ms": {size: round(1000 * value, 4) for size, value in costs.items()},
+            "relative": {size: round(value / costs[1], 3) for size, value in costs.items()},
+        }
+    return {
+        "shape": dataclasses.asdict(shape),
+        "read_gb_per_second": round(bandwidth / 1e9, 1),
+        "step_gb": round(num_bytes / 1e9, 4),
+        "share_of_limit": {
+            name: round(num_bytes / bandwidth / (ms / 1000), 3)
+            for name, ms in plain["step_ms"].items()
+        },
+        "plain": plain,
+        "verify": verify,
+        "redrafter": measure_redrafter(bench, repeat),
+        "kernels": list_kernels(bench),
+        "graphs": bench.graphs.describe() if bench.graphs is not None else None,
+    }
+
+
+def list_goals(result: dict[str, Any]) -> list[tuple[str, float, bool]]:
+    """What was asked of a GPU, what was found with the fastest way, and whether it is enough."""
+    way = "graphs" if "graphs" in result["verify"] else "eager"
+    share = result["share_of_limit"][way]
+    cost = result["verify"][way]["relative"][16]
+    overhead = result["redrafter"][way]["overhead"]
+    return [
+        (f"plain decoding, share of the memory's limit, {LEAST_SHARE} or more", share,
+         share >= LEAST_SHARE),
+        (f"16 tokens over one, {MOST_VERIFY} or less", cost, cost <= MOST_VERIFY),
+        (f"overhead of a ReDrafter step, under {MOST_OVERHEAD}", overhead,
+         overhead < MOST_OVERHEAD),
+    ]  # fmt: skip
+
+
+def format_markdown(report: dict[str, Any]) -> str:
+    """The report as a section with tables."""
+    machine = report["machine"]
+    lines = [f"# {machine.get('gpu', machine['processor'])}, {machine['date']}", ""]
+    lines += [f"{key}: {value}  " for key, value in machine.items()]
+    for name, result in report["shapes"].items():
+        shape = result["shape"]
+        lines += [
+            "", f"## {name}", "",
+            f"{shape['layers']} layers, hidden {shape['hidden']}, {shape['dtype']}; memory is read"
+            f" at {result['read_gb_per_second']} GB/s, a step reads {result['step_gb']} GB;"
+            f" {shape['prompt']} + {shape['output']} tokens.",
+            "", "| plain decoding | tokens/s | ms a step | share of the limit | equal tokens |",
+            "| --- | --- | --- | --- | --- |",
+        ]  # fmt: skip
+        plain = result["plain"]
+        for way, rate in plain["tokens_per_second"].items():
+            step, share = plain["step_ms"].get(way, ""), result["share_of_limit"].get(way, "")
+            equal = plain["equal_leading_tokens"][way]
+            lines.append(f"| {way} | {rate} | {step} | {share} | {equal} |")
+        sizes = " | ".join(f"{size}" for size in SIZES)
+        lines += ["", f"| ms of a step by tokens | {sizes} |", "| --- |" + " --- |" * len(SIZES)]
+        for way, costs in result["verify"].items():
+            cells = [f"{costs['ms'][n]} ({costs['relative'][n]}x)" for n in SIZES]
+            lines.append(f"| {way} | {' | '.join(cells)} |")
+        lines += [
+            "", "| ReDrafter, ms | a step | draft | verify | accept | other | overhead | waits |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]  # fmt: skip
+        for way, found in result["redrafter"].items():
+            parts = " | ".join(str(value) for value in found["part_ms"].values())
+            ends = f"{found['overhead']} | {found['waits_per_step']}"
+            lines.append(f"| {way} | {found['step_ms']} | {parts} | {ends} |")
+        if name != "toy":  # the goals are for real sizes
+            lines += ["", "| goal | found | |", "| --- | --- | --- |"]
+            lines += [
+                f"| {goal} | {found} | {'met' if is_met else 'missed'} |"
+                for goal, found, is_met in list_goals(result)
+            ]
+        kernels = result["kernels"]
+        if "longest" in kernels:
+            lines += [
+                "", f"A plain step is {kernels['num_kernels']} kernels,"
+                f" {kernels['device_us']} us on the device:",
+                "", "| kernel | calls | us |", "| --- | --- | --- |",
+            ]  # fmt: skip
+            lines += [f"| `{k['kernel']}` | {k['calls']} | {k['us']} |" for k in kernels["longest"]]
+        for way, reason in plain["not_run"].items():
+            lines += ["", f"{way} was not run: {reason}"]
+        if result["graphs"] is not None:
+            lines += ["", f"Graphs: `{json.dumps(result['graphs'])}`"]
+    for key, value in report["not_measured"].items():
+        lines += ["", f"{key}: {value}"]
+    return "\n".join(lines) + "\n"
+
+
+def measure(args: argparse.Namespace, recorder: Recorder | None = None) -> dict[str, Any]:
+    """Run what was asked for; recorder: of graphs, on a device that has none of its own."""
+    name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if name == "cpu" and not args.quick:
+        raise SystemExit("torch sees no GPU: --quick runs toy sizes on a CPU")
+    if recorder is None and name == "cuda":
+        recorder = CudaRecorder(device)
+    meter = LoadMeter()
+    shapes = {
+        shape: measure_shape(
+            SHAPES[shape], device, recorder, args.repeat, static=not args.no_static
+        )
+        for shape in (["toy"] if args.quick else args.shapes)
+    }
+    machine = describe_machine()
+    if name == "cuda":
+        machine |= {
+            "cuda": torch.version.cuda,
+            "compute_capability": ".".join(map(str, torch.cuda.get_device_capability())),
+        }
+    if importlib.util.find_spec("transformers") is not None:
+        import transformers
+
+        machine["transformers"] = transformers.__version__
+    return {
+        "machine": machine | {"processors_used_by_others": meter.measure()},
+        "repeat": args.repeat,
+        "shapes": shapes,
+        "not_measured": {
+            "Apple's PyTorch ReDrafter": "not run: it is no package of the index, and nothing here"
+            " fetches it"
+        },
+    }
+
+
+def parse_args(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", default=["1b", "7b"], choices=["1b", "7b"])
+    parser.add_argument("--quick", action="store_true", help="a toy shape, on any device")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--no-static", action="store_true", help="leave out what compiles")
+    parser.add_argument("--output-dir", type=Path)
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None, recorder: Recorder | None = None) -> dict[str, Any]:
+    args = parse_args(words)
+    report = measure(args, recorder)
+    text = format_markdown(report)
+    print(text)
+    if args.output_dir is not None:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        stem = f"gpu-{'-'.join(report['shapes'])}-{report['machine']['date']}"
+        (args.output_dir / f"{stem}.json").write_text(json.dumps(report, indent=2) + "\n")
+        (args.output_dir / f"{stem}.md").write_text(text)
+    return report
+
+
+if __name__ == "__main__":
+    main()

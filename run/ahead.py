@@ -1,0 +1,79 @@
+"""Greedy decoding of one token a step on a device, ahead of the host.
+
+The next step of a request needs its newest token, which is on the device already, and its position,
+which the host knows. So it is begun before the token has come to the host, and the device never
+waits for what the host does between steps. A request that turns out to have ended has one step too
+many in flight; its result is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from specdec.engine.decoder import Decoder, Step
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.transfers import Arrival, to_device
+from specdec.engine.tree import IntArray
+
+from .methods.base import list_rows
+from .requests import ActiveRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A step that was begun; best: [B], the token that each request goes on with."""
+
+    requests: list[ActiveRequest]
+    best: Tensor
+    arrival: Arrival
+
+
+class PlainAhead:
+    """Begins steps, and hands over the tokens of the one begun first."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._flight: _Flight | None = None
+
+    def step(self, active: Sequence[ActiveRequest]) -> list[tuple[ActiveRequest, int]]:
+        """Return the next token of each request that has one; `active` are those that go on."""
+        flight, self._flight = self._flight, None
+        if flight is None or all(r.finish_reason is not None for r in flight.requests):
+            newest = [request.output_ids[-1] for request in active]
+            flight = self._begin(list(active), to_device(newest, self._decoder.device))
+        # Requests that came or went: those in flight land first.
+        is_same = len(active) == len(flight.requests) and all(
+            ours is theirs for ours, theirs in zip(active, flight.requests, strict=True)
+        )
+        if is_same and any(request.remaining > 1 for request in active):
+            self._flight = self._begin(flight.requests, flight.best)
+        (tokens,) = flight.arrival.wait()
+        return [
+            (request, token)
+            for request, token in zip(flight.requests, tokens.tolist(), strict=True)
+            if request.finish_reason is None
+        ]
+
+    def _begin(self, requests: list[ActiveRequest], tokens: Tensor) -> _Flight:
+        logits = run_tokens(self._decoder, self._cache, list_rows(requests), tokens)
+        best = logits.argmax(-1)
+        return _Flight(requests, best, Arrival(best))
+
+
+def run_tokens(decoder: Decoder, cache: KVCache, rows: IntArray, tokens: Tensor) -> Tensor:
+    """Run and commit one token a row, `tokens` [B] on the device; return logits [B, V]."""
+    positions = cache.past_lens[rows][:, None]
+    step = Step(
+        rows=rows,
+        tokens=np.zeros_like(positions),  # the host does not know them
+        positions=positions,
+        tree_mask=np.ones((len(rows), 1, 1), np.bool_),
+    )
+    states = decoder.forward(step, cache, tokens[:, None])
+    for row in rows.tolist():
+        cache.commit(row, [0])
+    return decoder.compute_logits(states)[:, 0]

@@ -1,0 +1,402 @@
+"""Calls of fixed shapes, recorded once and replayed: CUDA graphs.
+
+A decoder's step is hundreds of small kernels, and starting them from Python takes longer than the
+device needs for them. A recorded call starts them all at once. What it reads must lie where it lay
+when it was recorded: inputs are copied into buffers that belong to the graph, and the cache is one
+that stays in its place (`StepGraphs.lend_blocks`).
+
+Nothing but `CudaRecorder` needs a CUDA device: the tests replay on the CPU, from a tape of torch's
+own operators whose arguments are as fixed as a graph's.
+
+Legend: B rows, T tokens, N columns of a tree mask, S cache positions, D hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.transfers import to_device
+from specdec.engine.tree import IntArray
+from specdec.errors import SpecDecError, summarize
+
+if TYPE_CHECKING:
+    from specdec.engine.decoder import Step
+    from specdec.engine.kv_cache import KVCache
+
+Outputs = tuple[Tensor, ...]
+
+MAX_GRAPHS = 128  # of an engine, its drafter's included
+MAX_STEP_TOKENS = 64  # a row; longer steps are prompts
+MAX_ALL_TOKENS = 512  # of all rows
+LEAST_POSITIONS = 64  # that attention goes over
+
+
+class Recorder(Protocol):
+    """Records calls on one device."""
+
+    device: torch.device
+
+    def warm_up(self, compute: Callable[[], Outputs]) -> Outputs:
+        """Make a call that will be recorded later; its results count."""
+
+    def record(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
+        """Return where results will lie, and what makes the call once more; it may not be made."""
+
+    def start_over(self) -> None:
+        """Take note that nothing that was recorded is there any more."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs. They share one pool of memory: only one is replayed at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        make_stream: Any = torch.cuda.Stream
+        self._stream = make_stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, compute: Callable[[], Outputs]) -> Outputs:
+        """Make a call on the stream that it will be recorded on: libraries set themselves up."""
+        own = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(own)
+        with torch.cuda.stream(self._stream):
+            outputs = compute()
+        own.wait_stream(self._stream)
+        return outputs
+
+    def record(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
+        """Record a graph; nothing is computed."""
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
+        ):
+            outputs = compute()
+        return outputs, graph.replay
+
+    def start_over(self) -> None:
+        """Use another pool: one without graphs is torch's to free."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+class _Graph:
+    """Buffers of one call's inputs; its results and its replay once it is recorded."""
+
+    def __init__(self, inputs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
+        self.outputs: Outputs = ()
+        self.replay: Callable[[], None] | None = None
+        self.buffers = [
+            torch.zeros(tuple(shape), dtype=given.dtype, device=given.device)
+            for given, shape in zip(inputs, shapes, strict=True)
+        ]
+
+    def feed(self, inputs: Sequence[Tensor]) -> None:
+        """Copy inputs, which may be smaller, to the start of their buffers."""
+        for buffer, given in zip(self.buffers, inputs, strict=True):
+            buffer[tuple(slice(size) for size in given.shape)].copy_(given, non_blocking=True)
+
+    def count_bytes(self) -> int:
+        tensors = (*self.buffers, *self.outputs)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Graphs:
+    """The recorded calls of an engine on one device, by owner and by what is fixed of a call.
+
+    A call of a new key is computed as it would be without graphs, but on the graph's buffers; the
+    second of the same key is recorded, and it and all later ones are replayed. So what occurs once
+    is not recorded.
+    """
+
+    def __init__(self, recorder: Recorder, *, max_graphs: int = MAX_GRAPHS) -> None:
+        self.recorder = recorder
+        self.max_graphs = max_graphs
+        self.is_enabled = True
+        self.num_recorded = self.num_replayed = self.num_warm_ups = 0
+        self.pool_bytes = 0  # that recording took from the device, results and scratch
+        # Calls that were computed without a graph, by reason.
+        self.num_eager: Counter[str] = Counter()
+        self._graphs: dict[tuple[object, Hashable], _Graph] = {}
+
+    def call(
+        self,
+        owner: object,
+        key: Hashable,
+        inputs: Sequence[Tensor],
+        compute: Callable[..., Outputs],
+        *,
+        shapes: Sequence[Sequence[int]] | None = None,
+        crop: Sequence[int] = (),
+    ) -> Outputs | None:
+        """Return what `compute(*inputs)` returns, or None where there is no room for its graph.
+
+        Inputs may change from call to call, in values alone; owner, by identity, and key must
+        hold everything else that `compute` depends on. shapes: of the buffers that `compute`
+        is given, where inputs may be smaller. crop: the part of the results that is wanted.
+        """
+        if not self.is_enabled:
+            self.num_eager["switched off"] += 1
+            return None
+        graph = self._graphs.get((owner, key))
+        if graph is None:
+            if len(self._graphs) >= self.max_graphs:
+                self.num_eager[f"over {self.max_graphs} graphs"] += 1
+                return None
+            with torch.inference_mode(False):  # else they could be written in that mode alone
+                graph = _Graph(inputs, shapes or [given.shape for given in inputs])
+            self._graphs[owner, key] = graph
+            graph.feed(inputs)
+            self.num_warm_ups += 1
+            outputs = self.recorder.warm_up(lambda: compute(*graph.buffers))
+        else:
+            graph.feed(inputs)
+            if graph.replay is None:
+                self._record(graph, owner, compute)
+            assert graph.replay is not None
+            graph.replay()
+            self.num_replayed += 1
+            outputs = graph.outputs
+        # Copies: the next replay writes where this one did.
+        wanted = tuple(slice(size) for size in crop)
+        return tuple(output[wanted].clone() for output in outputs)
+
+    def _record(self, graph: _Graph, owner: object, compute: Callable[..., Outputs]) -> None:
+        before = self._measure()
+        try:
+            graph.outputs, graph.replay = self.recorder.record(lambda: compute(*graph.buffers))
+        except RuntimeError as error:
+            raise SpecDecError(
+                f"a CUDA graph for {type(owner).__name__} could not be recorded:"
+                f" {summarize(error)}",
+                "build the engine with --optimize none to run it without graphs",
+            ) from error
+        self.pool_bytes += self._measure() - before
+        self.num_recorded += 1
+
+    def _measure(self) -> int:
+        device = self.recorder.device
+        return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+    def forget(self, owner: object) -> None:
+        """Drop the graphs of an owner: something that they had fixed is no longer there."""
+        kept = {key: graph for key, graph in self._graphs.items() if key[0] is not owner}
+        is_last = self._graphs and not any(graph.replay for graph in kept.values())
+        self._graphs = kept
+        if is_last:
+            self.recorder.start_over()
+
+    def describe(self) -> dict[str, object]:
+        """Numbers of graphs and calls, and memory in bytes."""
+        return {
+            "graphs": sum(graph.replay is not None for graph in self._graphs.values()),
+            "recorded": self.num_recorded,
+            "replayed": self.num_replayed,
+            "warm_ups": self.num_warm_ups,
+            "eager": dict(self.num_eager),
+            "buffer_bytes": sum(graph.count_bytes() for graph in self._graphs.values()),
+            "pool_bytes": self.pool_bytes,
+        }
+
+
+def round_tokens(count: int) -> int:
+    """The least power of two that is not smaller."""
+    return 1 << (count - 1).bit_length()
+
+
+def round_positions(count: int) -> int:
+    """A length of attention that is not shorter, by a quarter at most or by 63 positions."""
+    unit = max(LEAST_POSITIONS, round_tokens(count) // 8)
+    return -(-count // unit) * unit
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """What is fixed of a recorded step.
+
+    Tokens beyond a row's are copies of its last, rows beyond the step's copies of its first: they
+    compute, and write, what is computed and written anyway. is_prefix: the rows are 0 ... B - 1,
+    and the cache is read where it lies; else it is gathered.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_new: int
+    num_positions: int
+    is_prefix: bool
+
+    @property
+    def num_numbers(self) -> int:
+        """Of `pack`: whole numbers, the mask eight to one."""
+        tokens = self.num_rows * self.num_tokens
+        return 3 * self.num_rows + self.num_tokens + 3 * tokens + -(-tokens * self.num_new // 8)
+
+    def pack(self, step: Step, past: IntArray, lines: IntArray) -> IntArray:
+        """All that a step's layers are told, in one array: one copy to the device."""
+        num_rows, num_tokens, num_new = step.tree_mask.shape
+        row = np.arange(self.num_rows)
+        row[num_rows:] = 0
+        token = np.minimum(np.arange(self.num_tokens), num_tokens - 1)
+        slots = past[:, None] + np.arange(num_new - num_tokens, num_new)
+        mask = np.zeros((self.num_rows, self.num_tokens, self.num_new), np.bool_)
+        mask[:, :, :num_new] = step.tree_mask[row[:, None], token]
+        packed = np.zeros(self.num_numbers, np.int64)
+        parts = [row, token, step.rows[row], past[row]]
+        parts += [table[row[:, None], token] for table in (step.positions, slots, lines)]
+        flat = np.concatenate([part.reshape(-1) for part in parts])
+        packed[: len(flat)] = flat
+        packed[len(flat) :].view(np.bool_)[: mask.size] = mask.reshape(-1)
+        return packed
+
+    def unpack(self, packed: Tensor) -> PackedStep:
+        """The parts of a packed step, on the device."""
+        rows, tokens = self.num_rows, self.num_tokens
+        sizes = [rows, tokens, rows, rows, *[rows * tokens] * 3]
+        ends = list(itertools.accumulate(sizes))
+        parts = [packed[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        row, token, cache_rows, past = parts[:4]
+        positions, slots, lines = (part.view(rows, tokens) for part in parts[4:])
+        mask = packed[ends[-1] :].view(torch.bool)[: rows * tokens * self.num_new]
+        tree_mask = mask.view(rows, tokens, self.num_new)
+        return PackedStep(row, token, cache_rows, past, positions, slots, lines, tree_mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedStep:
+    """A step on the device: the step's row and token that each stands for, then as in `Step`.
+
+    row, cache_rows, past: [B]; token: [T]; positions, slots, lines: [B, T]; tree_mask: [B, T, N].
+    """
+
+    row: Tensor
+    token: Tensor
+    cache_rows: Tensor
+    past: Tensor
+    positions: Tensor
+    slots: Tensor
+    lines: Tensor
+    tree_mask: Tensor
+
+    def build_bias(self, size: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What is added to attention's scores, [B, 1, T, S]: 0 where a token sees, else -inf.
+
+        window: positions that a token sees, itself included.
+        """
+        num_rows, num_tokens, num_new = self.tree_mask.shape
+        at = torch.arange(size, device=self.past.device)
+        age = at - self.past[:, None]  # [B, S], from 0 on: entries of the step
+        tree_mask = self.tree_mask
+        committed = (age < 0)[:, None].expand(num_rows, num_tokens, size)
+        if window is not None:
+            assert num_new == num_tokens
+            lowest = self.positions[:, :, None] - window  # [B, T, 1]
+            tree_mask = tree_mask & (self.positions[:, None, :] > lowest)
+            committed = committed & (at > lowest)
+        column = age.clamp(0, num_new - 1)[:, None].expand(num_rows, num_tokens, size)
+        is_new = ((age >= 0) & (age < num_new))[:, None]
+        mask = torch.where(is_new, tree_mask.gather(2, column), committed)
+        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        return bias.masked_fill_(~mask, -torch.inf)[:, None]
+
+
+class StepGraphs:
+    """The graphs of one decoder's steps, and the cache that they were recorded over."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs = graphs
+        self._blocks: Tensor | None = None
+        self._borrower: weakref.ref[KVCache] | None = None
+
+    def lend_blocks(
+        self, cache: KVCache, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor | None:
+        """Zeros for a cache [layers, 2, R, N, S, H] that stay in their place; None while lent.
+
+        They are kept, and grow, in rows and positions, to the largest that was asked for. They are
+        given back when the cache is gone.
+        """
+        if self._borrower is not None and self._borrower() is not None:
+            return None
+        layers, two, num_rows, num_heads, num_positions, head_size = shape
+        held = self._blocks.shape if self._blocks is not None else (0,) * 6
+        if num_rows > held[2] or num_positions > held[4]:
+            self.graphs.forget(self)
+            self._blocks = None  # before the next is allocated
+            rows, positions = max(num_rows, held[2]), max(round_positions(num_positions), held[4])
+            with torch.inference_mode(False):
+                self._blocks = torch.empty(
+                    (layers, two, rows, num_heads, positions, head_size), dtype=dtype,
+                    device=self.graphs.recorder.device,
+                )  # fmt: skip
+        assert self._blocks is not None
+        self._borrower = weakref.ref(cache)
+        self._blocks.zero_()
+        return self._blocks[:, :, :num_rows, :, :num_positions]
+
+    def find_shape(self, step: Step, cache: KVCache) -> StepShape | None:
+        """The shape of the graph for a step; None for steps that are computed without one."""
+        if not self.graphs.is_enabled:
+            self.graphs.num_eager["switched off"] += 1
+            return None
+        if self._borrower is None or self._borrower() is not cache:
+            self.graphs.num_eager["another cache"] += 1
+            return None
+        assert self._blocks is not None
+        num_rows, num_tokens, num_new = step.tree_mask.shape
+        if num_tokens > MAX_STEP_TOKENS:
+            self.graphs.num_eager[f"over {MAX_STEP_TOKENS} tokens a row"] += 1
+            return None
+        is_prefix = bool((step.rows == np.arange(num_rows)).all())
+        # Rows in their place cannot be others' copies as well: no more than there are.
+        rows = num_rows if is_prefix else round_tokens(num_rows)
+        tokens = round_tokens(num_tokens)
+        new = tokens if num_new == num_tokens else round_tokens(num_new)
+        if rows * tokens > MAX_ALL_TOKENS:
+            self.graphs.num_eager[f"over {MAX_ALL_TOKENS} tokens"] += 1
+            return None
+        used = int(cache.past_lens[step.rows].max()) + num_new
+        positions = min(round_positions(used), self._blocks.shape[4])
+        return StepShape(rows, tokens, new, positions, is_prefix)
+
+    def run(
+        self,
+        shape: StepShape,
+        key: Hashable,
+        arrays: tuple[Step, IntArray, IntArray],
+        inputs: Sequence[Tensor],
+        compute: Callable[[StepShape, PackedStep, Tensor, Sequence[Tensor]], Outputs],
+    ) -> Outputs | None:
+        """Call `compute(shape, step, blocks, inputs)`, each input [B, T, ...] padded to the shape.
+
+        arrays: the step, its rows' committed lengths, lines of the rotary table. key: whatever else
+        the call depends on.
+        """
+        step = arrays[0]
+        blocks = self._blocks
+        assert blocks is not None
+
+        def pad_and_compute(packed: Tensor, *given: Tensor) -> Outputs:
+            unpacked = shape.unpack(packed)
+            row, token = unpacked.row[:, None], unpacked.token
+            return compute(shape, unpacked, blocks, [x[row, token] for x in given])
+
+        packed = to_device(shape.pack(*arrays), self.graphs.recorder.device)
+        lead = (shape.num_rows, shape.num_tokens)
+        return self.graphs.call(
+            self,
+            (shape, key),
+            [packed, *inputs],
+            pad_and_compute,
+            shapes=[packed.shape, *((*lead, *x.shape[2:]) for x in inputs)],
+            crop=step.tokens.shape,
+        )

@@ -1,0 +1,61 @@
+"""benchmarks/gpu.py at toy size on a CPU: what it reports, graphs included (tests/tape.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from tests.tape import TapeRecorder
+
+
+def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--quick", "--repeat", "1", "--output-dir", str(tmp_path)]
+    report = gpu.main(words, TapeRecorder())
+    (path,) = tmp_path.glob("*.json")
+    written = json.loads(path.read_text())
+    assert written["shapes"].keys() == report["shapes"].keys() == {"toy"}
+    result = report["shapes"]["toy"]
+    plain = result["plain"]
+    ways = ["eager", "graphs", "transformers", "transformers static"]
+    assert list(plain["tokens_per_second"]) == ways
+    assert all(rate > 0 for rate in plain["tokens_per_second"].values())
+    # In float32 all four write the same text: the weights are the same.
+    length = result["shape"]["output"]
+    assert plain["equal_leading_tokens"] == dict.fromkeys(ways, length)
+    for way in ("eager", "graphs"):
+        share = result["step_gb"] / result["read_gb_per_second"] / plain["step_ms"][way] * 1000
+        assert result["share_of_limit"][way] == pytest.approx(share, rel=0.1, abs=2e-3)
+        assert set(result["verify"][way]["ms"]) == set(gpu.SIZES)
+        assert result["verify"][way]["relative"][1] == 1
+        parts = result["redrafter"][way]["part_ms"]
+        assert all(value > 0 for value in parts.values())
+        overhead = 1 - parts["verify"] / sum(parts.values())
+        assert result["redrafter"][way]["overhead"] == pytest.approx(overhead, abs=2e-3)
+        assert 1 <= result["redrafter"][way]["waits_per_step"] < 1.5
+    assert result["graphs"]["replayed"] > result["graphs"]["recorded"] > 0
+    assert written["machine"]["torch"]
+    assert written["machine"]["transformers"]
+    text = capsys.readouterr().out
+    assert text.strip() == path.with_suffix(".md").read_text().strip()
+    for way in ways:
+        assert f"| {way} | {plain['tokens_per_second'][way]} |" in text
+    assert "Apple" in text
+
+
+def test_goals() -> None:
+    result = {
+        "share_of_limit": {"eager": 0.2, "graphs": 0.71},
+        "verify": {"eager": {"relative": {16: 1.5}}, "graphs": {"relative": {16: 1.16}}},
+        "redrafter": {"eager": {"overhead": 0.3}, "graphs": {"overhead": 0.09}},
+    }
+    found = [(value, is_met) for _, value, is_met in gpu.list_goals(result)]
+    assert found == [(0.71, True), (1.16, False), (0.09, True)]
+
+
+def test_real_sizes_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no GPU"):
+        gpu.main([])

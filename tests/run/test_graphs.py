@@ -1,0 +1,389 @@
+"""Steps replayed from graphs write what they write without; on the CPU, from tests/tape.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.engine.decoder import Step, _build_full_mask
+from specdec.engine.graphs import Graphs, StepGraphs, StepShape, round_positions, round_tokens
+from specdec.engine.transfers import WAITS, Arrival
+from specdec.errors import SpecDecError
+from specdec.run.ahead import PlainAhead
+from specdec.run.backends import torch_engine
+from specdec.run.backends.torch_engine import TorchEngine
+from specdec.run.loop import Batch, Options, Timing, generate
+from specdec.run.methods.base import PlainProposer
+from specdec.run.requests import Request
+from specdec.run.sampling import SamplingParams
+from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.engines import make_engine, make_noisy_copy, make_tree_engine
+from tests.tape import HostAccess, StrictGraphs, TapeRecorder
+
+METHODS = ("redrafter", "medusa", "eagle", "eagle3", "draft_target")
+LIMIT = 30
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An engine of every method, built without kernels, of one target."""
+    parent = tmp_path_factory.mktemp("graphs")
+    target = make_llama(parent, layers=3, seed=3)
+    make_noisy_copy(target, parent / "noisy")
+    external = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 3]
+    drafter = make_drafter(parent, exit_dim=96, scale=3.0)
+    heads = make_medusa_heads(parent, scale=3.0)
+    eagles = {
+        "eagle": make_eagle_drafter(parent, scale=2.0, name="e1"),
+        "eagle3": make_eagle_drafter(parent, scale=2.0, version=3, aux_layers=(0, 2), name="e3"),
+    }
+    rows = ["--max-batch-size", 3]
+
+    def build(name: str, source: Path, *arguments: Any, flags: Sequence[object] = ()) -> Path:
+        return make_engine(
+            parent / name, source, *arguments, optimize="none", build=[*rows, *flags]
+        )
+
+    return {
+        "redrafter": build("redrafter", target, drafter),
+        "draft_target": build("pair", target, flags=external),
+        "draft": build("draft", parent / "noisy"),
+        "medusa": make_tree_engine("medusa", parent / "m", target, heads, optimize="none"),
+        **{
+            name: make_tree_engine("eagle", parent / name, target, folder, optimize="none")
+            for name, folder in eagles.items()
+        },
+    }
+
+
+def load(
+    folders: dict[str, Path], method: str, *, with_graphs: bool, **options: Any
+) -> TorchEngine:
+    recorder = TapeRecorder() if with_graphs else None
+    engine = TorchEngine(folders[method], device="cpu", recorder=recorder, **options)
+    if method == "draft_target" and options.get("speculate", True):
+        draft = TorchEngine(
+            folders["draft"], device="cpu", recorder=TapeRecorder() if with_graphs else None
+        )
+        engine.attach_draft(draft, draft_len=3, use_logits=False)
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def _strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_engine, "Graphs", StrictGraphs)
+
+
+def make_requests(count: int, limit: int = LIMIT, **sampling: Any) -> list[Request]:
+    return [
+        Request(
+            index=i, input_ids=list(range(3 + i, 8 + 17 * i)), max_output_len=limit - 9 * (i % 3),
+            end_ids=frozenset(), sampling=SamplingParams(seed=i, **sampling),
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def run(engine: TorchEngine, requests: list[Request], **options: Any) -> list[list[int]]:
+    return [r.output_ids for r in engine.generate(requests, Options(**options))]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_text_is_that_without_graphs(folders: dict[str, Path], method: str) -> None:
+    """Rows that end at different steps and are refilled, prefixes shared, one request, again."""
+    engine = load(folders, method, with_graphs=True)
+    requests = make_requests(5)
+    expected = run(load(folders, method, with_graphs=False), requests)
+    assert run(engine, requests) == expected
+    assert run(engine, requests[1:2]) == expected[1:2]
+    graphs = engine.graphs
+    before = graphs.num_replayed, graphs.num_warm_ups
+    assert graphs.num_recorded > 0
+    assert run(engine, requests, reuse_blocks=True) == expected
+    # Known by now; the cache, too, is where it was.
+    assert graphs.num_replayed - before[0] > 3 * (graphs.num_warm_ups - before[1])
+    report = graphs.describe()
+    assert report["graphs"] <= graphs.max_graphs
+    assert report["buffer_bytes"] > 0
+    # A prompt of more than 64 tokens, and that alone, is run without.
+    assert set(report["eager"]) == {"over 64 tokens a row"}
+
+
+def test_plain_steps_are_begun_ahead(folders: dict[str, Path]) -> None:
+    """Rows are refilled while a step is in flight, and ended by tokens that nobody foresaw."""
+    eager = load(folders, "redrafter", with_graphs=False, speculate=False)
+    engine = load(folders, "redrafter", with_graphs=True, speculate=False)
+    requests = make_requests(6)
+    texts = run(eager, requests)
+    stopping = [
+        dataclasses.replace(r, end_ids=frozenset(text[4 + 3 * r.index :][:1]))
+        for r, text in zip(requests, texts, strict=True)
+    ]
+    for some in (requests, stopping, stopping[2:3], [stopping[1], requests[2]]):
+        steps: list[list[Any]] = [[], []]
+        for chosen, into in ((eager, steps[0]), (engine, steps[1])):
+            results = chosen.generate(some, Options(reuse_blocks=len(some) == 6))
+            into += [(r.output_ids, r.finish_reason, r.stats) for r in results]
+        assert steps[0] == steps[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainAhead, "step", None)
+        with pytest.raises(TypeError):
+            run(engine, requests)
+
+
+def test_plain_and_sampled(folders: dict[str, Path]) -> None:
+    requests = make_requests(2, temperature=0.8, top_p=0.9) + make_requests(1)
+    for speculate in (False, True):
+        eager = load(folders, "redrafter", with_graphs=False, speculate=speculate)
+        engine = load(folders, "redrafter", with_graphs=True, speculate=speculate)
+        assert run(engine, requests) == run(eager, requests)
+
+
+def test_float32_bits_where_the_shapes_are_the_same(folders: dict[str, Path]) -> None:
+    """A step of one or four tokens of one row is the eager one, to the last bit."""
+    eager = load(folders, "redrafter", with_graphs=False).decoder
+    engine = load(folders, "redrafter", with_graphs=True)
+    caches = [decoder.make_cache(2, 200) for decoder in (eager, engine.decoder)]
+    generator = np.random.default_rng(3)
+    for _ in range(3):
+        for size in (1, 4, 1, 4):
+            tokens = generator.integers(3, 128, (2, size))
+            step = Step(
+                rows=np.arange(2), tokens=tokens,
+                positions=caches[0].past_lens[:, None] + np.arange(size),
+                tree_mask=np.tile(np.tril(np.ones((size, size), np.bool_)), (2, 1, 1)),
+            )  # fmt: skip
+            with torch.inference_mode():
+                found = [
+                    decoder.forward(step, cache)
+                    for decoder, cache in zip((eager, engine.decoder), caches, strict=True)
+                ]
+            assert torch.equal(*found)
+            for cache in caches:
+                for row in range(2):
+                    cache.commit(row, list(range(size)))
+    assert engine.graphs.num_replayed == 10
+
+
+def test_results_outlive_the_next_replay(folders: dict[str, Path]) -> None:
+    decoder = load(folders, "redrafter", with_graphs=True).decoder
+    cache = decoder.make_cache(1, 64)
+    with torch.inference_mode():
+        found = []
+        for token in (5, 9, 77):
+            step = Step(
+                rows=np.zeros(1, np.int64), tokens=np.array([[token]]),
+                positions=np.zeros((1, 1), np.int64), tree_mask=np.ones((1, 1, 1), np.bool_),
+            )  # fmt: skip
+            x = decoder.embed(torch.tensor([[token]]), torch.zeros(1, 1, dtype=torch.int64))
+            found.append(decoder.run_layers(x, step, cache))
+            kept = [states.clone() for states in found]
+        decoder.run_layers(found[0].clone(), step, cache)
+    assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+    assert not torch.equal(found[0], found[2])
+
+
+def test_a_second_cache_is_not_the_first(folders: dict[str, Path]) -> None:
+    """Two runs at once: the later one goes without graphs, and neither sees the other."""
+    engine = load(folders, "redrafter", with_graphs=True, speculate=False)
+    requests = make_requests(2)
+    expected = run(load(folders, "redrafter", with_graphs=False, speculate=False), requests)
+    with torch.inference_mode():
+        first, second = (
+            Batch(engine.decoder, PlainProposer(), [request], Options(), Timing())
+            for request in requests
+        )
+        while first.is_busy or second.is_busy:
+            for batch in (first, second):
+                if batch.is_busy:
+                    batch.admit()
+                    batch.step()
+    assert [batch.collect()[0].output_ids for batch in (first, second)] == expected
+    assert engine.graphs.num_eager["another cache"] > 20
+    assert engine.graphs.num_replayed > 20
+
+
+def test_no_more_graphs_than_allowed(folders: dict[str, Path]) -> None:
+    eager = load(folders, "redrafter", with_graphs=False)
+    engine = load(folders, "redrafter", with_graphs=True)
+    engine.graphs.max_graphs = 2
+    requests = make_requests(2)
+    assert run(engine, requests) == run(eager, requests)
+    assert engine.graphs.describe()["graphs"] <= 2
+    assert engine.graphs.num_eager["over 2 graphs"] > 10
+
+
+def test_graphs_can_be_switched_off(folders: dict[str, Path]) -> None:
+    engine = load(folders, "redrafter", with_graphs=True)
+    engine.graphs.is_enabled = False
+    requests = make_requests(1)
+    assert run(engine, requests) == run(load(folders, "redrafter", with_graphs=False), requests)
+    assert engine.graphs.num_replayed == 0
+    assert set(engine.graphs.num_eager) == {"switched off"}
+
+
+def test_a_windowed_target(tmp_path: Path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(4)
+    config = MistralConfig(
+        hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128, sliding_window=9, max_position_embeddings=256,
+        initializer_range=0.3,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path / "target")
+    drafter = make_drafter(tmp_path, exit_dim=96, scale=3.0)
+    folder = make_engine(tmp_path, tmp_path / "target", drafter, optimize="none")
+    requests = make_requests(2)
+    engine = TorchEngine(folder, device="cpu", recorder=TapeRecorder())
+    assert run(engine, requests) == run(TorchEngine(folder, device="cpu"), requests)
+    assert engine.graphs.num_replayed > 20
+
+
+# ---- The parts.
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "columns", "window"),
+    [(1, 1, 1, None), (3, 5, 5, None), (2, 3, 8, None), (1, 1, 1, 4), (3, 5, 5, 4)],
+)
+def test_the_mask_made_on_the_device(
+    rows: int, tokens: int, columns: int, window: int | None
+) -> None:
+    generator = np.random.default_rng(rows)
+    past = generator.integers(0, 40, rows)
+    mask = generator.random((rows, tokens, columns)) < 0.5
+    newest = np.arange(columns - tokens, columns)
+    mask[:, np.arange(tokens), newest] = True
+    positions = past[:, None] + generator.integers(0, 3, (rows, tokens))
+    step = Step(rows=np.arange(rows) * 2, tokens=positions, positions=positions, tree_mask=mask)
+    shape = StepShape(4, 8, 8, 64, is_prefix=False)
+    packed = shape.unpack(torch.from_numpy(shape.pack(step, past, positions + 7)))
+    bias = packed.build_bias(64, window, torch.float32)
+    expected = _build_full_mask(past, mask, positions, 64, window)
+    assert set(bias.flatten().tolist()) == {-torch.inf, 0.0}
+    seen = (bias == 0).numpy()
+    assert (seen[:rows, :, :tokens] == expected).all()
+    # Padding stands for what is there: a row's last token, the first row.
+    assert (seen[:rows, :, tokens:] == expected[:, :, -1:]).all()
+    assert (seen[rows:] == seen[:1]).all()
+    assert (packed.slots[:rows, :tokens].numpy() == past[:, None] + newest).all()
+    assert (packed.slots[rows:] == packed.slots[:1]).all()
+    assert (packed.slots[:, tokens:] == packed.slots[:, tokens - 1 : tokens]).all()
+    assert packed.cache_rows.tolist() == [*(np.arange(rows) * 2), *[0] * (4 - rows)]
+    assert (packed.lines == packed.positions + 7).all()
+
+
+def test_sizes() -> None:
+    assert [round_tokens(n) for n in (1, 2, 3, 8, 21, 64)] == [1, 2, 4, 8, 32, 64]
+    assert [round_positions(n) for n in (1, 64, 65, 500, 513, 1025)] == [
+        64, 64, 128, 512, 640, 1280,
+    ]  # fmt: skip
+    for count in range(1, 5000, 7):
+        assert count <= round_positions(count) < count + max(64, count / 4 + 1)
+
+
+def test_the_tape_refuses_values_on_the_host() -> None:
+    """What a CUDA graph cannot hold: else the tests on the CPU would prove nothing."""
+    x = torch.arange(3.0)
+    with pytest.raises(HostAccess):
+        TapeRecorder().record(lambda: (x * float(x.sum()),))
+
+
+def test_the_tape_shows_an_input_that_is_no_buffer() -> None:
+    graphs = StrictGraphs(TapeRecorder())
+    found: list[Any] = []
+    for value in (1.0, 2.0, 3.0):
+        given = torch.full((2,), value)
+        graphs.call("good", None, [given], lambda x: (x + 1,))
+        given = torch.full((2,), value)
+        found.append(graphs.call("bad", None, [given], lambda x, given=given: (given + 1,)))
+    assert found[2][0].isnan().all()
+
+
+def test_owners_share_no_graphs() -> None:
+    recorder = TapeRecorder()
+    graphs = Graphs(recorder)
+    owners = [StepGraphs(graphs) for _ in range(2)]
+    for value in (1.0, 2.0, 3.0):
+        for add, owner in enumerate(owners):
+            found: Any = graphs.call(
+                owner, 1, [torch.full((1,), value)], lambda x, add=add: (x + add,)
+            )
+            assert found[0].item() == value + add
+    graphs.forget(owners[0])
+    assert graphs.describe()["graphs"] == 1
+    assert recorder.num_starts == 0
+    graphs.forget(owners[1])
+    assert graphs.describe()["graphs"] == 0
+    assert recorder.num_starts == 1, "the pool of graphs that are gone is used again"
+
+
+def test_a_recording_that_fails_is_an_error() -> None:
+    class Broken(TapeRecorder):
+        def record(self, compute: Callable[[], Any]) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    graphs = Graphs(Broken())
+    owner = StepGraphs(graphs)
+    graphs.call(owner, 1, [torch.ones(1)], lambda x: (x,))
+    with pytest.raises(SpecDecError, match="graph for StepGraphs .*not permitted") as caught:
+        graphs.call(owner, 1, [torch.ones(1)], lambda x: (x,))
+    assert "--optimize none" in caught.value.hint
+
+
+# ---- Waits for the device.
+
+
+@pytest.fixture
+def _guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a tensor on the host, other than through an `Arrival`, is an error."""
+    inside = [False]
+    plain = Arrival.wait
+
+    def wait(arrival: Arrival) -> Any:
+        inside[0] = True
+        try:
+            return plain(arrival)
+        finally:
+            inside[0] = False
+
+    monkeypatch.setattr(Arrival, "wait", wait)
+
+    def guard(name: str) -> None:
+        real = getattr(torch.Tensor, name)
+
+        def checked(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            assert inside[0], f"Tensor.{name} outside of an Arrival"
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, checked)
+
+    for name in ("numpy", "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__"):
+        guard(name)
+
+
+WAITS_PER_STEP = {"plain": 1, "redrafter": 1, "medusa": 1, "draft_target": 2}
+
+
+@pytest.mark.usefixtures("_guarded")
+@pytest.mark.parametrize("method", [*WAITS_PER_STEP, "eagle", "eagle3"])
+def test_waits_of_a_step(folders: dict[str, Path], method: str) -> None:
+    is_plain = method == "plain"
+    engine = load(
+        folders, "redrafter" if is_plain else method, with_graphs=True, speculate=not is_plain
+    )
+    timing = Timing()
+    before = WAITS.count
+    generate(engine.decoder, engine.proposer, make_requests(1), Options(), timing)
+    # Besides: the prompt's own token, and the first draft where others come with the tokens.
+    waits = WAITS.count - before - 1 - (method in ("redrafter", "medusa"))
+    each = WAITS_PER_STEP.get(method) or 1 + engine.proposer.tree.depth
+    # The last steps draft less where less is left to emit.
+    assert timing.num_steps * each - 3 <= waits <= timing.num_steps * each
