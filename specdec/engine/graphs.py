@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.transfers import to_device
+from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import IntArray
 from specdec.errors import SpecDecError, summarize
 
@@ -38,6 +38,8 @@ MAX_GRAPHS = 128  # of an engine, its drafter's included
 MAX_STEP_TOKENS = 64  # a row; longer steps are prompts
 MAX_ALL_TOKENS = 512  # of all rows
 LEAST_POSITIONS = 64  # that attention goes over
+# Between a replay and its computation, relative to the largest value: the kernels are the same.
+CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
 class Recorder(Protocol):
@@ -116,7 +118,7 @@ class Graphs:
 
     A call of a new key is computed as it would be without graphs, but on the graph's buffers; the
     second of the same key is recorded, and it and all later ones are replayed. So what occurs once
-    is not recorded.
+    is not recorded. The first replay is held against the computation that it stands for.
     """
 
     def __init__(self, recorder: Recorder, *, max_graphs: int = MAX_GRAPHS) -> None:
@@ -161,11 +163,14 @@ class Graphs:
             outputs = self.recorder.warm_up(lambda: compute(*graph.buffers))
         else:
             graph.feed(inputs)
-            if graph.replay is None:
+            is_new = graph.replay is None
+            if is_new:
                 self._record(graph, owner, compute)
             assert graph.replay is not None
             graph.replay()
             self.num_replayed += 1
+            if is_new:
+                _check_replay(graph, owner, compute(*graph.buffers))
             outputs = graph.outputs
         # Copies: the next replay writes where this one did.
         wanted = tuple(slice(size) for size in crop)
@@ -207,6 +212,25 @@ class Graphs:
             "buffer_bytes": sum(graph.count_bytes() for graph in self._graphs.values()),
             "pool_bytes": self.pool_bytes,
         }
+
+
+def _check_replay(graph: _Graph, owner: object, expected: Outputs) -> None:
+    """Raise SpecDecError where a graph does not compute what was recorded.
+
+    Whole numbers are choices, which a rounding may change: they are not compared.
+    """
+    figures = []  # of each result: how far apart, and how far it may be
+    for found, wanted in zip(graph.outputs, expected, strict=True):
+        if wanted.dtype.is_floating_point:
+            limit = CHECK_TOLERANCE[wanted.dtype] * wanted.float().abs().max()
+            figures.append(torch.stack([(found.float() - wanted.float()).abs().max(), limit]))
+    for difference, limit in to_host(*figures) if figures else ():
+        if not difference <= limit:  # or NaN
+            raise SpecDecError(
+                f"a CUDA graph for {type(owner).__name__} does not compute what it was recorded"
+                f" from: {difference:.3g} apart, at most {limit:.3g} expected",
+                "build the engine with --optimize none to run it without graphs, and report this",
+            )
 
 
 def round_tokens(count: int) -> int:

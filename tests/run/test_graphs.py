@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from specdec.engine.decoder import Step, _build_full_mask
-from specdec.engine.graphs import Graphs, StepGraphs, StepShape, round_positions, round_tokens
-from specdec.engine.transfers import WAITS, Arrival
+from specdec.engine.graphs import (
+    Graphs,
+    StepGraphs,
+    StepShape,
+    _check_replay,
+    round_positions,
+    round_tokens,
+)
+from specdec.engine.transfers import WAITS, Arrival, Waits
 from specdec.errors import SpecDecError
 from specdec.run.ahead import PlainAhead
 from specdec.run.backends import torch_engine
@@ -325,6 +332,29 @@ def test_owners_share_no_graphs() -> None:
     assert recorder.num_starts == 1, "the pool of graphs that are gone is used again"
 
 
+@pytest.mark.parametrize("wrong", [1.01, torch.nan])
+def test_a_replay_that_computes_something_else_is_an_error(wrong: float) -> None:
+    class Wrong(TapeRecorder):
+        def record(self, compute: Any) -> Any:
+            outputs, replay = super().record(compute)
+
+            def replay_wrongly() -> None:
+                replay()
+                outputs[0].mul_(wrong)
+
+            return outputs, replay_wrongly
+
+    recorded = Graphs(Wrong())
+    x = torch.arange(4.0)
+
+    def call() -> Any:
+        return recorded.call(recorded, "key", [x], lambda given: (given + 1,))
+
+    assert torch.equal(call()[0], x + 1)
+    with pytest.raises(SpecDecError, match="does not compute what it was recorded from"):
+        call()
+
+
 def test_a_recording_that_fails_is_an_error() -> None:
     class Broken(TapeRecorder):
         def record(self, compute: Callable[[], Any]) -> Any:
@@ -374,16 +404,27 @@ WAITS_PER_STEP = {"plain": 1, "redrafter": 1, "medusa": 1, "draft_target": 2}
 
 @pytest.mark.usefixtures("_guarded")
 @pytest.mark.parametrize("method", [*WAITS_PER_STEP, "eagle", "eagle3"])
-def test_waits_of_a_step(folders: dict[str, Path], method: str) -> None:
+def test_waits_of_a_step(
+    folders: dict[str, Path], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_plain = method == "plain"
     engine = load(
         folders, "redrafter" if is_plain else method, with_graphs=True, speculate=not is_plain
     )
+    checks = Waits()  # of the first replay of each graph
+
+    def check(*arguments: Any) -> None:
+        before = WAITS.count
+        _check_replay(*arguments)
+        checks.count += WAITS.count - before
+
+    monkeypatch.setattr("specdec.engine.graphs._check_replay", check)
     timing = Timing()
     before = WAITS.count
     generate(engine.decoder, engine.proposer, make_requests(1), Options(), timing)
     # Besides: the prompt's own token, and the first draft where others come with the tokens.
     waits = WAITS.count - before - 1 - (method in ("redrafter", "medusa"))
+    waits -= checks.count
     each = WAITS_PER_STEP.get(method) or 1 + engine.proposer.tree.depth
     # The last steps draft less where less is left to emit.
     assert timing.num_steps * each - 3 <= waits <= timing.num_steps * each
