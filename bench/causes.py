@@ -27,7 +27,7 @@ class Facts:
     tokens a request. tokens_per_step: verified a request. by_position: share of steps that accept
     at least 1, 2, ... draft tokens. contexts: (tokens before a step, draft tokens it accepted).
     ratio: of tokens per second, prompts included; step_ratio: without them. smallest: the ratio at
-    the smallest batch that was measured, and its size.
+    the smallest batch that was measured, and its size. is_trained: whether what drafts has weights.
     """
 
     batch_size: int
@@ -42,6 +42,7 @@ class Facts:
     step_ratio: float
     smallest: tuple[int, float]
     prefill_share: float
+    is_trained: bool = True
 
     @property
     def break_even(self) -> float:
@@ -87,7 +88,9 @@ def find_low_acceptance(facts: Facts) -> Cause | None:
         f"a step emits {facts.acceptance_length:.2f} tokens and breaks even at"
         f" {facts.break_even:.2f}; steps that accept at least 1, 2, ...: {shares}; a drafter that"
         f" is right {GOOD_RATE:.0%} of the time would emit {good:.2f}",
-        "train the drafter longer, on the target's own answers to prompts such as these",
+        "train the drafter longer, on the target's own answers to prompts such as these"
+        if facts.is_trained
+        else "n-grams draft what a text repeats: for others, take a drafter with weights",
         good / max(facts.acceptance_length, 1.0),
     )
 
@@ -177,7 +180,9 @@ def find_long_prompts(facts: Facts) -> Cause | None:
 
 
 def find_long_context(facts: Facts) -> Cause | None:
-    """Acceptance falls where the text has grown long."""
+    """Acceptance falls where the text has grown long, of what was trained on shorter ones."""
+    if not facts.is_trained:
+        return None
     ranges: dict[int, list[int]] = {}
     for length, accepted in facts.contexts:
         ranges.setdefault(length.bit_length(), []).append(accepted)

@@ -30,6 +30,8 @@ from .prompts import Prompt, read_prompt_set
 from .settings import DiagnoseSettings, read_counts
 from .steps import list_sizes, time_steps
 
+NGRAM_METHODS = ("prompt_lookup", "lookahead")
+
 
 @dataclasses.dataclass
 class Observed:
@@ -180,4 +182,5 @@ def collect_facts(
         step_ratio=measured["step_ratio"]["median"],
         smallest=smallest,
         prefill_share=prefill / (prefill + stepping),
+        is_trained=bench.engine.method not in NGRAM_METHODS,
     )

@@ -8,29 +8,28 @@ from typing import Any
 
 from .engine import PARTS
 
+Report = dict[str, Any]
+
 
 def has_matplotlib() -> bool:
     """Whether plots can be drawn."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot_report(report: dict[str, Any], folder: Path) -> None:
+def plot_report(report: Report, folder: Path) -> None:
     """Draw speed-up by setting, acceptance by position and time per step, as three PNG files."""
-    from matplotlib.figure import Figure
+    for name, draw in (
+        ("speedup.png", draw_speedup), ("acceptance.png", draw_acceptance), ("step.png", draw_step),
+    ):  # fmt: skip
+        draw(report).savefig(folder / name, dpi=120, bbox_inches="tight")
 
-    batches = report["batches"]
-    names = [f"batch {batch['batch_size']}" for batch in batches]
-    title = f"{report['method']}, {report['dtype']}, {report['processor']}"
 
-    def save(name: str, figure: Any, axes: Any, label: str) -> None:
-        axes.set_ylabel(label)
-        axes.set_title(title, fontsize=8)
-        figure.savefig(folder / name, dpi=120, bbox_inches="tight")
-
-    figure = Figure(figsize=(6, 3.5))
-    axes = figure.subplots()
-    bars = [(name, batch["ratio"]) for name, batch in zip(names, batches, strict=True)]
-    for name, batch in zip(names, batches, strict=True):
+def draw_speedup(report: Report) -> Any:
+    """A bar for each batch size, and each category of it: the ratio, with its spread."""
+    figure, axes = _start(report, "speculation / plain, tokens per second")
+    bars = []
+    for name, batch in _name_batches(report):
+        bars.append((name, batch["ratio"]))
         if len(batch["categories"]) > 1:
             bars += [(f"{name}\n{c}", found["ratio"]) for c, found in batch["categories"].items()]
     medians = [ratio["median"] for _, ratio in bars]
@@ -41,23 +40,27 @@ def plot_report(report: dict[str, Any], folder: Path) -> None:
     axes.bar(range(len(bars)), medians, yerr=spread, capsize=3)
     axes.set_xticks(range(len(bars)), [name for name, _ in bars], fontsize=7)
     axes.axhline(1, color="black", linewidth=0.8)
-    save("speedup.png", figure, axes, "speculation / plain, tokens per second")
+    return figure
 
-    figure = Figure(figsize=(6, 3.5))
-    axes = figure.subplots()
-    for name, batch in zip(names, batches, strict=True):
+
+def draw_acceptance(report: Report) -> Any:
+    """A line for each batch size: the share of steps that accept a position."""
+    figure, axes = _start(report, "share of steps that accept it")
+    for name, batch in _name_batches(report):
         shares = batch["acceptance"]["accepted_by_position"]
         axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
     axes.set_xlabel("draft position")
     axes.set_ylim(0, 1)
     axes.legend()
-    save("acceptance.png", figure, axes, "share of steps that accept it")
+    return figure
 
-    figure = Figure(figsize=(6, 3.5))
-    axes = figure.subplots()
+
+def draw_step(report: Report) -> Any:
+    """Bars of a plain and a speculative step for each batch size, by part from below."""
+    figure, axes = _start(report, "milliseconds a step")
     columns = [
         (f"{name}\n{kind}", batch[kind]["step_ms"])
-        for name, batch in zip(names, batches, strict=True)
+        for name, batch in _name_batches(report)
         for kind in ("plain", "speculation")
     ]
     bottom = [0.0] * len(columns)
@@ -67,4 +70,18 @@ def plot_report(report: dict[str, Any], folder: Path) -> None:
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_xticks(range(len(columns)), [name for name, _ in columns], fontsize=7)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars, not over them
-    save("step.png", figure, axes, "milliseconds a step")
+    return figure
+
+
+def _start(report: Report, label: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5))
+    axes = figure.subplots()
+    axes.set_ylabel(label)
+    axes.set_title(f"{report['method']}, {report['dtype']}, {report['processor']}", fontsize=8)
+    return figure, axes
+
+
+def _name_batches(report: Report) -> list[tuple[str, dict[str, Any]]]:
+    return [(f"batch {batch['batch_size']}", batch) for batch in report["batches"]]

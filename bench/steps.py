@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -68,6 +69,15 @@ def interpolate(costs: dict[int, float], size: float) -> float:
     """Seconds of a step of that many tokens, on the line through the nearest measured sizes."""
     sizes = sorted(costs)
     return float(np.interp(size, sizes, [costs[n] for n in sizes]))
+
+
+def level_costs(costs: dict[int, float]) -> dict[int, float]:
+    """Costs that do not fall with the size: what fewer tokens took more was disturbed."""
+    least = math.inf
+    levelled = {}
+    for size in sorted(costs, reverse=True):
+        levelled[size] = least = min(least, costs[size])
+    return dict(sorted(levelled.items()))
 
 
 def average(values: Iterable[float]) -> float:

@@ -16,23 +16,33 @@ from specdec import logs
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import EXTERNAL_METHODS
 from specdec.processes import call_stage
+from specdec.run.methods.base import PromptFollower
 from specdec.run.settings import RunSettings
 from specdec.schema import CheckpointConfig, read_checkpoint_config
 from specdec.settings import require
 from specdec.storage import read_json, write_json
 
-from .candidates import Candidate, list_draft_target, list_medusa, list_redrafter
+from .candidates import (
+    MAX_NGRAM_TOKENS,
+    Candidate,
+    list_draft_target,
+    list_eagle,
+    list_medusa,
+    list_ngrams,
+    list_redrafter,
+)
 from .engine import Bench, open_bench
+from .forecast import Forecaster
 from .machine import LoadMeter, describe_load, describe_machine
 from .measure import alternate, divide, list_results, summarize
 from .prompts import read_prompt_set
 from .recipe import describe_best, write_recipe
-from .replay import Recorder, Recording, Replay, replay
+from .replay import PromptRecorder, Recorder, Recording, Replay
 from .settings import TuneSettings, read_counts
-from .steps import average, interpolate, list_sizes, time_steps
+from .steps import average, interpolate, level_costs, list_sizes, time_steps
 
 logger = logs.get_logger(__name__)
-TUNABLE = ("redrafter", "medusa")  # and draft-target
+NGRAMS = "prompt_lookup and lookahead"  # what a plain target can draft by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +75,10 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             candidates = list_redrafter(bench, beams, settings.max_length)
         elif method == "medusa":
             candidates = list_medusa(bench, recordings)
+        elif method == "eagle":
+            candidates = list_eagle(bench, recordings)
+        elif method == NGRAMS:
+            candidates = list_ngrams(bench)
         else:
             candidates = list_draft_target(bench, settings.max_length)
         batches = [
@@ -92,7 +106,7 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
 
 
 def check_method(settings: TuneSettings, checkpoint: CheckpointConfig) -> str:
-    """Return the method to tune; raise where there is none, or where flags have no effect."""
+    """Return what is tuned; raise UsageError where a flag has no effect."""
     method = checkpoint.method.name if checkpoint.method else None
     if settings.draft_checkpoint_dir is not None:
         if method is not None:
@@ -101,17 +115,7 @@ def check_method(settings: TuneSettings, checkpoint: CheckpointConfig) -> str:
                 "leave it out, or give the plain checkpoint of the target",
             )
         return "draft_target"
-    if method is None:
-        raise SpecDecError(
-            f"{settings.checkpoint_dir} is a plain checkpoint: there is no drafter to tune",
-            "give --draft-checkpoint-dir, or a checkpoint with a drafter",
-        )
-    if method not in TUNABLE:
-        raise SpecDecError(
-            f"specdec tune knows no settings of {method}",
-            f"it tunes {', '.join(TUNABLE)} and draft-target; specdec-bench compares engines",
-        )
-    return method
+    return method or NGRAMS
 
 
 @contextlib.contextmanager
@@ -132,11 +136,15 @@ def build_engine(
             call_build(settings.draft_checkpoint_dir, draft_dir, *flags)
             flags += ["--speculative-decoding-mode", EXTERNAL_METHODS["draft_target"]]
             flags += ["--max-draft-len", str(settings.max_length)]
+        if method == NGRAMS:
+            flags += ["--speculative-decoding-mode", EXTERNAL_METHODS["prompt_lookup"]]
+            flags += ["--max-draft-len", str(MAX_NGRAM_TOKENS)]
         call_build(source, folder / "engine", *flags)
         yield RunSettings(
             engine_dir=folder / "engine", draft_engine_dir=draft_dir, device=settings.device,
             tokenizer_dir=settings.tokenizer_dir, max_output_len=settings.max_output_len,
             draft_len=None if draft_dir is None else str(settings.max_length),
+            prompt_lookup_num_tokens=MAX_NGRAM_TOKENS if method == NGRAMS else None,
         )  # fmt: skip
 
 
@@ -164,19 +172,21 @@ def enlarge_redrafter(source: Path, folder: Path, num_beams: int, settings: Tune
 
 
 def record(bench: Bench, batch_size: int) -> list[Recording]:
-    """Decode all prompts plainly, and keep the state behind every token."""
+    """Decode all prompts plainly, and keep what the target computed at every token."""
+    follows = isinstance(bench.engine.proposer, PromptFollower)
     recordings = []
     for requests in bench.groups.values():
-        recorder = Recorder()
+        recorder = (PromptRecorder if follows else Recorder)(bench.engine.decoder)
         results = bench.decode(requests, recorder, batch_size, bench.engine.timing)
         for result in results:
-            states = recorder.states[result.request.index]
             request = result.request
+            states = torch.stack(recorder.states[request.index])
+            prompt_states = recorder.get_prompt(request.index)
             if result.finish_reason == "stop":  # the text is not followed when it is replayed
                 request = dataclasses.replace(
                     request, max_output_len=len(result.output_ids), stop=()
                 )
-            recordings.append(Recording(request, result.output_ids, torch.stack(states)))
+            recordings.append(Recording(request, result.output_ids, states, prompt_states))
     return recordings
 
 
@@ -197,22 +207,21 @@ def tune_batch(
         statistics.median(len(r.request.input_ids) + len(r.output_ids) // 2 for r in recordings)
     )
     largest = 1 + max(c.proposer.max_draft_tokens for c in candidates)
-    costs = time_steps(
+    measured_costs = time_steps(
         bench.engine.decoder, list_sizes(largest), past_len=past_len,
         repeat=max(3, settings.repeat), batch_size=batch_size,
     )  # fmt: skip
+    costs = level_costs(measured_costs)
     num_tokens = plain.count_tokens()
-    longest = max(len(r.request.input_ids) + r.request.max_output_len for r in recordings)
 
-    def predict(steps: Sequence[int], draft_seconds: float) -> float:
+    def predict(steps: Sequence[float], draft_seconds: float) -> float:
         seconds = sum(interpolate(costs, size) + overhead for size in steps)
         return float(num_tokens / (timing.prefill + draft_seconds + seconds))
 
+    forecaster = Forecaster(bench, recordings, batch_size)
     predictions = []
     for candidate in logs.show_progress(candidates, label="replays", total=len(candidates)):
-        proposer = candidate.proposer
-        num_positions = longest + proposer.max_draft_tokens + 1
-        found = replay(proposer, recordings, batch_size, num_positions)
+        found = forecaster.find(candidate)
         rate = predict(found.sizes, sum(found.draft_seconds))
         predictions.append(Prediction(candidate, found, rate))
     predictions.sort(key=lambda p: -p.tokens_per_second)
@@ -244,7 +253,7 @@ def tune_batch(
     best = max(measured, key=lambda row: row["measured"]["ratio"]["median"])
     return {
         "batch_size": batch_size,
-        "step_ms_by_tokens": {size: round(1000 * cost, 4) for size, cost in costs.items()},
+        "step_ms_by_tokens": {size: round(1000 * cost, 4) for size, cost in measured_costs.items()},
         "plain": {
             "predicted_tokens_per_second": round(plain_prediction, 2),
             "tokens_per_second": summarize(plain_rates),

@@ -11,6 +11,8 @@ from specdec.command import stage_command
 
 from .settings import TuneSettings
 
+MAX_ROWS = 25  # of a table; the settings that should be fastest come first
+
 
 @stage_command("tune", TuneSettings)
 def command(settings: TuneSettings) -> None:
@@ -40,7 +42,7 @@ def format_report(report: dict[str, Any]) -> str:
             ["plain", "1.00", "1.0", "0.000", f"{plain['predicted_tokens_per_second']:.1f}", "1.00",
              format_spread(plain["tokens_per_second"], 1), "1.00", "1.00"],
         ]  # fmt: skip
-        for row in batch["settings"]:
+        for row in batch["settings"][:MAX_ROWS]:
             found = row["measured"]
             rows.append(
                 [
@@ -60,8 +62,14 @@ def format_report(report: dict[str, Any]) -> str:
             "",
             f"batch size {batch['batch_size']}; ms of a verify step by tokens: {costs}",
             *format_table(head, rows),
+            *describe_rest(len(batch["settings"]) - MAX_ROWS),
             f"best: {batch['best']}",
         ]
     lines += ["", *report["commands"], *(f"note: {note}" for note in report["notes"])]
     lines += [f"warning: {warning}" for warning in report["warnings"]]
     return "\n".join(lines)
+
+
+def describe_rest(count: int) -> list[str]:
+    """What a table leaves out."""
+    return [f"{count} more should be slower; --json lists them"] if count > 0 else []

@@ -101,10 +101,12 @@ def grow_choices(
     num_tokens: int,
     vocab_size: int,
     accuracy: Callable[[int, int], float] = estimate_accuracy,
+    max_inner: int | None = None,
 ) -> Choices:
     """The `num_tokens` paths that are most probable, or all there are.
 
-    accuracy: of a depth and a rank, both from 0; it must not rise with the rank.
+    accuracy: of a depth and a rank, both from 0; it must not rise with the rank. max_inner: of the
+    paths of one length, how many may go on, where that is bounded: the first that come to it.
     """
 
     def rate(path: tuple[int, ...]) -> float:
@@ -114,8 +116,13 @@ def grow_choices(
     # is the best of all that are left.
     waiting: list[tuple[float, tuple[int, ...]]] = [(-rate((0,)), (0,))]
     chosen: list[tuple[int, ...]] = []
+    inner: dict[int, set[tuple[int, ...]]] = {}  # by length
     while waiting and len(chosen) < num_tokens:
         _, path = heapq.heappop(waiting)
+        same_length = inner.setdefault(len(path) - 1, set())
+        if len(same_length) == max_inner and path[:-1] not in same_length:
+            continue  # its parent may not go on, so neither its siblings nor its children come
+        same_length.add(path[:-1])
         chosen.append(path)
         following: list[tuple[int, ...]] = []
         if path[-1] + 1 < vocab_size:

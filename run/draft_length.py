@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import bisect
-import statistics
+import dataclasses
+import math
 from collections import deque
 from collections.abc import Sequence
 
 PLAIN_STEPS = 2  # at the start: what there is to win is not known without them
-REFRESH_STEPS = 128  # after so many drafted steps the cost of a plain one is measured again
-TRIAL_TOKENS = 6  # drafted for one request before the others' draft caches are filled
-RISK_SHARE = 0.035  # of a run's plain time, that may be lost to finding out whether drafts pay
-PROBE_SHARE = 0.02  # of the time so far, that may be lost to drafts known not to pay
+MAX_REFRESH = 128  # after so many drafted steps the cost of a plain one is measured again
+REFRESH_GROWTH = 4  # times the plain steps so far, while those are few
+TRIAL_TOKENS = 4  # drafted for one request before the others' draft caches are filled
+LOSS_SHARE = 0.04  # of the time that plain decoding would take, that drafts may lose
+HORIZON = 128  # of the steps to come, those that the share is taken of: the text may end before
+PROBE_SHARE = 0.015  # of the time so far, that may be lost to drafts known not to pay
+REST_STEPS = 8  # plain ones after one that drafts nothing, so that not even planning costs time
+FIRST_CHUNK = 16  # tokens by which it is learnt what running a prompt costs the draft model
 KEEP = 0.98  # weight of what was known of acceptance before the newest draft
 # A belief that a few drafts outweigh: 7 of 10 drafted tokens are accepted.
 FIRST_ACCEPTED, FIRST_REACHED = 2.1, 3.0
 
 
 class Costs:
-    """Seconds by size, each the lower median of the newest few measurements."""
+    """Seconds by size, each the lower quartile of the newest few measurements, or a larger size's.
+
+    A machine that others use too is slower now and then, never faster: the lower ones are the
+    step's own. What is smaller never costs more: where it was measured so, the machine was busy.
+    """
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
+        self._quartiles: dict[int, float] = {}  # as they were measured
+        self._seconds: dict[int, float] = {}  # not falling with the size
         self._sizes: list[int] = []  # sorted
 
     def record(self, size: int, seconds: float) -> None:
         if size not in self._recent:
-            self._recent[size] = deque(maxlen=5)
+            self._recent[size] = deque(maxlen=7)
             bisect.insort(self._sizes, size)
         self._recent[size].append(seconds)
-        self._medians[size] = statistics.median_low(self._recent[size])
+        recent = sorted(self._recent[size])
+        self._quartiles[size] = recent[(len(recent) - 1) // 4]
+        least = math.inf
+        for other in reversed(self._sizes):
+            self._seconds[other] = least = min(least, self._quartiles[other])
 
     @property
     def largest(self) -> int:
@@ -40,21 +54,32 @@ class Costs:
     def estimate(self, size: int) -> float | None:
         """Return what a size costs, None where nothing was measured.
 
-        Between two known sizes, and beyond the largest, costs lie on a line that does not fall;
-        below the smallest they are the smallest's, as where memory is the limit.
+        Between two known sizes, and beyond the largest, costs lie on a line; below the smallest
+        they are the smallest's, as where memory is the limit.
         """
-        sizes, medians = self._sizes, self._medians
+        sizes, seconds = self._sizes, self._seconds
         if not sizes:
             return None
-        if size in medians:
-            return medians[size]
+        if size in seconds:
+            return seconds[size]
         if size < sizes[0] or len(sizes) == 1:
-            return medians[sizes[0]]
+            return seconds[sizes[0]]
         at = min(bisect.bisect(sizes, size), len(sizes) - 1)
         lower, upper = sizes[at - 1], sizes[at]
-        slope = max(0.0, (medians[upper] - medians[lower]) / (upper - lower))
-        nearest = upper if size > upper else lower
-        return medians[nearest] + slope * (size - nearest)
+        slope = (seconds[upper] - seconds[lower]) / (upper - lower)
+        return seconds[lower] + slope * (size - lower)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the draft model is to do in a step.
+
+    counts: tokens to draft for each of the active requests. catch_up: for requests that nothing is
+    drafted for, by their place, how many of the tokens that the draft model lacks it is to run.
+    """
+
+    counts: list[int]
+    catch_up: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class DraftLength:
@@ -65,10 +90,13 @@ class DraftLength:
     draft model and one verify step of n + 1 tokens a request; the best n has the most tokens per
     second. All are measured as the run goes on, a verify step's cost by its tokens in all.
 
-    So that drafts which do not pay cost next to nothing: the first steps are plain; drafting is
-    tried on one request, whose prompt the draft model must then run, and on the others only once it
-    is known to win more than their prompts cost; and what was lost against plain decoding is
-    counted, so that later trials take a small share of the time.
+    So that drafts which do not pay cost next to nothing, an account is kept of what was lost
+    against plain decoding: the seconds of every drafted step, less those of plain steps for as many
+    tokens. Nothing is drafted that would lose more than `LOSS_SHARE` in all, if nothing of it were
+    accepted; what was won before may be lost again. The first steps are plain; the draft model runs
+    a prompt by pieces, the first of which is small and the one cost that no account foresees;
+    drafting is tried on one request, and on others only as the account allows. Where drafts are
+    known not to pay, they are tried again on one request, for a smaller share of the time.
     """
 
     def __init__(self, maximum: int, *, is_auto: bool = False) -> None:
@@ -81,10 +109,12 @@ class DraftLength:
         self._accepted, self._reached = FIRST_ACCEPTED, FIRST_REACHED
         self._verify, self._draft = Costs(), Costs()  # by tokens in the step, by requests
         self._catch_up = Costs()  # a token, under size 1
-        self._num_plain = self._num_trials = self._num_drafted = self._since_plain = 0
+        self._num_plain = self._num_drafted = self._since_plain = 0
         self._spent = self._lost = 0.0
+        self._gain_share = 1.0  # of the step that was planned last
+        self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
 
-    def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> list[int]:
+    def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> Plan:
         """Return how many tokens to draft for each of the active requests.
 
         lags: tokens that the draft model would have to catch up with. remaining: tokens that each
@@ -92,42 +122,77 @@ class DraftLength:
         """
         num_rows = len(lags)
         if not self.is_auto:
-            return [self.maximum] * num_rows
-        nothing = [0] * num_rows
-        if self._num_plain < PLAIN_STEPS or self._since_plain >= REFRESH_STEPS:
+            return Plan([self.maximum] * num_rows)
+        nothing = Plan([0] * num_rows)
+        refresh = min(MAX_REFRESH, REFRESH_GROWTH * self._num_plain)
+        if self._num_plain < PLAIN_STEPS or self._since_plain >= refresh:
+            return nothing
+        rows_at_rest, end_of_rest = self._rest
+        if num_rows == rows_at_rest and self._spent < end_of_rest:
             return nothing
         usable = [row for row in range(num_rows) if remaining[row] > 1]
         if not usable:
             return nothing
         usable.sort(key=lambda row: lags[row])
-        single = [int(row == usable[0]) for row in range(num_rows)]
-        plain = self._predict_step(0, num_rows)
-        risk = RISK_SHARE * (self._spent + max(remaining) * plain)
-        if self._draft.largest == 0:
-            # The first draft runs a prompt: what a pass costs is seen at the second.
-            self._num_trials += 1
-            return single if self._num_trials <= 2 or self._lost < risk else nothing
+        ahead = min(max(remaining), HORIZON) * self._predict_step(0, num_rows)
+        allowance = LOSS_SHARE * (self._spent + ahead) - self._lost
         best, gain = self._find_best(num_rows)
+        if self._draft.largest == 0 or (best and num_rows > 1 and self._num_drafted < TRIAL_TOKENS):
+            return self._try_one(usable[0], lags, remaining, allowance)
         price = self._catch_up.estimate(1) or 0.0
-        if best and num_rows > 1 and self._num_drafted < TRIAL_TOKENS:
-            cost = lags[usable[0]] * price + self._predict_step(1, num_rows, 1) - plain
-            return single if self._lost + cost < risk else nothing
-        if best and self._draft.largest < num_rows:
-            # What a pass for so many costs is a guess yet: for twice as many as it is known for.
-            best = 1
-            usable = usable[: 2 * self._draft.largest]
-        counts = [0] * num_rows
-        for row in usable:
-            counts[row] = best if gain * remaining[row] / num_rows > price * lags[row] else 0
-        num_drafting = sum(count > 0 for count in counts)
-        if self._pays(best, num_drafting, num_rows):
-            return counts
-        cost = self._predict_step(1, num_rows, num_drafting) - plain
-        cost += price * sum(lags[row] for row in range(num_rows) if counts[row])
-        if num_drafting > self._draft.largest and self._lost + cost < risk:
-            return counts
-        cost = lags[usable[0]] * price + self._predict_step(1, num_rows, 1) - plain
-        return single if self._lost + cost <= PROBE_SHARE * self._spent else nothing
+        if self._draft.largest < num_rows:
+            best = min(best, 1)  # what a pass for more requests costs is a guess yet
+        worth = [row for row in usable if gain * remaining[row] / num_rows > price * lags[row]]
+        # All at once; or where their prompts are too dear, those that it follows already.
+        followed = [row for row in worth if lags[row] <= FIRST_CHUNK]
+        would_pay = False
+        for rows in (worth, followed):
+            share = self._share_gain(rows, remaining)
+            if best and rows and self._pays(best, len(rows), num_rows, share):
+                would_pay = True
+                if self._risk(best, rows, lags) <= allowance:
+                    self._gain_share = share
+                    return Plan([best if row in rows else 0 for row in range(num_rows)])
+        allowance = PROBE_SHARE * self._spent - self._lost
+        plan = nothing if would_pay else self._try_one(usable[0], lags, remaining, allowance)
+        if not any(plan.counts):
+            self._rest = num_rows, self._spent + REST_STEPS * self._predict_step(0, num_rows)
+        return plan
+
+    def _share_gain(self, rows: Sequence[int], remaining: Sequence[int]) -> float:
+        """The share of what drafts win for these requests that is not spent waiting for others.
+
+        A step costs nearly as much with few requests as with more: it is the last one to end that
+        counts.
+        """
+        others = max((n for row, n in enumerate(remaining) if row not in rows), default=0)
+        longest = max((remaining[row] for row in rows), default=0)
+        return max(0.0, 1 - others / longest) if longest else 0.0
+
+    def _try_one(
+        self, row: int, lags: Sequence[int], remaining: Sequence[int], allowance: float
+    ) -> Plan:
+        """Draft a token for one request, or let the draft model come nearer to that; or nothing."""
+        nothing = [0] * len(lags)
+        price = self._catch_up.estimate(1)
+        if price is None and lags[row] > FIRST_CHUNK:
+            return Plan(nothing, {row: FIRST_CHUNK} if allowance > 0 else {})
+        if self._risk(1, [row], lags) <= allowance:
+            self._gain_share = self._share_gain([row], remaining)
+            return Plan([int(place == row) for place in range(len(lags))])
+        # A longer piece never costs more a token than a shorter one did.
+        affordable = int(allowance / price) if price else 0
+        if affordable < FIRST_CHUNK or lags[row] <= FIRST_CHUNK or self._draft.largest:
+            return Plan(nothing)
+        return Plan(nothing, {row: min(affordable, lags[row])})
+
+    def _risk(self, length: int, rows: Sequence[int], lags: Sequence[int]) -> float:
+        """Seconds that drafts for these requests lose if nothing of them is accepted."""
+        price = self._catch_up.estimate(1) or 0.0
+        step = self._predict_step(length, len(lags), len(rows)) - self._predict_step(0, len(lags))
+        if len(rows) > self._draft.largest:  # what was not seen may cost twice what is known
+            step += length * (self._draft.estimate(len(rows)) or 0.0)
+        return step + price * sum(lags[row] for row in rows)
 
     def record_step(
         self,
@@ -147,25 +212,31 @@ class DraftLength:
         """
         self._verify.record(num_rows * num_tokens, verify_seconds)
         self._spent += draft_seconds + verify_seconds
-        if not num_passes:
-            self._num_plain += 1
-            self._since_plain = 0
-            return
-        self._since_plain += 1
         num_drafting = sum(drafted > 0 for drafted, _ in drafts)
         if num_caught_up:
             usual = num_passes * (self._draft.estimate(num_drafting) or 0.0)
             self._catch_up.record(1, max(0.0, draft_seconds - usual) / num_caught_up)
-        else:
+        elif num_passes:
             self._draft.record(num_drafting, draft_seconds / num_passes)
+        if not num_passes:
+            self._num_plain += 1
+            self._since_plain = 0
+            if num_caught_up:
+                self._lost += draft_seconds
+            return
+        self._since_plain += 1
         for drafted, accepted in drafts:
             if drafted:  # what follows a rejection tells nothing
                 self._num_drafted += min(accepted + 1, drafted)
                 self._accepted = KEEP * self._accepted + accepted
                 self._reached = KEEP * self._reached + min(accepted + 1, drafted)
-        emitted = sum(accepted + 1 for _, accepted in drafts) / num_rows
         plain = self._verify.estimate(num_rows) or 0.0
-        self._lost += draft_seconds + verify_seconds - emitted * plain
+        won = self._gain_share * sum(accepted for _, accepted in drafts) / num_drafting * plain
+        # What others delay is nobody's loss: costs of the same kind are compared.
+        step = self._verify.estimate(num_rows * num_tokens) or 0.0
+        step += num_passes * (self._draft.estimate(num_drafting) or 0.0)
+        step += num_caught_up * (self._catch_up.estimate(1) or 0.0)
+        self._lost += step - plain - won
 
     def _find_best(self, num_rows: int) -> tuple[int, float]:
         """Return the best length, and the seconds it saves whenever every request emits a token."""
@@ -184,11 +255,8 @@ class DraftLength:
         draft = self._draft.estimate(num_rows if num_drafting is None else num_drafting) or 0.0
         return length * draft + (self._verify.estimate(num_rows * (length + 1)) or 0.0)
 
-    def _pays(self, length: int, num_drafting: int, num_rows: int) -> bool:
+    def _pays(self, length: int, num_drafting: int, num_rows: int, share: float) -> bool:
         """Whether drafts for some of the requests win more than they cost all of them."""
-        if not num_drafting:
-            return False
-        share = num_drafting / num_rows
-        emitted = 1 - share + share * self._predict_emitted(length)
+        emitted = 1 + share * (self._predict_emitted(length) - 1)
         plain = emitted * self._predict_step(0, num_rows)
         return plain > self._predict_step(length, num_rows, num_drafting)

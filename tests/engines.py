@@ -133,6 +133,66 @@ def make_noisy_copy(source: Path, copy: Path) -> None:
     model.save_pretrained(copy)
 
 
+def make_knowing_drafter(parent: Path, kind: str, step: int = 1, noise: float = 0.0) -> Path:
+    """A target that counts upwards, and an EAGLE drafter that knows it if `step` is 1.
+
+    The target's layers add nothing, its embedding of token n is a unit vector and its head maps
+    that to token n + 1. The drafter's next feature is that of its token (`embedding`), or follows
+    from the feature before it (`feature`, and EAGLE-3's `layers` by its MLP): one place off in
+    the pairing, and nothing would be accepted. noise: added to what it knows.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from tests.conftest import make_eagle_drafter, make_llama
+
+    size = 32
+    folder = make_llama(parent, hidden=size, vocab=size, heads=2, kv_heads=2, name="counter")
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+        elif name.endswith("norm.weight"):
+            weight.fill_(1.0)
+    unit = torch.eye(size)
+    following = unit.roll(1, 0).contiguous()  # maps n to n + 1
+    tensors["model.embed_tokens.weight"] = unit
+    tensors["lm_head.weight"] = following
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    sizes: dict[str, Any] = {
+        "hidden": size, "vocab": size, "heads": 2, "kv_heads": 2, "own_embedding": False,
+        "intermediate": size,
+    }  # fmt: skip
+    drafter = make_eagle_drafter(
+        parent, version=3 if kind == "layers" else 1, aux_layers=(0, 1), **sizes
+    )
+    own = load_file(drafter / "model.safetensors")
+    own["layers.0.self_attn.o_proj.weight"].zero_()
+    own["layers.0.mlp.down_proj.weight"].zero_()
+    next_one = unit.roll(step, 0).contiguous()
+    nothing = torch.zeros(size, size)
+    if kind == "layers":
+        for name, weight in own.items():
+            if name.endswith("norm.weight"):
+                weight.fill_(1.0)
+        own["fc.weight"] = torch.cat((unit, nothing), dim=1)
+        own["layers.0.mlp.gate_proj.weight"] = own["layers.0.mlp.up_proj.weight"] = unit.clone()
+        own["layers.0.mlp.gate_proj.weight"] = unit.clone()
+        # The normed state of token n is sqrt(size) at n; what the MLP makes of it is taken back.
+        root = torch.tensor(float(size)).sqrt()
+        made = torch.nn.functional.silu(root) * root
+        own["layers.0.mlp.down_proj.weight"] = (next_one - unit) / made
+        own["lm_head.weight"] = following.clone()
+    else:
+        own["fc.bias"].zero_()
+        parts = (unit * float(size) ** 0.5, nothing) if kind == "embedding" else (nothing, next_one)
+        own["fc.weight"] = torch.cat(parts, dim=1)
+    generator = torch.Generator().manual_seed(4)
+    fc = own["fc.weight"]
+    fc += noise * fc.std() * torch.randn(fc.shape, generator=generator)
+    save_file(own, drafter / "model.safetensors")
+    return drafter
+
+
 class OracleProposer:
     """Proposes from known continuations: `quality` of its tokens are right, the others wrong.
 

@@ -106,11 +106,10 @@ class EngineDrafter:
         texts = [get_text(request) for request in requests]
         remaining = [request.remaining for request in requests]
         # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
+        planned = self._length.plan([0] * len(requests), remaining).counts
         counts = [
             min(count, room - 1) if max(text) < self._runner.folder.vocab_size else 0
-            for count, room, text in zip(
-                self._length.plan([0] * len(requests), remaining), remaining, texts, strict=True
-            )
+            for count, room, text in zip(planned, remaining, texts, strict=True)
         ]
         drafts = [Draft([])] * len(requests)
         rows = [row for row, count in enumerate(counts) if count > 0]

@@ -79,14 +79,18 @@ class DraftTargetProposer:
             max(0, len(text) - int(self._cache.past_lens[r.row]) - 2)
             for r, text in zip(requests, texts, strict=True)
         ]
-        chosen = self.draft_length.plan(lags, [r.remaining for r in requests])
+        plan = self.draft_length.plan(lags, [r.remaining for r in requests])
         # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
         vocab_size = self.decoder.model.vocab_size
         counts = [
             min(count, request.remaining - 1) if count and max(text) < vocab_size else 0
-            for count, request, text in zip(chosen, requests, texts, strict=True)
+            for count, request, text in zip(plan.counts, requests, texts, strict=True)
         ]
         self._num_caught_up = sum(lag for lag, n in zip(lags, counts, strict=True) if n)
+        for at, count in plan.catch_up.items():
+            if max(texts[at]) < vocab_size:
+                self._catch_up(requests[at].row, texts[at], count)
+                self._num_caught_up += count
         for request, text, count in zip(requests, texts, counts, strict=True):
             self._known[request.row], self._num_drafted[request.row] = len(text), count
         draft_probs: list[list[Tensor]] = [[] for _ in requests]
@@ -170,6 +174,12 @@ class DraftTargetProposer:
             verify_seconds=seconds,
             drafts=drafts,
         )
+
+    def _catch_up(self, row: int, text: Sequence[int], count: int) -> None:
+        """Run the next tokens of a text that the cache does not hold, and wait for the end."""
+        assert self._cache is not None
+        end = int(self._cache.past_lens[row]) + count
+        fill_cache(self.decoder, self._cache, [row], [text[:end]], self._max_num_tokens).cpu()
 
     def _choose(
         self, logits: Tensor, requests: Sequence[ActiveRequest], depth: int

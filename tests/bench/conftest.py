@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import make_drafter, make_llama, make_tokenizer
-from tests.engines import call, make_engine
+from tests.conftest import make_drafter, make_llama, make_medusa_heads, make_tokenizer
+from tests.engines import call, make_engine, make_knowing_drafter, make_tree_engine
 
 PLAIN_CHECKPOINT = "ckpt-b4l5noneautop"  # that `plain` is built from
+NOISE = {"feature": 2.4, "layers": 0.9}  # of EAGLE drafters, by what they know
 TEXTS = ("def add(a, b):", "import os", "The", "x = 1\ny = 2\n", "Once upon", "a, b")
 
 
@@ -51,3 +52,42 @@ def pair(folder: Path, plain: Path) -> tuple[Path, Path]:
          "--optimize", "none", "--speculative-decoding-mode", "draft_tokens_external",
          "--max-draft-len", 4)  # fmt: skip
     return engine, plain
+
+
+@pytest.fixture(scope="session")
+def medusa(folder: Path) -> Path:
+    make_medusa_heads(folder)
+    call(
+        "convert", "--model-dir", folder / "target", "--medusa-model-dir", folder / "heads",
+        "--output-dir", folder / "ckpt-medusa", "--max-medusa-token-len", 20,
+    )  # fmt: skip
+    engine = folder / "engine-medusa"
+    call("build", "--checkpoint-dir", folder / "ckpt-medusa", "--output-dir", engine,
+         "--optimize", "none")  # fmt: skip
+    return engine
+
+
+def make_eagle_folder(folder: Path, kind: str) -> Path:
+    """A target, prompts, and an engine with an EAGLE drafter that is right now and then."""
+    drafter = make_knowing_drafter(folder, kind, noise=NOISE[kind])
+    (folder / "counter").rename(folder / "target")
+    make_tokenizer(folder / "target")
+    lines = [{"input_ids": list(ids)} for ids in ([4], [30, 2], [9] * 5, [17, 1], [25])]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    make_tree_engine(
+        "eagle", folder, folder / "target", drafter, optimize="none",
+        flags=["--num-eagle-layers", 3, "--max-draft-len", 31, "--max-non-leaves-per-layer", 4],
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="session")
+def eagle1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """EAGLE-1's folder."""
+    return make_eagle_folder(tmp_path_factory.mktemp("eagle1"), "feature")
+
+
+@pytest.fixture(scope="session")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """EAGLE-3's."""
+    return make_eagle_folder(tmp_path_factory.mktemp("eagle3"), "layers")

@@ -10,7 +10,7 @@ import pytest
 
 from specdec.bench import machine, plots
 from specdec.bench.engine import Pass, open_bench
-from specdec.bench.measure import alternate, summarize
+from specdec.bench.measure import alternate, divide, summarize
 from specdec.bench.pipeline import find_error, list_warnings, run_bench
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.repetition import is_looping, measure_distinct
@@ -20,6 +20,9 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.run.loop import Timing
 from specdec.run.settings import RunSettings
 from tests.conftest import read_error_lines, run_cli
+from tests.engines import run_cli_here
+
+KINDS = ("plain", "speculation")
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +54,10 @@ def test_a_report_adds_up(report: dict[str, Any]) -> None:
         acceptance = batch["acceptance"]
         counts = acceptance["accepted_histogram"]
         assert len(counts) == 4, "none to all three of a beam"
-        assert acceptance["accepted_by_position"][0] == pytest.approx(
-            1 - counts[0] / sum(counts), abs=1e-3
+        shares = [sum(counts[n:]) / sum(counts) for n in (1, 2, 3)]
+        assert acceptance["accepted_by_position"] == pytest.approx(shares, abs=1e-3)
+        assert acceptance["acceptance_length"] == pytest.approx(
+            1 + sum(n * count for n, count in enumerate(counts)) / sum(counts), abs=0.1
         )
         assert batch["speculation"]["num_steps"] <= batch["plain"]["num_steps"]
     alone, together = report["batches"]
@@ -152,6 +157,12 @@ def test_warnings(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> No
     assert "plain ran at 5.0 to 11.0" in unsteady
 
 
+def test_spread() -> None:
+    assert summarize([9.0, 1.0, 2.0]) == {"median": 2.0, "lowest": 1.0, "highest": 9.0}
+    # Of the ratios within rounds, not the ratio of medians.
+    assert divide([2.0, 9.0, 4.0], [1.0, 3.0, 4.0])["median"] == 2.0
+
+
 def test_loops_are_seen() -> None:
     assert measure_distinct(range(50)) == 1.0
     assert measure_distinct([1, 2]) == 1.0
@@ -180,9 +191,33 @@ def test_written_report(
 
 @pytest.mark.skipif(not plots.has_matplotlib(), reason="matplotlib is not installed")
 def test_plots(report: dict[str, Any], tmp_path: Path) -> None:
-    plots.plot_report(report, tmp_path)
+    write_report(report, tmp_path / "out", force=False)
     for name in ("speedup.png", "acceptance.png", "step.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not plots.has_matplotlib(), reason="matplotlib is not installed")
+def test_plots_show_the_figures(report: dict[str, Any]) -> None:
+    """Each bar and line is a number of the report, under its name."""
+    alone, together = report["batches"]
+    (axes,) = plots.draw_speedup(report).axes
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert names[:2] == ["batch 1", "batch 1\nprose"]
+    assert [bar.get_height() for bar in axes.patches] == [
+        ratio["median"]
+        for batch in (alone, together)
+        for ratio in (batch["ratio"], *(part["ratio"] for part in batch["categories"].values()))
+    ]
+    (axes,) = plots.draw_acceptance(report).axes
+    for line, batch in zip(axes.lines, (alone, together), strict=True):
+        assert list(line.get_xdata()) == [1, 2, 3]
+        assert list(line.get_ydata()) == batch["acceptance"]["accepted_by_position"]
+    (axes,) = plots.draw_step(report).axes
+    tops = [bar.get_y() + bar.get_height() for bar in axes.patches][-4:]
+    steps = [batch[name]["step_ms"] for batch in (alone, together) for name in KINDS]
+    assert tops == pytest.approx([step["total"] for step in steps], abs=1e-3)
+    drafts = [bar.get_height() for bar in axes.patches][:4]
+    assert drafts == [step["draft"] for step in steps]
 
 
 def test_turns_are_requests_of_their_own(engine: Path, folder: Path, tmp_path: Path) -> None:
@@ -248,6 +283,6 @@ def test_the_command(engine: Path, folder: Path, tmp_path: Path) -> None:
     done = run_cli(*flags, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["batches"][0]["texts"]["compared"] == 8
-    again = run_cli(*flags)
+    again = run_cli_here(*flags)
     assert again.returncode == 1
     assert "out" in read_error_lines(again.stderr)[0]

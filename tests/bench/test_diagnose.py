@@ -26,7 +26,8 @@ from specdec.bench.engine import open_bench
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.settings import DiagnoseSettings
 from specdec.run.requests import sum_stats
-from tests.conftest import make_tokenizer, run_cli
+from tests.conftest import make_tokenizer
+from tests.engines import run_cli_here
 
 RIGHT = (0.8, 0.64, 0.512)
 
@@ -191,7 +192,7 @@ def test_steps_are_seen_as_they_were_counted(engine: Path, folder: Path) -> None
 
 
 def test_the_command(engine: Path, folder: Path) -> None:
-    done = run_cli(
+    done = run_cli_here(
         "diagnose", "--engine-dir", engine, "--tokenizer-dir", folder / "target",
         "--max-output-len", 6, "--repeat", 1,
     )  # fmt: skip

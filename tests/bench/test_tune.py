@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from specdec.bench.candidates import measure_accuracies
+from specdec.bench.candidates import MAX_NGRAM_TOKENS, list_eagle, list_ngrams, measure_accuracies
 from specdec.bench.engine import Bench, open_bench
+from specdec.bench.forecast import Forecaster, spread_seconds
+from specdec.bench.measure import list_results
 from specdec.bench.prompts import read_prompt_set
-from specdec.bench.recipe import to_flags
-from specdec.bench.replay import follow_text, replay
+from specdec.bench.recipe import describe_best, to_flags, write_recipe
+from specdec.bench.rehearsal import count_static, measure_ranks
+from specdec.bench.replay import Replay, follow_text
 from specdec.bench.settings import TuneSettings
-from specdec.bench.steps import interpolate, list_sizes, take_turns, time_steps
+from specdec.bench.steps import interpolate, level_costs, list_sizes, take_turns, time_steps
 from specdec.bench.tune import list_draft_target, list_medusa, list_redrafter, record, tune
+from specdec.bench.tune_cli import MAX_ROWS, format_report
 from specdec.build.settings import BuildSettings
 from specdec.convert.settings import ConvertSettings
 from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError, UsageError
-from specdec.run.loop import Timing
+from specdec.run.choices import grow_choices
 from specdec.run.requests import sum_stats
 from specdec.run.settings import RunSettings
 from specdec.settings import resolve_settings
 from tests.bench.conftest import PLAIN_CHECKPOINT
-from tests.conftest import make_llama, make_medusa_heads, make_tokenizer, run_cli
-from tests.engines import call
+from tests.engines import call, run_cli_here, run_here
 
 
 def load(engine: Path, folder: Path, limit: int = 24, **flags: Any) -> Bench:
@@ -40,31 +46,22 @@ def load(engine: Path, folder: Path, limit: int = 24, **flags: Any) -> Bench:
     return bench
 
 
-@pytest.fixture(scope="module")
-def medusa(folder: Path) -> Path:
-    make_medusa_heads(folder)
-    call(
-        "convert", "--model-dir", folder / "target", "--medusa-model-dir", folder / "heads",
-        "--output-dir", folder / "ckpt-medusa", "--max-medusa-token-len", 20,
-    )  # fmt: skip
-    engine = folder / "engine-medusa"
-    call("build", "--checkpoint-dir", folder / "ckpt-medusa", "--output-dir", engine,
-         "--optimize", "none")  # fmt: skip
-    return engine
-
-
 def check_replays(bench: Bench, candidates: list[Any], recordings: list[Any]) -> list[float]:
-    """Every replay tells the acceptance and the steps of a real run; return the acceptances."""
+    """Every forecast tells the acceptance and the steps of a real run; return the acceptances."""
     found = []
     for candidate in candidates:
-        for batch_size in (1, 4):
-            timing = Timing()
-            results = bench.decode(bench.requests, candidate.proposer, batch_size, timing)
-            replayed = replay(candidate.proposer, recordings, batch_size, 200)
+        for batch_size in (1, 2):
+            done = bench.run(candidate.proposer, batch_size)
+            results, num_steps = list_results(done), done.timing.num_steps
+            told = Forecaster(bench, recordings, batch_size).find(candidate)
             totals = sum_stats(results)
-            assert round(replayed.acceptance_length, 4) == totals["acceptance_length"]
-            assert len(replayed.sizes) == timing.num_steps
-        found.append(replayed.acceptance_length)
+            assert round(told.acceptance_length, 4) == totals["acceptance_length"]
+            assert len(told.sizes) == len(told.draft_seconds) == num_steps
+            drafted = sum(result.stats.num_draft_tokens for result in results)
+            if batch_size == 1:
+                assert sum(told.sizes) == pytest.approx(num_steps + drafted)
+            assert min(told.draft_seconds) > 0
+        found.append(told.acceptance_length)
     return found
 
 
@@ -97,6 +94,65 @@ def test_replay_of_medusa(medusa: Path, folder: Path) -> None:
     check_replays(bench, candidates[::3], recordings)
 
 
+@pytest.mark.parametrize("version", ["eagle1", "eagle3"])
+def test_forecasts_of_eagle(version: str, request: pytest.FixtureRequest) -> None:
+    """A pass or two over the texts tell what every tree accepts, static and dynamic."""
+    eagle = request.getfixturevalue(version)
+    bench = load(eagle / "engine", eagle, 16)
+    recordings = record(bench, 2)
+    candidates = list_eagle(bench, recordings)
+    names = [c.name for c in candidates]
+    assert len(set(names)) == len(names)
+    static = [c for c in candidates if "eagle_choices" in c.run]
+    assert {c.rehearsed.max_draft_depth for c in static} == {1, 2, 3}
+    assert max(c.proposer.max_draft_tokens for c in static) <= 31
+    dynamic = [c for c in candidates if "eagle_tree_tokens" in c.run]
+    assert "dynamic 15, 3 deep, top 2" not in names, "only 10 are drafted"
+    assert {c.run["eagle_dynamic_tree_max_top_k"] for c in dynamic} == {2, 4}
+    assert {c.convert["num_eagle_layers"] for c in dynamic} == {2, 3}
+    lengths = check_replays(bench, [*static[::9], *dynamic[::7]], recordings)
+    assert 1 < min(lengths) < 1.9 < max(lengths)
+    assert bench.engine.proposer.params.num_eagle_layers == 3, "the engine's own is as it was"
+
+
+def test_trees_stay_within_what_may_go_on() -> None:
+    """Equally probable paths: of each length the first two that were gone on from, and no more."""
+    choices = grow_choices(3, 45, 10, lambda depth, rank: 0.9, max_inner=2)
+    assert len(set(choices)) == 45
+    for length in (1, 2):
+        assert len({path[:length] for path in choices if len(path) > length}) == 2
+    assert {path[:-1] for path in choices} <= {(), *choices}
+    assert len(grow_choices(3, 99, 10, max_inner=2)) == 10 + 2 * 10 + 2 * 10, "all there are"
+
+
+def test_accuracy_of_ranks() -> None:
+    """Below a right path: what follows a token that was not drafted is not counted."""
+    ranks = {0: np.array([[9, 9], [1, 0], [1, -1], [0, 2], [-1, -1], [0, -1]])}
+    shares = measure_ranks(ranks, 3)
+    # Of five places the text is ranked 1, 1, 0, -, 0; behind the first four of them it goes on.
+    assert shares[0].tolist() == [0.4, 0.4, 0.0]
+    assert shares[1].tolist() == pytest.approx([1 / 3, 0, 0])
+    paths = ((0,), (1,), (1, 0))
+    assert count_static(ranks, paths)[0].tolist()[1:] == [2, 1, 1, 0, 1]
+
+
+def test_few_drafts_tell_the_cost_of_all() -> None:
+    """Three requests' first drafts are among the sample, 6 in all beyond the usual one."""
+    sample = Replay([1] * 5, [3.0, 1.0, 5.0, 1.5, 1.0], [1, 0, 2, 0, 0])
+    assert spread_seconds(sample, [2, 0, 0, 1]) == [5.0, 1.0, 1.0, 3.0]
+    assert spread_seconds(Replay([1], [2.0], [1]), [1, 0]) == [2.0, 2.0]
+
+
+def test_forecasts_of_ngrams(pair: tuple[Path, Path], folder: Path) -> None:
+    bench = load(pair[0], folder, prompt_lookup_num_tokens=4)
+    candidates = list_ngrams(bench)
+    lookups = [c for c in candidates if "prompt_lookup_num_tokens" in c.run]
+    windows = [c for c in candidates if "lookahead_config" in c.run]
+    assert max(c.build["max_draft_len"] for c in candidates) == MAX_NGRAM_TOKENS
+    assert windows[1].run == {"lookahead_config": "[3,3,3]"}
+    check_replays(bench, [*lookups[::9], *windows[:2]], record(bench, 2))
+
+
 def test_accuracies_are_those_of_the_text(medusa: Path, folder: Path) -> None:
     """Texts made of what the heads rank second have all of their accuracy there, or below."""
     bench = load(medusa, folder)
@@ -112,8 +168,6 @@ def test_accuracies_are_those_of_the_text(medusa: Path, folder: Path) -> None:
 
 
 def test_following_a_text() -> None:
-    import numpy as np
-
     tree = pack_beams(7, np.array([[11, 21, 31], [11, 22, 32], [12, 21, 33]]))
     assert tree.tokens[follow_text(tree, [11, 22, 9])].tolist() == [7, 11, 22]
     assert tree.tokens[follow_text(tree, [12, 21, 33, 40])].tolist() == [7, 12, 21, 33]
@@ -127,6 +181,7 @@ def test_costs_of_steps(engine: Path, folder: Path) -> None:
     assert list(costs) == [1, 5]
     assert min(costs.values()) > 0
     assert interpolate({1: 1.0, 5: 3.0}, 4) == 2.5
+    assert level_costs({1: 9.0, 2: 4.0, 4: 5.0, 8: 4.5}) == {1: 4.0, 2: 4.0, 4: 4.5, 8: 4.5}
     assert [list_sizes(n) for n in (1, 2, 8, 21)] == [
         [1], [1, 2], [1, 2, 4, 8], [1, 2, 4, 8, 16, 21],
     ]  # fmt: skip
@@ -167,7 +222,6 @@ def test_a_table_and_its_recipe(
     with pytest.raises(SpecDecError, match="exists"):
         run_tune(folder, checkpoint, output_file=recipe)
 
-    from specdec.bench.recipe import describe_best, write_recipe
     from specdec.bench.tune import Candidate
 
     better = Candidate(
@@ -187,9 +241,71 @@ def test_a_table_and_its_recipe(
     assert [line.split()[1] for line in report["commands"]] == ["convert", "build", "run"]
 
 
+def follow_recipe(candidate: Any, checkpoint: Path, tokenizer: Path, method: str) -> dict[str, Any]:
+    """Do what the recipe of a setting says, on the smallest prompt; return its statistics."""
+    given = TuneSettings(checkpoint_dir=checkpoint, tokenizer_dir=str(tokenizer))
+    about = {
+        "date": "",
+        "method": method,
+        "processor": "",
+        "batches": [{"best": "", "batch_size": 1}],
+    }
+    report = about | describe_best(candidate, given, method, 1)
+    path = checkpoint.parent / "recipe.yaml"
+    write_recipe(path, report)
+    prompt = checkpoint.parent / "one.jsonl"
+    prompt.write_text('{"input_ids": [4, 5, 4]}')
+    stages = list(report["recipe"])
+    for stage in stages[:-1]:
+        call(stage, "--config", path, "--force", *["--optimize", "none"][: 2 * (stage == "build")])
+    out = run_here(["--config", str(path), "--input-file", str(prompt), "--max-output-len", "6"])
+    shutil.rmtree(report["recipe"]["build"]["output_dir"])
+    stats: dict[str, Any] = out["stats"]
+    return stats | {"stages": stages, "most": len(out["outputs"][0]["stats"]["accepted_histogram"])}
+
+
+def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:
+    """The settings with predictions, the best measured; what is chosen is what then runs."""
+    report = run_tune(eagle1, eagle1 / "checkpoint", num_measured=1, max_output_len=6)
+    assert report["method"] == "eagle"
+    first, *others = report["batches"][0]["settings"]
+    assert first["measured"]["acceptance_length"] == first["acceptance_length"]
+    assert min(row["draft_ms"] for row in [first, *others]) > 0
+    text = format_report(report)
+    assert f"{len(others) + 1 - MAX_ROWS} more should be slower" in text
+    assert others[-1]["name"] not in text
+    bench = load(eagle1 / "engine", eagle1, 6)
+    static, *_, dynamic = [c for c in list_eagle(bench, record(bench, 2)) if "3 deep" in c.name]
+    for candidate, stages, most in (
+        (static, ["build", "run"], 4),
+        (dynamic, ["build", "run"], 4),
+        (
+            dataclasses.replace(dynamic, convert={"num_eagle_layers": 2}),
+            ["convert", "build", "run"],
+            3,
+        ),
+    ):
+        stats = follow_recipe(candidate, eagle1 / "checkpoint", eagle1 / "target", "eagle")
+        assert (stats["stages"], stats["most"]) == (stages, most)
+
+
+def test_a_table_without_a_drafter(folder: Path, plain: Path) -> None:
+    """Prompt lookup and lookahead, of a plain checkpoint; each runs as its recipe says."""
+    report = run_tune(folder, folder / PLAIN_CHECKPOINT, num_measured=1, max_output_len=4)
+    names = [row["name"] for row in report["batches"][0]["settings"]]
+    assert {"lookup of 3, 2-grams", "lookahead [2,2,2]"} < set(names)
+    fake: Any = SimpleNamespace(engine=SimpleNamespace(decoder=None))
+    candidates = list_ngrams(fake)
+    for candidate, method in ((candidates[0], "prompt_lookup"), (candidates[-1], "lookahead")):
+        stats = follow_recipe(
+            candidate, folder / PLAIN_CHECKPOINT, folder / "target", report["method"]
+        )
+        assert stats["method"] == method
+
+
 def test_the_command_with_a_draft_model(folder: Path, pair: tuple[Path, Path]) -> None:
     checkpoint = folder / PLAIN_CHECKPOINT
-    done = run_cli(
+    done = run_cli_here(
         "tune", "--checkpoint-dir", checkpoint, "--draft-checkpoint-dir", checkpoint,
         "--tokenizer-dir", folder / "target", "--max-output-len", 6, "--max-length", 2,
         "--repeat", 1, "--num-measured", 1, "--json",
@@ -209,8 +325,3 @@ def test_what_cannot_be_tuned(engine: Path, folder: Path, tmp_path: Path) -> Non
     checkpoint = folder / "ckpt-b2l3noneautod"
     with pytest.raises(UsageError, match="--draft-checkpoint-dir has no effect"):
         run_tune(folder, checkpoint, draft_checkpoint_dir=checkpoint)
-    make_llama(tmp_path)
-    make_tokenizer(tmp_path / "target")
-    call("convert", "--model-dir", tmp_path / "target", "--output-dir", tmp_path / "plain")
-    with pytest.raises(SpecDecError, match="plain checkpoint: there is no drafter to tune"):
-        run_tune(folder, tmp_path / "plain")

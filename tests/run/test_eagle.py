@@ -30,7 +30,7 @@ from specdec.run.verify import Candidates
 from specdec.storage import read_json
 from tests.conftest import make_eagle_drafter, make_llama, make_tokenizer
 from tests.engine.eagle_reference import EagleReference, list_token_paths
-from tests.engines import call, continue_greedily, make_tree_engine
+from tests.engines import call, continue_greedily, make_knowing_drafter, make_tree_engine
 
 PROMPTS = ([5, 9, 77], [3] * 20, [100], [8, 60])
 LIMIT = 24
@@ -219,61 +219,6 @@ def test_native_kernels(version: int, target: Path, tmp_path: Path, expected: An
         assert [r.output_ids for r in results] == expected
         drafts.append(recorder.drafts)
     assert drafts[0] == drafts[1]
-
-
-def make_knowing_drafter(parent: Path, kind: str, step: int = 1) -> Path:
-    """A target that counts upwards, and a drafter that knows it if `step` is 1.
-
-    The target's layers add nothing, its embedding of token n is a unit vector and its head maps
-    that to token n + 1. The drafter's next feature is that of its token (`embedding`), or follows
-    from the feature before it (`feature`, and EAGLE-3's `layers` by its MLP): one place off in
-    the pairing, and nothing would be accepted.
-    """
-    from safetensors.torch import load_file, save_file
-
-    size = 32
-    folder = make_llama(parent, hidden=size, vocab=size, heads=2, kv_heads=2, name="counter")
-    tensors = load_file(folder / "model.safetensors")
-    for name, weight in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.zero_()
-        elif name.endswith("norm.weight"):
-            weight.fill_(1.0)
-    unit = torch.eye(size)
-    following = unit.roll(1, 0).contiguous()  # maps n to n + 1
-    tensors["model.embed_tokens.weight"] = unit
-    tensors["lm_head.weight"] = following
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    sizes: dict[str, Any] = {
-        "hidden": size, "vocab": size, "heads": 2, "kv_heads": 2, "own_embedding": False,
-        "intermediate": size,
-    }  # fmt: skip
-    drafter = make_eagle_drafter(
-        parent, version=3 if kind == "layers" else 1, aux_layers=(0, 1), **sizes
-    )
-    own = load_file(drafter / "model.safetensors")
-    own["layers.0.self_attn.o_proj.weight"].zero_()
-    own["layers.0.mlp.down_proj.weight"].zero_()
-    next_one = unit.roll(step, 0).contiguous()
-    nothing = torch.zeros(size, size)
-    if kind == "layers":
-        for name, weight in own.items():
-            if name.endswith("norm.weight"):
-                weight.fill_(1.0)
-        own["fc.weight"] = torch.cat((unit, nothing), dim=1)
-        own["layers.0.mlp.gate_proj.weight"] = own["layers.0.mlp.up_proj.weight"] = unit.clone()
-        own["layers.0.mlp.gate_proj.weight"] = unit.clone()
-        # The normed state of token n is sqrt(size) at n; what the MLP makes of it is taken back.
-        root = torch.tensor(float(size)).sqrt()
-        made = torch.nn.functional.silu(root) * root
-        own["layers.0.mlp.down_proj.weight"] = (next_one - unit) / made
-        own["lm_head.weight"] = following.clone()
-    else:
-        own["fc.bias"].zero_()
-        parts = (unit * float(size) ** 0.5, nothing) if kind == "embedding" else (nothing, next_one)
-        own["fc.weight"] = torch.cat(parts, dim=1)
-    save_file(own, drafter / "model.safetensors")
-    return drafter
 
 
 @pytest.mark.parametrize("kind", ["embedding", "feature", "layers"])

@@ -1,0 +1,89 @@
+"""specdec-bench and specdec diagnose on every method: the same figures, and they hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.bench.diagnose import diagnose
+from specdec.bench.pipeline import run_bench
+from specdec.bench.settings import BenchSettings, DiagnoseSettings
+from specdec.methods import EXTERNAL_METHODS, METHODS
+from tests.bench.conftest import PLAIN_CHECKPOINT
+from tests.engines import call
+
+Case = dict[str, Any]  # settings of a command
+
+
+def use(engine: Path, folder: Path, **flags: Any) -> Case:
+    return {
+        "engine_dir": engine, "tokenizer_dir": str(folder / "target"),
+        "prompts": folder / "prompts.jsonl", **flags,
+    }  # fmt: skip
+
+
+def use_eagle(request: pytest.FixtureRequest) -> Case:
+    folder = request.getfixturevalue("eagle1")
+    return use(folder / "engine", folder, eagle_dynamic_tree_max_top_k=3, eagle_tree_tokens=6)
+
+
+def use_pair(request: pytest.FixtureRequest) -> Case:
+    engine, draft = request.getfixturevalue("pair")
+    folder = request.getfixturevalue("folder")
+    return use(engine, folder, draft_engine_dir=draft, draft_len="2")
+
+
+def use_lookup(request: pytest.FixtureRequest) -> Case:
+    engine, _ = request.getfixturevalue("pair")
+    return use(engine, request.getfixturevalue("folder"), prompt_lookup_num_tokens=3)
+
+
+def use_lookahead(request: pytest.FixtureRequest) -> Case:
+    request.getfixturevalue("plain")
+    folder = request.getfixturevalue("folder")
+    engine = folder / "engine-lookahead"
+    call("build", "--checkpoint-dir", folder / PLAIN_CHECKPOINT, "--output-dir", engine, "--force",
+         "--optimize", "none", "--speculative-decoding-mode", "lookahead_decoding",
+         "--max-draft-len", 11)  # fmt: skip
+    return use(engine, folder, lookahead_config="[3,3,3]")
+
+
+CASES: dict[str, Callable[[pytest.FixtureRequest], Case]] = {
+    "redrafter": lambda r: use(r.getfixturevalue("engine"), r.getfixturevalue("folder")),
+    "medusa": lambda r: use(r.getfixturevalue("medusa"), r.getfixturevalue("folder")),
+    "eagle": use_eagle,
+    "draft_target": use_pair,
+    "prompt_lookup": use_lookup,
+    "lookahead": use_lookahead,
+}
+MOST = {  # draft tokens that a step of these settings can accept
+    "redrafter": 3, "medusa": 3, "eagle": 3, "draft_target": 2, "prompt_lookup": 3, "lookahead": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [*METHODS, *EXTERNAL_METHODS])
+def test_figures_of_every_method(method: str, request: pytest.FixtureRequest) -> None:
+    case = CASES[method](request)
+    shared: Case = {"device": "cpu", "max_output_len": 8, "repeat": 1, "batch_sizes": "1", **case}
+    report = run_bench(BenchSettings(**shared))
+    assert report["method"] == method
+    (batch,) = report["batches"]
+    assert batch["texts"]["equal"] == batch["texts"]["compared"] == report["num_prompts"]
+    acceptance = batch["acceptance"]
+    assert len(acceptance["accepted_by_position"]) == MOST[method]
+    assert acceptance["draft_tokens_per_step"] > 0
+    counts = acceptance["accepted_histogram"]
+    shares = [sum(counts[n:]) / sum(counts) for n in range(1, len(counts))]
+    assert acceptance["accepted_by_position"] == pytest.approx(shares, abs=1e-3)
+    emitted = sum(counts) + sum(n * count for n, count in enumerate(counts))
+    # Plain decoding takes a step for every token but a text's first; a last step may be cut.
+    assert 0 <= emitted - batch["plain"]["num_steps"] <= report["num_prompts"]
+    assert min(batch["speculation"]["step_ms"].values()) > 0
+    told = diagnose(DiagnoseSettings(**shared))
+    (found,) = told["batches"]
+    assert found["acceptance_length"] == acceptance["acceptance_length"], "as specdec-bench has it"
+    remedies = " ".join(cause["remedy"] for cause in found["causes"])
+    assert ("train" in remedies) <= (method not in ("prompt_lookup", "lookahead"))
