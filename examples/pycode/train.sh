@@ -23,7 +23,7 @@ pretrain draft draft-pretrained --steps 600 --compile
 pretrain draft draft --start-from "$WORK/draft-pretrained" --teacher-dir "$WORK/target" \
   --steps 700 --batch-size 4 --seed 2 --float32
 
-# What the target itself writes; EAGLE's drafter learned from that, the other two from the files.
+# What the target itself writes: Medusa's and EAGLE's drafters learned from that, ReDrafter's from the files.
 if [ ! -f "$WORK/data.jsonl" ]; then
   $PYTHON make_prompts.py --data "$WORK/corpus/train.jsonl" --output "$WORK/train_prompts.jsonl" \
     --num-prompts 4000 --per-file 8
@@ -44,7 +44,7 @@ TEXT=$WORK/corpus/train.jsonl
 drafter redrafter "$TEXT" --model-max-length 512 --max-steps 2000 --batch-size 8 --learning-rate 2e-3 --redrafter-num-layers 2 \
   --redrafter-exit-dim 320 --redrafter-predict-n-tokens 5 --eval-steps 500 --eval-rows 64 \
   --save-steps 100
-drafter medusa "$TEXT" --model-max-length 512 --max-steps 1200 --batch-size 4 --learning-rate 1e-3 \
+drafter medusa "$WORK/data.jsonl" --model-max-length 512 --max-steps 1200 --batch-size 4 --learning-rate 1e-3 \
   --self-distillation 1 --medusa-num-heads 4 --medusa-num-layers 1 --eval-steps 300 --eval-rows 16 \
   --save-steps 50
 drafter eagle "$WORK/data.jsonl" --model-max-length 384 --max-steps 320 --batch-size 8 \
