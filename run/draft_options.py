@@ -30,6 +30,8 @@ def read_draft_options(settings: RunSettings) -> DraftOptions | None:
     given = [name for name in OPTIONS if getattr(settings, name)]
     names = ", ".join("--" + name.replace("_", "-") for name in given)
     if settings.draft_engine_dir is None:
+        if adapts_drafts(settings):
+            given, names = given[1:], names.partition(", ")[2]
         if settings.draft_tokenizer_dir is not None:
             given, names = ["draft_tokenizer_dir"], "--draft-tokenizer-dir"
         if joined is not None or given:
@@ -54,6 +56,11 @@ def read_draft_options(settings: RunSettings) -> DraftOptions | None:
             f"--draft-target-model-config and {names} are both given", "use one way or the other"
         )
     return _read_joined(joined)
+
+
+def adapts_drafts(settings: RunSettings) -> bool:
+    """Whether another method than draft-target is to draft only while that pays."""
+    return settings.draft_engine_dir is None and settings.draft_len == "auto"
 
 
 def read_literal(flag: str, text: str, form: str, *, length: int) -> list[Any]:

@@ -15,7 +15,7 @@ from specdec.settings import require
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
-from .draft_options import DraftOptions, read_draft_options
+from .draft_options import DraftOptions, adapts_drafts, read_draft_options
 from .ngram_options import (
     check_lookup,
     choose_lookahead,
@@ -126,6 +126,12 @@ def load_engine(settings: RunSettings, options: DraftOptions | None, tokenizer: 
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
         from .backends.tensorrt_llm import TensorRTEngine
 
+        if adapts_drafts(settings):
+            raise UsageError(
+                "--draft-len auto without --draft-engine-dir is for engines of torch; TensorRT-LLM"
+                " drafts at every step",
+                "leave it out",
+            )
         return TensorRTEngine(settings, options, tokenizer)
     return load_torch_engine(settings, options, tokenizer)
 
@@ -171,6 +177,8 @@ def load_torch_engine(
                 "give --draft-engine-dir, --prompt-lookup-num-tokens to draft from the text itself,"
                 " or --no-speculation to decode without",
             )
+        if adapts_drafts(settings):
+            adapt_drafts(engine, settings)
         return engine
     from .devices import check_devices
     from .vocabulary import ModelTokens, check_vocabularies
@@ -212,6 +220,19 @@ def choose_eagle_tree(engine: TorchEngine, settings: RunSettings) -> None:
         )
     else:
         proposer.use_choices(parse_choices(settings.eagle_choices))
+
+
+def adapt_drafts(engine: TorchEngine, settings: RunSettings) -> None:
+    """Let an engine's method draft only while that pays."""
+    from .methods.adaptive import adapt
+
+    if settings.no_speculation or engine.method in ("plain", "lookahead"):
+        method = "--no-speculation" if settings.no_speculation else f"{engine.method} decoding"
+        raise UsageError(
+            f"--draft-len auto has no effect with {method}",
+            "leave it out; it is for draft models, ReDrafter, Medusa, EAGLE and prompt lookup",
+        )
+    engine.proposer = adapt(engine.proposer)
 
 
 def attach_ngrams(engine: TorchEngine, settings: RunSettings) -> None:

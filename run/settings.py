@@ -114,8 +114,8 @@ class RunSettings:
     )
     draft_len: str | None = setting(
         metavar="N|auto",
-        help="Draft-target: tokens drafted a step; auto follows the measured acceptance and cost."
-        "  [default: auto]",
+        help="Draft-target: tokens drafted a step; auto, the default, follows measured acceptance"
+        " and cost. With other methods, auto drafts only while that pays.",
     )
     draft_devices: str | None = setting(
         metavar="N[,N...]", help="Draft-target: devices of the draft model."
