@@ -224,7 +224,7 @@ def choose_eagle_tree(engine: TorchEngine, settings: RunSettings) -> None:
 
 def adapt_drafts(engine: TorchEngine, settings: RunSettings) -> None:
     """Let an engine's method draft only while that pays."""
-    from .methods.adaptive import adapt
+    from .adaptive import adapt
 
     if settings.no_speculation or engine.method in ("plain", "lookahead"):
         method = "--no-speculation" if settings.no_speculation else f"{engine.method} decoding"

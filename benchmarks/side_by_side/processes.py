@@ -39,6 +39,7 @@ class Worker:
         self.name, self.log, self._timeout = name, log, timeout
         environment = {
             **os.environ, "PYTHONPATH": str(PACKAGE.parent), "PYTHONSAFEPATH": "1",
+            "PYTHONUNBUFFERED": "1",  # so that the log ends with what was said last
             "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
         }  # fmt: skip

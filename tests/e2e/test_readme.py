@@ -62,6 +62,7 @@ OTHERS_FLAGS = {
     "--nproc-per-node", "--num-processes", "--no-python", "--no-deps", "--drafter-output-dir",
     "--use-fsdp", "--fsdp-version", "--use-deepspeed", "--zero-stage", "--multi-gpu",
     "--config-file", "--gradient-clipping", "--mixed-precision", "--dynamo-backend",
+    "--quick", "--shapes",
 }  # fmt: skip
 
 

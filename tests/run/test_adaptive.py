@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from specdec.errors import UsageError
+from specdec.run.adaptive import AdaptiveFollower, AdaptiveProposer, Switch, adapt
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.loop import Options
-from specdec.run.methods.adaptive import AdaptiveFollower, AdaptiveProposer, Switch, adapt
 from specdec.run.methods.prompt_lookup import PromptLookupProposer
 from specdec.run.ngram_options import LookupOptions
 from specdec.run.requests import Request

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.engine.tree import make_root
 
-from ..draft_length import (
+from .draft_length import (
     HORIZON,
     KEEP,
     LOSS_SHARE,
@@ -24,9 +24,9 @@ from ..draft_length import (
     REFRESH_GROWTH,
     Costs,
 )
-from ..requests import ActiveRequest
-from ..verify import Candidates
-from .base import PromptFollower, Proposer
+from .methods.base import PromptFollower, Proposer
+from .requests import ActiveRequest
+from .verify import Candidates
 
 # A belief that a few drafted steps outweigh: so many tokens a request and step.
 FIRST_EMITTED, FIRST_STEPS = 2.0, 3.0
