@@ -63,6 +63,9 @@ bench: $(READY)
 		case $$entry in \
 			*/convert.py) size=--quick;; \
 			*/grow.py|*/peers.py) continue;; \
+			*/gpu.py) size=; \
+				$(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || \
+				{ echo "no GPU here: $$entry is left out"; continue; };; \
 			*) size=;; esac; \
 		$(BIN)/python "$$entry" $$size || exit 1; done
 	@$(BIN)/python benchmarks/peers.py --size $(SIZE) --peers $(PEERS)
