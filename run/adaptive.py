@@ -12,19 +12,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specdec.engine.tree import make_root
-
 from .draft_length import (
     HORIZON,
     KEEP,
     LOSS_SHARE,
-    MAX_REFRESH,
-    PLAIN_STEPS,
     PROBE_SHARE,
-    REFRESH_GROWTH,
     Costs,
+    is_plain_due,
 )
-from .methods.base import PromptFollower, Proposer
+from .methods.base import PlainProposer, PromptFollower, Proposer
 from .requests import ActiveRequest
 from .verify import Candidates
 
@@ -56,8 +52,7 @@ class Switch:
     def choose(self, remaining: Sequence[int]) -> bool:
         """Whether to draft; remaining: tokens that each request of the step may still emit."""
         num_rows = len(remaining)
-        refresh = min(MAX_REFRESH, REFRESH_GROWTH * self._num_plain)
-        if self._num_plain < PLAIN_STEPS or self._since_plain >= refresh:
+        if is_plain_due(self._num_plain, self._since_plain):
             return False
         # With fewer requests a plain step costs no more; much less, perhaps.
         is_known = any(num_rows <= known < 2 * num_rows for known in self._known)
@@ -100,6 +95,7 @@ class AdaptiveProposer:
         self.max_draft_tokens = proposer.max_draft_tokens
         self.max_draft_depth = proposer.max_draft_depth
         self.switch = Switch()
+        self._plain = PlainProposer()
         self._clock = clock
         self._began: float | None = None  # of the step that is under way
         self._is_drafted = False
@@ -118,9 +114,8 @@ class AdaptiveProposer:
         """Return what the other drafts, or nothing but roots."""
         self._began = self._clock()
         self._is_drafted = self.switch.choose([request.remaining for request in requests])
-        if self._is_drafted:
-            return self.proposer.propose(requests)
-        return [Candidates(make_root(request.output_ids[-1])) for request in requests]
+        proposer = self.proposer if self._is_drafted else self._plain
+        return proposer.propose(requests)
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]

@@ -70,6 +70,12 @@ class Costs:
         return seconds[lower] + slope * (size - lower)
 
 
+def is_plain_due(num_plain: int, since_plain: int) -> bool:
+    """Whether to measure a plain step, after so many of them and of drafted ones since the last."""
+    refresh = min(MAX_REFRESH, REFRESH_GROWTH * num_plain)
+    return num_plain < PLAIN_STEPS or since_plain >= refresh
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What the draft model is to do in a step.
@@ -124,8 +130,7 @@ class DraftLength:
         if not self.is_auto:
             return Plan([self.maximum] * num_rows)
         nothing = Plan([0] * num_rows)
-        refresh = min(MAX_REFRESH, REFRESH_GROWTH * self._num_plain)
-        if self._num_plain < PLAIN_STEPS or self._since_plain >= refresh:
+        if is_plain_due(self._num_plain, self._since_plain):
             return nothing
         rows_at_rest, end_of_rest = self._rest
         if num_rows == rows_at_rest and self._spent < end_of_rest:

@@ -38,11 +38,11 @@ def accept_typical(tree: Tree, probs: Tensor, rule: TypicalRule) -> tuple[list[i
     emitted whatever was drafted, as the root of the next tree.
     """
     entropies = torch.special.entr(probs).sum(-1)  # [T]
-    bounds_T = (rule.delta * torch.exp(-entropies)).clamp(max=rule.epsilon)
+    thresholds = (rule.delta * torch.exp(-entropies)).clamp(max=rule.epsilon)
     tokens = to_device(tree.tokens[1:], probs.device)
     parents = to_device(tree.parents[1:], probs.device)
     # Of every node but the root, given its parent.
-    found = to_host(bounds_T, probs[parents, tokens], probs.argmax(-1))
+    found = to_host(thresholds, probs[parents, tokens], probs.argmax(-1))
     bounds, likelihoods, likeliest = (values.tolist() for values in found)
     rated: dict[int, tuple[int, float]] = {0: (0, 0.0)}  # accepted node: depth, log-probability
     for node, likelihood in enumerate(likelihoods, 1):

@@ -133,17 +133,15 @@ def make_noisy_copy(source: Path, copy: Path) -> None:
     model.save_pretrained(copy)
 
 
-def make_knowing_drafter(parent: Path, kind: str, step: int = 1, noise: float = 0.0) -> Path:
-    """A target that counts upwards, and an EAGLE drafter that knows it if `step` is 1.
+def make_counter(parent: Path) -> int:
+    """Write a target that counts upwards into `parent`/counter; return its vocabulary's size.
 
-    The target's layers add nothing, its embedding of token n is a unit vector and its head maps
-    that to token n + 1. The drafter's next feature is that of its token (`embedding`), or follows
-    from the feature before it (`feature`, and EAGLE-3's `layers` by its MLP): one place off in
-    the pairing, and nothing would be accepted. noise: added to what it knows.
+    Its layers add nothing, its embedding of token n is a unit vector, of as many dimensions as
+    there are tokens, and its head maps that to token n + 1.
     """
     from safetensors.torch import load_file, save_file
 
-    from tests.conftest import make_eagle_drafter, make_llama
+    from tests.conftest import make_llama
 
     size = 32
     folder = make_llama(parent, hidden=size, vocab=size, heads=2, kv_heads=2, name="counter")
@@ -153,11 +151,26 @@ def make_knowing_drafter(parent: Path, kind: str, step: int = 1, noise: float = 
             weight.zero_()
         elif name.endswith("norm.weight"):
             weight.fill_(1.0)
+    tensors["model.embed_tokens.weight"] = torch.eye(size)
+    tensors["lm_head.weight"] = torch.eye(size).roll(1, 0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return size
+
+
+def make_knowing_drafter(parent: Path, kind: str, step: int = 1, noise: float = 0.0) -> Path:
+    """A target that counts upwards, and an EAGLE drafter that knows it if `step` is 1.
+
+    The drafter's next feature is that of its token (`embedding`), or follows
+    from the feature before it (`feature`, and EAGLE-3's `layers` by its MLP): one place off in
+    the pairing, and nothing would be accepted. noise: added to what it knows.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from tests.conftest import make_eagle_drafter
+
+    size = make_counter(parent)
     unit = torch.eye(size)
     following = unit.roll(1, 0).contiguous()  # maps n to n + 1
-    tensors["model.embed_tokens.weight"] = unit
-    tensors["lm_head.weight"] = following
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     sizes: dict[str, Any] = {
         "hidden": size, "vocab": size, "heads": 2, "kv_heads": 2, "own_embedding": False,
         "intermediate": size,

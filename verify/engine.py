@@ -81,25 +81,9 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     return {
         "verdict": DIFFERS if is_wrong else NEAR_TIES if divergences else EXACT,
         "prompts": len(tokens),
-        "divergences": [
-            found.to_json()
-            | {
-                "engine_text": decode(tokenizer, found.engine_token),
-                "model_text": decode(tokenizer, found.model_token),
-            }
-            for found in divergences
-        ],
-        "engine_dir": str(settings.engine_dir),
-        "model_dir": settings.model_dir,
-        "method": stats["method"],
-        "dtype": model.dtype,
-        "device": device,
-        "max_output_len": settings.max_output_len,
-        "num_tokens": sum(len(output["output_ids"]) for _, _, output, _ in texts),
-        "acceptance_length": stats["acceptance_length"],
-        "alone": compare_alone(texts),
+        "divergences": [name_tokens(tokenizer, found.to_json()) for found in divergences],
+        **describe_run(settings, model.dtype, stats, texts),
         "wrong_ends": wrong_ends,
-        "near_tie_spacings": SPACINGS[model.dtype],
         "logit_difference": worst.logit_difference,
         "logit_bound": worst.logit_bound,
         "sampling": sampling,
@@ -128,32 +112,43 @@ def verify_quantized(
     logger.info("running %s", settings.model_dir)
     distance = measure_distance(load_reference(settings.model_dir, dtype, device), plain)
     is_wrong = any(not divergence.near_tie for divergence in found) or bool(wrong_ends)
-
-    def name_tokens(entry: dict[str, Any]) -> dict[str, Any]:
-        return entry | {
-            f"{whose}_text": decode(tokenizer, entry[f"{whose}_token"])
-            for whose in ("engine", "model")
-        }
-
-    distance["first_differences"] = [name_tokens(e) for e in distance["first_differences"]]
+    distance["first_differences"] = [
+        name_tokens(tokenizer, entry) for entry in distance["first_differences"]
+    ]
     return {
         "verdict": DIFFERS if is_wrong else LOSSY,
         "prompts": len(plain),
-        "divergences": [name_tokens(divergence.to_json()) for divergence in found],
+        "divergences": [name_tokens(tokenizer, divergence.to_json()) for divergence in found],
+        **describe_run(settings, dtype, stats, texts),
+        "quantization": engine.quantization,
+        "wrong_ends": wrong_ends,
+        "distance": distance,
+        "sampling": None,
+    }
+
+
+def describe_run(
+    settings: VerifySettings, dtype: str, stats: dict[str, Any], texts: Sequence[Text]
+) -> dict[str, Any]:
+    """What was run, how, and how much came out."""
+    return {
         "engine_dir": str(settings.engine_dir),
         "model_dir": settings.model_dir,
         "method": stats["method"],
         "dtype": dtype,
-        "quantization": engine.quantization,
-        "device": device,
+        "device": stats["device"],
         "max_output_len": settings.max_output_len,
         "num_tokens": sum(len(output["output_ids"]) for _, _, output, _ in texts),
         "acceptance_length": stats["acceptance_length"],
         "alone": compare_alone(texts),
-        "wrong_ends": wrong_ends,
         "near_tie_spacings": SPACINGS[dtype],
-        "distance": distance,
-        "sampling": None,
+    }
+
+
+def name_tokens(tokenizer: Any, entry: dict[str, Any]) -> dict[str, Any]:
+    """Add the texts of a difference's two tokens."""
+    return entry | {
+        f"{whose}_text": decode(tokenizer, entry[f"{whose}_token"]) for whose in ("engine", "model")
     }
 
 

@@ -54,6 +54,16 @@ class Divergence:
         return dataclasses.asdict(self)
 
 
+def judge_token(*, margin: float, bound: float, is_choice: bool, **facts: Any) -> Divergence:
+    """Tell a near-tie from a fault; is_choice: the engine's own logits prefer its token.
+
+    facts: the other fields of a Divergence.
+    """
+    near_tie = is_choice and abs(margin) <= bound
+    cause = "rounding" if near_tie else "logits" if is_choice else "choice"
+    return Divergence(margin=margin, bound=bound, near_tie=near_tie, cause=cause, **facts)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
     """One output against the model. logit_difference: the largest one; bound: where it is."""
@@ -91,20 +101,16 @@ def compare_text(
         is_choice = bool(own_logits[at, token] == highest[at])
         if token == expected and is_choice:
             continue
-        margin = float(logits[at, expected] - logits[at, token])
-        bound = float(bounds[at])
-        near_tie = is_choice and abs(margin) <= bound
         divergences.append(
-            Divergence(
+            judge_token(
                 prompt=index,
                 run=run,
                 position=at,
                 engine_token=token,
                 model_token=expected,
-                margin=margin,
-                bound=bound,
-                near_tie=near_tie,
-                cause="rounding" if near_tie else "logits" if is_choice else "choice",
+                margin=float(logits[at, expected] - logits[at, token]),
+                bound=float(bounds[at]),
+                is_choice=is_choice,
                 is_first=at == first,
             )
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.errors import SpecDecError
 
-from .greedy import Divergence, compute_bound
+from .greedy import Divergence, compute_bound, judge_token
 from .reference import Reference
 from .settings import VerifySettings
 
@@ -56,21 +56,16 @@ def compare_with_plain(
                     f" {len(expected)}"
                 )
             continue
-        bound = float(compute_bound(plain_logits[at], dtype))
-        margin = float(plain_logits[at, expected[at]] - plain_logits[at, tokens[at]])
-        is_choice = bool(logits[at, tokens[at]] == logits[at].max())
-        near_tie = is_choice and abs(margin) <= bound
         divergences.append(
-            Divergence(
+            judge_token(
                 prompt=index,
                 run=run,
                 position=at,
                 engine_token=tokens[at],
                 model_token=expected[at],
-                margin=margin,
-                bound=bound,
-                near_tie=near_tie,
-                cause="rounding" if near_tie else "logits" if is_choice else "choice",
+                margin=float(plain_logits[at, expected[at]] - plain_logits[at, tokens[at]]),
+                bound=float(compute_bound(plain_logits[at], dtype)),
+                is_choice=bool(logits[at, tokens[at]] == logits[at].max()),
                 is_first=True,
             )
         )

@@ -30,7 +30,7 @@ from specdec.run.requests import Request
 from specdec.storage import read_json
 from specdec.tensors import list_medusa_tensors
 from tests.conftest import make_llama, make_medusa_heads, make_tokenizer
-from tests.engines import call, continue_greedily, make_tree_engine
+from tests.engines import call, continue_greedily, make_counter, make_tree_engine
 from tests.parity.models import VOCAB, make_model
 
 PARAMS = MedusaParams(num_heads=3, num_layers=1, max_draft_len=10)
@@ -189,22 +189,11 @@ def test_other_families(name: str, tmp_path: Path) -> None:
 def make_knowing_heads(parent: Path) -> tuple[Path, list[list[int]]]:
     """A target that counts upwards, and heads that know it.
 
-    Its layers add nothing, its embedding of token n is a unit vector and its head maps that to
-    token n + 1. Head i without residual layers maps it to token n + 2 + i.
+    Head i without residual layers maps the embedding of token n to token n + 2 + i.
     """
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
-    size = 32
-    folder = make_llama(parent, hidden=size, vocab=size, heads=2, kv_heads=2, name="counter")
-    tensors = load_file(folder / "model.safetensors")
-    for name, weight in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.zero_()
-        elif name.endswith("norm.weight"):
-            weight.fill_(1.0)
-    tensors["model.embed_tokens.weight"] = torch.eye(size)
-    tensors["lm_head.weight"] = torch.eye(size).roll(1, 0).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    size = make_counter(parent)
     heads = make_medusa_heads(parent, hidden=size, vocab=size, heads=3, layers=0)
     known = {f"{i}.0.weight": torch.eye(size).roll(2 + i, 0).contiguous() for i in range(3)}
     save_file(known, heads / "medusa_lm_head.safetensors")

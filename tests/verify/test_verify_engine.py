@@ -21,7 +21,6 @@ from specdec.verify.pipeline import verify_checkpoint
 from specdec.verify.report import find_error, format_report
 from specdec.verify.settings import VerifySettings
 from tests.conftest import (
-    make_drafter,
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
@@ -42,15 +41,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("verify-engine")
-    make_tokenizer(make_llama(folder, seed=3))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def redrafter(parent: Path) -> Path:
-    drafter = make_drafter(parent, exit_dim=96, scale=3.0)
+def redrafter(parent: Path, drafter: Path) -> Path:
     return make_engine(parent, parent / "target", drafter, beams=3, length=3, optimize="none")
 
 
@@ -158,9 +149,9 @@ def test_prompt_lookup_is_exact(draft_target: Path, parent: Path) -> None:
     assert report["sampling"]["same_seeds"]["different"] == 0
 
 
-def test_an_engine_of_two_ranks_is_exact(parent: Path) -> None:
+def test_an_engine_of_two_ranks_is_exact(parent: Path, drafter: Path) -> None:
     engine = make_engine(
-        parent, parent / "target", parent / "drafter", beams=3, length=3, optimize="none",
+        parent, parent / "target", drafter, beams=3, length=3, optimize="none",
         convert=["--tp-size", 2],
     )  # fmt: skip
     report = verify(engine, parent / "target", num_alone=0, max_output_len=6)
@@ -214,10 +205,10 @@ def test_token_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
         verify(tmp_path / "engine-b4l5noneautop", target, prompts=path)
 
 
-def test_near_ties_in_half_precision(parent: Path) -> None:
+def test_near_ties_in_half_precision(parent: Path, drafter: Path) -> None:
     """Here bfloat16 rounds one of these texts to another; a CPU that sums otherwise may not."""
     engine = make_engine(
-        parent, parent / "target", parent / "drafter", beams=3, length=3, optimize="none",
+        parent, parent / "target", drafter, beams=3, length=3, optimize="none",
         dtype="bfloat16",
     )  # fmt: skip
     report = verify(engine, parent / "target", max_output_len=32, num_alone=0)

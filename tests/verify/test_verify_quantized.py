@@ -16,7 +16,6 @@ from specdec.verify.engine import verify_engine
 from specdec.verify.quantized import compare_with_plain
 from specdec.verify.report import find_error, format_report
 from specdec.verify.settings import VerifySettings
-from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.engines import make_engine, run_here
 
 Report = dict[str, Any]
@@ -24,15 +23,7 @@ INT8 = ("--quantization", "int8")
 
 
 @pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("verify-int8")
-    make_tokenizer(make_llama(folder, seed=3))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def engine(parent: Path) -> Path:
-    drafter = make_drafter(parent, exit_dim=96, scale=3.0)
+def engine(parent: Path, drafter: Path) -> Path:
     return make_engine(
         parent, parent / "target", drafter, beams=3, length=3, optimize="none", build=INT8
     )
