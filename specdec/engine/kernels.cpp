@@ -11,11 +11,12 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <omp.h>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -206,30 +207,83 @@ void attend_few(const float *queries, int64_t num_queries, const E *keys, const 
   }
 }
 
-// Queries side by side in the lanes of a vector: no sums across lanes, keys and values broadcast.
-constexpr int64_t kLanes = 16, kRows = 8;
+// What fits a register: compilers make very slow code of wider vectors. kRows and kMaxRows say how
+// many rows of sums fit into all registers, beside what is multiplied.
+#if defined(__AVX512F__)
+constexpr int64_t kVector = 16;
+constexpr int kRows = 16, kMaxRows = 12;
+#elif defined(__AVX2__)
+constexpr int64_t kVector = 8;
+constexpr int kRows = 8, kMaxRows = 6;
+#else
+constexpr int64_t kVector = 4;
+constexpr int kRows = 8, kMaxRows = 6;
+#endif
+typedef float Floats __attribute__((vector_size(4 * kVector)));
+typedef uint32_t Words __attribute__((vector_size(4 * kVector)));
 
-template <typename E>
-const float *load_floats(const E *from, float *scratch, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) scratch[i] = to_float(from[i]);
+template <typename V, typename E>
+inline V load(const E *from) {
+  V vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+// Queries side by side in the lanes of a vector: no sums across lanes, keys and values broadcast.
+// Sums of kRows of those stay in registers.
+constexpr int64_t kLanes = kVector;
+
+// Positions whose keys or values are used at a time: as floats they stay in the nearest cache.
+constexpr int64_t kPositions = 64;
+
+inline const float *load_floats(const bf16 *from, float *scratch, int64_t count) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kVector)));
+  int64_t i = 0;
+  for (; i + kVector <= count; i += kVector) {
+    const Words words = __builtin_convertvector(load<Halves>(from + i), Words) << 16;
+    std::memcpy(scratch + i, &words, sizeof words);
+  }
+  for (; i < count; ++i) scratch[i] = to_float(from[i]);
   return scratch;
 }
 
 inline const float *load_floats(const float *from, float *, int64_t) { return from; }
 
-// C[r][lane] = sum over i of A(r, i) B[i][lane], where A(r, i) lies at r * row + i * column: keys
-// are multiplied by rows, values by columns.
+// C[r][lane] += sum over i of A(r, i) B[i][lane], where A(r, i) lies at r * row + i * column.
 template <int R>
-inline void multiply_lanes(const float *A, int64_t row, int64_t column, const float *B,
-                           int64_t depth, float *C) {
-  float sums[R][kLanes] = {};
-  for (int64_t i = 0; i < depth; ++i)
-    for (int r = 0; r < R; ++r)
-#pragma omp simd
-      for (int64_t lane = 0; lane < kLanes; ++lane)
-        sums[r][lane] += A[r * row + i * column] * B[i * kLanes + lane];
-  std::memcpy(C, sums, sizeof sums);
+inline void add_lanes(const float *A, int64_t row, int64_t column, const float *B, int64_t depth,
+                      float *C) {
+  Floats sums[R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sums[r] = load<Floats>(C + r * kLanes);
+  for (int64_t i = 0; i < depth; ++i) {
+    const Floats b = load<Floats>(B + i * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) sums[r] += A[r * row + i * column] * b;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) std::memcpy(C + r * kLanes, &sums[r], sizeof(Floats));
+}
+
+// The same for `count` rows.
+inline void add_lanes(const float *A, int64_t row, int64_t column, int64_t count, const float *B,
+                      int64_t depth, float *C) {
+  int64_t r = 0;
+  for (; r + kRows <= count; r += kRows)
+    add_lanes<kRows>(A + r * row, row, column, B, depth, C + r * kLanes);
+  for (; r + 4 <= count; r += 4) add_lanes<4>(A + r * row, row, column, B, depth, C + r * kLanes);
+  for (; r < count; ++r) add_lanes<1>(A + r * row, row, column, B, depth, C + r * kLanes);
+}
+
+// The size of a head where it is a common one, known to the compiler: addresses are then numbers.
+template <typename Action>
+inline void with_head_size(int64_t H, const Action &act) {
+  if (H == 64)
+    act(std::integral_constant<int64_t, 64>());
+  else if (H == 128)
+    act(std::integral_constant<int64_t, 128>());
+  else
+    act(H);
 }
 
 // Scores of positions that a query does not see become `value`: in the last `num_tree` positions
@@ -244,42 +298,43 @@ inline void overwrite_hidden(float *scores, const uint8_t *hidden, int64_t num_t
 }
 
 // Attention of kLanes queries that share keys. queries: [H, kLanes], scaled; hidden, first: see
-// above; keys, values: [count, H]; scores: [count, kLanes]; out: [H, kLanes]; scratch: [count, H].
+// above; keys, values: [count, H]; scores: [count, kLanes]; out: [H, kLanes]; scratch:
+// [kPositions, H].
 template <typename E>
 void attend_lanes(const float *queries, const E *keys, const E *values, const uint8_t *hidden,
                   int64_t num_tree, const int64_t *first, int64_t count, int64_t H, float *scores,
                   float *scratch, float *out) {
-  const float *K = load_floats(keys, scratch, count * H);
-  int64_t s = 0;
-  for (; s + kRows <= count; s += kRows)
-    multiply_lanes<kRows>(K + s * H, H, 1, queries, H, scores + s * kLanes);
-  for (; s < count; ++s) multiply_lanes<1>(K + s * H, H, 1, queries, H, scores + s * kLanes);
+  std::fill(scores, scores + count * kLanes, 0.0f);
+  std::fill(out, out + H * kLanes, 0.0f);
+  for (int64_t v = 0; v < count; v += kPositions) {
+    const int64_t some = std::min(kPositions, count - v);
+    const float *K = load_floats(keys + v * H, scratch, some * H);
+    float *to = scores + v * kLanes;
+    with_head_size(H, [&](auto size) { add_lanes(K, size, 1, some, queries, size, to); });
+  }
   overwrite_hidden(scores, hidden, num_tree, first, count, -1e30f);
-  float top[kLanes], total[kLanes] = {};
-  for (int64_t lane = 0; lane < kLanes; ++lane) top[lane] = scores[lane];
-  for (int64_t v = 1; v < count; ++v)
-#pragma omp simd
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      float x = scores[v * kLanes + lane];
-      top[lane] = x > top[lane] ? x : top[lane];
-    }
+  Floats top = load<Floats>(scores), total = {};
+  for (int64_t v = 1; v < count; ++v) {
+    const Floats x = load<Floats>(scores + v * kLanes);
+    top = x > top ? x : top;
+  }
   for (int64_t v = 0; v < count; ++v)
 #pragma omp simd
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      float e = exp_fast(scores[v * kLanes + lane] - top[lane]);
-      scores[v * kLanes + lane] = e;
-      total[lane] += e;
-    }
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      scores[v * kLanes + lane] = exp_fast(scores[v * kLanes + lane] - top[lane]);
+  for (int64_t v = 0; v < count; ++v) total += load<Floats>(scores + v * kLanes);
   // A hidden position's weight is exp(-87) of the largest, not nothing: take it out exactly.
   overwrite_hidden(scores, hidden, num_tree, first, count, 0.0f);
-  const float *V = load_floats(values, scratch, count * H);
-  int64_t h = 0;
-  for (; h + kRows <= H; h += kRows)
-    multiply_lanes<kRows>(V + h, 1, H, scores, count, out + h * kLanes);
-  for (; h < H; ++h) multiply_lanes<1>(V + h, 1, H, scores, count, out + h * kLanes);
-  for (h = 0; h < H; ++h)
-#pragma omp simd
-    for (int64_t lane = 0; lane < kLanes; ++lane) out[h * kLanes + lane] /= total[lane];
+  for (int64_t v = 0; v < count; v += kPositions) {
+    const int64_t some = std::min(kPositions, count - v);
+    const float *V = load_floats(values + v * H, scratch, some * H);
+    const float *weights = scores + v * kLanes;
+    with_head_size(H, [&](auto size) { add_lanes(V, 1, size, size, weights, some, out); });
+  }
+  for (int64_t h = 0; h < H; ++h) {
+    const Floats mean = load<Floats>(out + h * kLanes) / total;
+    std::memcpy(out + h * kLanes, &mean, sizeof mean);
+  }
 }
 
 // qkv: [B, T, (N + 2K) H], rotated in place; cache: keys [R, K, S, H] then values of one layer;
@@ -328,7 +383,7 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
 #pragma omp parallel if (parallel_attend)
   {
     std::vector<float> queries(kLanes * H), sums(kLanes * H), row(H);
-    std::vector<float> scores(longest * kLanes), scratch(few ? 0 : longest * H);
+    std::vector<float> scores(longest * kLanes), scratch(few ? 0 : kPositions * H);
     std::vector<uint8_t> hidden(C * kLanes);
     std::vector<int64_t> visible(longest);
 #pragma omp for schedule(static)
@@ -378,19 +433,12 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
 // [depth][kTile] in float32; [ceil(N / kTile)][ceil(depth / 2)][kTile][2] in bfloat16, so that a
 // 32-bit word holds two inputs of one output; int8 is below. Every output is summed over its inputs
 // in order, however many rows there are: the same row gives the same bits alone and among others.
-constexpr int64_t kTile = 32, kVector = 16, kWords = kTile / kVector;
-typedef float Floats __attribute__((vector_size(4 * kVector)));
-typedef uint32_t Words __attribute__((vector_size(4 * kVector)));
-
-// Sums stay in registers: kWords vectors of kVector floats for each row, 32 or 16 registers in all.
-#if defined(__AVX512F__)
-constexpr int kMaxRows = 12, kWideTiles = 4;
-#else
-constexpr int kMaxRows = 3, kWideTiles = 1;
-#endif
+constexpr int64_t kWords = 2, kTile = kWords * kVector;
 
 // How far ahead of its use a matrix is fetched from memory.
-constexpr int64_t kPrefetchBytes = 4096;
+constexpr int64_t kLine = 64, kPrefetchBytes = 4096;
+constexpr int64_t kTurn = 64;             // steps after which two blocks of rows take turns
+constexpr int64_t kCacheBytes = 1 << 19;  // of tiles that are kept for more blocks than two
 
 // What one step over the depth takes of an input row: a float, or two bfloat16 where the processor
 // multiplies such pairs.
@@ -442,13 +490,35 @@ inline int64_t count_steps<int8_t>(int64_t depth) {
   return (depth + 3) / 4;
 }
 
-// sums[m] += what `word` holds of each output, times the inputs of row m: x is [kInputs][M].
+// x in every lane. Where an instruction could read and spread it again for each product, compilers
+// are kept from that: two products a cycle would then need two loads and wait for them.
+template <typename V, typename X>
+inline V spread(X x) {
+  V lanes = x - V{};
+#if defined(__AVX512F__)
+  asm("" : "+v"(lanes));
+#endif
+  return lanes;
+}
+
+// sums[k][m] += w[k] * x[m].
 template <int M>
-inline void add_products(Floats (&sums)[M], const float *word, const float *x) {
-  Floats w;
-  std::memcpy(&w, word, sizeof w);
+inline void add_outer(Floats (&sums)[kWords][M], const Floats (&w)[kWords], const float *x) {
 #pragma GCC unroll 12
-  for (int m = 0; m < M; ++m) sums[m] += w * x[m];
+  for (int m = 0; m < M; ++m) {
+    const Floats input = spread<Floats>(x[m]);
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < kWords; ++k) sums[k][m] += w[k] * input;
+  }
+}
+
+// sums[k][m] += what a step's words hold of each output, times the inputs of row m: x is
+// [kInputs][M].
+template <int M>
+inline void add_products(Floats (&sums)[kWords][M], const float *words, const float *x) {
+  Floats w[kWords];
+  for (int64_t k = 0; k < kWords; ++k) w[k] = load<Floats>(words + k * kVector);
+  add_outer<M>(sums, w, x);
 }
 
 // The two numbers in each word, as floats.
@@ -467,30 +537,39 @@ inline Floats add_pairs(Floats sums, Words words, Words inputs) {
 }
 
 template <int M>
-inline void add_products(Floats (&sums)[M], const bf16 *word, const uint32_t *x) {
-  Words w;
-  std::memcpy(&w, word, sizeof w);
+inline void add_products(Floats (&sums)[kWords][M], const bf16 *words, const uint32_t *x) {
+  Words w[kWords];
+  for (int64_t k = 0; k < kWords; ++k) w[k] = load<Words>(words + k * 2 * kVector);
 #pragma GCC unroll 12
-  for (int m = 0; m < M; ++m) sums[m] = add_pairs(sums[m], w, Words{} + x[m]);
+  for (int m = 0; m < M; ++m) {
+    const Words inputs = spread<Words>(x[m]);
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < kWords; ++k) sums[k][m] = add_pairs(sums[k][m], w[k], inputs);
+  }
 }
 #else
 template <int M>
-inline void add_products(Floats (&sums)[M], const bf16 *word, const float *x) {
-  Words w;
-  std::memcpy(&w, word, sizeof w);
-  const Floats even = widen_low(w), odd = widen_high(w);
-#pragma GCC unroll 12
-  for (int m = 0; m < M; ++m) sums[m] += even * x[m];
-#pragma GCC unroll 12
-  for (int m = 0; m < M; ++m) sums[m] += odd * x[M + m];
+inline void add_products(Floats (&sums)[kWords][M], const bf16 *words, const float *x) {
+  Floats even[kWords], odd[kWords];
+  for (int64_t k = 0; k < kWords; ++k) {
+    const Words w = load<Words>(words + k * 2 * kVector);
+    even[k] = widen_low(w);
+    odd[k] = widen_high(w);
+  }
+  add_outer<M>(sums, even, x);
+  add_outer<M>(sums, odd, x + M);
 }
 #endif
 
 // kVector int8 as floats.
 inline Floats widen(const int8_t *from) {
-#if defined(__AVX512F__)  // compilers make more of it than these two instructions
+  // Compilers make more of it than these two instructions.
+#if defined(__AVX512F__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 #else
   float wide[kVector];
 #pragma omp simd
@@ -502,62 +581,75 @@ inline Floats widen(const int8_t *from) {
 }
 
 template <int M>
-inline void add_products(Floats (&sums)[M], const int8_t *word, const float *x) {
+inline void add_products(Floats (&sums)[kWords][M], const int8_t *words, const float *x) {
+  constexpr int64_t kInputs = Packing<int8_t>::kInputs;
 #pragma GCC unroll 4
-  for (int64_t i = 0; i < Packing<int8_t>::kInputs; ++i) {
-    const Floats w = widen(word + i * kVector);
-#pragma GCC unroll 12
-    for (int m = 0; m < M; ++m) sums[m] += w * x[i * M + m];
+  for (int64_t i = 0; i < kInputs; ++i) {
+    Floats w[kWords];
+    for (int64_t k = 0; k < kWords; ++k) w[k] = widen(words + (k * kInputs + i) * kVector);
+    add_outer<M>(sums, w, x + i * M);
   }
 }
 
-// M rows of packed inputs times G tiles that follow each other; out: [M, G * kTile].
+// Where a matrix is fetched ahead of its use: two lines from `from` on, at each step `stride` bytes
+// further. A line that is fetched twice costs next to nothing.
+struct Fetch {
+  const char *from;
+  int64_t stride;
+};
+
+// Adds the products of M rows of packed inputs with G tiles that follow each other, over the steps
+// from `begin` to `end`, to sums [M, G * kTile], which begin at zero.
 template <typename E, int M, int G>
-void multiply_tiles(const typename Packing<E>::Input *x, int64_t steps, const E *tiles,
-                    float *out) {
-  constexpr int64_t kElements = Packing<E>::kBytes / sizeof(E) / kWords;
-  constexpr int64_t kHeader = Packing<E>::kHeader;
-  const int64_t size = kHeader + steps;
+void add_tiles(const typename Packing<E>::Input *x, int64_t begin, int64_t end, int64_t size,
+               const E *tiles, Fetch fetch, float *out) {
+  constexpr int64_t kBytes = Packing<E>::kBytes, kStep = kBytes / static_cast<int64_t>(sizeof(E));
   Floats sums[G][kWords][M] = {};
-  for (int64_t step = 0; step < steps; ++step)
+  if (begin > 0)
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g)
+#pragma GCC unroll 2
+        for (int64_t k = 0; k < kWords; ++k)
+          std::memcpy(&sums[g][k][m], out + (m * G + g) * kTile + k * kVector, sizeof(Floats));
+  for (int64_t step = begin; step < end; ++step)
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+      const char *ahead = fetch.from + (step - begin) * fetch.stride + g * size * kBytes;
+      __builtin_prefetch(ahead);
+      __builtin_prefetch(ahead + kLine);
+      add_products<M>(sums[g], tiles + (g * size + Packing<E>::kHeader + step) * kStep,
+                      x + step * Packing<E>::kInputs * M);
+    }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g)
 #pragma GCC unroll 2
-      for (int64_t k = 0; k < kWords; ++k) {
-        const E *word = tiles + ((g * size + kHeader + step) * kWords + k) * kElements;
-        __builtin_prefetch(reinterpret_cast<const char *>(word) + kPrefetchBytes);
-        add_products<M>(sums[g][k], word, x + step * Packing<E>::kInputs * M);
-      }
-  if constexpr (kHeader > 0)
-    for (int g = 0; g < G; ++g)
-      for (int64_t k = 0; k < kWords; ++k) {
-        Floats scales;
-        std::memcpy(&scales, tiles + (g * size * kWords + k) * kElements, sizeof scales);
-        for (int m = 0; m < M; ++m) sums[g][k][m] *= scales;
-      }
-  for (int m = 0; m < M; ++m)
-    for (int g = 0; g < G; ++g)
       for (int64_t k = 0; k < kWords; ++k)
         std::memcpy(out + (m * G + g) * kTile + k * kVector, &sums[g][k][m], sizeof(Floats));
 }
 
 // With few rows several tiles are multiplied at once: more sums that do not wait for each other.
+constexpr int kWideTiles = 4;
+
 constexpr int count_wide(int rows) {
-  return rows == 1 ? kWideTiles : rows <= 4 ? (kWideTiles + 1) / 2 : 1;
+  return rows == 1 ? kWideTiles : rows <= kMaxRows / 2 ? kWideTiles / 2 : 1;
 }
 
 template <typename E>
-void multiply_tiles(int64_t rows, bool is_wide, const typename Packing<E>::Input *x,
-                    int64_t steps, const E *tiles, float *out) {
+void add_tiles(int64_t rows, bool is_wide, const typename Packing<E>::Input *x, int64_t begin,
+               int64_t end, int64_t size, const E *tiles, Fetch fetch, float *out) {
   switch (rows) {
-#define SPECDEC_ROWS(M)                                           \
-  case M:                                                         \
-    if constexpr (M <= kMaxRows) {                                \
-      if (is_wide)                                                \
-        multiply_tiles<E, M, count_wide(M)>(x, steps, tiles, out); \
-      else                                                        \
-        multiply_tiles<E, M, 1>(x, steps, tiles, out);            \
-    }                                                             \
+#define SPECDEC_ROWS(M)                                                         \
+  case M:                                                                       \
+    if constexpr (M <= kMaxRows) {                                              \
+      if (is_wide)                                                              \
+        add_tiles<E, M, count_wide(M)>(x, begin, end, size, tiles, fetch, out); \
+      else                                                                      \
+        add_tiles<E, M, 1>(x, begin, end, size, tiles, fetch, out);             \
+    }                                                                           \
     break;
     SPECDEC_ROWS(1) SPECDEC_ROWS(2) SPECDEC_ROWS(3) SPECDEC_ROWS(4) SPECDEC_ROWS(5)
     SPECDEC_ROWS(6) SPECDEC_ROWS(7) SPECDEC_ROWS(8) SPECDEC_ROWS(9) SPECDEC_ROWS(10)
@@ -566,82 +658,113 @@ void multiply_tiles(int64_t rows, bool is_wide, const typename Packing<E>::Input
   }
 }
 
-// y = x W^T + bias for the tiles from `begin` to `end` and up to kMaxRows rows.
+// Rows [M] in `blocks` parts of at most kMaxRows, as even as can be.
+struct Blocks {
+  int64_t rows, count;
+  int64_t begin(int64_t block) const { return rows * block / count; }
+  int64_t size(int64_t block) const { return begin(block + 1) - begin(block); }
+};
+
+// y = x W^T + bias for the tiles from `begin` to `end` and one block of rows, or two. Two take turns
+// at every kTurn steps of a tile, which stay in the nearest cache meanwhile, and fetch half of the
+// next turn's each: so memory is read all the time.
 template <typename E, typename B, typename O>
-void multiply_range(int64_t rows, const typename Packing<E>::Input *x, int64_t steps,
-                    const E *packed, const B *bias, int64_t begin, int64_t end, int64_t N, O *y) {
-  constexpr int64_t kStep = Packing<E>::kBytes / static_cast<int64_t>(sizeof(E));
-  const int64_t size = (Packing<E>::kHeader + steps) * kStep;
-  const int64_t wide = count_wide(static_cast<int>(rows));
-  float sums[kMaxRows * kTile * kWideTiles];
+void multiply_range(Blocks blocks, int64_t first, int64_t last,
+                    const typename Packing<E>::Input *x, int64_t steps, const E *packed,
+                    const B *bias, int64_t begin, int64_t end, int64_t N, O *y) {
+  constexpr int64_t kBytes = Packing<E>::kBytes, kStep = kBytes / static_cast<int64_t>(sizeof(E));
+  constexpr int64_t kHeader = Packing<E>::kHeader;
+  const int64_t size = kHeader + steps, row = steps * Packing<E>::kInputs;
+  const int64_t start = blocks.begin(first), rows = blocks.begin(last) - start;
+  const bool is_alone = last - first == 1;
+  const int64_t wide = is_alone ? count_wide(static_cast<int>(rows)) : 1;
+  const int64_t turn = is_alone ? steps : kTurn;
+  float sums[std::max(2, kWideTiles) * kMaxRows * kTile];
   for (int64_t t = begin; t < end;) {
-    const int64_t count = t + wide <= end ? wide : 1, width = count * kTile, first = t * kTile;
-    multiply_tiles<E>(rows, count == wide, x, steps, packed + t * size, sums);
-    const int64_t used = std::min(width, N - first);
+    const int64_t count = t + wide <= end ? wide : 1, width = count * kTile, output = t * kTile;
+    const E *tiles = packed + t * size * kStep;
+    for (int64_t step = 0; step < steps; step += turn) {
+      const int64_t stop = std::min(step + turn, steps);
+      const char *used = reinterpret_cast<const char *>(tiles + (kHeader + step) * kStep);
+      for (int64_t b = first; b < last; ++b) {
+        Fetch fetch{used + kPrefetchBytes, kBytes};
+        if (!is_alone) fetch = {used + (b == first ? 2 : 3) * kTurn * kBytes / 2, kBytes / 2};
+        add_tiles<E>(blocks.size(b), count > 1, x + blocks.begin(b) * row, step, stop, size, tiles,
+                     fetch, sums + (blocks.begin(b) - start) * width);
+      }
+    }
+    if constexpr (kHeader > 0)
+      for (int64_t m = 0; m < rows; ++m)
+        for (int64_t g = 0; g < count; ++g) {
+          float scales[kTile];
+          std::memcpy(scales, tiles + g * size * kStep, sizeof scales);
+          for (int64_t j = 0; j < kTile; ++j) sums[m * width + g * kTile + j] *= scales[j];
+        }
+    const int64_t used = std::min(width, N - output);
     for (int64_t m = 0; m < rows; ++m) {
-      O *to = y + m * N + first;
+      O *to = y + (start + m) * N + output;
       const float *from = sums + m * width;
       if (bias == nullptr)
         for (int64_t j = 0; j < used; ++j) store(to[j], from[j]);
       else
-        for (int64_t j = 0; j < used; ++j) store(to[j], from[j] + to_float(bias[first + j]));
+        for (int64_t j = 0; j < used; ++j) store(to[j], from[j] + to_float(bias[output + j]));
     }
     t += count;
   }
 }
 
-// Inputs of one step over the depth: [kInputs][rows] of X [rows, depth], zeros beyond the depth.
+// Inputs of the steps from `begin` to `end` over the depth: [kInputs][rows] each of X [rows, depth],
+// zeros beyond the depth.
 template <typename E, typename X>
-inline void pack_step(const X *x, int64_t rows, int64_t depth, int64_t step, float *to) {
+inline void pack_steps(const X *x, int64_t rows, int64_t depth, int64_t begin, int64_t end,
+                       float *to) {
   constexpr int64_t kInputs = Packing<E>::kInputs;
-  for (int64_t i = 0; i < kInputs; ++i)
-    for (int64_t m = 0; m < rows; ++m) {
-      const int64_t at = step * kInputs + i;
-      to[i * rows + m] = at < depth ? to_float(x[m * depth + at]) : 0.0f;
+  const int64_t first = begin * kInputs, last = end * kInputs, used = std::min(last, depth);
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t at = first; at < used; ++at) to[at * rows + m] = to_float(x[m * depth + at]);
+  if (used < last) std::fill(to + used * rows, to + last * rows, 0.0f);
+}
+
+template <typename E, typename X>
+inline void pack_steps(const X *x, int64_t rows, int64_t depth, int64_t begin, int64_t end,
+                       uint32_t *to) {
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t step = begin; step < end; ++step) {
+      bf16 low{0}, high{0};
+      store(low, to_float(x[m * depth + 2 * step]));
+      if (2 * step + 1 < depth) store(high, to_float(x[m * depth + 2 * step + 1]));
+      to[step * rows + m] = low.bits | static_cast<uint32_t>(high.bits) << 16;
     }
 }
 
-template <typename E, typename X>
-inline void pack_step(const X *x, int64_t rows, int64_t depth, int64_t step, uint32_t *to) {
-  for (int64_t m = 0; m < rows; ++m) {
-    bf16 low{0}, high{0};
-    store(low, to_float(x[m * depth + 2 * step]));
-    if (2 * step + 1 < depth) store(high, to_float(x[m * depth + 2 * step + 1]));
-    to[m] = low.bits | static_cast<uint32_t>(high.bits) << 16;
-  }
-}
-
-// y[M][N] = x[M][depth] W^T + bias, W packed.
-constexpr int64_t kCacheBytes = 1 << 19;  // of tiles that are kept for several blocks of rows
-
+// y[M][N] = x[M][depth] W^T + bias, W packed. Few rows read each tile once; with many, as many tiles
+// as the cache holds serve all rows before the next.
 template <typename E, typename X, typename B, typename O>
 void multiply(const X *x, int64_t M, int64_t depth, const E *packed, const B *bias, int64_t N,
               O *y) {
   typedef typename Packing<E>::Input Input;
   const int64_t tiles = (N + kTile - 1) / kTile, steps = count_steps<E>(depth);
-  const int64_t blocks = (M + kMaxRows - 1) / kMaxRows, row = steps * Packing<E>::kInputs;
+  const Blocks blocks{M, (M + kMaxRows - 1) / kMaxRows};
+  const int64_t row = steps * Packing<E>::kInputs;
   const int64_t fitting = std::max<int64_t>(1, kCacheBytes / (steps * Packing<E>::kBytes));
-  const int64_t group = blocks == 1 ? tiles : fitting;
+  const bool is_few = blocks.count <= 2;
+  const int64_t group = is_few ? tiles : fitting, together = is_few ? blocks.count : 1;
   static thread_local std::vector<Input> scratch;
   scratch.resize(M * row);
   Input *inputs = scratch.data();
 #pragma omp parallel if (M * N * depth > kParallelWork)
   {
 #pragma omp for schedule(static)
-    for (int64_t step = 0; step < steps; ++step)
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t from = M * b / blocks, rows = M * (b + 1) / blocks - from;
-        pack_step<E>(x + from * depth, rows, depth, step,
-                     inputs + from * row + step * Packing<E>::kInputs * rows);
-      }
+    for (int64_t step = 0; step < steps; step += kTurn)
+      for (int64_t b = 0; b < blocks.count; ++b)
+        pack_steps<E>(x + blocks.begin(b) * depth, blocks.size(b), depth, step,
+                      std::min(step + kTurn, steps), inputs + blocks.begin(b) * row);
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int64_t last = tiles * (thread + 1) / threads;
     for (int64_t t = tiles * thread / threads; t < last; t += group)
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t from = M * b / blocks, rows = M * (b + 1) / blocks - from;
-        multiply_range<E>(rows, inputs + from * row, steps, packed, bias, t,
-                          std::min(t + group, last), N, y + from * N);
-      }
+      for (int64_t b = 0; b < blocks.count; b += together)
+        multiply_range<E>(blocks, b, b + together, inputs, steps, packed, bias, t,
+                          std::min(t + group, last), N, y);
   }
 }
 

@@ -9,17 +9,10 @@ import torch
 
 from specdec.engine import int8, native
 from specdec.errors import SpecDecError
+from tests.engine.kernels import in_every_form, needs_compiler
 
-needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler here")
 # Relative to the largest value: roundings of the result, and of float32 sums.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kernels")
-    native.compile_kernels(folder)
-    return folder / native.LIBRARY_NAME
 
 
 def make_matrix(num_outputs: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,6 +39,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_outputs", "depth"), [(1, 1), (33, 7), (96, 40), (320, 322)])
+@in_every_form
 def test_native_products(library: Path, dtype: torch.dtype, num_outputs: int, depth: int) -> None:
     """Any number of rows; and a row's result is the same among others, to the last bit."""
     kernels = native.NativeKernels(library, dtype)

@@ -12,19 +12,11 @@ from specdec.engine import layers, native
 from specdec.engine.decoder import _build_full_mask
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import SpecDecError
+from tests.engine.kernels import in_every_form, needs_compiler
 from tests.engine.models import make_model
 
 # Relative to the largest value: a few roundings of the type.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
-needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler here")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kernels")
-    info = native.compile_kernels(folder)
-    assert info["cpu"] == native.describe_cpu()
-    return folder / native.LIBRARY_NAME
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -57,6 +49,7 @@ def test_pointwise_kernels(library: Path, dtype: torch.dtype, size: int) -> None
 
 
 @needs_compiler
+@in_every_form
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 30])
 @pytest.mark.parametrize("rotated", [0, 4, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,17 +66,17 @@ def test_attention(
     """Two of three cache rows, of different lengths, over a small tree."""
     kernels = native.NativeKernels(library, dtype)
     generator = torch.Generator().manual_seed(heads)
-    batch, num_tokens, num_rows, num_positions = 2, 5, 3, 64
+    batch, num_tokens, num_rows, num_positions = 2, 5, 3, 200
     cache = torch.randn(2, num_rows, kv_heads, num_positions, size, generator=generator).to(dtype)
     qkv = torch.randn(batch, num_tokens, (heads + 2 * kv_heads) * size, generator=generator)
     qkv = qkv.to(dtype)
-    rows, past = np.array([0, 2]), np.array([7, 50])
+    rows, past = np.array([0, 2]), np.array([7, 150])
     positions = past[:, None] + np.array([[0, 1, 1, 2, 2]])
     lines = positions + np.array([[0], [3]])  # the second row has another table
     mask = np.tril(np.ones((batch, num_tokens, num_tokens), bool))
     mask[:, 2, 1] = mask[:, 3, 2] = mask[:, 4, 1] = False
     model = make_model(head_size=size, rotary_pct=1.0 if rotated is None else rotated / size)
-    table = RotaryTable(model, 100, dtype, torch.device("cpu")) if rotated != 0 else None
+    table = RotaryTable(model, num_positions, dtype, torch.device("cpu")) if rotated != 0 else None
 
     heads_view = qkv.clone().view(batch, num_tokens, -1, size)
     turned = heads_view[:, :, : heads + kv_heads]
@@ -199,25 +192,13 @@ def test_a_failing_compiler_shows_its_last_lines(
         native.compile_kernels(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def library_of_pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The products of processors with AVX512-BF16, in plain code."""
-    folder = tmp_path_factory.mktemp("pairs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "FLAGS", (*native.FLAGS, "-DSPECDEC_PAIRS"))
-        native.compile_kernels(folder)
-    return folder / native.LIBRARY_NAME
-
-
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_outputs", "depth"), [(1, 1), (33, 7), (96, 40), (320, 321)])
-@pytest.mark.parametrize("form", ["library", "library_of_pairs"])
-def test_products(
-    form: str, dtype: torch.dtype, num_outputs: int, depth: int, request: pytest.FixtureRequest
-) -> None:
+@in_every_form
+def test_products(library: Path, dtype: torch.dtype, num_outputs: int, depth: int) -> None:
     """Any number of rows; and a row's result is the same among others, to the last bit."""
-    kernels = native.NativeKernels(request.getfixturevalue(form), dtype)
+    kernels = native.NativeKernels(library, dtype)
     generator = torch.Generator().manual_seed(depth)
     weight = torch.randn(num_outputs, depth, generator=generator).to(dtype)
     bias = torch.randn(num_outputs, generator=generator).to(dtype)

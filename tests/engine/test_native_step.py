@@ -19,22 +19,16 @@ from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
 from specdec.engine.tree import Tree, build_tree_mask
+from tests.engine.kernels import in_every_form, needs_compiler
 from tests.engine.models import make_model
 
-pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler here")
+pytestmark = needs_compiler
 
 CHAIN = [5, 9, 2, 30, 41]
 # The chain among others: nodes 1, 3, 4, 7 and 8 are its own, below a root of another row's length.
 PARENTS = [-1, 0, 0, 1, 3, 3, 4, 4, 7]
 TOKENS = [CHAIN[0], CHAIN[1], 8, CHAIN[2], CHAIN[3], 17, 23, CHAIN[4], 50]
 NODES = [0, 1, 3, 4, 7]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kernels")
-    native.compile_kernels(folder)
-    return folder / native.LIBRARY_NAME
 
 
 def make_decoder(
@@ -86,6 +80,7 @@ def fill(decoder: Decoder, num_rows: int, past_len: int) -> KVCache:
     return cache
 
 
+@in_every_form
 @pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (12, 1)])

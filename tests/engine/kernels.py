@@ -1,0 +1,21 @@
+"""The kernels in the forms that processors get."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+from specdec.engine import native
+
+# form -> what the compiler is told beside the usual
+FORMS = {
+    "own": (),
+    # The products of processors with AVX512-BF16, in plain code.
+    "pairs": ("-DSPECDEC_PAIRS",),
+}
+if platform.machine() in ("x86_64", "AMD64"):
+    FORMS |= {"avx2": ("-mno-avx512f",), "sse2": ("-march=x86-64",)}
+
+needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler here")
+in_every_form = pytest.mark.parametrize("library", FORMS, indirect=True)
