@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What a verify step costs by its number of tokens, at the size of a real model.
 
-    python benchmarks/verify_cost.py [--layers 22] [--hidden 2048] [--dtype bfloat16]
-                                     [--quantization int8]
+    python benchmarks/verify_cost.py [--layers 22] [--hidden 2048]
+                                     [--dtype bfloat16|float16|float32] [--quantization int8]
 
 Random weights of a Llama shape (the default has 986M parameters and needs 2 GB), batch 1, 256
 positions in the cache. Times one target forward with logits; sizes alternate, medians. The bytes of
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--quantization", choices=(INT8,))
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--output", type=Path)

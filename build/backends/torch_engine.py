@@ -82,9 +82,8 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     """Check everything the torch backend needs; raise SpecDecError that lists what is wrong."""
     # Imported here, not above: this module is also what `--help` and `--dry-run` errors load.
     from specdec.engine.layers import ACTIVATIONS
-    from specdec.engine.native import NativeKernels, find_compiler
+    from specdec.engine.native import find_compiler
     from specdec.engine.rotary import compute_frequencies
-    from specdec.torch_tensors import TORCH_DTYPES
 
     model, drafter = checkpoint.model, checkpoint.drafter
     problems: list[tuple[str, str]] = []
@@ -137,13 +136,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     raise_problems(problems)
     sources = [TensorFile(path) for path in paths]
     float8 = check_sources(sources, checkpoint)
-    has_kernels = NativeKernels.supports(TORCH_DTYPES[model.dtype])
-    if settings.optimize == "native" and not has_kernels:
-        raise SpecDecError(
-            f"--optimize native: there are no native kernels for {model.dtype}",
-            "use --optimize auto, or convert with --dtype bfloat16 or float32",
-        )
-    compile_kernels = settings.optimize != "none" and has_kernels
+    compile_kernels = settings.optimize != "none"
     if settings.optimize == "auto" and compile_kernels and find_compiler() is None:
         logger.warning(
             "no C++ compiler found: the engine will run on torch's own operators, slower on a CPU"

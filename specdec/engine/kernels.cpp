@@ -1,8 +1,8 @@
 // Native kernels of the embedded engine: what lies between the linears of a decoder layer.
 //
 // Plain C interface, no torch headers: specdec-build compiles this file in a second or two for the
-// machine it runs on, specdec/engine/native.py calls it. Every function exists for float32 and
-// bfloat16; arithmetic is float32, results are rounded to nearest even.
+// machine it runs on, specdec/engine/native.py calls it. Every function exists for float32,
+// bfloat16 and float16; arithmetic is float32, results are rounded to nearest even.
 //
 // Legend: B rows, T tokens a row, N query heads, K key/value heads, H head size, S positions,
 // R cache rows, D hidden, I inner size.
@@ -26,20 +26,50 @@ struct bf16 {
   uint16_t bits;
 };
 
+struct half {  // float16
+  uint16_t bits;
+};
+
+inline float as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline uint32_t as_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
 inline float to_float(float x) { return x; }
 
-inline float to_float(bf16 x) {
-  uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &wide, sizeof out);
-  return out;
+inline float to_float(bf16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+// In plain code without branches, which compilers vectorize. Exponents differ by 112; a subnormal
+// number m 2^-24 is (1 + m 2^-10) 2^-14 less 2^-14.
+inline float to_float(half x) {
+  const uint32_t shifted = (x.bits & 0x7fffu) << 13, exponent = x.bits & 0x7c00u;
+  const float small = as_float(shifted + (113u << 23)) - as_float(113u << 23);
+  const uint32_t normal = exponent == 0x7c00u ? shifted | 0x7f800000u : shifted + (112u << 23);
+  const uint32_t magnitude = exponent == 0 ? as_bits(small) : normal;
+  return as_float(magnitude | (x.bits & 0x8000u) << 16);
 }
 
 inline void store(float &to, float x) { to = x; }
 
+// Below 2^-14 the sum with 1/2, whose last bit is 2^-24, does the rounding.
+inline void store(half &to, float x) {
+  const uint32_t bits = as_bits(x), magnitude = bits & 0x7fffffffu;
+  const uint32_t small = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
+  const uint32_t normal = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
+  const uint32_t finite = magnitude < (113u << 23) ? small : normal < 0x7c00u ? normal : 0x7c00u;
+  const uint32_t rounded = magnitude > 0x7f800000u ? 0x7e00u : finite;
+  to.bits = static_cast<uint16_t>(rounded | (bits >> 16 & 0x8000u));
+}
+
 inline void store(bf16 &to, float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t bits = as_bits(x);
   uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   to.bits = x != x ? 0x7fc0u : static_cast<uint16_t>(rounded);
 }
@@ -229,6 +259,46 @@ inline V load(const E *from) {
   return vector;
 }
 
+// The two numbers in each word, as floats.
+inline Floats widen_low(Words words) { return (Floats)(words << 16); }
+
+inline Floats widen_high(Words words) { return (Floats)(words & 0xffff0000u); }
+
+// kVector numbers as floats.
+inline Floats widen(const float *from) { return load<Floats>(from); }
+
+inline Floats widen(const bf16 *from) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kVector)));
+  return widen_low(__builtin_convertvector(load<Halves>(from), Words));
+}
+
+inline Floats widen(const half *from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+#else
+  Floats wide;
+  for (int64_t j = 0; j < kVector; ++j) wide[j] = to_float(from[j]);
+  return wide;
+#endif
+}
+
+inline Floats widen(const int8_t *from) {
+  // Compilers make more of it than these two instructions.
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+  Floats wide;
+  for (int64_t j = 0; j < kVector; ++j) wide[j] = from[j];
+  return wide;
+#endif
+}
+
 // Queries side by side in the lanes of a vector: no sums across lanes, keys and values broadcast.
 // Sums of kRows of those stay in registers.
 constexpr int64_t kLanes = kVector;
@@ -236,12 +306,12 @@ constexpr int64_t kLanes = kVector;
 // Positions whose keys or values are used at a time: as floats they stay in the nearest cache.
 constexpr int64_t kPositions = 64;
 
-inline const float *load_floats(const bf16 *from, float *scratch, int64_t count) {
-  typedef uint16_t Halves __attribute__((vector_size(2 * kVector)));
+template <typename E>
+const float *load_floats(const E *from, float *scratch, int64_t count) {
   int64_t i = 0;
   for (; i + kVector <= count; i += kVector) {
-    const Words words = __builtin_convertvector(load<Halves>(from + i), Words) << 16;
-    std::memcpy(scratch + i, &words, sizeof words);
+    const Floats wide = widen(from + i);
+    std::memcpy(scratch + i, &wide, sizeof wide);
   }
   for (; i < count; ++i) scratch[i] = to_float(from[i]);
   return scratch;
@@ -429,65 +499,50 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
   }
 }
 
-// Products with a matrix W [N, depth] that is packed by tiles of kTile outputs: [ceil(N / kTile)]
-// [depth][kTile] in float32; [ceil(N / kTile)][ceil(depth / 2)][kTile][2] in bfloat16, so that a
-// 32-bit word holds two inputs of one output; int8 is below. Every output is summed over its inputs
-// in order, however many rows there are: the same row gives the same bits alone and among others.
-constexpr int64_t kWords = 2, kTile = kWords * kVector;
+// Products with a matrix W [N, depth] that is packed by tiles of kTile outputs, which follow each
+// other; a tile is steps over the depth of kStepBytes, in the order that Packing tells. Every output
+// is summed over its inputs in order, however many rows there are: the same row gives the same bits
+// alone and among others.
+constexpr int64_t kWords = 2, kTile = kWords * kVector, kStepBytes = 4 * kTile;
 
 // How far ahead of its use a matrix is fetched from memory.
 constexpr int64_t kLine = 64, kPrefetchBytes = 4096;
 constexpr int64_t kTurn = 64;             // steps after which two blocks of rows take turns
 constexpr int64_t kCacheBytes = 1 << 19;  // of tiles that are kept for more blocks than two
 
-// What one step over the depth takes of an input row: a float, or two bfloat16 where the processor
-// multiplies such pairs.
-template <typename E>
-struct Packing {
-  typedef float Input;
-  static constexpr int64_t kInputs = 1, kBytes = 4 * kTile;
-  static constexpr int64_t kHeader = 0;  // steps' worth of bytes before a tile's first step
-};
-
 // SPECDEC_PAIRS: as there, in plain code, so that it can be tested where there is no such processor.
 #if defined(__AVX512BF16__) || defined(SPECDEC_PAIRS)
 #define SPECDEC_MULTIPLIES_PAIRS
+constexpr bool kMultipliesPairs = true;
+#else
+constexpr bool kMultipliesPairs = false;
 #endif
+
+// A step holds kElements inputs of each output, that of output j and input i at place(j, i): for
+// float16 and int8 each input's kVector outputs side by side, for bfloat16 pairs of inputs in 32-bit
+// words. Input is what rows are packed as, kInputs of them a step: floats, or two bfloat16 where the
+// processor multiplies such pairs. Before its first step a tile of int8 has the float32 scales of
+// its outputs, [kTile]: its sums are of integers times inputs, and are scaled at the end.
+template <typename E>
+struct Packing {
+  typedef float Input;
+  static constexpr int64_t kElements = kStepBytes / kTile / sizeof(E), kInputs = kElements;
+  static constexpr int64_t kHeader = std::is_same<E, int8_t>::value;  // steps' worth of bytes
+  static constexpr int64_t place(int64_t j, int64_t i) {
+    return (j / kVector * kElements + i) * kVector + j % kVector;
+  }
+};
 
 template <>
 struct Packing<bf16> {
-#if defined(SPECDEC_MULTIPLIES_PAIRS)
-  typedef uint32_t Input;
-  static constexpr int64_t kInputs = 1, kBytes = 4 * kTile;
-#else
-  typedef float Input;
-  static constexpr int64_t kInputs = 2, kBytes = 4 * kTile;
-#endif
-  static constexpr int64_t kHeader = 0;
-};
-
-// Of an int8 matrix a tile begins with the float32 scales of its outputs, [kTile]. A step has four
-// inputs: [kWords][4][kVector]. The sums are of integers times inputs, and are scaled at the end.
-template <>
-struct Packing<int8_t> {
-  typedef float Input;
-  static constexpr int64_t kInputs = 4, kBytes = 4 * kTile;
-  static constexpr int64_t kHeader = 1;
+  typedef std::conditional<kMultipliesPairs, uint32_t, float>::type Input;
+  static constexpr int64_t kElements = 2, kInputs = kMultipliesPairs ? 1 : 2, kHeader = 0;
+  static constexpr int64_t place(int64_t j, int64_t i) { return 2 * j + i; }
 };
 
 template <typename E>
 inline int64_t count_steps(int64_t depth) {
-  return depth;
-}
-
-template <>
-inline int64_t count_steps<bf16>(int64_t depth) {
-  return (depth + 1) / 2;
-}
-
-template <>
-inline int64_t count_steps<int8_t>(int64_t depth) {
-  return (depth + 3) / 4;
+  return (depth + Packing<E>::kElements - 1) / Packing<E>::kElements;
 }
 
 // x in every lane. Where an instruction could read and spread it again for each product, compilers
@@ -512,19 +567,16 @@ inline void add_outer(Floats (&sums)[kWords][M], const Floats (&w)[kWords], cons
   }
 }
 
-// sums[k][m] += what a step's words hold of each output, times the inputs of row m: x is
-// [kInputs][M].
-template <int M>
-inline void add_products(Floats (&sums)[kWords][M], const float *words, const float *x) {
-  Floats w[kWords];
-  for (int64_t k = 0; k < kWords; ++k) w[k] = load<Floats>(words + k * kVector);
-  add_outer<M>(sums, w, x);
+// sums[k][m] += what a step holds of each output, times the inputs of row m: x is [kInputs][M].
+template <int M, typename E>
+inline void add_products(Floats (&sums)[kWords][M], const E *step, const float *x) {
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < Packing<E>::kInputs; ++i) {
+    Floats w[kWords];
+    for (int64_t k = 0; k < kWords; ++k) w[k] = widen(step + Packing<E>::place(k * kVector, i));
+    add_outer<M>(sums, w, x + i * M);
+  }
 }
-
-// The two numbers in each word, as floats.
-inline Floats widen_low(Words words) { return (Floats)(words << 16); }
-
-inline Floats widen_high(Words words) { return (Floats)(words & 0xffff0000u); }
 
 #if defined(SPECDEC_MULTIPLIES_PAIRS)
 inline Floats add_pairs(Floats sums, Words words, Words inputs) {
@@ -537,9 +589,9 @@ inline Floats add_pairs(Floats sums, Words words, Words inputs) {
 }
 
 template <int M>
-inline void add_products(Floats (&sums)[kWords][M], const bf16 *words, const uint32_t *x) {
+inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const uint32_t *x) {
   Words w[kWords];
-  for (int64_t k = 0; k < kWords; ++k) w[k] = load<Words>(words + k * 2 * kVector);
+  for (int64_t k = 0; k < kWords; ++k) w[k] = load<Words>(step + k * 2 * kVector);
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
     const Words inputs = spread<Words>(x[m]);
@@ -549,10 +601,10 @@ inline void add_products(Floats (&sums)[kWords][M], const bf16 *words, const uin
 }
 #else
 template <int M>
-inline void add_products(Floats (&sums)[kWords][M], const bf16 *words, const float *x) {
+inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const float *x) {
   Floats even[kWords], odd[kWords];
   for (int64_t k = 0; k < kWords; ++k) {
-    const Words w = load<Words>(words + k * 2 * kVector);
+    const Words w = load<Words>(step + k * 2 * kVector);
     even[k] = widen_low(w);
     odd[k] = widen_high(w);
   }
@@ -560,36 +612,6 @@ inline void add_products(Floats (&sums)[kWords][M], const bf16 *words, const flo
   add_outer<M>(sums, odd, x + M);
 }
 #endif
-
-// kVector int8 as floats.
-inline Floats widen(const int8_t *from) {
-  // Compilers make more of it than these two instructions.
-#if defined(__AVX512F__)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-#elif defined(__AVX2__)
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-#else
-  float wide[kVector];
-#pragma omp simd
-  for (int64_t j = 0; j < kVector; ++j) wide[j] = from[j];
-  Floats w;
-  std::memcpy(&w, wide, sizeof w);
-  return w;
-#endif
-}
-
-template <int M>
-inline void add_products(Floats (&sums)[kWords][M], const int8_t *words, const float *x) {
-  constexpr int64_t kInputs = Packing<int8_t>::kInputs;
-#pragma GCC unroll 4
-  for (int64_t i = 0; i < kInputs; ++i) {
-    Floats w[kWords];
-    for (int64_t k = 0; k < kWords; ++k) w[k] = widen(words + (k * kInputs + i) * kVector);
-    add_outer<M>(sums, w, x + i * M);
-  }
-}
 
 // Where a matrix is fetched ahead of its use: two lines from `from` on, at each step `stride` bytes
 // further. A line that is fetched twice costs next to nothing.
@@ -603,7 +625,7 @@ struct Fetch {
 template <typename E, int M, int G>
 void add_tiles(const typename Packing<E>::Input *x, int64_t begin, int64_t end, int64_t size,
                const E *tiles, Fetch fetch, float *out) {
-  constexpr int64_t kBytes = Packing<E>::kBytes, kStep = kBytes / static_cast<int64_t>(sizeof(E));
+  constexpr int64_t kStep = kTile * Packing<E>::kElements;
   Floats sums[G][kWords][M] = {};
   if (begin > 0)
 #pragma GCC unroll 12
@@ -616,7 +638,7 @@ void add_tiles(const typename Packing<E>::Input *x, int64_t begin, int64_t end, 
   for (int64_t step = begin; step < end; ++step)
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
-      const char *ahead = fetch.from + (step - begin) * fetch.stride + g * size * kBytes;
+      const char *ahead = fetch.from + (step - begin) * fetch.stride + g * size * kStepBytes;
       __builtin_prefetch(ahead);
       __builtin_prefetch(ahead + kLine);
       add_products<M>(sums[g], tiles + (g * size + Packing<E>::kHeader + step) * kStep,
@@ -672,7 +694,7 @@ template <typename E, typename B, typename O>
 void multiply_range(Blocks blocks, int64_t first, int64_t last,
                     const typename Packing<E>::Input *x, int64_t steps, const E *packed,
                     const B *bias, int64_t begin, int64_t end, int64_t N, O *y) {
-  constexpr int64_t kBytes = Packing<E>::kBytes, kStep = kBytes / static_cast<int64_t>(sizeof(E));
+  constexpr int64_t kStep = kTile * Packing<E>::kElements;
   constexpr int64_t kHeader = Packing<E>::kHeader;
   const int64_t size = kHeader + steps, row = steps * Packing<E>::kInputs;
   const int64_t start = blocks.begin(first), rows = blocks.begin(last) - start;
@@ -687,8 +709,9 @@ void multiply_range(Blocks blocks, int64_t first, int64_t last,
       const int64_t stop = std::min(step + turn, steps);
       const char *used = reinterpret_cast<const char *>(tiles + (kHeader + step) * kStep);
       for (int64_t b = first; b < last; ++b) {
-        Fetch fetch{used + kPrefetchBytes, kBytes};
-        if (!is_alone) fetch = {used + (b == first ? 2 : 3) * kTurn * kBytes / 2, kBytes / 2};
+        Fetch fetch{used + kPrefetchBytes, kStepBytes};
+        if (!is_alone)
+          fetch = {used + (b == first ? 2 : 3) * kTurn * kStepBytes / 2, kStepBytes / 2};
         add_tiles<E>(blocks.size(b), count > 1, x + blocks.begin(b) * row, step, stop, size, tiles,
                      fetch, sums + (blocks.begin(b) - start) * width);
       }
@@ -746,7 +769,7 @@ void multiply(const X *x, int64_t M, int64_t depth, const E *packed, const B *bi
   const int64_t tiles = (N + kTile - 1) / kTile, steps = count_steps<E>(depth);
   const Blocks blocks{M, (M + kMaxRows - 1) / kMaxRows};
   const int64_t row = steps * Packing<E>::kInputs;
-  const int64_t fitting = std::max<int64_t>(1, kCacheBytes / (steps * Packing<E>::kBytes));
+  const int64_t fitting = std::max<int64_t>(1, kCacheBytes / (steps * kStepBytes));
   const bool is_few = blocks.count <= 2;
   const int64_t group = is_few ? tiles : fitting, together = is_few ? blocks.count : 1;
   static thread_local std::vector<Input> scratch;
@@ -768,50 +791,32 @@ void multiply(const X *x, int64_t M, int64_t depth, const E *packed, const B *bi
   }
 }
 
-// Lays out W [N, depth] for `multiply`; what lies beyond N and depth is zero.
+// Lays out W [N, depth] for `multiply`; what lies beyond N and depth is zero. scales: [N], of int8.
 template <typename E>
-void pack_matrix(const E *weight, int64_t N, int64_t depth, E *packed) {
-  constexpr int64_t kPair = sizeof(float) / sizeof(E);
+void pack_matrix(const E *weight, const float *scales, int64_t N, int64_t depth, E *packed) {
+  typedef Packing<E> P;
+  constexpr int64_t kStep = kTile * P::kElements;
   constexpr int64_t kBlock = 64;  // steps at a time, so that lines read are used up while cached
-  const int64_t tiles = (N + kTile - 1) / kTile, steps = (depth + kPair - 1) / kPair;
+  const int64_t tiles = (N + kTile - 1) / kTile, steps = count_steps<E>(depth);
+  const int64_t size = (P::kHeader + steps) * kStep;
 #pragma omp parallel for schedule(static) if (N * depth > kParallelWork)
   for (int64_t t = 0; t < tiles; ++t) {
-    E *tile = packed + t * steps * kTile * kPair;
+    E *tile = packed + t * size, *first = tile + P::kHeader * kStep;
     const int64_t rows = std::min(kTile, N - t * kTile);
-    if (rows < kTile || depth % kPair) std::memset(tile, 0, steps * kTile * kPair * sizeof(E));
+    if (rows < kTile || depth % P::kElements) std::memset(tile, 0, size * sizeof(E));
+    if (P::kHeader > 0) std::memcpy(tile, scales + t * kTile, sizeof(float) * rows);
     for (int64_t begin = 0; begin < steps; begin += kBlock) {
       const int64_t end = std::min(begin + kBlock, steps);
+      const int64_t whole = std::min(end, depth / P::kElements);
       for (int64_t j = 0; j < rows; ++j) {
         const E *row = weight + (t * kTile + j) * depth;
-        for (int64_t step = begin; step < end; ++step) {
-          E *to = tile + (step * kTile + j) * kPair;
-          if ((step + 1) * kPair <= depth)
-            std::memcpy(to, row + step * kPair, sizeof(E) * kPair);
-          else
-            to[0] = row[step * kPair];
-        }
+        for (int64_t step = begin; step < whole; ++step)
+          for (int64_t i = 0; i < P::kElements; ++i)
+            first[step * kStep + P::place(j, i)] = row[step * P::kElements + i];
+        if (whole < end)
+          for (int64_t i = 0; whole * P::kElements + i < depth; ++i)
+            first[whole * kStep + P::place(j, i)] = row[whole * P::kElements + i];
       }
-    }
-  }
-}
-
-// The same of an int8 matrix and the scales of its rows [N].
-void pack_matrix(const int8_t *weight, const float *scales, int64_t N, int64_t depth,
-                 int8_t *packed) {
-  typedef Packing<int8_t> P;
-  const int64_t tiles = (N + kTile - 1) / kTile, steps = count_steps<int8_t>(depth);
-  const int64_t size = (P::kHeader + steps) * P::kBytes;
-#pragma omp parallel for schedule(static) if (N * depth > kParallelWork)
-  for (int64_t t = 0; t < tiles; ++t) {
-    int8_t *tile = packed + t * size, *first = tile + P::kHeader * P::kBytes;
-    const int64_t rows = std::min(kTile, N - t * kTile);
-    if (rows < kTile || depth % P::kInputs) std::memset(tile, 0, size);
-    std::memcpy(tile, scales + t * kTile, sizeof(float) * rows);
-    for (int64_t j = 0; j < rows; ++j) {
-      const int8_t *row = weight + (t * kTile + j) * depth;
-      int8_t *to = first + j / kVector * P::kInputs * kVector + j % kVector;
-      for (int64_t i = 0; i < depth; ++i)
-        to[i / P::kInputs * P::kBytes + i % P::kInputs * kVector] = row[i];
     }
   }
 }
@@ -1033,7 +1038,7 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
 extern "C" {
 
 // Bumped with every change of a signature below; checked when an engine is loaded.
-int64_t specdec_abi_version() { return 7; }
+int64_t specdec_abi_version() { return 8; }
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
@@ -1058,7 +1063,7 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
            H, R, S, rotated, window);                                                             \
   }                                                                                               \
   void specdec_pack_matrix_##suffix(const E *weight, int64_t N, int64_t depth, E *packed) {       \
-    pack_matrix(weight, N, depth, packed);                                                        \
+    pack_matrix<E>(weight, nullptr, N, depth, packed);                                            \
   }                                                                                               \
   void specdec_multiply_##suffix(const E *x, int64_t M, int64_t depth, const E *packed,           \
                                  const E *bias, int64_t N, E *y) {                                \
@@ -1100,4 +1105,5 @@ void specdec_pack_matrix_int8(const int8_t *weight, const float *scales, int64_t
 
 SPECDEC_EXPORT(float, f32)
 SPECDEC_EXPORT(bf16, bf16)
+SPECDEC_EXPORT(half, f16)
 }

@@ -29,8 +29,8 @@ from specdec.schema import ModelConfig
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 7
-TILE = 32  # outputs side by side in a packed matrix, kTile in kernels.cpp
+ABI_VERSION = 8
+TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 # Activations of a gated MLP, by the kernel that computes them.
 GATES = {
@@ -44,7 +44,7 @@ PLAIN_ACTIVATIONS = {
     "relu": 3,
 }
 GATED_ACTIVATIONS = {name: int(kernel == "gelu") for name, kernel in GATES.items()}
-_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
@@ -215,11 +215,6 @@ class NativeKernels:
             [_POINTER] * 10 + [_INT] + [_POINTER] * 2 + [_INT] * 7,
         )
 
-    @staticmethod
-    def supports(dtype: torch.dtype) -> bool:
-        """Whether there are kernels for a type."""
-        return dtype in _SUFFIXES
-
     def _bind(self, name: str, types: list[Any]) -> Any:
         function = getattr(self._library, name)
         function.argtypes = types
@@ -292,12 +287,12 @@ class NativeKernels:
     def pack_matrix(self, weight: Tensor) -> Tensor:
         """Lay out a matrix [N, depth] by tiles of outputs, see kernels.cpp.
 
-        float32: [ceil(N / TILE), depth, TILE]; bfloat16: [ceil(N / TILE), ceil(depth / 2), TILE,
-        2].
+        float32: [ceil(N / TILE), depth, TILE]; half precision: [ceil(N / TILE), ceil(depth / 2),
+        TILE, 2]. The order within is the kernels' own.
         """
         weight = weight.contiguous()
         num_outputs, depth = weight.shape
-        pair = 2 if weight.dtype is torch.bfloat16 else 1
+        pair = 4 // weight.element_size()
         packed = weight.new_empty((-(-num_outputs // TILE), -(-depth // pair), TILE, pair))
         self._set_num_threads(torch.get_num_threads())
         self._pack_matrix(weight.data_ptr(), num_outputs, depth, packed.data_ptr())

@@ -37,7 +37,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_outputs", "depth"), [(1, 1), (33, 7), (96, 40), (320, 322)])
 @in_every_form
 def test_native_products(library: Path, dtype: torch.dtype, num_outputs: int, depth: int) -> None:

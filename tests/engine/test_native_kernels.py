@@ -16,7 +16,8 @@ from tests.engine.kernels import in_every_form, needs_compiler
 from tests.engine.models import make_model
 
 # Relative to the largest value: a few roundings of the type.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
+DTYPES = list(TOLERANCE)
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -25,7 +26,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [8, 40, 320])
 def test_pointwise_kernels(library: Path, dtype: torch.dtype, size: int) -> None:
     kernels = native.NativeKernels(library, dtype)
@@ -52,7 +53,7 @@ def test_pointwise_kernels(library: Path, dtype: torch.dtype, size: int) -> None
 @in_every_form
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 30])
 @pytest.mark.parametrize("rotated", [0, 4, None])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 8), (8, 2, 40), (6, 1, 64)])
 def test_attention(
     library: Path,
@@ -101,7 +102,7 @@ def test_attention(
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "group"), [(1, 1), (2, 1), (9, 2)])
 def test_attention_over_uncommitted_levels(
     library: Path, dtype: torch.dtype, num_tokens: int, group: int
@@ -135,7 +136,7 @@ def test_attention_over_uncommitted_levels(
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 7, 50])
 def test_ranking(library: Path, dtype: torch.dtype, width: int) -> None:
     kernels = native.NativeKernels(library, dtype)
@@ -193,7 +194,7 @@ def test_a_failing_compiler_shows_its_last_lines(
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_outputs", "depth"), [(1, 1), (33, 7), (96, 40), (320, 321)])
 @in_every_form
 def test_products(library: Path, dtype: torch.dtype, num_outputs: int, depth: int) -> None:
@@ -213,6 +214,28 @@ def test_products(library: Path, dtype: torch.dtype, num_outputs: int, depth: in
     unbiased = kernels.multiply(x[None], packed, None, num_outputs)
     assert unbiased.shape == (1, 41, num_outputs)
     assert_near(unbiased[0], (x.double() @ weight.double().T).to(dtype))
+
+
+@needs_compiler
+@in_every_form
+def test_every_float16_number(library: Path) -> None:
+    """Widened one by one and by vectors, and rounded to nearest, ties to even, as torch does."""
+    kernels = native.NativeKernels(library, torch.float16)
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    finite = numbers[numbers.isfinite()]
+    column = kernels.pack_matrix(finite[:, None])
+    one = torch.ones(1, 1, dtype=torch.float16)
+    assert torch.equal(kernels.multiply(one, column, None, len(finite))[0], finite)
+    norm = layers.Norm(torch.ones(1 << 16, dtype=torch.float16), None, 1e-5)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(1 << 16, generator=generator)
+    # Sums far below the others' last bit, ties, overflow, infinities and no numbers among them.
+    others = [torch.zeros(1 << 16), numbers.float(), numbers[order].float(), -numbers.float() / 2]
+    for other in others:
+        total = numbers.clone()[None]
+        kernels.add_norm(total, other.half()[None], norm)
+        expected = numbers.float() + other.half().float()
+        torch.testing.assert_close(total[0], expected.half(), rtol=0, atol=0, equal_nan=True)
 
 
 @needs_compiler

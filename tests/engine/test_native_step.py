@@ -1,4 +1,4 @@
-"""In bfloat16 a token's state has the same bits in every step: alone, in a tree, in a batch.
+"""In half precision a token's state has the same bits in every step: alone, in a tree, in a batch.
 
 With int8 weights too.
 
@@ -19,6 +19,7 @@ from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
 from specdec.engine.tree import Tree, build_tree_mask
+from specdec.torch_tensors import TORCH_DTYPES
 from tests.engine.kernels import in_every_form, needs_compiler
 from tests.engine.models import make_model
 
@@ -32,24 +33,24 @@ NODES = [0, 1, 3, 4, 7]
 
 
 def make_decoder(
-    library: Path, heads: int, kv_heads: int, window: int | None, *, is_int8: bool
+    library: Path, dtype: str, heads: int, kv_heads: int, window: int | None, *, is_int8: bool
 ) -> Decoder:
     model = make_model(
-        dtype="bfloat16", vocab_size=64, hidden_size=384, num_hidden_layers=4,
+        dtype=dtype, vocab_size=64, hidden_size=384, num_hidden_layers=4,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_size=384 // heads,
         intermediate_size=80,
         sliding_window=window,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(heads)
     weights = {
-        name: (
-            torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 1.0)
-        ).bfloat16()
+        name: (torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 1.0)).to(
+            TORCH_DTYPES[dtype]
+        )
         for name, shape in list_engine_tensors(model, None).items()
     }
     for name in list_int8(model) if is_int8 else []:
         weights[name], weights[name_int8_scales(name)] = int8.quantize(weights[name], name)
-    kernels = native.NativeKernels(library, torch.bfloat16)
+    kernels = native.NativeKernels(library, TORCH_DTYPES[dtype])
     return Decoder(model, weights, num_positions=256, device=torch.device("cpu"), kernels=kernels)
 
 
@@ -81,14 +82,16 @@ def fill(decoder: Decoder, num_rows: int, past_len: int) -> KVCache:
 
 
 @in_every_form
-@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_int8"), [("bfloat16", False), ("bfloat16", True), ("float16", False)]
+)
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (12, 1)])
 @torch.inference_mode()
 def test_a_state_has_the_same_bits_in_every_step(
-    library: Path, heads: int, kv_heads: int, window: int | None, is_int8: bool
+    library: Path, dtype: str, heads: int, kv_heads: int, window: int | None, is_int8: bool
 ) -> None:
-    decoder = make_decoder(library, heads, kv_heads, window, is_int8=is_int8)
+    decoder = make_decoder(library, dtype, heads, kv_heads, window, is_int8=is_int8)
     past_len = 37
     alone = fill(decoder, 1, past_len)
     expected = []

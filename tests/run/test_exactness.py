@@ -239,12 +239,13 @@ def test_half_precision_differs_only_at_near_ties(
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler here")
-def test_bfloat16_text_is_that_of_plain_decoding(
-    target: Path, drafter: Path, tmp_path: Path
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_text_is_that_of_plain_decoding(
+    target: Path, drafter: Path, tmp_path: Path, dtype: str
 ) -> None:
     """A step of many tokens computes each to the same bits as a step of one."""
     prompts, _ = reference(target)
-    folder = make_engine(tmp_path, target, drafter, beams=4, length=4, dtype="bfloat16")
+    folder = make_engine(tmp_path, target, drafter, beams=4, length=4, dtype=dtype)
     plain = outputs_of(
         TorchEngine(folder, device="cpu", speculate=False).generate(make_requests(prompts))
     )
