@@ -7,6 +7,7 @@ READY := $(VENV)/.ready
 TESTS ?= tests
 SIZE ?= full
 PEERS ?= specdec transformers llama.cpp openvino
+PEERS_FLAGS ?=
 
 # PyTorch publishes its CPU build beside PyPI, which has the one for CUDA (several GB). Whoever has
 # told pip where to look keeps that; `make TORCH_INDEX= ...` takes PyPI's build.
@@ -24,7 +25,8 @@ help:
 	@echo "make check   lint, format and type checks, as in CI"
 	@echo "make fix     mend what the linter and the formatter can"
 	@echo "make bench   run the CPU benchmarks, beside other engines last: hours, 20 GB of memory and"
-	@echo "             24 GB of disk at SIZE=full; SIZE=small or pycode for less, PEERS='specdec ...'"
+	@echo "             24 GB of disk at SIZE=full; SIZE=small or pycode for less, PEERS='specdec ...',"
+	@echo "             PEERS_FLAGS='--rounds 2 --prompts 2' for fewer turns, --record to keep them"
 	@echo "make dist    build the wheel into dist/"
 	@echo "make clean   remove caches and wheels"
 
@@ -68,7 +70,7 @@ bench: $(READY)
 				{ echo "no GPU here: $$entry is left out"; continue; };; \
 			*) size=;; esac; \
 		$(BIN)/python "$$entry" $$size || exit 1; done
-	@$(BIN)/python benchmarks/peers.py --size $(SIZE) --peers $(PEERS)
+	@$(BIN)/python benchmarks/peers.py --size $(SIZE) --peers $(PEERS) $(PEERS_FLAGS)
 
 # Not `python -m build`: here that would run our folder of that name.
 dist: $(READY)

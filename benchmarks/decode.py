@@ -44,9 +44,9 @@ def make_engine(folder: Path, dtype: str, beams: int, length: int) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--beams", type=int, default=4)
-    parser.add_argument("--length", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--beams", type=int, default=1)
+    parser.add_argument("--length", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-output-len", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=5)
