@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.decoder import MAX_CHUNK_TOKENS, Step
+from specdec.engine.decoder import Step
 from specdec.engine.kv_cache import KVCache
 
 
 class Runner(Protocol):
     """What prompts are run by: the decoder, or what stands in its place."""
+
+    @property
+    def max_chunk_tokens(self) -> int: ...
 
     def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None: ...
 
@@ -41,7 +44,7 @@ def fill_cache(
     """
     for row, prompt in zip(rows, prompts, strict=True):
         decoder.start_row(cache, row, len(prompt))
-    chunk = max(1, min(MAX_CHUNK_TOKENS, max_num_tokens // len(rows)))
+    chunk = max(1, min(decoder.max_chunk_tokens, max_num_tokens // len(rows)))
     left = [
         len(prompt) - int(cache.past_lens[row]) for row, prompt in zip(rows, prompts, strict=True)
     ]

@@ -275,6 +275,10 @@ class _TrueFeatures:
     def __init__(self, net: EagleNet, features: Tensor) -> None:
         self.net, self.features = net, features
 
+    @property
+    def max_chunk_tokens(self) -> int:
+        return self.net.decoder.max_chunk_tokens
+
     def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None:
         self.net.decoder.start_row(cache, row, prompt_len)
 

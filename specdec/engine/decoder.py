@@ -42,11 +42,11 @@ from specdec.quantization import INT8_SCALES, SCALES
 from specdec.schema import ModelConfig
 from specdec.torch_tensors import TORCH_DTYPES
 
-# Tokens of one prompt pass; bounds the memory of its mask and scores.
-MAX_CHUNK_TOKENS = 512
-# The native attention takes 16 queries at a time over a row's keys: right for verify steps; longer
-# steps are prompts, for which torch's blocked attention is made.
-MAX_NATIVE_TOKENS = 64
+# Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native
+# products no faster, and every pass then takes the way of verify steps, to the last bit.
+MAX_CHUNK_TOKENS, NATIVE_CHUNK_TOKENS = 512, 64
+# Of a row in one step. The native attention compares all of them with one another.
+MAX_NATIVE_TOKENS = 256
 # Cache positions are visited in whole blocks of this many, so that few shapes occur.
 POSITION_BLOCK = 64
 
@@ -224,6 +224,11 @@ class Decoder:
         if start != cache.rotary_starts[row]:
             cache.past_lens[row] = 0
         cache.rotary_starts[row] = start
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Tokens of a prompt that one pass should run at most."""
+        return MAX_CHUNK_TOKENS if self.kernels is None else NATIVE_CHUNK_TOKENS
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Input embeddings, [..., D]."""

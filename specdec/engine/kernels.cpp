@@ -245,6 +245,9 @@ constexpr int kRows = 16, kMaxRows = 12;
 #elif defined(__AVX2__)
 constexpr int64_t kVector = 8;
 constexpr int kRows = 8, kMaxRows = 6;
+#elif defined(__aarch64__)
+constexpr int64_t kVector = 4;
+constexpr int kRows = 16, kMaxRows = 12;
 #else
 constexpr int64_t kVector = 4;
 constexpr int kRows = 8, kMaxRows = 6;

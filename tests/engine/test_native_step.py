@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.engine import decoder as engine
 from specdec.engine import int8, native
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
 from specdec.engine.tree import Tree, build_tree_mask
+from specdec.run.prefill import fill_cache
 from specdec.torch_tensors import TORCH_DTYPES
 from tests.engine.kernels import in_every_form, needs_compiler
 from tests.engine.models import make_model
@@ -111,3 +113,31 @@ def test_a_state_has_the_same_bits_in_every_step(
             for node, (state, logit) in zip(NODES, expected, strict=True):
                 assert torch.equal(states[row, node], state)
                 assert torch.equal(logits[row, node], logit)
+
+
+@in_every_form
+@pytest.mark.parametrize("window", [None, 70])
+@torch.inference_mode()
+def test_a_prompt_has_the_same_bits_beside_others(library: Path, window: int | None) -> None:
+    """However its passes are cut: alone, with longer and shorter ones, and token by token."""
+    decoder = make_decoder(library, "bfloat16", 6, 2, window, is_int8=False)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(64, (size,), generator=generator).tolist() for size in (150, 30, 70)]
+    cache = decoder.make_cache(3, 200)
+    together = fill_cache(decoder, cache, [0, 1, 2], prompts, 8192)
+    for at, prompt in enumerate(prompts):
+        for max_num_tokens in (8192, 13, 1):
+            state = fill_cache(decoder, decoder.make_cache(1, 200), [0], [prompt], max_num_tokens)
+            assert torch.equal(state[0], together[at]), (at, max_num_tokens)
+
+
+@torch.inference_mode()
+def test_steps_too_long_for_the_kernels(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's attention beside the kernels' products: the same model."""
+    decoder = make_decoder(library, "float32", 6, 2, None, is_int8=False)
+    step = make_step([0], make_tree(TOKENS, PARENTS))
+    expected = decoder.forward(step, decoder.make_cache(1, 200))
+    monkeypatch.setattr(engine, "MAX_NATIVE_TOKENS", len(TOKENS) - 1)
+    monkeypatch.setattr(native.NativeKernels, "run_layers", None)
+    found = decoder.forward(step, decoder.make_cache(1, 200))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -26,7 +26,7 @@ from tests.parity.models import NAMES, SWITCH, VARIANTS, VOCAB, WINDOW, make_mod
 # Of the largest logit. Both sides compute in float32; sums are taken in another order.
 TOLERANCE = 2e-5
 LIMIT = 24
-# Prompt tokens of the two rows: beyond MAX_NATIVE_TOKENS, and beyond WINDOW and SWITCH.
+# Prompt tokens of the two rows: beyond a vector's lanes, WINDOW and SWITCH.
 CHUNKS = ((5, 3), (80, 13, 1))
 DRAFTED = (
     "LlamaForCausalLM-plain", "LlamaForCausalLM-yarn", "MistralForCausalLM-window",

@@ -24,7 +24,7 @@ from tests.parity.test_families import TREE, assert_near, run_step
 
 GOLDEN = ROOT / "tests/golden/modelopt/trtllm"
 CPU = torch.device("cpu")
-CHUNKS = (70, 5, 1, 1)  # beyond MAX_NATIVE_TOKENS and a window; then single tokens
+CHUNKS = (70, 5, 1, 1)  # beyond a window; then single tokens
 # Of every architecture by rows; by columns where the head is not the embedding itself.
 SPLIT_EMBEDDINGS = [(f"{name}-{next(iter(variants))}", 0) for name, variants in VARIANTS.items()]
 SPLIT_EMBEDDINGS += [
