@@ -7,7 +7,7 @@
 Random weights of a Llama shape (the default has 986M parameters and needs 2 GB), batch 1, 256
 positions in the cache. Times one target forward with logits; sizes alternate, medians. The bytes of
 the weights over the time of a one-token step is the bandwidth reached, to be held against what the
-machine can read, which is measured in the same run.
+machine can read, which is measured in the same run, as is what it can multiply.
 """
 
 from __future__ import annotations
@@ -69,6 +69,21 @@ def measure_bandwidth() -> float:
     return best
 
 
+def measure_arithmetic() -> float:
+    """GFLOP/s of multiplying two float32 matrices, the best of several.
+
+    On a shared host it changes with what others compute, while the bandwidth stays: then only the
+    larger steps become dearer.
+    """
+    matrix = torch.ones(2048, 2048)
+    best = 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        matrix @ matrix
+        best = max(best, 2 * len(matrix) ** 3 / (time.perf_counter() - began) / 1e9)
+    return best
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=22)
@@ -95,6 +110,7 @@ def main() -> None:
             kernels = NativeKernels(Path(folder) / LIBRARY_NAME, TORCH_DTYPES[args.dtype])
     decoder, num_bytes = make_decoder(model, kernels, args.quantization)
     meter = LoadMeter()
+    arithmetic = measure_arithmetic()
     costs = time_steps(decoder, SIZES, past_len=PAST_LEN, repeat=args.repeat)
     medians = {size: 1000 * seconds for size, seconds in costs.items()}
     report = {
@@ -110,6 +126,7 @@ def main() -> None:
         "relative_to_one_token": {s: round(v / medians[1], 2) for s, v in medians.items()},
         "one_token_gb_per_second": round(num_bytes / medians[1] / 1e6, 1),
         "machine_gb_per_second": round(measure_bandwidth(), 1),
+        "machine_gflops_before_and_after": [round(arithmetic), round(measure_arithmetic())],
     }
     print(json.dumps(report, indent=2))
     if args.output is not None:
