@@ -16,6 +16,9 @@
 #include <vector>
 
 #include <omp.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -794,6 +797,19 @@ void multiply(const X *x, int64_t M, int64_t depth, const E *packed, const B *bi
   }
 }
 
+// Asks for huge pages, of which a matrix needs few enough for the processor to know where they all
+// are. Many systems give them only to those who ask; where there are none, nothing is lost.
+inline void ask_for_huge_pages(void *start, int64_t size) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 1 << 21;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(start) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(start) + size) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void *>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)start, (void)size;
+#endif
+}
+
 // Lays out W [N, depth] for `multiply`; what lies beyond N and depth is zero. scales: [N], of int8.
 template <typename E>
 void pack_matrix(const E *weight, const float *scales, int64_t N, int64_t depth, E *packed) {
@@ -802,6 +818,7 @@ void pack_matrix(const E *weight, const float *scales, int64_t N, int64_t depth,
   constexpr int64_t kBlock = 64;  // steps at a time, so that lines read are used up while cached
   const int64_t tiles = (N + kTile - 1) / kTile, steps = count_steps<E>(depth);
   const int64_t size = (P::kHeader + steps) * kStep;
+  ask_for_huge_pages(packed, tiles * size * static_cast<int64_t>(sizeof(E)));
 #pragma omp parallel for schedule(static) if (N * depth > kParallelWork)
   for (int64_t t = 0; t < tiles; ++t) {
     E *tile = packed + t * size, *first = tile + P::kHeader * kStep;
