@@ -429,12 +429,12 @@ def test_requests_are_concurrent(run_data: RunData, tmp_path: Path, concurrency:
 def test_a_killed_run_goes_on(run_data: RunData, tmp_path: Path) -> None:
     """No row is lost, none comes twice, and only what was under way is asked again."""
     path = write_prompts(tmp_path / "in.jsonl", 60)
-    reached = threading.Event()
+    partial, killed = tmp_path / ".out.jsonl.partial", threading.Event()
 
     def script(number: int, body: Any) -> Reply | None:
-        if number == 30:
-            reached.set()
-        return {"sleep": 0.05}
+        if number >= 30:
+            killed.wait(60)
+        return None
 
     with ChatServer(script) as server:
         words = [
@@ -445,20 +445,22 @@ def test_a_killed_run_goes_on(run_data: RunData, tmp_path: Path) -> None:
             [str(w) for w in words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        assert reached.wait(60)
+        end = time.monotonic() + 60
+        while len(server.bodies) < 34 or partial.read_bytes().count(b"\n") < 30:
+            assert time.monotonic() < end
+            time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert list_files(tmp_path) == [".out.jsonl.partial", "in.jsonl"]
-        time.sleep(0.2)
-        num_before = len(server.bodies)
+        killed.set()
+        assert list_files(tmp_path) == [partial.name, "in.jsonl"]
         done = run_data(server, "--input", path, "--resume", "--json")
     assert done.status == 0, done.err
     rows = read_output(tmp_path)
     assert [row["index"] for row in rows] == list(range(60))
     assert [row["messages"] for row in rows] == [answered(user(f"question {n}")) for n in range(60)]
     resumed = json.loads(done.out)["resumed"]
-    assert num_before - 4 <= resumed <= num_before
-    assert len(server.bodies) - num_before == 60 - resumed
+    assert resumed == 30
+    assert len(server.bodies) == 34 + 60 - resumed
 
 
 def test_a_cut_line_is_dropped(run_data: RunData, tmp_path: Path) -> None:
