@@ -137,7 +137,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     sources = [TensorFile(path) for path in paths]
     float8 = check_sources(sources, checkpoint)
     compile_kernels = settings.optimize != "none"
-    if settings.optimize == "auto" and compile_kernels and find_compiler() is None:
+    if settings.optimize == "auto" and find_compiler() is None:
         logger.warning(
             "no C++ compiler found: the engine will run on torch's own operators, slower on a CPU"
         )

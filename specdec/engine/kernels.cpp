@@ -518,7 +518,6 @@ constexpr int64_t kCacheBytes = 1 << 19;  // of tiles that are kept for more blo
 
 // SPECDEC_PAIRS: as there, in plain code, so that it can be tested where there is no such processor.
 #if defined(__AVX512BF16__) || defined(SPECDEC_PAIRS)
-#define SPECDEC_MULTIPLIES_PAIRS
 constexpr bool kMultipliesPairs = true;
 #else
 constexpr bool kMultipliesPairs = false;
@@ -584,7 +583,18 @@ inline void add_products(Floats (&sums)[kWords][M], const E *step, const float *
   }
 }
 
-#if defined(SPECDEC_MULTIPLIES_PAIRS)
+template <int M>
+inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const float *x) {
+  Floats even[kWords], odd[kWords];
+  for (int64_t k = 0; k < kWords; ++k) {
+    const Words w = load<Words>(step + k * 2 * kVector);
+    even[k] = widen_low(w);
+    odd[k] = widen_high(w);
+  }
+  add_outer<M>(sums, even, x);
+  add_outer<M>(sums, odd, x + M);
+}
+
 inline Floats add_pairs(Floats sums, Words words, Words inputs) {
 #if defined(__AVX512BF16__)
   return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)words, (__m512bh)inputs);
@@ -605,19 +615,6 @@ inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const uint
     for (int64_t k = 0; k < kWords; ++k) sums[k][m] = add_pairs(sums[k][m], w[k], inputs);
   }
 }
-#else
-template <int M>
-inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const float *x) {
-  Floats even[kWords], odd[kWords];
-  for (int64_t k = 0; k < kWords; ++k) {
-    const Words w = load<Words>(step + k * 2 * kVector);
-    even[k] = widen_low(w);
-    odd[k] = widen_high(w);
-  }
-  add_outer<M>(sums, even, x);
-  add_outer<M>(sums, odd, x + M);
-}
-#endif
 
 // Where a matrix is fetched ahead of its use: two lines from `from` on, at each step `stride` bytes
 // further. A line that is fetched twice costs next to nothing.

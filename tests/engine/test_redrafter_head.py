@@ -15,12 +15,10 @@ HIDDEN, VOCAB = 16, 90
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> native.NativeKernels:
+def kernels(request: pytest.FixtureRequest) -> native.NativeKernels:
     if native.find_compiler() is None:
         pytest.skip("no C++ compiler here")
-    folder = tmp_path_factory.mktemp("kernels")
-    native.compile_kernels(folder)
-    return native.NativeKernels(folder / native.LIBRARY_NAME, torch.float32)
+    return native.NativeKernels(request.getfixturevalue("library"), torch.float32)
 
 
 def make_head(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.native import find_compiler
 from specdec.engine.tree import Tree
 from specdec.run import verify
 from specdec.run.backends.torch_engine import TorchEngine
@@ -20,6 +19,7 @@ from specdec.run.methods.prompt_lookup import PromptLookupProposer
 from specdec.run.ngram_options import LookaheadConfig, LookupOptions
 from specdec.run.requests import Request, Result
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.engine.kernels import needs_compiler
 from tests.engines import OracleProposer, call, continue_greedily, make_engine
 
 PROMPT_LENGTHS = (5, 17, 1, 40)
@@ -238,7 +238,7 @@ def test_half_precision_differs_only_at_near_ties(
         assert margin <= 8 * spacing, f"token {at}: margin {margin}, spacing {spacing}"
 
 
-@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler here")
+@needs_compiler
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_text_is_that_of_plain_decoding(
     target: Path, drafter: Path, tmp_path: Path, dtype: str

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.engine import native
 from specdec.engine.layout import (
     WEIGHTS_NAME,
     list_int8,
@@ -27,6 +26,7 @@ from specdec.run.ngram_options import LookaheadConfig, LookupOptions
 from specdec.run.requests import Request
 from specdec.storage import read_json
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.engine.kernels import needs_compiler
 from tests.engines import call, continue_greedily, run_cli_here
 from tests.parity.models import make_model
 from tests.parity.test_families import assert_near
@@ -36,7 +36,6 @@ PROMPTS = [[5, 17, 30], list(range(3, 17)), [64], [9, 9, 4] * 6]
 LIMIT = 30
 INT8 = ("--quantization", "int8")
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
-needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler here")
 
 
 def build(checkpoint: Path, name: str, *flags: object) -> Path:
