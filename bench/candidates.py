@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec.decode.drafters.base import Proposer
+from specdec.decode.drafters.draft_target import DraftTargetProposer
+from specdec.decode.drafters.eagle import EagleProposer, count_top_k
+from specdec.decode.drafters.lookahead import LookaheadProposer
+from specdec.decode.drafters.medusa import MedusaProposer
+from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.redrafter import ReDrafterProposer
+from specdec.decode.drafters.trees import grow_choices
+from specdec.decode.ngram_options import LookaheadConfig, LookupOptions
 from specdec.methods import EXTERNAL_METHODS
-from specdec.run.choices import grow_choices
-from specdec.run.draft_length import DraftLength
-from specdec.run.methods.base import Proposer
-from specdec.run.methods.draft_target import DraftTargetProposer
-from specdec.run.methods.eagle import EagleProposer, count_top_k
-from specdec.run.methods.lookahead import LookaheadProposer
-from specdec.run.methods.medusa import MedusaProposer
-from specdec.run.methods.prompt_lookup import PromptLookupProposer
-from specdec.run.methods.redrafter import ReDrafterProposer
-from specdec.run.ngram_options import LookaheadConfig, LookupOptions
 from specdec.storage import Array
 
 from .engine import Bench

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.run.methods.base import Proposer
-from specdec.run.requests import ActiveRequest
+from specdec.decode.drafters.base import Proposer
+from specdec.decode.requests import ActiveRequest
 from specdec.settings import require
 from specdec.vocabulary import read_vocabulary
 

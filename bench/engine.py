@@ -7,14 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdec.decode.draft_options import read_draft_options
+from specdec.decode.drafters.base import PlainProposer, Proposer
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Options, Timing, generate
+from specdec.decode.prompts import load_tokenizer
+from specdec.decode.requests import Request, Result
 from specdec.errors import SpecDecError
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.draft_options import read_draft_options
-from specdec.run.loop import Options, Timing, generate
-from specdec.run.methods.base import PlainProposer, Proposer
 from specdec.run.pipeline import check_flags, load_torch_engine
-from specdec.run.prompts import load_tokenizer
-from specdec.run.requests import Request, Result
 from specdec.run.settings import RunSettings
 from specdec.settings import require
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM

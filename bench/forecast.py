@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from specdec.run.methods.base import Proposer
-from specdec.run.requests import sum_stats
+from specdec.decode.drafters.base import Proposer
+from specdec.decode.requests import sum_stats
 
 from .candidates import Candidate
 from .engine import Bench

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specdec import logs
-from specdec.run.methods.base import Proposer
-from specdec.run.requests import Result, sum_stats
+from specdec.decode.drafters.base import Proposer
+from specdec.decode.requests import Result, sum_stats
 
 from .engine import PARTS, Bench, Pass
 from .repetition import is_looping

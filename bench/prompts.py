@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.decode.prompts import make_requests, read_line, read_lines
+from specdec.decode.requests import Request
 from specdec.errors import SpecDecError
-from specdec.run.prompts import make_requests, read_line, read_lines
-from specdec.run.requests import Request
 from specdec.run.settings import RunSettings
 
 # Keys of a line besides those of specdec-run; Spec-Bench's files have the first three and `turns`.

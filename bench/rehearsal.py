@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import PlainProposer
+from specdec.decode.drafters.eagle import Draft, DynamicTree, EagleProposer, Level
+from specdec.decode.drafters.trees import Choices
+from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet
 from specdec.engine.tree import IntArray, Tree, make_root
-from specdec.run.choices import Choices
-from specdec.run.methods.base import PlainProposer
-from specdec.run.methods.eagle import Draft, DynamicTree, EagleProposer, Level
-from specdec.run.requests import ActiveRequest
-from specdec.run.verify import Candidates
 
 from .replay import Recording, replay
 

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.decode.accept import map_children
+from specdec.decode.drafters.base import PlainProposer, PromptFollower, Proposer
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.engine.decoder import Decoder
 from specdec.engine.tree import Tree
-from specdec.run.methods.base import PlainProposer, PromptFollower, Proposer
-from specdec.run.requests import ActiveRequest, Request
-from specdec.run.verify import map_children
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from specdec import logs
+from specdec.decode.drafters.base import PromptFollower
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import EXTERNAL_METHODS
 from specdec.processes import call_stage
-from specdec.run.methods.base import PromptFollower
 from specdec.run.settings import RunSettings
 from specdec.schema import CheckpointConfig, read_checkpoint_config
 from specdec.settings import require

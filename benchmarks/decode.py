@@ -57,8 +57,8 @@ def main() -> None:
 
     from specdec.bench.machine import LoadMeter, describe_machine
     from specdec.bench.steps import time_steps
-    from specdec.run.backends.torch_engine import TorchEngine
-    from specdec.run.requests import Request, sum_stats
+    from specdec.decode.engine import TorchEngine
+    from specdec.decode.requests import Request, sum_stats
 
     with tempfile.TemporaryDirectory() as folder:
         path = make_engine(Path(folder), args.dtype, args.beams, args.length)

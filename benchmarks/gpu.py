@@ -31,16 +31,16 @@ from torch import Tensor
 
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import make_step, take_turns, time_steps
+from specdec.decode.drafters.base import PlainProposer, Proposer
+from specdec.decode.drafters.redrafter import make_proposer
+from specdec.decode.loop import Options, Timing, generate
+from specdec.decode.requests import Request
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
 from specdec.engine.layout import list_engine_tensors
 from specdec.engine.transfers import WAITS
 from specdec.errors import summarize
 from specdec.methods import ReDrafterParams
-from specdec.run.loop import Options, Timing, generate
-from specdec.run.methods.base import PlainProposer, Proposer
-from specdec.run.methods.redrafter import make_proposer
-from specdec.run.requests import Request
 from specdec.schema import ModelConfig
 from specdec.torch_tensors import TORCH_DTYPES
 

@@ -28,6 +28,8 @@ from torch import Tensor
 
 from specdec.bench.machine import describe_machine
 from specdec.bench.repetition import is_looping
+from specdec.decode.engine import TorchEngine
+from specdec.decode.requests import Request, Result, sum_stats
 from specdec.engine import int8
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.layout import (
@@ -37,8 +39,6 @@ from specdec.engine.layout import (
     read_engine_config,
 )
 from specdec.processes import call_stage
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.requests import Request, Result, sum_stats
 
 ROOT = Path(__file__).resolve().parent.parent
 PYCODE = ROOT / "examples" / "pycode"

@@ -17,10 +17,10 @@ from .settings import RunSettings
 @stage_command("run", RunSettings)
 def command(settings: RunSettings) -> None:
     """Generate text with an engine, and count how well its drafter did."""
-    from .ranks import end_ranks
+    from specdec.decode.ranks.processes import end_ranks
 
     if logs.get_launched_rank():  # rank 0 reads, decides and writes; this one computes with it
-        from .follower import follow_launcher
+        from specdec.decode.ranks.follower import follow_launcher
 
         return follow_launcher()
     from .pipeline import run_engine

@@ -9,25 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import logs
+from specdec.decode.draft_options import DraftOptions, adapts_drafts, read_draft_options
+from specdec.decode.ngram_options import (
+    check_lookup,
+    choose_lookahead,
+    read_lookahead_config,
+    read_lookup_options,
+)
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import EXTERNAL_METHODS
 from specdec.settings import require
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
-from .draft_options import DraftOptions, adapts_drafts, read_draft_options
-from .ngram_options import (
-    check_lookup,
-    choose_lookahead,
-    read_lookahead_config,
-    read_lookup_options,
-)
 from .settings import EAGLE_OPTIONS, RunSettings
 
 if TYPE_CHECKING:
+    from specdec.decode.engine import TorchEngine
+    from specdec.decode.requests import ActiveRequest, Request, Result
+
     from .backends.base import Engine
-    from .backends.torch_engine import TorchEngine
-    from .requests import ActiveRequest, Request, Result
 
 logger = logs.get_logger(__name__)
 
@@ -56,7 +57,7 @@ def run_engine(
         if run_ranks(settings):
             return None
     draft_options = read_draft_options(settings)
-    from .prompts import load_tokenizer, make_requests, read_prompts
+    from specdec.decode.prompts import load_tokenizer, make_requests, read_prompts
 
     prompts = read_prompts(settings)
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
@@ -67,7 +68,7 @@ def run_engine(
     about = engine.describe()
     engine.check_requests(requests)
     if is_typical:
-        from .typical import check_typical
+        from specdec.decode.typical import check_typical
 
         uses_logits = draft_options is not None and draft_options.use_logits
         check_typical(about, requests, use_logits=uses_logits)
@@ -140,7 +141,7 @@ def load_torch_engine(
     settings: RunSettings, options: DraftOptions | None, tokenizer: Any
 ) -> TorchEngine:
     """Load an engine of torch, and the one that drafts for it."""
-    from .backends.torch_engine import TorchEngine
+    from specdec.decode.engine import TorchEngine
 
     assert settings.engine_dir is not None
     if settings.kv_cache_free_gpu_memory_fraction is not None:
@@ -158,7 +159,7 @@ def load_torch_engine(
         speculate=not settings.no_speculation,
     )
     if settings.medusa_choices is not None:
-        from .methods.medusa import MedusaProposer, parse_choices
+        from specdec.decode.drafters.medusa import MedusaProposer, parse_choices
 
         if not isinstance(engine.proposer, MedusaProposer):
             raise UsageError(
@@ -180,8 +181,8 @@ def load_torch_engine(
         if adapts_drafts(settings):
             adapt_drafts(engine, settings)
         return engine
-    from .devices import check_devices
-    from .vocabulary import ModelTokens, check_vocabularies
+    from specdec.decode.devices import check_devices
+    from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 
     assert settings.draft_engine_dir is not None
     draft = TorchEngine(
@@ -204,7 +205,7 @@ def choose_eagle_tree(engine: TorchEngine, settings: RunSettings) -> None:
     given = [name for name in EAGLE_OPTIONS if getattr(settings, name) not in (None, False)]
     if not given:
         return
-    from .methods.eagle import EagleProposer, parse_choices
+    from specdec.decode.drafters.eagle import EagleProposer, parse_choices
 
     flags = ["--" + name.replace("_", "-") for name in given]
     proposer = engine.proposer
@@ -224,7 +225,7 @@ def choose_eagle_tree(engine: TorchEngine, settings: RunSettings) -> None:
 
 def adapt_drafts(engine: TorchEngine, settings: RunSettings) -> None:
     """Let an engine's method draft only while that pays."""
-    from .adaptive import adapt
+    from specdec.decode.drafters.switch import adapt
 
     if settings.no_speculation or engine.method in ("plain", "lookahead"):
         method = "--no-speculation" if settings.no_speculation else f"{engine.method} decoding"
@@ -243,15 +244,15 @@ def attach_ngrams(engine: TorchEngine, settings: RunSettings) -> None:
     mode, max_draft_len = build.speculative_decoding_mode, build.max_draft_len
     lookup = read_lookup_options(settings)
     if lookup is not None:
-        from .devices import check_devices
-        from .methods.prompt_lookup import PromptLookupProposer
+        from specdec.decode.devices import check_devices
+        from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 
         check_lookup(lookup, mode, max_draft_len)
         check_devices("target", lookup.devices, engine)
         engine.use_method("prompt_lookup", PromptLookupProposer(lookup))
     window = choose_lookahead(read_lookahead_config(settings), mode, max_draft_len)
     if window is not None:
-        from .methods.lookahead import LookaheadProposer
+        from specdec.decode.drafters.lookahead import LookaheadProposer
 
         engine.use_method("lookahead", LookaheadProposer(window, engine.decoder))
 
@@ -264,7 +265,8 @@ def generate(
     write: Callable[[str], None] | None,
 ) -> tuple[list[Result], bool]:
     """Return the results, and whether Ctrl-C came before they were complete."""
-    from .loop import Interrupted, Options
+    from specdec.decode.loop import Interrupted, Options
+
     from .streaming import StreamPrinter
 
     options = Options(
@@ -296,7 +298,7 @@ def describe_stats(
     engine: Engine, results: Sequence[Result], seconds: float, settings: RunSettings
 ) -> dict[str, Any]:
     """The counts and times of `stats`."""
-    from .requests import sum_stats
+    from specdec.decode.requests import sum_stats
 
     totals = sum_stats(results)
     num_tokens = sum(result.stats.num_output_tokens for result in results)
@@ -322,7 +324,7 @@ def describe_stats(
 
 def describe_result(result: Result, tokenizer: Any) -> dict[str, Any]:
     """One entry of `outputs`."""
-    from .text import decode_text
+    from specdec.decode.text import decode_text
 
     text = result.text
     if text is None:

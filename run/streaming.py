@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .requests import ActiveRequest, Request
-from .text import TextStream
+from specdec.decode.requests import ActiveRequest, Request
+from specdec.decode.text import TextStream
 
 
 class StreamPrinter:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec.decode.accept import Candidates
+from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import Tree, pack_beams
-from specdec.run.requests import ActiveRequest
-from specdec.run.verify import Candidates
 
 
 def call(stage: str, *args: object) -> None:

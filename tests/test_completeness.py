@@ -23,10 +23,11 @@ RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("method", [*METHODS, *EXTERNAL_METHODS])
 def test_every_method_has_its_files(method: str) -> None:
-    stages = ["run"]
+    stages = []
     if method in METHODS:
         stages += ["convert", "train"] if method in TRAINABLE else ["convert"]
     wanted = [f"{stage}/methods/{method}.py" for stage in stages]
+    wanted.append(f"specdec/decode/drafters/{method}.py")
     wanted.append(f"docs/methods/{method}.md")
     missing = [path for path in wanted if not (ROOT / path).is_file()]
     if not list((ROOT / "configs").glob(f"{method}-*.yaml")):
@@ -38,12 +39,14 @@ def test_trainable_methods_are_methods() -> None:
     assert set(TRAINABLE) <= set(METHODS)
 
 
-@pytest.mark.parametrize("stage", ["convert", "run", "train"])
-def test_no_stage_has_a_method_of_its_own(stage: str) -> None:
-    """What lies in methods/ is a method of the list, or the common base."""
-    files = {path.stem for path in (ROOT / stage / "methods").glob("*.py")}
-    external = set(EXTERNAL_METHODS) if stage == "run" else set()
-    assert files - {"__init__", "base"} <= set(METHODS) | external
+@pytest.mark.parametrize("folder", ["convert/methods", "specdec/decode/drafters", "train/methods"])
+def test_no_folder_has_a_method_of_its_own(folder: str) -> None:
+    """What lies beside the methods is the common base, or what drafters share."""
+    files = {path.stem for path in (ROOT / folder).glob("*.py")}
+    is_decoding = folder.startswith("specdec")
+    external = set(EXTERNAL_METHODS) if is_decoding else set()
+    shared = {"pacing", "switch", "trees"} if is_decoding else set()
+    assert files - {"__init__", "base"} - shared <= set(METHODS) | external
 
 
 def list_imports(path: Path) -> list[tuple[int, str]]:

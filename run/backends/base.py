@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from ..loop import Options
-    from ..requests import Request, Result
+    from specdec.decode.loop import Options
+    from specdec.decode.requests import Request, Result
 
 
 class Engine(Protocol):

@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from specdec.decode.loop import Options
+from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.sampling import SamplingParams
+from specdec.decode.text import TextStream, decode_text
 from specdec.errors import SpecDecError
 from specdec.trtllm.engine_folder import EngineFolder
 
-from ..loop import Options
-from ..requests import ActiveRequest, Request, Result
-from ..sampling import SamplingParams
-from ..text import TextStream, decode_text
 from .tensorrt_runner import NO_END, Output, Runner
 
 # What the runtime's own drafting does not tell of its steps.

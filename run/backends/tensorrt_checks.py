@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec import logs
+from specdec.decode.devices import check_count
+from specdec.decode.draft_options import DraftOptions
+from specdec.decode.ngram_options import LookupOptions
+from specdec.decode.requests import Request, find_problems
 from specdec.errors import UsageError, raise_problems
 from specdec.methods import METHODS
 from specdec.trtllm.defects import list_defects
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder
 from specdec.trtllm.environment import compare_environments, read_environment
 
-from ..devices import check_count
-from ..draft_options import DraftOptions
-from ..ngram_options import LookupOptions
-from ..requests import Request, find_problems
 from ..settings import RunSettings
 
 logger = logs.get_logger(__name__)

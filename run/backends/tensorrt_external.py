@@ -16,14 +16,14 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.loop import Interrupted, Options, Timing
+from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.sampling import SamplingParams
+from specdec.decode.text import TextStream
 from specdec.errors import SpecDecError
 
-from ..draft_length import DraftLength
-from ..loop import Interrupted, Options, Timing
-from ..methods.prompt_lookup import PromptLookupProposer
-from ..requests import ActiveRequest, Request, Result
-from ..sampling import SamplingParams
-from ..text import TextStream
 from .tensorrt_runner import Output, Runner
 
 TARGET, DRAFT = range(2)  # whose random numbers

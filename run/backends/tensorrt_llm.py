@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec import logs
+from specdec.decode.draft_options import DraftOptions
+from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.loop import Interrupted, Options, Timing
+from specdec.decode.ngram_options import check_lookup, read_lookup_options
+from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 from specdec.errors import SpecDecError, raise_problems
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder, read_engine_folder
 
-from ..draft_length import DraftLength
-from ..draft_options import DraftOptions
-from ..loop import Interrupted, Options, Timing
-from ..methods.prompt_lookup import PromptLookupProposer
-from ..ngram_options import check_lookup, read_lookup_options
-from ..requests import ActiveRequest, Request, Result
 from ..settings import RunSettings
-from ..vocabulary import ModelTokens, check_vocabularies
 from .tensorrt_call import Call, group_requests
 from .tensorrt_checks import (
     check_devices,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from specdec.errors import SpecDecError, UsageError
-from specdec.methods import EXTERNAL_METHODS, EagleParams, MedusaParams
-from specdec.trtllm.engine_folder import EngineFolder
-
-from ..choices import grow_choices
-from ..draft_options import DraftOptions
-from ..methods import eagle, medusa
-from ..ngram_options import (
+from specdec.decode.draft_options import DraftOptions
+from specdec.decode.drafters import eagle, medusa
+from specdec.decode.drafters.trees import grow_choices
+from specdec.decode.ngram_options import (
     LookaheadConfig,
     choose_lookahead,
     fit_lookahead,
     read_lookahead_config,
 )
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods import EXTERNAL_METHODS, EagleParams, MedusaParams
+from specdec.trtllm.engine_folder import EngineFolder
+
 from ..settings import EAGLE_OPTIONS, RunSettings
 from .tensorrt_checks import EAGLE, MEDUSA
 from .tensorrt_runner import has_orchestrator

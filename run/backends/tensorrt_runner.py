@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from specdec import logs
+from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, summarize
 from specdec.trtllm.engine_folder import EngineFolder
-
-from ..sampling import SamplingParams
 
 logger = logs.get_logger(__name__)
 

@@ -16,8 +16,8 @@ from specdec.bench.prompts import read_prompt_set
 from specdec.bench.repetition import is_looping, measure_distinct
 from specdec.bench.report import format_report, format_table, write_report
 from specdec.bench.settings import BenchSettings, read_counts
+from specdec.decode.loop import Timing
 from specdec.errors import SpecDecError, UsageError
-from specdec.run.loop import Timing
 from specdec.run.settings import RunSettings
 from tests.conftest import read_error_lines, run_cli
 from tests.engines import run_cli_here

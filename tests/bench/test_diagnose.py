@@ -25,7 +25,7 @@ from specdec.bench.diagnose_cli import format_report
 from specdec.bench.engine import open_bench
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.settings import DiagnoseSettings
-from specdec.run.requests import sum_stats
+from specdec.decode.requests import sum_stats
 from tests.conftest import make_tokenizer
 from tests.engines import run_cli_here
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from specdec.bench.engine import open_bench
 from specdec.bench.prompts import read_prompt_set
-from specdec.run.requests import sum_stats
+from specdec.decode.requests import sum_stats
 from specdec.run.settings import RunSettings
 from tests.conftest import ROOT, make_drafter, make_llama, make_tokenizer
 from tests.engines import make_engine

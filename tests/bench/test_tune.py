@@ -26,10 +26,10 @@ from specdec.bench.tune import list_draft_target, list_medusa, list_redrafter, r
 from specdec.bench.tune_cli import MAX_ROWS, format_report
 from specdec.build.settings import BuildSettings
 from specdec.convert.settings import ConvertSettings
+from specdec.decode.drafters.trees import grow_choices
+from specdec.decode.requests import sum_stats
 from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError, UsageError
-from specdec.run.choices import grow_choices
-from specdec.run.requests import sum_stats
 from specdec.run.settings import RunSettings
 from specdec.settings import resolve_settings
 from tests.bench.conftest import PLAIN_CHECKPOINT

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.decode.engine import TorchEngine
+from specdec.decode.requests import Request
 from specdec.engine.float8 import FIRST_CAPABILITY, Float8Linear, round_input, widen
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.requests import Request
 from tests.conftest import make_drafter, make_llama
 from tests.run.test_fp8_engine import build, make_linear, quantize
 

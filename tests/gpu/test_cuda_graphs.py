@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.requests import Request
-from specdec.run.sampling import SamplingParams
+from specdec.decode.engine import TorchEngine
+from specdec.decode.requests import Request
+from specdec.decode.sampling import SamplingParams
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import make_engine, make_noisy_copy, make_tree_engine
 

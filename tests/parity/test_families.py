@@ -13,12 +13,12 @@ import torch
 
 from specdec.architectures import ARCHITECTURES
 from specdec.convert.families import FAMILIES
+from specdec.decode.engine import TorchEngine
+from specdec.decode.requests import Request
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.tree import Tree, build_tree_mask
 from specdec.errors import SpecDecError
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.requests import Request
 from tests.conftest import make_drafter
 from tests.engines import continue_greedily, list_paths, make_engine
 from tests.parity.models import NAMES, SWITCH, VARIANTS, VOCAB, WINDOW, make_model

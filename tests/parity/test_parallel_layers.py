@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.decode.ranks.part import list_options
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.group import Group
 from specdec.engine.layout import load_weights, read_engine_config
 from specdec.engine.tree import build_tree_mask
-from specdec.run.backends.torch_rank import list_options
 from tests.conftest import ROOT, make_llama
 from tests.engines import call, make_engine
 from tests.parity.models import NAMES, VARIANTS, VOCAB, make_model

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.ranks import end_ranks
+from specdec.decode.engine import TorchEngine
+from specdec.decode.ranks.processes import end_ranks
 from tests.conftest import make_drafter
 from tests.engines import OracleProposer, make_engine
 from tests.parity.models import SWITCH, VARIANTS, VOCAB, make_model

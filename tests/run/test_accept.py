@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.decode.accept import accept
+from specdec.decode.requests import Request, RequestStats, Result, sum_stats
 from specdec.engine.tree import make_root, pack_beams
-from specdec.run.requests import Request, RequestStats, Result, sum_stats
-from specdec.run.verify import accept
 from tests.engines import list_paths
 
 SMALL = st.integers(0, 2)

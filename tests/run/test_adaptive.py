@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.switch import AdaptiveFollower, AdaptiveProposer, Switch, adapt
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Options
+from specdec.decode.ngram_options import LookupOptions
+from specdec.decode.requests import Request
+from specdec.decode.sampling import SamplingParams
 from specdec.errors import UsageError
-from specdec.run.adaptive import AdaptiveFollower, AdaptiveProposer, Switch, adapt
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.loop import Options
-from specdec.run.methods.prompt_lookup import PromptLookupProposer
-from specdec.run.ngram_options import LookupOptions
-from specdec.run.requests import Request
-from specdec.run.sampling import SamplingParams
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import call, make_engine, make_tree_engine, run_here
 

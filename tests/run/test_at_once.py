@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.transfers import WAITS
-from specdec.engine.tree import Tree, make_root, pack_beams
-from specdec.run.loop import pack_step
-from specdec.run.sampling import Sampler, SamplingParams
-from specdec.run.verify import (
+from specdec.decode.accept import (
     Candidates,
     accept,
     accept_at_once,
     accept_batch,
     accept_on_device,
 )
+from specdec.decode.loop import pack_step
+from specdec.decode.sampling import Sampler, SamplingParams
+from specdec.engine.transfers import WAITS
+from specdec.engine.tree import Tree, make_root, pack_beams
 
 VOCAB = 6
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from specdec.run.draft_length import (
+from specdec.decode.drafters.pacing import (
     FIRST_CHUNK,
     HORIZON,
     LOSS_SHARE,

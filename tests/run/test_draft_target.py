@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.decode.draft_options import DraftOptions, read_draft_options
+from specdec.decode.drafters.draft_target import DraftTargetProposer
+from specdec.decode.drafters.pacing import DraftLength, Plan
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Options, generate
+from specdec.decode.requests import Request
+from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.draft_length import DraftLength, Plan
-from specdec.run.draft_options import DraftOptions, read_draft_options
-from specdec.run.loop import Options, generate
-from specdec.run.methods.draft_target import DraftTargetProposer
-from specdec.run.requests import Request
-from specdec.run.sampling import SamplingParams
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_tokenizer, read_error_lines
 from tests.engines import call, make_noisy_copy, run_cli_here
@@ -187,7 +187,7 @@ def test_ratio_keeps_the_first_tokens_distribution(folder: Path, draft: str) -> 
     """
     import numpy as np
 
-    from specdec.run.sampling import process_logits
+    from specdec.decode.sampling import process_logits
     from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
 
     if not (folder / draft).exists():
@@ -239,7 +239,7 @@ def make_sharp(parent: Path) -> Path:
 
 @torch.inference_mode()
 def compute_logits(engine: TorchEngine, text: list[int]) -> torch.Tensor:
-    from specdec.run.prefill import fill_cache
+    from specdec.decode.prefill import fill_cache
 
     cache = engine.decoder.make_cache(1, len(text))
     hidden = fill_cache(engine.decoder, cache, [0], [text], 8192)
@@ -373,7 +373,7 @@ def test_build_wants_both_flags(
 
 def test_vocabularies_are_compared(folder: Path, tmp_path: Path) -> None:
     """By what the engines' manifests record, and by the tokenizers themselves."""
-    from specdec.run.vocabulary import ModelTokens, check_vocabularies, compare_tokenizers
+    from specdec.decode.vocabulary import ModelTokens, check_vocabularies, compare_tokenizers
 
     def describe(engine: Path) -> ModelTokens:
         config = TorchEngine(engine).config

@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.errors import SpecDecError, UsageError
-from specdec.methods import EagleNet, EagleParams
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.choices import DEFAULT_CPU_TOKENS, grow_choices
-from specdec.run.loop import Options, generate
-from specdec.run.methods.base import PromptFollower
-from specdec.run.methods.eagle import (
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import PromptFollower
+from specdec.decode.drafters.eagle import (
     PUBLISHED_CHOICES,
     DynamicTree,
     EagleProposer,
@@ -25,8 +21,12 @@ from specdec.run.methods.eagle import (
     check_choices,
     parse_choices,
 )
-from specdec.run.requests import ActiveRequest, Request
-from specdec.run.verify import Candidates
+from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, grow_choices
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Options, generate
+from specdec.decode.requests import ActiveRequest, Request
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods import EagleNet, EagleParams
 from specdec.storage import read_json
 from tests.conftest import make_eagle_drafter, make_llama, make_tokenizer
 from tests.engine.eagle_reference import EagleReference, list_token_paths

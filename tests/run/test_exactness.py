@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.decode import accept as verify
+from specdec.decode.drafters.base import Proposer
+from specdec.decode.drafters.lookahead import LookaheadProposer
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Options, generate
+from specdec.decode.ngram_options import LookaheadConfig, LookupOptions
+from specdec.decode.requests import Request, Result
 from specdec.engine.tree import Tree
-from specdec.run import verify
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.loop import Options, generate
-from specdec.run.methods.base import Proposer
-from specdec.run.methods.lookahead import LookaheadProposer
-from specdec.run.methods.prompt_lookup import PromptLookupProposer
-from specdec.run.ngram_options import LookaheadConfig, LookupOptions
-from specdec.run.requests import Request, Result
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import needs_compiler
 from tests.engines import OracleProposer, call, continue_greedily, make_engine

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.decode.engine import TorchEngine
+from specdec.decode.requests import Request
 from specdec.engine import native
 from specdec.engine.float8 import Float8Linear, round_input, widen
 from specdec.engine.layout import WEIGHTS_NAME
 from specdec.errors import SpecDecError
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.requests import Request
 from tests.conftest import make_drafter, make_llama
 from tests.engines import call, continue_greedily
 from tests.families import make_family_model

@@ -11,6 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.decode import engine as torch_engine
+from specdec.decode.drafters.base import PlainProposer
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Batch, Options, Timing, generate
+from specdec.decode.plain_ahead import PlainAhead
+from specdec.decode.requests import Request
+from specdec.decode.sampling import SamplingParams
 from specdec.engine.decoder import Step, _build_full_mask
 from specdec.engine.graphs import (
     Graphs,
@@ -22,13 +29,6 @@ from specdec.engine.graphs import (
 )
 from specdec.engine.transfers import WAITS, Arrival, Waits
 from specdec.errors import SpecDecError
-from specdec.run.ahead import PlainAhead
-from specdec.run.backends import torch_engine
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.loop import Batch, Options, Timing, generate
-from specdec.run.methods.base import PlainProposer
-from specdec.run.requests import Request
-from specdec.run.sampling import SamplingParams
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import make_engine, make_noisy_copy, make_tree_engine
 from tests.tape import HostAccess, StrictGraphs, TapeRecorder

@@ -12,6 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.decode.drafters.lookahead import LookaheadProposer
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.engine import TorchEngine
+from specdec.decode.ngram_options import LookaheadConfig, LookupOptions
+from specdec.decode.requests import Request
 from specdec.engine.layout import (
     WEIGHTS_NAME,
     list_int8,
@@ -19,11 +24,6 @@ from specdec.engine.layout import (
     read_engine_config,
 )
 from specdec.errors import SpecDecError, UsageError
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.methods.lookahead import LookaheadProposer
-from specdec.run.methods.prompt_lookup import PromptLookupProposer
-from specdec.run.ngram_options import LookaheadConfig, LookupOptions
-from specdec.run.requests import Request
 from specdec.storage import read_json
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import needs_compiler

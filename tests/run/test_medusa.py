@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.tree import build_tree_mask
-from specdec.errors import SpecDecError, UsageError
-from specdec.methods import MedusaParams
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.choices import DEFAULT_CPU_TOKENS, Choices, grow_choices
-from specdec.run.methods.medusa import (
+from specdec.decode.drafters.medusa import (
     ChoiceTree,
     MedusaProposer,
     check_choices,
     make_proposer,
     parse_choices,
 )
-from specdec.run.requests import Request
+from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, Choices, grow_choices
+from specdec.decode.engine import TorchEngine
+from specdec.decode.requests import Request
+from specdec.engine.tree import build_tree_mask
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods import MedusaParams
 from specdec.storage import read_json
 from specdec.tensors import list_medusa_tensors
 from tests.conftest import make_llama, make_medusa_heads, make_tokenizer

@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.tree import Tree, TreeBuilder, build_tree_mask, pack_beams
-from specdec.errors import SpecDecError, UsageError
-from specdec.methods import EXTERNAL_METHODS
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.loop import Options, generate
-from specdec.run.methods.lookahead import Lookahead, LookaheadProposer, NgramPool
-from specdec.run.methods.prompt_lookup import NgramIndex, PromptLookupProposer
-from specdec.run.ngram_options import (
+from specdec.decode.drafters.lookahead import Lookahead, LookaheadProposer, NgramPool
+from specdec.decode.drafters.prompt_lookup import NgramIndex, PromptLookupProposer
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Options, generate
+from specdec.decode.ngram_options import (
     LookaheadConfig,
     LookupOptions,
     choose_lookahead,
     fit_lookahead,
     read_lookup_options,
 )
+from specdec.decode.requests import Request, Result
+from specdec.engine.tree import Tree, TreeBuilder, build_tree_mask, pack_beams
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods import EXTERNAL_METHODS
 from specdec.run.pipeline import check_flags, run_engine
-from specdec.run.requests import Request, Result
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_tokenizer
 from tests.engines import call, list_paths, make_engine

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from specdec import logs
+from specdec.decode import loop
+from specdec.decode.drafters.lookahead import LookaheadProposer
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Interrupted, Options, generate
+from specdec.decode.ngram_options import LookaheadConfig, LookupOptions
+from specdec.decode.prompts import make_requests, read_prompts
+from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
-from specdec.run import loop
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.loop import Interrupted, Options, generate
-from specdec.run.methods.lookahead import LookaheadProposer
-from specdec.run.methods.prompt_lookup import PromptLookupProposer
-from specdec.run.ngram_options import LookaheadConfig, LookupOptions
-from specdec.run.prompts import make_requests, read_prompts
-from specdec.run.requests import ActiveRequest, Request, Result
-from specdec.run.sampling import SamplingParams
 from specdec.run.settings import RunSettings
 from specdec.storage import TensorFile
 from tests.conftest import (

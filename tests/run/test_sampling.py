@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.engine.tree import Tree, make_root, pack_beams
-from specdec.run import verify
-from specdec.run.methods.eagle import DynamicTree, Level, StaticTree
-from specdec.run.methods.lookahead import Lookahead
-from specdec.run.methods.prompt_lookup import NgramIndex
-from specdec.run.ngram_options import LookaheadConfig
-from specdec.run.sampling import (
+from specdec.decode import accept as verify
+from specdec.decode.accept import Candidates, accept_batch
+from specdec.decode.drafters.eagle import DynamicTree, Level, StaticTree
+from specdec.decode.drafters.lookahead import Lookahead
+from specdec.decode.drafters.prompt_lookup import NgramIndex
+from specdec.decode.ngram_options import LookaheadConfig
+from specdec.decode.sampling import (
     CHOICE,
     DRAFT,
     Sampler,
@@ -33,7 +33,7 @@ from specdec.run.sampling import (
     draw_residual,
     process_logits,
 )  # fmt: skip
-from specdec.run.verify import Candidates, accept_batch
+from specdec.engine.tree import Tree, make_root, pack_beams
 from tests.conftest import make_llama
 from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
 

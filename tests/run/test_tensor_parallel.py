@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.decode.devices import check_devices
+from specdec.decode.drafters.eagle import EagleProposer
+from specdec.decode.drafters.lookahead import LookaheadProposer
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Interrupted, Options
+from specdec.decode.ngram_options import LookaheadConfig, LookupOptions
+from specdec.decode.ranks import processes as ranks_module
+from specdec.decode.ranks.part import choose_device
+from specdec.decode.ranks.processes import end_ranks
+from specdec.decode.requests import Request, Result
+from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError
-from specdec.run import ranks as ranks_module
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.backends.torch_rank import choose_device
-from specdec.run.devices import check_devices
-from specdec.run.loop import Interrupted, Options
-from specdec.run.methods.eagle import EagleProposer
-from specdec.run.methods.lookahead import LookaheadProposer
-from specdec.run.methods.prompt_lookup import PromptLookupProposer
-from specdec.run.ngram_options import LookaheadConfig, LookupOptions
-from specdec.run.ranks import end_ranks
-from specdec.run.requests import Request, Result
-from specdec.run.sampling import SamplingParams
 from tests.conftest import (
     ROOT,
     make_drafter,

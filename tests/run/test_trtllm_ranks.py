@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from specdec.decode.drafters.eagle import check_choices
+from specdec.decode.requests import Request
+from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import EagleParams
 from specdec.mpi import World as MpiWorld
 from specdec.mpi import find_world
 from specdec.run.backends.tensorrt_checks import find_sampling_problems
 from specdec.run.backends.tensorrt_options import make_eagle_options
-from specdec.run.methods.eagle import check_choices
-from specdec.run.requests import Request
-from specdec.run.sampling import SamplingParams
 from specdec.run.settings import RunSettings
 from specdec.settings import resolve_settings, to_arguments
 from specdec.trtllm.engine_folder import EngineFolder, read_engine_folder

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.decode.accept import Candidates, accept_batch
+from specdec.decode.sampling import GREEDY, Sampler, SamplingParams, TypicalRule
+from specdec.decode.typical import accept_typical, read_typical_rule
 from specdec.engine.tree import make_root, pack_beams
 from specdec.errors import UsageError
-from specdec.run.sampling import GREEDY, Sampler, SamplingParams, TypicalRule
 from specdec.run.settings import RunSettings
-from specdec.run.typical import accept_typical, read_typical_rule
-from specdec.run.verify import Candidates, accept_batch
 from specdec.verify.settings import VerifySettings, check_flags
 from tests.conftest import make_llama, make_medusa_heads, make_tokenizer
 from tests.engines import make_engine, run_here

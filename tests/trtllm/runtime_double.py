@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from specdec.run.backends.torch_engine import TorchEngine
-from specdec.run.loop import Options
-from specdec.run.requests import ActiveRequest, Request, Result
-from specdec.run.sampling import SamplingParams
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Options
+from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.sampling import SamplingParams
 from specdec.trtllm.facts import Facts, load_facts
 from tests.engines import call
 from tests.trtllm.double import Refusal, check_engine_config, read_engine_file

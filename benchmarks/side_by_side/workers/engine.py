@@ -12,9 +12,9 @@ import specdec
 from specdec.bench.candidates import list_draft_target, list_redrafter
 from specdec.bench.engine import PARTS, open_bench
 from specdec.bench.steps import time_steps
-from specdec.run.loop import Timing
-from specdec.run.methods.base import Proposer
-from specdec.run.requests import Request, sum_stats
+from specdec.decode.drafters.base import Proposer
+from specdec.decode.loop import Timing
+from specdec.decode.requests import Request, sum_stats
 from specdec.run.settings import RunSettings
 
 from ..wire import Calls, cut_at_end, serve

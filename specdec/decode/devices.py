@@ -9,7 +9,7 @@ from specdec import logs
 from specdec.errors import SpecDecError
 
 if TYPE_CHECKING:
-    from .backends.torch_engine import TorchEngine
+    from specdec.decode.engine import TorchEngine
 
 logger = logs.get_logger(__name__)
 

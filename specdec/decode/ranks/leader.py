@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.decode.ranks.processes import Ranks
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.tree import IntArray
 from specdec.schema import ModelConfig
 from specdec.storage import Array
-
-from .ranks import Ranks
 
 
 class LeadingCache(KVCache):

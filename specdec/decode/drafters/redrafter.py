@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from specdec.decode.drafters.base import StateProposer, get_graphs
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import Graphs
 from specdec.engine.redrafter import ReDrafterHead
@@ -13,8 +14,6 @@ from specdec.engine.transfers import Array
 from specdec.engine.tree import Tree, pack_beams
 from specdec.methods import ReDrafterParams
 from specdec.tensors import EMBEDDING
-
-from .base import StateProposer, get_graphs
 
 
 def make_proposer(

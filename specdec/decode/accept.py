@@ -15,10 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.transfers import Array, to_device, to_host
-from specdec.engine.tree import BoolArray, Tree
-
-from .sampling import (
+from specdec.decode.sampling import (
     ACCEPT,
     CHOICE,
     Sampler,
@@ -29,7 +26,9 @@ from .sampling import (
     process_logits,
     take_rows,
 )
-from .typical import accept_typical
+from specdec.decode.typical import accept_typical
+from specdec.engine.transfers import Array, to_device, to_host
+from specdec.engine.tree import BoolArray, Tree
 
 MAX_NODES = 256  # whose distributions are held at once, where each is drawn from
 

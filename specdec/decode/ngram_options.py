@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from specdec.decode.draft_options import is_device_list, read_literal
+from specdec.decode.settings import RunSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import EXTERNAL_METHODS, count_lookahead_tokens
-
-from .draft_options import is_device_list, read_literal
-from .settings import RunSettings
 
 DEFAULT_NGRAM_SIZE = 4
 LOOKUP_OPTIONS = ("prompt_lookup_num_tokens", "max_matching_ngram_size")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from specdec import logs
+from specdec.decode.ranks.processes import count_local_ranks
 from specdec.engine.decoder import Decoder
 from specdec.engine.group import Group
 from specdec.engine.layers import can_prepack
@@ -17,8 +18,6 @@ from specdec.engine.native import LIBRARY_NAME, NativeKernels, describe_cpu
 from specdec.errors import SpecDecError
 from specdec.quantization import INT8
 from specdec.torch_tensors import TORCH_DTYPES
-
-from ..ranks import count_local_ranks
 
 logger = logs.get_logger(__name__)
 

@@ -12,7 +12,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .draft_length import (
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import PlainProposer, PromptFollower, Proposer
+from specdec.decode.drafters.pacing import (
     HORIZON,
     KEEP,
     LOSS_SHARE,
@@ -20,9 +22,7 @@ from .draft_length import (
     Costs,
     is_plain_due,
 )
-from .methods.base import PlainProposer, PromptFollower, Proposer
-from .requests import ActiveRequest
-from .verify import Candidates
+from specdec.decode.requests import ActiveRequest
 
 # A belief that a few drafted steps outweigh: so many tokens a request and step.
 FIRST_EMITTED, FIRST_STEPS = 2.0, 3.0

@@ -9,6 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
+from specdec.decode.drafters import make_proposer
+from specdec.decode.drafters.base import PlainProposer, Proposer
+from specdec.decode.drafters.draft_target import DraftTargetProposer
+from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.loop import Options, Timing, generate
+from specdec.decode.ranks.leader import lead_decoder
+from specdec.decode.ranks.part import choose_device, is_packed, list_options
+from specdec.decode.ranks.processes import open_ranks
+from specdec.decode.requests import Request, Result, find_problems
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
 from specdec.engine.layout import (
@@ -20,16 +29,6 @@ from specdec.engine.layout import (
 from specdec.errors import raise_problems
 from specdec.methods import EXTERNAL_METHODS
 from specdec.tensors import EMBEDDING
-
-from ..draft_length import DraftLength
-from ..leading import lead_decoder
-from ..loop import Options, Timing, generate
-from ..methods import make_proposer
-from ..methods.base import PlainProposer, Proposer
-from ..methods.draft_target import DraftTargetProposer
-from ..ranks import open_ranks
-from ..requests import Request, Result, find_problems
-from .torch_rank import choose_device, is_packed, list_options
 
 logger = logs.get_logger(__name__)
 

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from specdec import logs
+from specdec.decode.sampling import TypicalRule
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import Tree
 from specdec.errors import UsageError
 
-from .sampling import TypicalRule
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .requests import Request
-    from .settings import RunSettings
+    from specdec.decode.requests import Request
+    from specdec.decode.settings import RunSettings
 
 logger = logs.get_logger(__name__)
 TYPICAL = "typical"

@@ -14,6 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import get_graphs, list_rows
+from specdec.decode.drafters.trees import (
+    DEFAULT_CPU_TOKENS,
+    Choices,
+    check_paths,
+    grow_choices,
+    parse_paths,
+)
+from specdec.decode.prefill import fill_cache
+from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import POSITION_BLOCK, Decoder, Step
 from specdec.engine.eagle import EagleNet
 from specdec.engine.graphs import StepGraphs
@@ -22,12 +33,6 @@ from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree
 from specdec.errors import SpecDecError
 from specdec.methods import EagleParams
-
-from ..choices import DEFAULT_CPU_TOKENS, Choices, check_paths, grow_choices, parse_paths
-from ..prefill import fill_cache
-from ..requests import ActiveRequest
-from ..verify import Candidates
-from .base import get_graphs, list_rows
 
 FLAG = "--eagle-choices"
 # The tree that EAGLE-1's authors measured with, `mc_sim_7b_63` in their code.

@@ -12,15 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.decode.drafters.base import StateProposer, get_graphs
+from specdec.decode.drafters.trees import (
+    DEFAULT_CPU_TOKENS,
+    Choices,
+    check_paths,
+    grow_choices,
+    parse_paths,
+)
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import Graphs
 from specdec.engine.medusa import MedusaHeads
 from specdec.engine.transfers import Array
 from specdec.engine.tree import IntArray, Tree
 from specdec.methods import MedusaParams
-
-from ..choices import DEFAULT_CPU_TOKENS, Choices, check_paths, grow_choices, parse_paths
-from .base import StateProposer, get_graphs
 
 FLAG = "--medusa-choices"
 

@@ -1,6 +1,6 @@
 """The loop of speculative decoding: propose, one target forward over a tree, accept, commit.
 
-Methods only propose; what is emitted is decided by `verify.accept_batch` alone.
+Methods only propose; what is emitted is decided by `accept.accept_batch` alone.
 Legend: B active rows, T tree nodes, D hidden, V vocabulary.
 """
 
@@ -16,17 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.decode.accept import Candidates, accept_batch, accept_on_device
+from specdec.decode.drafters.base import (
+    PlainProposer,
+    PromptFollower,
+    Proposer,
+    StateProposer,
+    list_rows,
+)
+from specdec.decode.plain_ahead import PlainAhead
+from specdec.decode.prefill import count_shared, fill_cache
+from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.text import TextStream
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import Tree, build_tree_mask, make_root
-
-from .ahead import PlainAhead
-from .methods.base import PlainProposer, PromptFollower, Proposer, StateProposer, list_rows
-from .prefill import count_shared, fill_cache
-from .requests import ActiveRequest, Request, Result
-from .text import TextStream
-from .verify import Candidates, accept_batch, accept_on_device
 
 
 @dataclasses.dataclass

@@ -6,9 +6,8 @@ import ast
 import dataclasses
 from typing import Any
 
+from specdec.decode.settings import RunSettings
 from specdec.errors import UsageError
-
-from .settings import RunSettings
 
 OPTIONS = ("draft_len", "draft_devices", "target_devices", "use_logits")
 FORM = "[4,[0],[1],True]: draft length, draft devices, target devices, whether to use logits"

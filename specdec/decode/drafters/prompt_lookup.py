@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
+from specdec.decode.accept import Candidates
+from specdec.decode.ngram_options import LookupOptions
+from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import make_root, pack_beams
-
-from ..ngram_options import LookupOptions
-from ..requests import ActiveRequest
-from ..verify import Candidates
 
 
 class NgramIndex:

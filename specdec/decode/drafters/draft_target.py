@@ -13,17 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.plain_ahead import run_tokens
+from specdec.decode.prefill import fill_cache
+from specdec.decode.requests import ActiveRequest
+from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
-
-from ..ahead import run_tokens
-from ..draft_length import DraftLength
-from ..prefill import fill_cache
-from ..requests import ActiveRequest
-from ..sampling import CHOICE, DRAFT, draw, process_logits, take_rows
-from ..verify import Candidates
 
 
 class DraftTargetProposer:

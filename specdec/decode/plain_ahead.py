@@ -14,13 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from specdec.decode.drafters.base import list_rows
+from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import Arrival, to_device
 from specdec.engine.tree import IntArray
-
-from .methods.base import list_rows
-from .requests import ActiveRequest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,12 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.decode.accept import Candidates
+from specdec.decode.ngram_options import LookaheadConfig
+from specdec.decode.requests import ActiveRequest
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import Tree, TreeBuilder
-
-from ..ngram_options import LookaheadConfig
-from ..requests import ActiveRequest
-from ..verify import Candidates
 
 if TYPE_CHECKING:
     from specdec.engine.decoder import Decoder

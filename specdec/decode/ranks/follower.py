@@ -1,7 +1,7 @@
 """Ranks other than 0: each holds its part of every engine and does what rank 0 tells it.
 
-`python -m specdec.run.follower STORE RANK` is how rank 0 starts one; a launcher's come here from
-specdec-run.
+`python -m specdec.decode.ranks.follower STORE RANK` is how rank 0 starts one; a launcher's come
+here from specdec-run.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import logs
+from specdec.decode.ranks.processes import LOST_STATUS, exchange_status, join_group, open_store
 from specdec.errors import SpecDecError, summarize
 
-from .ranks import LOST_STATUS, exchange_status, join_group, open_store
-
 if TYPE_CHECKING:
+    from specdec.decode.ranks.messages import Message
     from specdec.engine.group import Group
-
-    from .messages import Message
 
 
 class Follower:
@@ -35,8 +33,8 @@ class Follower:
         """Do as told until told to end."""
         import torch
 
-        from .leading import follow_embed, follow_forward, follow_logits
-        from .messages import receive
+        from specdec.decode.ranks.leader import follow_embed, follow_forward, follow_logits
+        from specdec.decode.ranks.messages import receive
 
         with torch.inference_mode():
             while True:
@@ -63,7 +61,7 @@ class Follower:
     def _load(self, message: Message) -> None:
         import torch
 
-        from .backends.torch_rank import load_decoder
+        from specdec.decode.ranks.part import load_decoder
 
         values = message.values
         problem = None

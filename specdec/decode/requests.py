@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from .sampling import GREEDY, Sampler, SamplingParams
-from .text import TextStream
+from specdec.decode.sampling import GREEDY, Sampler, SamplingParams
+from specdec.decode.text import TextStream
 
 FinishReason = Literal["length", "eos", "stop"]
 

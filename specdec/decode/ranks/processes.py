@@ -110,8 +110,9 @@ class Ranks:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)}
         for rank in range(1, self.size):
+            follower = [sys.executable, "-m", "specdec.decode.ranks.follower"]
             child = subprocess.Popen(
-                [sys.executable, "-m", "specdec.run.follower", self._store_path, str(rank)],
+                [*follower, self._store_path, str(rank)],
                 env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 # Ctrl-C at a terminal is for rank 0, which then ends the others.
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
@@ -164,7 +165,7 @@ class Ranks:
 
     def tell(self, call: str, arrays: dict[str, Array], **values: Any) -> None:
         """Tell the other ranks what to do next; inside of `together`."""
-        from .messages import Message, send
+        from specdec.decode.ranks.messages import Message, send
 
         dropped = self._dropped.copy()
         del self._dropped[: len(dropped)]

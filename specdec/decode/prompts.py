@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.decode.requests import Request
+from specdec.decode.sampling import SamplingParams
+from specdec.decode.settings import RunSettings
+from specdec.decode.typical import read_typical_rule
 from specdec.errors import SpecDecError, UsageError, raise_problems, suggest, summarize
-
-from .requests import Request
-from .sampling import SamplingParams
-from .settings import RunSettings
-from .typical import read_typical_rule
 
 SOURCE_KEYS = ("prompt", "input_ids", "messages")
 REQUEST_KEYS = (*SOURCE_KEYS, "max_output_len", "temperature", "top_k", "top_p", "seed", "stop")

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from specdec.decode.drafters.base import PlainProposer, Proposer
 from specdec.engine.decoder import Decoder
 from specdec.schema import CheckpointConfig
-
-from .base import PlainProposer, Proposer
 
 
 def make_proposer(

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.decode.accept import Candidates
+from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import Graphs
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import Tree, make_root
-
-from ..requests import ActiveRequest
-from ..verify import Candidates
 
 
 class Proposer(Protocol):
