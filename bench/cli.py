@@ -7,6 +7,8 @@ import json
 import click
 
 from specdec.command import run_command, stage_command
+from specdec.methods.draft_target import DraftTargetDraft
+from specdec.settings import as_options
 
 from .settings import BenchSettings
 
@@ -21,7 +23,7 @@ def command(settings: BenchSettings) -> None:
     click.echo(json.dumps(report) if settings.json else format_report(report))
     if settings.output is not None:
         write_report(report, settings.output, force=settings.force)
-    if error := find_error(report, settings.use_logits):
+    if error := find_error(report, as_options(settings, DraftTargetDraft).use_logits):
         raise error
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec.decode.drafters.base import Proposer
 from specdec.decode.requests import ActiveRequest
+from specdec.methods import METHODS
 from specdec.settings import require
 from specdec.vocabulary import read_vocabulary
 
@@ -30,7 +31,8 @@ from .prompts import Prompt, read_prompt_set
 from .settings import DiagnoseSettings, read_counts
 from .steps import list_sizes, time_steps
 
-NGRAM_METHODS = ("prompt_lookup", "lookahead")
+# Without a drafter of their own, whose quality could be to blame.
+FREE_METHODS = tuple(name for name, method in METHODS.items() if method.source == "target")
 
 
 @dataclasses.dataclass
@@ -182,5 +184,5 @@ def collect_facts(
         step_ratio=measured["step_ratio"]["median"],
         smallest=smallest,
         prefill_share=prefill / (prefill + stepping),
-        is_trained=bench.engine.method not in NGRAM_METHODS,
+        is_trained=bench.engine.method not in FREE_METHODS,
     )

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from specdec.decode.drafters.base import Proposer
 from specdec.decode.requests import sum_stats
 
-from .candidates import Candidate
 from .engine import Bench
 from .measure import list_results
+from .methods.base import Candidate
 from .replay import Recording, Replay, count_positions, replay
 
 SAMPLE_STEPS = 24  # drafts that are timed, where what is accepted is known without

@@ -6,7 +6,8 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError
-from specdec.settings import require
+from specdec.methods.draft_target import DraftTargetDraft
+from specdec.settings import as_options, require
 from specdec.storage import check_output_dir
 
 from .machine import LoadMeter, describe_load, describe_machine, measure_memory
@@ -27,7 +28,7 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
     from .prompts import read_prompt_set
 
     prompts = read_prompt_set(settings.prompts)
-    run_settings = settings.to_run()
+    run_settings, pair = settings.to_run(), as_options(settings, DraftTargetDraft)
     meter = LoadMeter()
     bench = open_bench(run_settings)
     bench.take_prompts(prompts, run_settings)
@@ -41,7 +42,7 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
         **describe_machine(),
         "processors_used_by_others": others,
         "engine_dir": str(settings.engine_dir),
-        "draft_engine_dir": str(settings.draft_engine_dir) if settings.draft_engine_dir else None,
+        "draft_engine_dir": str(pair.draft_engine_dir) if pair.draft_engine_dir else None,
         "method": bench.engine.method,
         "device": str(bench.engine.device),
         "dtype": bench.dtype,
@@ -55,7 +56,7 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
         "batches": batches,
         "warnings": [],
     }
-    report["warnings"] = list_warnings(report, settings.use_logits)
+    report["warnings"] = list_warnings(report, pair.use_logits)
     return report
 
 

@@ -6,17 +6,18 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from specdec.methods import EXTERNAL_METHODS
+from specdec.methods.draft_target import DraftTargetTune
+from specdec.settings import as_options
 from specdec.storage import read_json
 
-from .candidates import Candidate
+from .methods.base import Candidate
 from .settings import TuneSettings
 
 Sections = dict[str, dict[str, Any]]
 
 
 def describe_best(
-    best: Candidate | None, settings: TuneSettings, method: str, batch_size: int
+    best: Candidate | None, settings: TuneSettings, batch_size: int
 ) -> dict[str, Any]:
     """Return the recipe's sections, the commands that say the same, and what must be done before.
 
@@ -50,12 +51,12 @@ def describe_best(
     else:
         build |= best.build
         run |= best.run
-        if method == "draft_target":
-            build["speculative_decoding_mode"] = EXTERNAL_METHODS["draft_target"]
-            run["draft_engine_dir"] = f"{settings.draft_checkpoint_dir}-engine"
+        draft_checkpoint_dir = as_options(settings, DraftTargetTune).draft_checkpoint_dir
+        if draft_checkpoint_dir is not None:
+            run["draft_engine_dir"] = f"{draft_checkpoint_dir}-engine"
             notes.append(
                 "the draft model's own engine first: specdec build --checkpoint-dir"
-                f" {settings.draft_checkpoint_dir} --output-dir {run['draft_engine_dir']}"
+                f" {draft_checkpoint_dir} --output-dir {run['draft_engine_dir']}"
                 f" --max-batch-size {batch_size}"
             )
     sections |= {"build": build, "run": run}

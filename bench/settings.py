@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import UsageError
-from specdec.run.settings import EAGLE_OPTIONS, RunSettings
-from specdec.settings import setting
+from specdec.methods import list_options
+from specdec.run.settings import RunSettings
+from specdec.settings import add_options, get_flags, setting
 
-# Options of specdec-run that say who drafts and how; they mean the same here.
-DRAFT_OPTIONS = (
-    "draft_engine_dir", "draft_tokenizer_dir", "draft_len", "use_logits", "medusa_choices",
-    "lookahead_config", "prompt_lookup_num_tokens", "max_matching_ngram_size", *EAGLE_OPTIONS,
-)  # fmt: skip
 FIELDS = {field.name: field for field in dataclasses.fields(RunSettings)}
 
 
@@ -43,27 +39,17 @@ class PromptSettings:
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
 
 
+@add_options(*list_options("draft"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings(PromptSettings):
     """What is measured on a finished engine."""
 
     engine_dir: Path | None = _like_run("engine_dir")
-    draft_engine_dir: Path | None = _like_run("draft_engine_dir")
-    draft_tokenizer_dir: str | None = _like_run("draft_tokenizer_dir")
-    draft_len: str | None = _like_run("draft_len")
-    use_logits: bool = _like_run("use_logits")
-    medusa_choices: str | None = _like_run("medusa_choices")
-    eagle_choices: str | None = _like_run("eagle_choices")
-    eagle_use_dynamic_tree: bool = _like_run("eagle_use_dynamic_tree")
-    eagle_dynamic_tree_max_top_k: int | None = _like_run("eagle_dynamic_tree_max_top_k")
-    eagle_tree_tokens: int | None = _like_run("eagle_tree_tokens")
-    lookahead_config: str | None = _like_run("lookahead_config")
-    prompt_lookup_num_tokens: int | None = _like_run("prompt_lookup_num_tokens")
-    max_matching_ngram_size: int | None = _like_run("max_matching_ngram_size")
 
     def to_run(self) -> RunSettings:
         """Return the settings of specdec-run that load the same engine in the same way."""
-        shared = {name: getattr(self, name) for name in DRAFT_OPTIONS}
+        options = [name for kind in list_options("draft") for name in get_flags(kind)]
+        shared = {name: getattr(self, name) for name in options}
         return RunSettings(
             engine_dir=self.engine_dir, tokenizer_dir=self.tokenizer_dir, device=self.device,
             max_output_len=self.max_output_len, **shared,
@@ -94,6 +80,7 @@ class DiagnoseSettings(EngineSettings):
     batch_sizes: str = _batch_sizes("1")
 
 
+@add_options(*list_options("tune"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneSettings(PromptSettings):
     """One field is one flag of specdec tune."""
@@ -101,13 +88,7 @@ class TuneSettings(PromptSettings):
     checkpoint_dir: Path | None = setting(
         kind="path", metavar="CKPT", help="Checkpoint folder of the target, with its drafter."
     )
-    draft_checkpoint_dir: Path | None = setting(
-        kind="path", metavar="CKPT", help="Draft-target: the draft model's checkpoint folder."
-    )
     batch_sizes: str = _batch_sizes("1")
-    beams: str = setting(
-        "1,2,4", metavar="N[,N...]", help="ReDrafter: numbers of beams to consider."
-    )
     max_length: int = setting(
         5, kind="int", minimum=1, metavar="N",
         help="ReDrafter and draft-target: longest draft to consider.",
@@ -120,6 +101,11 @@ class TuneSettings(PromptSettings):
         kind="path", metavar="RECIPE", help="Write the best setting as a recipe for --config."
     )
     force: bool = setting(False, kind="flag", help="Replace an existing --output-file.")
+
+    @property
+    def max_batch_size(self) -> int:
+        """The largest of the batch sizes."""
+        return max(read_counts("--batch-sizes", self.batch_sizes))
 
 
 def read_counts(flag: str, text: str) -> list[int]:

@@ -15,26 +15,18 @@ import torch
 from specdec import logs
 from specdec.decode.drafters.base import PromptFollower
 from specdec.errors import SpecDecError, UsageError
-from specdec.methods import EXTERNAL_METHODS
-from specdec.processes import call_stage
+from specdec.methods import METHODS, Method
+from specdec.methods.draft_target import DraftTargetTune
 from specdec.run.settings import RunSettings
 from specdec.schema import CheckpointConfig, read_checkpoint_config
-from specdec.settings import require
-from specdec.storage import read_json, write_json
+from specdec.settings import as_options, require
 
-from .candidates import (
-    MAX_NGRAM_TOKENS,
-    Candidate,
-    list_draft_target,
-    list_eagle,
-    list_medusa,
-    list_ngrams,
-    list_redrafter,
-)
 from .engine import Bench, open_bench
 from .forecast import Forecaster
 from .machine import LoadMeter, describe_load, describe_machine
 from .measure import alternate, divide, list_results, summarize
+from .methods import load_tuning
+from .methods.base import Candidate, Tuning, call_build
 from .prompts import read_prompt_set
 from .recipe import describe_best, write_recipe
 from .replay import PromptRecorder, Recorder, Recording, Replay
@@ -42,7 +34,6 @@ from .settings import TuneSettings, read_counts
 from .steps import average, interpolate, level_costs, list_sizes, time_steps
 
 logger = logs.get_logger(__name__)
-NGRAMS = "prompt_lookup and lookahead"  # what a plain target can draft by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,26 +52,21 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
     if settings.output_file is not None and settings.output_file.exists() and not settings.force:
         raise SpecDecError(f"{settings.output_file} exists", "give another name, or --force")
     batch_sizes = read_counts("--batch-sizes", settings.batch_sizes)
-    beams = read_counts("--beams", settings.beams)
     checkpoint = read_checkpoint_config(settings.checkpoint_dir)
-    method = check_method(settings, checkpoint)
+    methods = find_methods(settings, checkpoint)
+    tunings = [load_tuning(method) for method in methods]
     prompts = read_prompt_set(settings.prompts)
     meter = LoadMeter()
-    with build_engine(settings, method, max(batch_sizes), max(beams)) as run_settings:
+    with build_engine(settings, tunings) as run_settings:
         bench = open_bench(run_settings)
         bench.take_prompts(prompts, run_settings)
         bench.check_batch_sizes(batch_sizes)
         recordings = record(bench, max(batch_sizes))
-        if method == "redrafter":
-            candidates = list_redrafter(bench, beams, settings.max_length)
-        elif method == "medusa":
-            candidates = list_medusa(bench, recordings)
-        elif method == "eagle":
-            candidates = list_eagle(bench, recordings)
-        elif method == NGRAMS:
-            candidates = list_ngrams(bench)
-        else:
-            candidates = list_draft_target(bench, settings.max_length)
+        candidates = [
+            candidate
+            for tuning in tunings
+            for candidate in tuning.list_candidates(bench, recordings, settings)
+        ]
         batches = [
             tune_batch(bench, candidates, recordings, size, settings) for size in batch_sizes
         ]
@@ -89,7 +75,7 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             **describe_machine(),
             "processors_used_by_others": others,
             "checkpoint_dir": str(settings.checkpoint_dir),
-            "method": method,
+            "method": " and ".join(method.name for method in methods),
             "device": str(bench.engine.device),
             "dtype": bench.dtype,
             "num_prompts": len(bench.requests),
@@ -99,76 +85,51 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             "warnings": describe_load(others),
         }
     best = next((c for c in candidates if c.name == batches[0]["best"]), None)
-    report |= describe_best(best, settings, method, batch_sizes[0])
+    report |= describe_best(best, settings, batch_sizes[0])
     if settings.output_file is not None:
         write_recipe(settings.output_file, report)
     return report
 
 
-def check_method(settings: TuneSettings, checkpoint: CheckpointConfig) -> str:
+def find_methods(settings: TuneSettings, checkpoint: CheckpointConfig) -> list[Method]:
     """Return what is tuned; raise UsageError where a flag has no effect."""
-    method = checkpoint.method.name if checkpoint.method else None
-    if settings.draft_checkpoint_dir is not None:
-        if method is not None:
+    if as_options(settings, DraftTargetTune).draft_checkpoint_dir is not None:
+        if checkpoint.method is not None:
             raise UsageError(
-                f"--draft-checkpoint-dir has no effect with a {method} checkpoint",
+                f"--draft-checkpoint-dir has no effect with a {checkpoint.method.name} checkpoint",
                 "leave it out, or give the plain checkpoint of the target",
             )
-        return "draft_target"
-    return method or NGRAMS
+        return [METHODS["draft_target"]]
+    if checkpoint.method is not None:
+        return [checkpoint.method]
+    return [method for method in METHODS.values() if method.source == "target"]
 
 
 @contextlib.contextmanager
-def build_engine(
-    settings: TuneSettings, method: str, batch_size: int, num_beams: int
-) -> Iterator[RunSettings]:
+def build_engine(settings: TuneSettings, tunings: Sequence[Tuning]) -> Iterator[RunSettings]:
     """Build, aside, an engine with room for every setting; yield what loads it."""
-    assert settings.checkpoint_dir is not None
     with tempfile.TemporaryDirectory(prefix="specdec-tune-") as name:
         folder = Path(name)
-        source = settings.checkpoint_dir
-        flags = ["--max-batch-size", str(batch_size)]
-        draft_dir = None
-        if method == "redrafter":
-            source = enlarge_redrafter(source, folder / "checkpoint", num_beams, settings)
-        if settings.draft_checkpoint_dir is not None:
-            draft_dir = folder / "draft"
-            call_build(settings.draft_checkpoint_dir, draft_dir, *flags)
-            flags += ["--speculative-decoding-mode", EXTERNAL_METHODS["draft_target"]]
-            flags += ["--max-draft-len", str(settings.max_length)]
-        if method == NGRAMS:
-            flags += ["--speculative-decoding-mode", EXTERNAL_METHODS["prompt_lookup"]]
-            flags += ["--max-draft-len", str(MAX_NGRAM_TOKENS)]
-        call_build(source, folder / "engine", *flags)
+        logger.info("building an engine of %s", settings.checkpoint_dir)
+        trials = [tuning.prepare(settings, folder) for tuning in tunings]
+        flags = ["--max-batch-size", str(settings.max_batch_size)]
+        if trials[0].mode is not None:
+            longest = max(trial.max_draft_len or 0 for trial in trials)
+            flags += [
+                "--speculative-decoding-mode",
+                trials[0].mode,
+                "--max-draft-len",
+                str(longest),
+            ]
+        call_build(trials[0].checkpoint, folder / "engine", *flags)
+        options: dict[str, Any] = {}
+        for trial in trials:
+            options |= trial.run
         yield RunSettings(
-            engine_dir=folder / "engine", draft_engine_dir=draft_dir, device=settings.device,
+            engine_dir=folder / "engine", device=settings.device,
             tokenizer_dir=settings.tokenizer_dir, max_output_len=settings.max_output_len,
-            draft_len=None if draft_dir is None else str(settings.max_length),
-            prompt_lookup_num_tokens=MAX_NGRAM_TOKENS if method == NGRAMS else None,
+            **options,
         )  # fmt: skip
-
-
-def call_build(checkpoint: Path, engine: Path, *flags: str) -> None:
-    """Build an engine for torch with specdec-build."""
-    logger.info("building an engine of %s", checkpoint)
-    call_stage(
-        "build",
-        ["--checkpoint-dir", str(checkpoint), "--output-dir", str(engine), "--backend", "torch",
-         *flags],
-    )  # fmt: skip
-
-
-def enlarge_redrafter(source: Path, folder: Path, num_beams: int, settings: TuneSettings) -> Path:
-    """Make a checkpoint of the same tensors with the most beams and the longest drafts."""
-    folder.mkdir()
-    config = read_json(source / "config.json") | {
-        "redrafter_num_beams": num_beams,
-        "redrafter_draft_len_per_beam": settings.max_length,
-    }
-    write_json(folder / "config.json", config)
-    for path in source.glob("rank*.safetensors"):
-        (folder / path.name).symlink_to(path.resolve())
-    return folder
 
 
 def record(bench: Bench, batch_size: int) -> list[Recording]:

@@ -40,8 +40,8 @@ from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
 from specdec.engine.layout import list_engine_tensors
 from specdec.engine.transfers import WAITS
 from specdec.errors import summarize
-from specdec.methods import ReDrafterParams
-from specdec.schema import ModelConfig
+from specdec.methods.redrafter import ReDrafterParams
+from specdec.model_config import ModelConfig
 from specdec.torch_tensors import TORCH_DTYPES
 
 SIZES = (1, 4, 8, 16, 32)

@@ -6,8 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 from specdec.errors import raise_problems
-from specdec.methods import EXTERNAL_METHODS
-from specdec.schema import CheckpointConfig, ModelConfig
+from specdec.methods import METHODS
+from specdec.model_config import ModelConfig
+from specdec.schema import CheckpointConfig
 
 from .settings import BuildSettings
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from specdec.engine.layout import BuildConfig
 
 DEFAULT_MAX_NUM_TOKENS = 8192
-EXTERNAL_MODES = frozenset(EXTERNAL_METHODS.values())
+# Of methods without weights in the checkpoint.
+EXTERNAL_MODES = frozenset(m.mode for m in METHODS.values() if m.params is None)
 
 
 def count_positions(model: ModelConfig) -> int:
@@ -90,7 +92,7 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
                 "leave the flag out"
                 if drafter
                 else "leave the flag out, or add --speculative-decoding-mode"
-                f" {EXTERNAL_METHODS['draft_target']}",
+                f" {METHODS['draft_target'].mode}",
             )
         )
     if settings.max_beam_width != 1:

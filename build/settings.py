@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from specdec.methods import list_modes
 from specdec.settings import Other, setting
 from specdec.trtllm.facts import LABELS
 
-MODES = (
-    "explicit_draft_tokens", "draft_tokens_external", "medusa", "eagle", "lookahead_decoding",
-)  # fmt: skip
 LAUNCHERS = ("local", "mpirun", "srun")
 
 
@@ -25,7 +23,8 @@ class BuildSettings:
         "auto", choices=("auto", "torch", "tensorrt-llm"), help="What executes the engine."
     )
     speculative_decoding_mode: str | None = setting(
-        choices=MODES, help="Speculation mode; inferred from the checkpoint where it is not given."
+        choices=list_modes(),
+        help="Speculation mode; inferred from the checkpoint where it is not given.",
     )
     max_batch_size: int = setting(8, kind="int", minimum=1, help="Most requests in one batch.")
     max_input_len: int | None = setting(

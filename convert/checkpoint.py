@@ -7,8 +7,9 @@ from pathlib import Path
 
 from specdec.errors import SpecDecError, join_names, raise_problems
 from specdec.inventory import compare_tensors, find_rank_files
+from specdec.model_config import ModelConfig
 from specdec.quantization import FLOAT8_STORAGE, FP8
-from specdec.schema import ModelConfig, find_shared_head, parse_checkpoint_config
+from specdec.schema import find_shared_head, parse_checkpoint_config
 from specdec.sharding import Block, list_blocks
 from specdec.storage import TensorFile, TensorInfo, read_json
 from specdec.tensors import EMBEDDING, HEAD, Shard, TensorSpec, get_rank_shape, list_target_tensors

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from specdec import logs
 from specdec.errors import SpecDecError, UsageError, join_names, raise_problems, shorten
-from specdec.schema import FLOAT_DTYPES
+from specdec.model_config import FLOAT_DTYPES
 from specdec.storage import MAX_NUMBER, Array, TensorFile, TensorInfo, read_json
 
 from .plan import count_elements

@@ -12,8 +12,9 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, UsageError, join_names, raise_problems
-from specdec.schema import ModelConfig, parse_checkpoint_config
-from specdec.settings import require, to_plain
+from specdec.model_config import ModelConfig
+from specdec.schema import parse_checkpoint_config
+from specdec.settings import name_flag, require, to_plain
 from specdec.storage import (
     FLOATS,
     TensorInfo,
@@ -29,7 +30,6 @@ from specdec.storage import (
 from specdec.tensors import (
     HEAD,
     get_rank_shape,
-    list_drafter_tensors,
     list_rank_names,
     list_target_tensors,
 )
@@ -41,7 +41,7 @@ from .checkpoint import CheckpointFolder
 from .families import find_family
 from .families.base import Layout, tie_head
 from .hf import QUANTIZATION_NAME, HfFolder, open_model
-from .methods import CONVERTERS, find_converter, list_drafter_flags, name_flag
+from .methods import FOLDERS, find_converter, find_folder, list_folder_flags, load_converter
 from .methods.base import DrafterConverter
 from .plan import (
     Plan,
@@ -122,10 +122,10 @@ def check_flags(settings: ConvertSettings) -> None:
             "give the target: --model-dir, or --base-model-checkpoint-dir for an existing"
             " checkpoint",
         )
-    if find_converter(settings) is None and settings.base_model_checkpoint_dir is not None:
+    if find_folder(settings) is None and settings.base_model_checkpoint_dir is not None:
         raise UsageError(
             "--base-model-checkpoint-dir without a drafter leaves nothing to convert",
-            f"give the drafter to add to the checkpoint: {' or '.join(list_drafter_flags())}",
+            f"give the drafter to add to the checkpoint: {' or '.join(list_folder_flags())}",
         )
     check_quantization_flags(settings)
     check_layout_flags(settings)
@@ -133,8 +133,8 @@ def check_flags(settings: ConvertSettings) -> None:
 
 def check_layout_flags(settings: ConvertSettings) -> None:
     """Raise UsageError for flags of the ranks' layout that are wrong or cannot take effect."""
-    has_drafter = find_converter(settings) is not None
-    if has_drafter and (settings.pp_size or 1) > 1:
+    folder = find_folder(settings)
+    if folder is not None and (settings.pp_size or 1) > 1:
         raise UsageError(
             f"--pp-size is {settings.pp_size}, but an engine with a drafter has no pipeline stages",
             "use --tp-size, or leave --pp-size out",
@@ -146,7 +146,7 @@ def check_layout_flags(settings: ConvertSettings) -> None:
                 " since 0.16, TensorRT-LLM itself shares a head that equals the embedding",
                 "leave it out, or convert for 0.14",
             )
-        if settings.base_model_checkpoint_dir is not None or settings.drafter_model_dir is not None:
+        if settings.base_model_checkpoint_dir is not None or folder == "drafter_model_dir":
             raise UsageError(
                 "--use-embedding-sharing has no effect on a checkpoint with a ReDrafter drafter or"
                 " made from another one: their head is always written",
@@ -168,8 +168,8 @@ def check_layout_flags(settings: ConvertSettings) -> None:
 def list_inputs(settings: ConvertSettings) -> list[Path]:
     """The local folders that are read."""
     return list_local(
-        settings.model_dir, settings.base_model_checkpoint_dir, settings.drafter_model_dir,
-        settings.medusa_model_dir, settings.eagle_model_dir, settings.calibration_data,
+        settings.model_dir, settings.base_model_checkpoint_dir, settings.calibration_data,
+        *(getattr(settings, folder) for folder in FOLDERS),
     )  # fmt: skip
 
 
@@ -329,32 +329,33 @@ def plan_checkpoint(settings: ConvertSettings, problems: Problems) -> Target:
 
 def ignore_drafter(settings: ConvertSettings, target: HfFolder) -> Sequence[str]:
     """Patterns of a drafter's tensors in the target's own folder, which its converter reads."""
-    chosen = find_converter(settings)
-    for converter in CONVERTERS.values():
+    chosen = find_folder(settings)
+    for option, method in FOLDERS.items():
+        converter = load_converter(method)
         present = [
             name for name in target.tensors
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in converter.IN_TARGET)
         ]  # fmt: skip
-        flag = name_flag(converter.FOLDER)
-        if present and converter is not chosen:
+        flag = name_flag(option)
+        if present and option != chosen:
             raise SpecDecError(
                 f"{target.path} holds a drafter besides the target: {join_names(present)}",
                 f"give the folder as {flag} too, to convert both",
             )
-        if present and getattr(settings, converter.FOLDER) != settings.model_dir:
+        if present and getattr(settings, option) != settings.model_dir:
             logger.warning(
                 "the drafter saved with %s is left out: the one of %s is converted",
                 target.path, flag,
             )  # fmt: skip
-    return chosen.IN_TARGET if chosen else ()
+    return load_converter(FOLDERS[chosen]).IN_TARGET if chosen else ()
 
 
 def open_drafter(settings: ConvertSettings, converter: DrafterConverter) -> HfFolder:
     """Open the drafter's folder."""
+    option = find_folder(settings)
+    assert option is not None
     return open_model(
-        getattr(settings, converter.FOLDER),
-        name_flag(converter.FOLDER),
-        weight_files=converter.WEIGHT_FILES,
+        getattr(settings, option), name_flag(option), weight_files=converter.WEIGHT_FILES
     )
 
 
@@ -382,7 +383,7 @@ def plan_drafter(
             " need one dtype: leave --dtype out to have it",
             dtype, model.dtype,
         )  # fmt: skip
-    specs = list_drafter_tensors(params, model)
+    specs = params.list_tensors(model)
     shared = converter.share_tensors(folder, params, list(specs))
     own = {name: spec for name, spec in specs.items() if name not in shared}
     parts = converter.find_sources(folder, params, list(own))

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from specdec.errors import SpecDecError, join_names
-from specdec.schema import CheckpointConfig, ModelConfig
+from specdec.model_config import ModelConfig
+from specdec.schema import CheckpointConfig
 from specdec.sharding import Block, list_blocks
 from specdec.storage import DTYPES, Array, TensorInfo, cast
 from specdec.tensors import Shard, TensorSpec, get_rank_shape, get_stored_dtype

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.settings import setting
+from specdec.methods import list_options
+from specdec.settings import add_options, setting
 
 
+@add_options(*list_options("convert"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertSettings:
     """One field is one flag and one recipe key.
@@ -22,15 +24,6 @@ class ConvertSettings:
         kind="path", metavar="CKPT",
         help="The target as an existing checkpoint, instead of --model-dir.",
     )  # fmt: skip
-    drafter_model_dir: str | None = setting(
-        metavar="DRAFTER", help="ReDrafter drafter: a folder or Hub id."
-    )
-    medusa_model_dir: str | None = setting(
-        metavar="HEADS", help="Medusa heads, alone or saved with their target: a folder or Hub id."
-    )
-    eagle_model_dir: str | None = setting(
-        metavar="DRAFTER", help="EAGLE-1, 2 or 3 drafter: a folder or Hub id."
-    )
     output_dir: Path | None = setting(kind="path", help="Checkpoint folder to write.")
     dtype: str = setting(
         "auto", choices=("auto", "float16", "bfloat16", "float32"),
@@ -63,40 +56,6 @@ class ConvertSettings:
     trtllm_version: str = setting(
         "1.2", choices=("1.2", "0.14"),
         help="TensorRT-LLM line whose architecture names and config keys are written.",
-    )  # fmt: skip
-    redrafter_num_beams: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="Beams of the drafter's search; 5 if not given."
-    )
-    redrafter_draft_len_per_beam: int | None = setting(
-        kind="int", minimum=1, metavar="N",
-        help="Tokens drafted per beam, at most those the drafter was trained for; 5 if not given.",
-    )  # fmt: skip
-    redrafter_no_greedy_search: bool = setting(
-        False, kind="flag", help="Let a TensorRT-LLM engine sample instead of searching greedily."
-    )
-    num_medusa_heads: int | None = setting(
-        kind="int", minimum=1, metavar="N",
-        help="Medusa heads to take; those that their config.json tells if not given.",
-    )  # fmt: skip
-    num_medusa_layers: int | None = setting(
-        kind="int", minimum=0, metavar="N",
-        help="Residual layers of each Medusa head, where their config.json does not tell.",
-    )  # fmt: skip
-    max_medusa_token_len: int | None = setting(
-        kind="int", minimum=1, metavar="N",
-        help="Most draft tokens of a Medusa engine's verify step; 63 if not given.",
-    )  # fmt: skip
-    max_draft_len: int | None = setting(
-        kind="int", minimum=1, metavar="N",
-        help="Most draft tokens of an EAGLE engine's verify step; 63 if not given.",
-    )  # fmt: skip
-    num_eagle_layers: int | None = setting(
-        kind="int", minimum=1, metavar="N",
-        help="Depth of an EAGLE engine's draft trees; 4 if not given.",
-    )  # fmt: skip
-    max_non_leaves_per_layer: int | None = setting(
-        kind="int", minimum=1, metavar="N",
-        help="Most nodes with children in a level of an EAGLE engine's trees; 10 if not given.",
     )  # fmt: skip
     quantization: str | None = setting(
         choices=("fp8",), help="Quantize the target's linears; needs --calibration-data."

@@ -17,12 +17,15 @@ from specdec.decode.ngram_options import (
     read_lookup_options,
 )
 from specdec.errors import SpecDecError, UsageError
-from specdec.methods import EXTERNAL_METHODS
-from specdec.settings import require
+from specdec.methods import METHODS
+from specdec.methods.draft_target import DraftTargetDraft
+from specdec.methods.eagle import EagleDraft
+from specdec.methods.medusa import MedusaDraft
+from specdec.settings import as_options, list_given, name_flag, require
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
-from .settings import EAGLE_OPTIONS, RunSettings
+from .settings import RunSettings
 
 if TYPE_CHECKING:
     from specdec.decode.engine import TorchEngine
@@ -158,7 +161,8 @@ def load_torch_engine(
         devices=devices,
         speculate=not settings.no_speculation,
     )
-    if settings.medusa_choices is not None:
+    choices = as_options(settings, MedusaDraft).medusa_choices
+    if choices is not None:
         from specdec.decode.drafters.medusa import MedusaProposer, parse_choices
 
         if not isinstance(engine.proposer, MedusaProposer):
@@ -166,13 +170,13 @@ def load_torch_engine(
                 f"--medusa-choices has no effect with an engine that runs {engine.method}",
                 "leave it out",
             )
-        engine.proposer.use_choices(parse_choices(settings.medusa_choices))
+        engine.proposer.use_choices(parse_choices(choices))
     choose_eagle_tree(engine, settings)
     attach_ngrams(engine, settings)
     if options is None:
         mode = engine.config.build.speculative_decoding_mode
         is_plain = engine.method == "plain" and not settings.no_speculation
-        if is_plain and mode == EXTERNAL_METHODS["draft_target"]:
+        if is_plain and mode == METHODS["draft_target"].mode:
             raise SpecDecError(
                 f"{settings.engine_dir} was built for a draft model, and none is given",
                 "give --draft-engine-dir, --prompt-lookup-num-tokens to draft from the text itself,"
@@ -184,43 +188,44 @@ def load_torch_engine(
     from specdec.decode.devices import check_devices
     from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 
-    assert settings.draft_engine_dir is not None
+    pair = as_options(settings, DraftTargetDraft)
+    assert pair.draft_engine_dir is not None
     draft = TorchEngine(
-        settings.draft_engine_dir, device=settings.device, devices=options.draft_devices
+        pair.draft_engine_dir, device=settings.device, devices=options.draft_devices
     )
     check_devices("draft", options.draft_devices, draft)
     check_devices("target", options.target_devices, engine)
-    pairs = ((settings.engine_dir, engine.config), (settings.draft_engine_dir, draft.config))
+    pairs = ((settings.engine_dir, engine.config), (pair.draft_engine_dir, draft.config))
     target_tokens, draft_tokens = (
         ModelTokens(folder, config.checkpoint.model.vocab_size, config.vocabulary)
         for folder, config in pairs
     )
-    check_vocabularies(target_tokens, draft_tokens, tokenizer, settings.draft_tokenizer_dir)
+    check_vocabularies(target_tokens, draft_tokens, tokenizer, pair.draft_tokenizer_dir)
     engine.attach_draft(draft, draft_len=options.draft_len, use_logits=options.use_logits)
     return engine
 
 
 def choose_eagle_tree(engine: TorchEngine, settings: RunSettings) -> None:
     """Let an EAGLE engine propose the trees that are asked for."""
-    given = [name for name in EAGLE_OPTIONS if getattr(settings, name) not in (None, False)]
+    tree, given = as_options(settings, EagleDraft), list_given(settings, EagleDraft)
     if not given:
         return
     from specdec.decode.drafters.eagle import EagleProposer, parse_choices
 
-    flags = ["--" + name.replace("_", "-") for name in given]
+    flags = [name_flag(name) for name in given]
     proposer = engine.proposer
     if not isinstance(proposer, EagleProposer):
         raise UsageError(
             f"{flags[0]} has no effect with an engine that runs {engine.method}", "leave it out"
         )
-    if settings.eagle_choices is None:
-        proposer.use_dynamic_tree(settings.eagle_dynamic_tree_max_top_k, settings.eagle_tree_tokens)
+    if tree.eagle_choices is None:
+        proposer.use_dynamic_tree(tree.eagle_dynamic_tree_max_top_k, tree.eagle_tree_tokens)
     elif len(given) > 1:
         raise UsageError(
             f"{flags[0]} gives a static tree, {flags[1]} a dynamic one", "leave one of them out"
         )
     else:
-        proposer.use_choices(parse_choices(settings.eagle_choices))
+        proposer.use_choices(parse_choices(tree.eagle_choices))
 
 
 def adapt_drafts(engine: TorchEngine, settings: RunSettings) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from specdec.decode.settings import EAGLE_OPTIONS, RunSettings
+from specdec.decode.settings import RunSettings
 
-__all__ = ["EAGLE_OPTIONS", "RunSettings"]
+__all__ = ["RunSettings"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,173 +10,11 @@ from typing import Any
 from specdec.architectures import ARCHITECTURES, Architecture
 from specdec.errors import SpecDecError, raise_problems, suggest
 from specdec.methods import METHODS, DrafterParams, Method, find_method
+from specdec.model_config import ModelConfig
 from specdec.quantization import Quantization, parse_quantization
 from specdec.storage import TensorFile, read_json
 
-FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 TARGET_ARCHITECTURES = tuple(ARCHITECTURES)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The target of a checkpoint, in TensorRT-LLM's field names; sizes are of the whole model.
-
-    rotary_pct: the rotated part of each head. sliding_window: a token sees that many tokens, itself
-    included; None sees all. share_embedding_table: `lm_head.weight` is not stored, the embedding
-    stands for it. original_max_position_embeddings: of longrope scaling, the length it switches at.
-    """
-
-    architecture: str
-    dtype: str
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_size: int
-    intermediate_size: int
-    norm_epsilon: float
-    max_position_embeddings: int
-    hidden_act: str = "silu"
-    rotary_base: float = 10000.0
-    rotary_scaling: dict[str, Any] | None = None
-    attn_bias: bool = False
-    mlp_bias: bool = False
-    rotary_pct: float = 1.0
-    sliding_window: int | None = None
-    original_max_position_embeddings: int | None = None
-    use_parallel_embedding: bool = False
-    embedding_sharding_dim: int = 0
-    share_embedding_table: bool = False
-    tp_size: int = 1
-    pp_size: int = 1
-
-    @property
-    def arithmetic(self) -> Architecture:
-        """What the architecture computes besides its sizes."""
-        return ARCHITECTURES[self.architecture]
-
-    @property
-    def has_qkv_bias(self) -> bool:
-        chosen = self.arithmetic.qkv_bias
-        return self.attn_bias if chosen is None else chosen
-
-    @property
-    def has_dense_bias(self) -> bool:
-        chosen = self.arithmetic.dense_bias
-        return self.attn_bias if chosen is None else chosen
-
-    @property
-    def has_mlp_bias(self) -> bool:
-        chosen = self.arithmetic.mlp_bias
-        return self.mlp_bias if chosen is None else chosen
-
-    @property
-    def rotary_size(self) -> int:
-        """Rotated dimensions of each head; the others pass as they are."""
-        return int(self.head_size * self.rotary_pct)
-
-    def get_num_kv_heads(self) -> int:
-        """K/V heads of one rank; fewer heads than ranks are duplicated."""
-        return max(1, self.num_key_value_heads // self.tp_size)
-
-    def find_problems(self) -> list[tuple[str, str]]:
-        """List what is inconsistent, each with a remedy."""
-        problems = []
-        if self.dtype not in FLOAT_DTYPES:
-            problems.append((f"dtype {self.dtype!r}", f"use one of {', '.join(FLOAT_DTYPES)}"))
-        for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_size", "intermediate_size", "max_position_embeddings",
-            "tp_size", "pp_size",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                problems.append((f"{name}={getattr(self, name)}", f"{name} must be at least 1"))
-        for name in ("norm_epsilon", "rotary_base"):
-            if not 0 < getattr(self, name) < math.inf:
-                problems.append((f"{name}={getattr(self, name)}", f"{name} must be positive"))
-        if self.embedding_sharding_dim not in (0, 1):
-            problems.append((f"embedding_sharding_dim={self.embedding_sharding_dim}", "use 0 or 1"))
-        if not 0 < self.rotary_pct <= 1:
-            problems.append((f"rotary_pct={self.rotary_pct}", "give a number above 0, at most 1"))
-        if self.sliding_window is not None and self.sliding_window < 1:
-            problems.append((f"sliding_window={self.sliding_window}", "give at least 1, or null"))
-        if self.share_embedding_table and self.use_parallel_embedding:
-            if self.embedding_sharding_dim == 1 and self.tp_size > 1:
-                problems.append(
-                    (
-                        "share_embedding_table with embedding_sharding_dim=1: a rank's columns of"
-                        " the embedding are no part of the head",
-                        "use embedding_sharding_dim 0, or store the head",
-                    )
-                )
-        if self.share_embedding_table and self.pp_size > 1:
-            problems.append(
-                (
-                    f"share_embedding_table with pp_size={self.pp_size}: the last stage, which has"
-                    " the head, has no embedding",
-                    "store the head, or use pp_size 1",
-                )
-            )
-        if problems:
-            return problems
-        heads, kv_heads, tp_size = (
-            self.num_attention_heads, self.num_key_value_heads, self.tp_size
-        )  # fmt: skip
-        if heads % kv_heads:
-            problems.append(
-                (
-                    f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}",
-                    "check the source model's config.json",
-                )
-            )
-        usable = [n for n in (1, 2, 3, 4, 6, 8, 16) if self._splits(n)]
-        if not self._splits(tp_size):
-            problems.append(
-                (
-                    f"num_attention_heads={heads}, num_key_value_heads={kv_heads},"
-                    f" intermediate_size={self.intermediate_size}, hidden_size={self.hidden_size}"
-                    f" do not split over tp_size={tp_size}",
-                    f"use a tp_size of {', '.join(map(str, usable))}",
-                )
-            )
-        if self.arithmetic.positions == "rotary" and self.rotary_size % 2:
-            problems.append(
-                (
-                    f"head_size={self.head_size} with rotary_pct={self.rotary_pct} rotates"
-                    f" {self.rotary_size} dimensions, which is odd",
-                    "rotary embedding needs pairs",
-                )
-            )
-        if self.hidden_act not in self.arithmetic.activations:
-            problems.append(
-                (
-                    f"hidden_act={self.hidden_act!r} is not known for {self.architecture}",
-                    f"the known ones are {', '.join(self.arithmetic.activations)}",
-                )
-            )
-        if self.num_hidden_layers % self.pp_size:
-            problems.append(
-                (
-                    f"num_hidden_layers={self.num_hidden_layers} does not split over"
-                    f" pp_size={self.pp_size}",
-                    "use a pp_size that divides it",
-                )
-            )
-        return problems
-
-    def _splits(self, tp_size: int) -> bool:
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        kv_fits = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
-        embedding_fits = True
-        if self.use_parallel_embedding and self.embedding_sharding_dim == 1:
-            embedding_fits = self.hidden_size % tp_size == 0
-        elif self.use_parallel_embedding and self.arithmetic.positions == "learned":
-            embedding_fits = self.max_position_embeddings % tp_size == 0
-        return (
-            heads % tp_size == 0 and kv_fits and self.intermediate_size % tp_size == 0
-            and embedding_fits
-        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,7 +104,7 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     raise_problems(problems)
     model = ModelConfig(architecture=base, tp_size=tp_size, pp_size=pp_size, **values)
     raise_problems(model.find_problems())
-    drafter = method.params.from_checkpoint(config) if method else None
+    drafter = method.params.from_checkpoint(config) if method and method.params else None
     if drafter:
         raise_problems(
             drafter.find_problems(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +51,39 @@ def get_flags(settings_class: type) -> dict[str, tuple[Flag, Any]]:
                 default = field.default_factory()
             flags[field.name] = (field.metadata["flag"], default)
     return flags
+
+
+def add_options(*kinds: type) -> Callable[[type[T]], type[T]]:
+    """Decorate a settings class: it gains the fields of others, such as the methods' options.
+
+    A type checker sees only the class's own fields; `as_options` gives the others their types.
+    """
+
+    def decorate(own: type[T]) -> type[T]:
+        namespace = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+        return dataclasses.make_dataclass(
+            own.__name__, [], bases=(*reversed(kinds), own), namespace=namespace,
+            frozen=True, kw_only=True,
+        )  # fmt: skip
+
+    return decorate
+
+
+def as_options(settings: object, kind: type[T]) -> T:
+    """Return settings as one of the classes that `add_options` added to them."""
+    assert isinstance(settings, kind)
+    return settings
+
+
+def list_given(settings: Any, kind: type) -> list[str]:
+    """Names of the options of `kind` that are not at their default."""
+    flags = get_flags(kind).items()
+    return [name for name, (_, default) in flags if getattr(settings, name) != default]
+
+
+def name_flag(name: str) -> str:
+    """Return a settings field's name on the command line."""
+    return "--" + name.replace("_", "-")
 
 
 def takes_others(settings_class: type) -> bool:
@@ -221,10 +254,13 @@ def to_plain(settings: Any) -> dict[str, Any]:
     return plain
 
 
-def to_arguments(settings: Any) -> list[str]:
-    """Return a command line that gives these settings, without what is at its default."""
+def to_arguments(settings: Any, kind: type | None = None) -> list[str]:
+    """Return a command line that gives these settings, without what is at its default.
+
+    kind: one of the classes that `add_options` added, for its options alone.
+    """
     arguments = []
-    for name, (flag, default) in get_flags(type(settings)).items():
+    for name, (flag, default) in get_flags(kind or type(settings)).items():
         value = getattr(settings, name)
         option = "--" + name.replace("_", "-")
         if value == default or value is None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.schema import ModelConfig
+from specdec.model_config import ModelConfig
 from specdec.storage import Array
 from specdec.tensors import Shard, TensorSpec, get_rank_shape
 

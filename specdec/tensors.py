@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from specdec.methods import DrafterParams, EagleParams, MedusaParams, ReDrafterParams
-from specdec.schema import ModelConfig
+from specdec.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from specdec.methods.base import DrafterParams
 
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD = "lm_head.weight"
@@ -71,8 +74,8 @@ def list_target_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
         )
     for layer in range(model.num_hidden_layers):
         prefix = f"transformer.layers.{layer}."
-        tensors |= {prefix + name: spec for name, spec in _list_layer_tensors(model).items()}
-    tensors |= _list_norm(model, "transformer.ln_f")
+        tensors |= {prefix + name: spec for name, spec in list_layer_tensors(model).items()}
+    tensors |= list_norm(model, "transformer.ln_f")
     if not model.share_embedding_table:
         tensors["lm_head.weight"] = TensorSpec((model.vocab_size, hidden), Shard.VOCAB)
     if arithmetic.head_bias:
@@ -113,14 +116,15 @@ def list_rank_names(model: ModelConfig, rank: int) -> dict[str, str]:
     return names
 
 
-def _list_layer_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
+def list_layer_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor of a layer, whole, by its name within the layer."""
     arithmetic, hidden, inner = model.arithmetic, model.hidden_size, model.intermediate_size
     q_size = model.num_attention_heads * model.head_size
     qkv_size = q_size + 2 * model.num_key_value_heads * model.head_size
     fc = TensorSpec((inner, hidden), Shard.ROWS)
     if arithmetic.mlp == "fused":
         fc = TensorSpec((2 * inner, hidden), Shard.PAIR)
-    tensors = _list_norm(model, "input_layernorm") | {
+    tensors = list_norm(model, "input_layernorm") | {
         "attention.qkv.weight": TensorSpec((qkv_size, hidden), Shard.QKV),
         "attention.dense.weight": TensorSpec((hidden, q_size), Shard.COLUMNS),
         "mlp.fc.weight": fc,
@@ -129,7 +133,7 @@ def _list_layer_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
     if arithmetic.mlp == "gated":
         tensors["mlp.gate.weight"] = fc
     if not arithmetic.is_parallel:
-        tensors |= _list_norm(model, "post_layernorm")
+        tensors |= list_norm(model, "post_layernorm")
     # A bias behind a sum over ranks is whole on every rank; the others split as their rows do.
     if model.has_qkv_bias:
         tensors["attention.qkv.bias"] = TensorSpec((qkv_size,), Shard.QKV)
@@ -145,106 +149,13 @@ def _list_layer_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
     return tensors
 
 
-def _list_norm(model: ModelConfig, name: str) -> dict[str, TensorSpec]:
+def list_norm(model: ModelConfig, name: str) -> dict[str, TensorSpec]:
+    """The tensors of a norm, by name."""
     spec = TensorSpec((model.hidden_size,), Shard.WHOLE)
     tensors = {f"{name}.weight": spec}
     if model.arithmetic.norm == "layer":
         tensors[f"{name}.bias"] = spec
     return tensors
-
-
-def list_redrafter_tensors(drafter: ReDrafterParams, vocab_size: int) -> dict[str, TensorSpec]:
-    """Every tensor of a ReDrafter drafter, whole, by canonical name; all split on dimension 0."""
-    hidden, exit_dim = drafter.hidden_size, drafter.exit_dim
-    tensors: dict[str, TensorSpec] = {}
-    if drafter.has_input_proj:
-        tensors |= {
-            "drafter.input_proj.weight": TensorSpec((exit_dim, 2 * hidden), Shard.ROWS),
-            "drafter.input_proj.bias": TensorSpec((exit_dim,), Shard.ROWS),
-        }
-    for layer in range(drafter.num_layers):
-        tensors |= {
-            f"drafter.layers.{layer}.linear.weight": TensorSpec((exit_dim, exit_dim), Shard.ROWS),
-            f"drafter.layers.{layer}.linear.bias": TensorSpec((exit_dim,), Shard.ROWS),
-        }
-    tensors["drafter.lm_head.weight"] = TensorSpec((vocab_size, exit_dim), Shard.VOCAB)
-    if drafter.is_rnn:
-        tensors |= {
-            "drafter.rnn_u.weight": TensorSpec((hidden, hidden), Shard.ROWS),
-            "drafter.rnn_u.bias": TensorSpec((hidden,), Shard.ROWS),
-            "drafter.rnn_w.weight": TensorSpec((hidden, hidden), Shard.ROWS),
-        }
-    return tensors
-
-
-def list_medusa_tensors(
-    drafter: MedusaParams, hidden_size: int, vocab_size: int
-) -> dict[str, TensorSpec]:
-    """Every tensor of Medusa heads, whole, by canonical name; all split on dimension 0."""
-    tensors: dict[str, TensorSpec] = {}
-    for head in range(drafter.num_heads):
-        prefix = f"medusa_heads.{head}."
-        for layer in range(drafter.num_layers):
-            linear = f"{prefix}medusa_layers.{layer}.linear."
-            tensors |= {
-                linear + "weight": TensorSpec((hidden_size, hidden_size), Shard.ROWS),
-                linear + "bias": TensorSpec((hidden_size,), Shard.ROWS),
-            }
-        tensors[prefix + "lm_head.weight"] = TensorSpec((vocab_size, hidden_size), Shard.VOCAB)
-    return tensors
-
-
-def make_net_model(drafter: EagleParams, model: ModelConfig) -> ModelConfig:
-    """An EAGLE drafter's net for `model` as a model of its own, with the drafted vocabulary."""
-    return ModelConfig(
-        **(dataclasses.asdict(drafter.net) | {"vocab_size": drafter.draft_vocab_size}),
-        architecture="LlamaForCausalLM",
-        dtype=model.dtype,
-        use_parallel_embedding=model.use_parallel_embedding,
-        embedding_sharding_dim=model.embedding_sharding_dim,
-        tp_size=model.tp_size,
-    )
-
-
-def list_eagle_tensors(drafter: EagleParams, model: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor of an EAGLE drafter for `model`, whole, by canonical name; all nets are alike.
-
-    The first layer of EAGLE-1 has no input norm: it reads what `fc` makes of embedding and feature.
-    That of EAGLE-3 reads both side by side, each normed.
-    """
-    net, eagle3 = make_net_model(drafter, model), drafter.eagle3
-    hidden = net.hidden_size
-    embedding_shard = list_target_tensors(model)[EMBEDDING].shard
-    tensors = {
-        "drafter.vocab_embedding.weight": TensorSpec((model.vocab_size, hidden), embedding_shard)
-    }
-    if eagle3 is None:
-        tensors["drafter.fc.weight"] = TensorSpec((hidden, 2 * hidden), Shard.ROWS)
-        tensors["drafter.fc.bias"] = TensorSpec((hidden,), Shard.ROWS)
-    else:
-        width = len(eagle3.aux_layers) * model.hidden_size
-        tensors["drafter.fc.weight"] = TensorSpec((hidden, width), Shard.ROWS)
-    for layer in range(net.num_hidden_layers):
-        prefix = f"drafter.layers.{layer}."
-        for name, spec in _list_layer_tensors(net).items():
-            if spec.shard is Shard.QKV:
-                spec = dataclasses.replace(spec, owner=net)
-                if eagle3 is not None and layer == 0:
-                    spec = dataclasses.replace(spec, shape=(spec.shape[0], 2 * hidden))
-            if eagle3 is None and layer == 0 and name.startswith("input_layernorm."):
-                continue
-            tensors[prefix + name] = spec
-    if eagle3 is not None:
-        tensors |= _list_norm(net, "drafter.layers.0.hidden_norm")
-        tensors |= _list_norm(net, "drafter.ln_f")
-    tensors["lm_head.weight"] = TensorSpec((drafter.draft_vocab_size, hidden), Shard.VOCAB)
-    if drafter.draft_vocab_size < model.vocab_size:
-        tensors["d2t"] = TensorSpec((drafter.draft_vocab_size,), Shard.WHOLE)
-    return {
-        f"eagle_nets.{index}.{name}": spec
-        for index in range(drafter.num_nets)
-        for name, spec in tensors.items()
-    }
 
 
 def find_first_copy(name: str) -> str:
@@ -258,18 +169,9 @@ def get_stored_dtype(name: str, dtype: str) -> str:
     return "int64" if name == EAGLE_OFFSETS else dtype
 
 
-def list_drafter_tensors(drafter: DrafterParams, model: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor of a drafter for `model`, whole, by canonical name."""
-    if isinstance(drafter, EagleParams):
-        return list_eagle_tensors(drafter, model)
-    if isinstance(drafter, MedusaParams):
-        return list_medusa_tensors(drafter, model.hidden_size, model.vocab_size)
-    return list_redrafter_tensors(drafter, model.vocab_size)
-
-
 def list_tensors(model: ModelConfig, drafter: DrafterParams | None) -> dict[str, TensorSpec]:
     """Every tensor of a checkpoint, whole, by canonical name."""
     tensors = list_target_tensors(model)
     if drafter is not None:
-        tensors |= list_drafter_tensors(drafter, model)
+        tensors |= drafter.list_tensors(model)
     return tensors

@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from specdec.command import STAGES
-from specdec.methods import EXTERNAL_METHODS, METHODS
+from specdec.methods import METHODS, Method
 from specdec.settings import SECTIONS, get_flags, resolve_settings
-from specdec.train.methods import TRAINABLE
 from tests.conftest import ROOT
 
 # A recipe's sections that are no stage of their own, with the package that reads them.
@@ -21,32 +20,69 @@ SUBCOMMANDS = {"data": "train.generation"}
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("method", [*METHODS, *EXTERNAL_METHODS])
-def test_every_method_has_its_files(method: str) -> None:
-    stages = []
-    if method in METHODS:
-        stages += ["convert", "train"] if method in TRAINABLE else ["convert"]
-    wanted = [f"{stage}/methods/{method}.py" for stage in stages]
-    wanted.append(f"specdec/decode/drafters/{method}.py")
-    wanted.append(f"docs/methods/{method}.md")
-    missing = [path for path in wanted if not (ROOT / path).is_file()]
-    if not list((ROOT / "configs").glob(f"{method}-*.yaml")):
-        missing.append(f"configs/{method}-*.yaml")
-    assert missing == []
+# A new method is at most so many product files; CONTRIBUTING.md names them.
+MAX_METHOD_FILES = 8
 
 
-def test_trainable_methods_are_methods() -> None:
-    assert set(TRAINABLE) <= set(METHODS)
+def list_method_files(method: Method) -> list[str]:
+    """What a method needs by its kind: a pattern each, of a file that must be there."""
+    name = method.name
+    files = [
+        f"specdec/methods/{name}.py",
+        f"specdec/decode/drafters/{name}.py",
+        f"bench/methods/{name}.py",
+        f"docs/methods/{name}.md",
+        f"configs/{name}-*.yaml",
+    ]
+    if method.params is not None:
+        files += [f"convert/methods/{name}.py", f"specdec/engine/{name}.py"]
+    if method.training is not None:
+        files.append(f"train/methods/{name}.py")
+    return files
 
 
-@pytest.mark.parametrize("folder", ["convert/methods", "specdec/decode/drafters", "train/methods"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_its_files(name: str) -> None:
+    wanted = list_method_files(METHODS[name])
+    assert len(wanted) <= MAX_METHOD_FILES
+    assert [pattern for pattern in wanted if not list(ROOT.glob(pattern))] == []
+
+
+def test_contributing_names_the_files_of_a_method() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    wanted = {
+        pattern.replace(name, "NAME").replace("*", "TARGET")
+        for name, method in METHODS.items()
+        for pattern in list_method_files(method)
+    }
+    assert len(wanted) == MAX_METHOD_FILES
+    assert sorted(pattern for pattern in wanted if f"`{pattern}`" not in text) == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_owns_its_name_and_options(name: str) -> None:
+    """No option of a method is declared twice, and the record's parts fit one another."""
+    method = METHODS[name]
+    assert method.name == name
+    assert (method.params is None) == (method.folder is None) == (not method.architectures)
+    assert (method.source == "checkpoint") == (method.params is not None)
+    assert set(method.options) <= {"convert", "draft", "run", "train", "tune"}
+    if method.folder is not None:
+        assert method.folder in get_flags(method.options["convert"])
+    own = {(use, flag) for use, kind in method.options.items() for flag in get_flags(kind)}
+    for other in set(METHODS) - {name}:
+        theirs = METHODS[other].options.items()
+        assert own.isdisjoint((use, flag) for use, kind in theirs for flag in get_flags(kind))
+
+
+@pytest.mark.parametrize(
+    "folder", ["convert/methods", "specdec/decode/drafters", "train/methods", "bench/methods"]
+)
 def test_no_folder_has_a_method_of_its_own(folder: str) -> None:
     """What lies beside the methods is the common base, or what drafters share."""
     files = {path.stem for path in (ROOT / folder).glob("*.py")}
-    is_decoding = folder.startswith("specdec")
-    external = set(EXTERNAL_METHODS) if is_decoding else set()
-    shared = {"pacing", "switch", "trees"} if is_decoding else set()
-    assert files - {"__init__", "base"} - shared <= set(METHODS) | external
+    shared = {"pacing", "switch", "trees"} if folder.startswith("specdec") else set()
+    assert files - {"__init__", "base"} - shared <= set(METHODS)
 
 
 def list_imports(path: Path) -> list[tuple[int, str]]:

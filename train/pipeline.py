@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from specdec.documents import check_data_file
 from specdec.errors import SpecDecError, UsageError
 from specdec.logs import get_logger
-from specdec.settings import get_flags, require
+from specdec.methods import METHODS
+from specdec.settings import list_given, name_flag, require
 from specdec.storage import check_output_dir, describe_file, list_local, stage_folder
 
 from .launch import Split, take_launch
-from .methods import TRAINABLE
-from .settings import TrainSettings
+from .settings import TRAINABLE, TrainSettings
 
 if TYPE_CHECKING:
     from .acceptance import AcceptanceMeter
@@ -105,7 +105,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
 
 def fill_defaults(settings: TrainSettings) -> TrainSettings:
     """Give the settings that were not given the values that the method has for them."""
-    defaults = TRAINABLE[settings.method]
+    defaults = METHODS[settings.method].training or {}
     missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
     return dataclasses.replace(settings, **missing)
 
@@ -365,11 +365,11 @@ def check_settings(settings: TrainSettings) -> None:
 
 def check_method_options(settings: TrainSettings) -> None:
     """Raise UsageError for an option of a method that is not the chosen one."""
-    for name, (_, default) in get_flags(TrainSettings).items():
-        owner = name.partition("_")[0]
-        if owner in TRAINABLE and owner != settings.method and getattr(settings, name) != default:
+    for name in TRAINABLE:
+        useless = list_given(settings, METHODS[name].options["train"])
+        if useless and name != settings.method:
             raise UsageError(
-                f"--{name.replace('_', '-')} has no effect with --method {settings.method}",
+                f"{name_flag(useless[0])} has no effect with --method {settings.method}",
                 "leave it out",
             )
 

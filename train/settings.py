@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.settings import setting
+from specdec.methods import METHODS, list_options
+from specdec.settings import add_options, setting
 
-from .methods import TRAINABLE
+TRAINABLE = tuple(name for name, method in METHODS.items() if method.training is not None)
 
 
+@add_options(*list_options("train"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """What `specdec-train` takes; options of one method carry its name."""
+    """What `specdec-train` takes; beside the options of each method."""
 
-    method: str = setting("redrafter", help="Kind of drafter.", choices=tuple(TRAINABLE))
+    method: str = setting("redrafter", help="Kind of drafter.", choices=TRAINABLE)
     model_dir: str | None = setting(
         help="The target: a Hugging Face folder or Hub id; it is not changed.", metavar="BASE"
     )
@@ -109,55 +111,6 @@ class TrainSettings:
     )
     report_top_k: int = setting(5, help="Report top-1 to top-K accuracy.", kind="int", minimum=1)
     logging_steps: int = setting(10, help="Steps between progress lines.", kind="int", minimum=1)
-    redrafter_num_layers: int = setting(
-        2, help="Residual blocks in the drafter's head.", kind="int", minimum=0
-    )
-    redrafter_predict_n_tokens: int = setting(
-        5, help="Draft tokens that the loss covers.", kind="int", minimum=1
-    )
-    redrafter_exit_dim: int | None = setting(
-        help="Width of the residual blocks; default: twice the target's hidden size.",
-        kind="int",
-        minimum=1,
-    )
-    redrafter_rnn: bool = setting(
-        True, help="Learned recurrence; else the sum of the token embeddings.", kind="flag"
-    )
-    redrafter_loss_decay: float = setting(
-        1.0, help="Weight of each draft position relative to the one before.", kind="float",
-        minimum=0,
-    )  # fmt: skip
-    medusa_num_heads: int = setting(
-        4, help="Medusa heads: draft tokens ahead.", kind="int", minimum=1
-    )
-    medusa_num_layers: int = setting(
-        1, help="Residual blocks of each Medusa head.", kind="int", minimum=0
-    )
-    medusa_loss_decay: float = setting(
-        0.8, help="Weight of each Medusa head's loss relative to the one before.", kind="float",
-        minimum=0,
-    )  # fmt: skip
-    eagle_version: str = setting(
-        "1", help="1: for any engine, EAGLE-2's trees too; 3: for the torch engine.",
-        choices=("1", "3"),
-    )  # fmt: skip
-    eagle_num_layers: int = setting(
-        1, help="Decoder layers of the EAGLE drafter.", kind="int", minimum=1
-    )
-    eagle_num_steps: int = setting(
-        3, help="Draft steps unrolled in training; 1 is EAGLE-1's recipe.", kind="int", minimum=1
-    )
-    eagle_loss_decay: float = setting(
-        0.9, help="Weight of each EAGLE draft step relative to the one before.", kind="float",
-        minimum=0,
-    )  # fmt: skip
-    eagle_token_weight: float = setting(
-        0.1, help="EAGLE-1: weight of the tokens' loss beside the features'.", kind="float",
-        minimum=0,
-    )  # fmt: skip
-    eagle_noise: float = setting(
-        0.2, help="EAGLE-1: width of the uniform noise on the features.", kind="float", minimum=0
-    )
     sanity: bool = setting(
         False,
         help="Learn one row by heart and write nothing: exit status 1 when that does not work.",

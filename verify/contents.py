@@ -9,8 +9,9 @@ from typing import Any
 
 from specdec.errors import SpecDecError, join_names
 from specdec.inventory import compare_tensors, describe_rank, find_rank_files
+from specdec.model_config import FLOAT_DTYPES
 from specdec.quantization import FLOAT8_STORAGE, Quantization
-from specdec.schema import FLOAT_DTYPES, CheckpointConfig, read_checkpoint_config
+from specdec.schema import CheckpointConfig, read_checkpoint_config
 from specdec.storage import TensorFile, TensorInfo
 
 # Matrices that are looked up in, not multiplied with: no quantization reaches them.

@@ -13,6 +13,8 @@ import torch
 from specdec import logs
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
+from specdec.methods.draft_target import DraftTargetDraft
+from specdec.settings import as_options
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
@@ -199,7 +201,7 @@ def run_sampled(
     lines = make_requests(settings, prompts)
     logger.info("running %s: %d sampled requests", settings.engine_dir, len(lines))
     sampled = _list_outputs(run_engine(settings, lines)[0])
-    if settings.use_logits or method == "plain":
+    if as_options(settings, DraftTargetDraft).use_logits or method == "plain":
         return sampled, None
     return sampled, _list_outputs(run_engine(settings, lines, speculate=False)[0])
 

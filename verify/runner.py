@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import SpecDecError
+from specdec.methods import list_options
+from specdec.methods.draft_target import DraftTargetDraft
 from specdec.processes import call_run
+from specdec.settings import as_options, to_arguments
 from specdec.storage import Array, TensorFile
 
 from .settings import VerifySettings
 
-# Flags that are specdec-run's to check.
-PASSED_ON = (
-    "prompt_lookup_num_tokens", "max_matching_ngram_size", "lookahead_config", "medusa_choices",
-    "eagle_choices", "eagle_use_dynamic_tree", "eagle_dynamic_tree_max_top_k", "eagle_tree_tokens",
-)  # fmt: skip
 NO_TOKEN = str(2**31 - 1)  # beyond any vocabulary
 
 
@@ -40,20 +38,12 @@ def run_engine(
         arguments += ["--tokenizer-dir", tokenizer_dir]
     if not speculate:
         arguments += ["--no-speculation"]
-    elif settings.draft_engine_dir is not None:
-        arguments += ["--draft-engine-dir", str(settings.draft_engine_dir)]
-        arguments += ["--draft-len", settings.draft_len] if settings.draft_len else []
-        arguments += ["--use-logits"] if settings.use_logits else []
-        if settings.draft_tokenizer_dir is not None:
-            arguments += ["--draft-tokenizer-dir", settings.draft_tokenizer_dir]
-            if tokenizer_dir is None:  # needed for the comparison, but it must not end texts
-                arguments += ["--tokenizer-dir", str(settings.model_dir), "--end-id", NO_TOKEN]
-    if speculate:
-        for name in PASSED_ON:
-            value = getattr(settings, name)
-            if value not in (None, False):
-                flag = "--" + name.replace("_", "-")
-                arguments += [flag] if value is True else [flag, str(value)]
+    else:  # what they mean is specdec-run's to check
+        for kind in list_options("draft"):
+            arguments += to_arguments(settings, kind)
+        compares = as_options(settings, DraftTargetDraft).draft_tokenizer_dir is not None
+        if compares and tokenizer_dir is None:  # needed for that, but it must not end texts
+            arguments += ["--tokenizer-dir", str(settings.model_dir), "--end-id", NO_TOKEN]
     with tempfile.TemporaryDirectory(prefix="specdec-verify-") as folder:
         requests = Path(folder) / "requests.jsonl"
         requests.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -6,15 +6,17 @@ import dataclasses
 from pathlib import Path
 
 from specdec.errors import UsageError
-from specdec.settings import get_flags, require, setting
+from specdec.methods import list_options
+from specdec.methods.draft_target import DraftTargetDraft
+from specdec.settings import add_options, get_flags, list_given, name_flag, require, setting
 
 # What each claim alone reads; `sampling` joins the engine's.
 CHECKPOINT_FLAGS = ("checkpoint_dir", "workers")
 SAMPLING_FLAGS = ("num_samples", "temperature", "top_k", "random_seed")
 SHARED_FLAGS = ("json",)
-DRAFT_FLAGS = ("draft_len", "use_logits", "draft_tokenizer_dir")
 
 
+@add_options(*list_options("draft"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifySettings:
     """One field is one flag."""
@@ -31,41 +33,6 @@ class VerifySettings:
     )
     model_dir: str | None = setting(
         metavar="HF", help="Folder or hub id of the base model that the engine was made from."
-    )
-    draft_engine_dir: Path | None = setting(
-        kind="path", metavar="DRAFT", help="Draft-target: the draft model's engine."
-    )
-    draft_len: str | None = setting(
-        metavar="N|auto", help="Draft-target: tokens drafted a step, as specdec-run takes it."
-    )
-    draft_tokenizer_dir: str | None = setting(
-        metavar="DIR", help="Draft-target: compare this tokenizer with the model's."
-    )
-    use_logits: bool = setting(
-        False, kind="flag",
-        help="Draft-target: accept sampled tokens by the ratio of probabilities.",
-    )  # fmt: skip
-    prompt_lookup_num_tokens: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="Prompt lookup: most tokens drafted a step."
-    )
-    max_matching_ngram_size: int | None = setting(
-        kind="int", minimum=1, metavar="M", help="Prompt lookup: longest end of the text looked up."
-    )
-    lookahead_config: str | None = setting(
-        metavar="[W,N,G]", help="Lookahead: the window, as specdec-run takes it."
-    )
-    medusa_choices: str | None = setting(
-        metavar="JSON", help="Medusa: the tree, as specdec-run takes it."
-    )
-    eagle_choices: str | None = setting(
-        metavar="JSON", help="EAGLE: a static tree, as specdec-run takes it."
-    )
-    eagle_use_dynamic_tree: bool = setting(False, kind="flag", help="EAGLE: grow each tree.")
-    eagle_dynamic_tree_max_top_k: int | None = setting(
-        kind="int", minimum=1, metavar="K", help="EAGLE: the width of a dynamic tree."
-    )
-    eagle_tree_tokens: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="EAGLE: draft tokens of a dynamic tree."
     )
     acceptance: str = setting(
         "exact", choices=("exact", "typical"), hidden=True, help="typical is refused: it is lossy."
@@ -126,10 +93,12 @@ def check_flags(settings: VerifySettings) -> None:
         raise UsageError(
             f"--temperature is {settings.temperature:g}", "give a number above 0 and below 100"
         )
-    draft_flags = [name for name in DRAFT_FLAGS if name in given]
-    if settings.draft_engine_dir is None and draft_flags:
-        name = draft_flags[0].replace("_", "-")
-        raise UsageError(f"--{name} without --draft-engine-dir", "give the draft model's engine")
+    pair_flags = list_given(settings, DraftTargetDraft)
+    if pair_flags and "draft_engine_dir" not in pair_flags:
+        raise UsageError(
+            f"{name_flag(pair_flags[0])} without --draft-engine-dir",
+            "give the draft model's engine",
+        )
 
 
 def _refuse(given: list[str], allowed: set[str], what: str) -> None:

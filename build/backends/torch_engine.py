@@ -24,7 +24,8 @@ from specdec.engine.layout import (
 )
 from specdec.errors import SpecDecError, join_names, raise_problems
 from specdec.inventory import find_rank_files
-from specdec.methods import EagleParams
+from specdec.methods.eagle import EagleParams
+from specdec.model_config import ModelConfig
 from specdec.quantization import (
     ACTIVATION_SCALE,
     FLOAT8,
@@ -38,7 +39,7 @@ from specdec.quantization import (
     find_contradictions,
     is_scale,
 )
-from specdec.schema import CheckpointConfig, ModelConfig
+from specdec.schema import CheckpointConfig
 from specdec.sharding import join
 from specdec.storage import Array, TensorFile, TensorInfo, write_json, write_tensor_file
 from specdec.tensors import (
@@ -48,7 +49,6 @@ from specdec.tensors import (
     get_stored_dtype,
     list_linears,
     list_tensors,
-    make_net_model,
 )
 
 from ..settings import BuildSettings
@@ -130,7 +130,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     if model.arithmetic.positions == "rotary":
         compute_frequencies(model, model.max_position_embeddings)
     if isinstance(drafter, EagleParams):
-        net = make_net_model(drafter, model)
+        net = drafter.make_net_model(model)
         compute_frequencies(net, net.max_position_embeddings)
     paths, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")
     raise_problems(problems)

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError
-from specdec.schema import ModelConfig
+from specdec.model_config import ModelConfig
 from specdec.tensors import EMBEDDING, HEAD
 
 from ..hf import ConfigReader, HfFolder

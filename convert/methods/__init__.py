@@ -1,4 +1,4 @@
-"""Speculative methods at conversion: one converter each, a module under the method's name."""
+"""Drafting methods at conversion: one converter each, a module under the method's name."""
 
 from __future__ import annotations
 
@@ -6,51 +6,52 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import UsageError
-from specdec.methods import METHODS
+from specdec.methods import METHODS, Method
+from specdec.settings import list_given, name_flag
 
 from .base import DrafterConverter
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
 
+# Option that names a drafter's folder -> the method.
+FOLDERS = {method.folder: method for method in METHODS.values() if method.folder is not None}
 
-def _load(name: str) -> DrafterConverter:
-    module: Any = importlib.import_module(f"{__name__}.{name}")
+
+def load_converter(method: Method) -> DrafterConverter:
+    """Return the module that converts a method's drafters."""
+    module: Any = importlib.import_module(f"{__name__}.{method.name}")
     converter: DrafterConverter = module
     return converter
 
 
-CONVERTERS: dict[str, DrafterConverter] = {name: _load(name) for name in METHODS}
-
-
-def name_flag(setting: str) -> str:
-    """Return a setting's name on the command line."""
-    return "--" + setting.replace("_", "-")
-
-
-def list_drafter_flags() -> list[str]:
+def list_folder_flags() -> list[str]:
     """The flags that name a drafter's folder."""
-    return [name_flag(converter.FOLDER) for converter in CONVERTERS.values()]
+    return [name_flag(option) for option in FOLDERS]
 
 
-def find_converter(settings: ConvertSettings) -> DrafterConverter | None:
-    """Return the converter of the drafter that is given, or None for a plain conversion.
+def find_folder(settings: ConvertSettings) -> str | None:
+    """Return the option, a key of FOLDERS, by which a drafter is given; None where none is.
 
     Raises UsageError for more than one drafter, and for a method's option without its drafter.
     """
-    given = [c for c in CONVERTERS.values() if getattr(settings, c.FOLDER) is not None]
+    given = [option for option in FOLDERS if getattr(settings, option) is not None]
     if len(given) > 1:
         raise UsageError(
-            f"{' and '.join(name_flag(c.FOLDER) for c in given)} are both given",
+            f"{' and '.join(map(name_flag, given))} are both given",
             "a checkpoint holds one drafter: give one of them",
         )
-    for converter in CONVERTERS.values():
-        if converter in given:
-            continue
-        for option in converter.OPTIONS:
-            if getattr(settings, option) not in (None, False):
-                raise UsageError(
-                    f"{name_flag(option)} has no effect without {name_flag(converter.FOLDER)}",
-                    "give the drafter's folder, or leave the option out",
-                )
+    for folder, method in FOLDERS.items():
+        useless = [] if folder in given else list_given(settings, method.options["convert"])
+        if useless:
+            raise UsageError(
+                f"{name_flag(useless[0])} has no effect without {name_flag(folder)}",
+                "give the drafter's folder, or leave the option out",
+            )
     return given[0] if given else None
+
+
+def find_converter(settings: ConvertSettings) -> DrafterConverter | None:
+    """Return the converter of the drafter that is given, or None for a plain conversion."""
+    folder = find_folder(settings)
+    return load_converter(FOLDERS[folder]) if folder is not None else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from specdec.model_config import ModelConfig
 from specdec.quantization import DEFAULT_EXCLUDED
-from specdec.schema import ModelConfig
 
 if TYPE_CHECKING:
     from ..hf import HfFolder
@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 class DrafterConverter(Protocol):
     """A module of this package: one method's drafter folders to tensors and keys of config.json.
 
-    FOLDER: the setting that names the drafter's folder. OPTIONS: settings without effect unless
-    that one is given. WEIGHT_FILES: file names of weights that only this method's folders have.
+    WEIGHT_FILES: file names of weights that only this method's folders have.
     IN_TARGET: patterns of tensors that a target's folder may hold besides its own when the
     drafter is converted too.
     """
 
-    FOLDER: str
-    OPTIONS: tuple[str, ...]
     WEIGHT_FILES: tuple[str, ...]
     IN_TARGET: tuple[str, ...]
 

@@ -14,14 +14,16 @@ import numpy as np
 
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
-from specdec.methods import (
+from specdec.methods.eagle import (
     EAGLE3_ARCHITECTURE,
     EAGLE_ARCHITECTURE,
     Eagle3Params,
+    EagleConvert,
     EagleNet,
     EagleParams,
 )
-from specdec.schema import ModelConfig
+from specdec.model_config import ModelConfig
+from specdec.settings import as_options
 from specdec.tensors import EAGLE_NET, EMBEDDING, HEAD, find_first_copy
 
 from ..families import llama
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logs.get_logger(__name__)
 
-FOLDER = "eagle_model_dir"
-OPTIONS = ("max_draft_len", "num_eagle_layers", "max_non_leaves_per_layer")
 WEIGHT_FILES: tuple[str, ...] = ()
 # As ModelOpt saves a target with its drafter; how that one is built is in its pickle alone.
 WITH_TARGET = "eagle_module."
@@ -151,7 +151,8 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
         form = SPECULATORS if is_speculators else MODELOPT
         eagle3 = _read_eagle3(reader, folder, form, net, model)
         reader.finish()
-    max_draft_len = settings.max_draft_len or 63
+    options = as_options(settings, EagleConvert)
+    max_draft_len = options.max_draft_len or 63
     if max_draft_len > MAX_DRAFT_LEN:
         raise SpecDecError(
             f"--max-draft-len is {max_draft_len}, EAGLE trees have at most {MAX_DRAFT_LEN} tokens",
@@ -159,8 +160,8 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
         )
     return EagleParams(
         net=net,
-        num_eagle_layers=settings.num_eagle_layers or 4,
-        max_non_leaves_per_layer=settings.max_non_leaves_per_layer or 10,
+        num_eagle_layers=options.num_eagle_layers or 4,
+        max_non_leaves_per_layer=options.max_non_leaves_per_layer or 10,
         max_draft_len=max_draft_len,
         eagle3=eagle3,
     )

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError, join_names
-from specdec.methods import MedusaParams
-from specdec.schema import ModelConfig
+from specdec.methods.medusa import MedusaConvert, MedusaParams
+from specdec.model_config import ModelConfig
+from specdec.settings import as_options
 from specdec.storage import TensorInfo
 
 from ..config import MOE_014, drop_default_keys
@@ -22,8 +23,6 @@ from .base import exclude_modules
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
 
-FOLDER = "medusa_model_dir"
-OPTIONS = ("num_medusa_heads", "num_medusa_layers", "max_medusa_token_len")
 WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 # Before `H.L.linear.weight`, `H.L.linear.bias` and the head's `H.N.weight` stand: nothing in the
@@ -47,32 +46,33 @@ TARGETS_014 = ("LlamaForCausalLM", "MistralForCausalLM")
 
 def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> MedusaParams:
     """Read the heads' config.json; raise SpecDecError where flags, tensors or target disagree."""
+    options = as_options(settings, MedusaConvert)
     reader = ConfigReader(folder.config, folder.path)
     said_heads = _read_number(reader, NUM_HEADS, minimum=1)
     said_layers = _read_number(reader, NUM_LAYERS, minimum=0)
     reader.finish()
-    num_layers = settings.num_medusa_layers if said_layers is None else said_layers
+    num_layers = options.num_medusa_layers if said_layers is None else said_layers
     if num_layers is None:
         reader.refuse(
             f"config.json names no {' or '.join(NUM_LAYERS)}",
             "give --num-medusa-layers, the residual layers of each head",
         )
-    elif settings.num_medusa_layers not in (None, num_layers):
+    elif options.num_medusa_layers not in (None, num_layers):
         reader.refuse(
-            f"--num-medusa-layers is {settings.num_medusa_layers}, the heads have {num_layers}",
+            f"--num-medusa-layers is {options.num_medusa_layers}, the heads have {num_layers}",
             "leave the flag out",
         )
     reader.finish()
     assert num_layers is not None
     prefix = find_prefix(folder)
     num_held = list_heads(folder)[-1] + 1
-    num_heads = settings.num_medusa_heads or said_heads or num_held
-    if settings.num_medusa_heads is not None and num_heads > num_held:
+    num_heads = options.num_medusa_heads or said_heads or num_held
+    if options.num_medusa_heads is not None and num_heads > num_held:
         reader.refuse(
             f"--num-medusa-heads is {num_heads}, the folder holds {num_held}",
             f"give {num_held} or less",
         )
-    elif settings.num_medusa_heads is None and said_heads is not None and said_heads < num_held:
+    elif options.num_medusa_heads is None and said_heads is not None and said_heads < num_held:
         reader.refuse(
             f"config.json says {said_heads} Medusa heads, the folder holds {num_held}",
             f"give --num-medusa-heads, at most {num_held}: config.json may be out of date",
@@ -83,7 +83,7 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     return MedusaParams(
         num_heads=num_heads,
         num_layers=num_layers,
-        max_draft_len=settings.max_medusa_token_len or 63,
+        max_draft_len=options.max_medusa_token_len or 63,
     )
 
 

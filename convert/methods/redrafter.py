@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError, join_names, raise_problems
-from specdec.methods import ReDrafterParams
-from specdec.schema import ModelConfig
+from specdec.methods.redrafter import ReDrafterConvert, ReDrafterParams
+from specdec.model_config import ModelConfig
+from specdec.settings import as_options
 
 from ..config import MOE_014, drop_default_keys
 from ..hf import ConfigReader, HfFolder
@@ -17,8 +18,6 @@ from .base import exclude_modules
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
 
-FOLDER = "drafter_model_dir"
-OPTIONS = ("redrafter_num_beams", "redrafter_draft_len_per_beam", "redrafter_no_greedy_search")
 WEIGHT_FILES: tuple[str, ...] = ()
 IN_TARGET: tuple[str, ...] = ()
 
@@ -44,15 +43,16 @@ ARCHITECTURE_014 = "ReDrafterForCausalLM"  # for Llama alone
 
 def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> ReDrafterParams:
     """Read the drafter's config.json; raise SpecDecError where it does not suit the target."""
+    options = as_options(settings, ReDrafterConvert)
     reader = ConfigReader(folder.config, folder.path)
     params = ReDrafterParams(
         num_layers=reader.get_int("num_draft_layers", minimum=0),
         hidden_size=reader.get_int("hidden_size"),
         exit_dim=reader.get_int("exit_dim"),
         is_rnn=reader.get_bool("rnn"),
-        num_beams=settings.redrafter_num_beams or 5,
-        draft_len_per_beam=settings.redrafter_draft_len_per_beam or 5,
-        greedy_search=not settings.redrafter_no_greedy_search,
+        num_beams=options.redrafter_num_beams or 5,
+        draft_len_per_beam=options.redrafter_draft_len_per_beam or 5,
+        greedy_search=not options.redrafter_no_greedy_search,
     )
     vocab_size = reader.get_int("vocab_size", model.vocab_size)
     trained_lengths = {

@@ -19,6 +19,7 @@ import numpy as np
 
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
+from specdec.model_config import ModelConfig
 from specdec.quantization import (
     ACTIVATION_SCALE,
     FLOAT8,
@@ -27,7 +28,6 @@ from specdec.quantization import (
     KV_SCALES,
     WEIGHT_SCALE,
 )
-from specdec.schema import ModelConfig
 from specdec.sharding import Block
 from specdec.storage import DTYPES, Array, TensorInfo
 from specdec.tensors import list_linears

@@ -10,7 +10,7 @@ import numpy as np
 
 from specdec.documents import check_data_file
 from specdec.errors import UsageError
-from specdec.schema import ModelConfig
+from specdec.model_config import ModelConfig
 from specdec.storage import DTYPES
 
 from ..hf import HfFolder

@@ -16,8 +16,8 @@ import numpy as np
 
 from specdec import logs
 from specdec.errors import SpecDecError
+from specdec.model_config import ModelConfig
 from specdec.quantization import ACTIVATION_SCALE, FLOAT8, FP8, KV_SCALES, WEIGHT_SCALE
-from specdec.schema import ModelConfig
 from specdec.storage import Array, TensorInfo, read_json
 from specdec.tensors import TensorSpec, list_linears
 

@@ -19,6 +19,8 @@ from specdec.decode.ngram_options import check_lookup, read_lookup_options
 from specdec.decode.requests import ActiveRequest, Request, Result
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 from specdec.errors import SpecDecError, raise_problems
+from specdec.methods.draft_target import DraftTargetDraft
+from specdec.settings import as_options
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder, read_engine_folder
 
 from ..settings import RunSettings
@@ -54,11 +56,12 @@ class TensorRTEngine:
         self.folder = read_engine_folder(settings.engine_dir)
         self.draft: EngineFolder | None = None
         if options is not None:
-            assert settings.draft_engine_dir is not None
-            self.draft = read_engine_folder(settings.draft_engine_dir)
+            pair = as_options(settings, DraftTargetDraft)
+            assert pair.draft_engine_dir is not None
+            self.draft = read_engine_folder(pair.draft_engine_dir)
             check_vocabularies(
                 _describe_tokens(self.folder), _describe_tokens(self.draft),
-                tokenizer, settings.draft_tokenizer_dir,
+                tokenizer, pair.draft_tokenizer_dir,
             )  # fmt: skip
         self._settings, self._options, self._tokenizer = settings, options, tokenizer
         self._lookup = None if settings.no_speculation else read_lookup_options(settings)

@@ -15,10 +15,13 @@ from specdec.decode.ngram_options import (
     read_lookahead_config,
 )
 from specdec.errors import SpecDecError, UsageError
-from specdec.methods import EXTERNAL_METHODS, EagleParams, MedusaParams
+from specdec.methods import METHODS
+from specdec.methods.eagle import EagleDraft, EagleParams
+from specdec.methods.medusa import MedusaDraft, MedusaParams
+from specdec.settings import as_options, list_given, name_flag
 from specdec.trtllm.engine_folder import EngineFolder
 
-from ..settings import EAGLE_OPTIONS, RunSettings
+from ..settings import RunSettings
 from .tensorrt_checks import EAGLE, MEDUSA
 from .tensorrt_runner import has_orchestrator
 
@@ -32,7 +35,7 @@ def make_shared_options(settings: RunSettings) -> dict[str, Any]:
 def make_method_options(settings: RunSettings, folder: EngineFolder) -> dict[str, Any]:
     """Arguments of from_dir that the engine's own method needs."""
     options: dict[str, Any] = {}
-    chosen = settings.medusa_choices
+    chosen = as_options(settings, MedusaDraft).medusa_choices
     if folder.mode == MEDUSA:
         params = MedusaParams(
             num_heads=folder.pretrained["num_medusa_heads"],
@@ -63,7 +66,7 @@ def make_method_options(settings: RunSettings, folder: EngineFolder) -> dict[str
 def make_window(settings: RunSettings, folder: EngineFolder) -> LookaheadConfig | None:
     """The window of a lookahead engine, None of another: it must fill the engine's drafts."""
     config = read_lookahead_config(settings)
-    if config is None and folder.mode == EXTERNAL_METHODS["lookahead"]:
+    if config is None and folder.mode == METHODS["lookahead"].mode:
         config = fit_lookahead(folder.max_draft_len)
     window = choose_lookahead(config, folder.mode, folder.max_draft_len)
     if window is not None and window.max_draft_tokens != folder.max_draft_len:
@@ -82,25 +85,26 @@ def make_eagle_options(settings: RunSettings, folder: EngineFolder) -> dict[str,
     The runtime drops choices where a dynamic tree is on, needs its width then, and wants a static
     tree to be as deep as the engine: its default one is for engines four deep.
     """
-    given = [name for name in EAGLE_OPTIONS if getattr(settings, name) not in (None, False)]
-    flags = ["--" + name.replace("_", "-") for name in given]
+    tree = as_options(settings, EagleDraft)
+    given = list_given(settings, EagleDraft)
+    flags = [name_flag(name) for name in given]
     if folder.mode != EAGLE:
         if given:
             raise _make_idle_error(flags[0], folder)
         return {}
-    if settings.eagle_tree_tokens is not None:
+    if tree.eagle_tree_tokens is not None:
         raise UsageError(
             "--eagle-tree-tokens: TensorRT-LLM's dynamic tree has as many tokens as the engine",
             "leave it out; the engine's max_draft_len decides",
         )
     params = EagleParams.from_checkpoint(folder.pretrained)
-    if settings.eagle_choices is None:
+    if tree.eagle_choices is None:
         return _make_dynamic_tree(settings, params) if given else _make_static_tree(params)
     if len(given) > 1:
         raise UsageError(
             f"{flags[0]} gives a static tree, {flags[1]} a dynamic one", "leave one of them out"
         )
-    choices = eagle.parse_choices(settings.eagle_choices)
+    choices = eagle.parse_choices(tree.eagle_choices)
     eagle.check_choices(choices, params)
     depth = max(map(len, choices))
     if depth != params.num_eagle_layers:
@@ -126,7 +130,7 @@ def _make_static_tree(params: EagleParams) -> dict[str, Any]:
 
 def _make_dynamic_tree(settings: RunSettings, params: EagleParams) -> dict[str, Any]:
     """The tree of EAGLE-2, whose width the runtime wants to be told."""
-    width = settings.eagle_dynamic_tree_max_top_k
+    width = as_options(settings, EagleDraft).eagle_dynamic_tree_max_top_k
     width = eagle.count_top_k(params) if width is None else width
     eagle.check_top_k(width, params)
     return {"eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": width}

@@ -9,9 +9,10 @@ import sys
 
 from specdec import logs
 from specdec.errors import SpecDecError, UsageError
+from specdec.methods.draft_target import DraftTargetDraft
 from specdec.mpi import find_world
 from specdec.processes import make_environment
-from specdec.settings import to_arguments
+from specdec.settings import as_options, to_arguments
 from specdec.trtllm.engine_folder import read_engine_folder
 
 from ..settings import RunSettings
@@ -31,7 +32,7 @@ def run_ranks(settings: RunSettings) -> bool:
     assert settings.engine_dir is not None
     folder = read_engine_folder(settings.engine_dir)
     world = find_world()
-    if settings.draft_engine_dir is not None:  # led from one process
+    if as_options(settings, DraftTargetDraft).draft_engine_dir is not None:  # led from one process
         if world is not None and world.size > 1:
             raise SpecDecError(
                 f"{world.source} is {world.size}, and a run with a draft engine is led from a"

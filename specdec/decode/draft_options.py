@@ -8,6 +8,8 @@ from typing import Any
 
 from specdec.decode.settings import RunSettings
 from specdec.errors import UsageError
+from specdec.methods.draft_target import DraftTargetDraft, DraftTargetRun
+from specdec.settings import as_options
 
 OPTIONS = ("draft_len", "draft_devices", "target_devices", "use_logits")
 FORM = "[4,[0],[1],True]: draft length, draft devices, target devices, whether to use logits"
@@ -25,13 +27,14 @@ class DraftOptions:
 
 def read_draft_options(settings: RunSettings) -> DraftOptions | None:
     """Return the options of a draft-target run, None of any other; raise UsageError."""
-    joined = settings.draft_target_model_config
+    options, pair = as_options(settings, DraftTargetRun), as_options(settings, DraftTargetDraft)
+    joined = options.draft_target_model_config
     given = [name for name in OPTIONS if getattr(settings, name)]
     names = ", ".join("--" + name.replace("_", "-") for name in given)
-    if settings.draft_engine_dir is None:
+    if pair.draft_engine_dir is None:
         if adapts_drafts(settings):
             given, names = given[1:], names.partition(", ")[2]
-        if settings.draft_tokenizer_dir is not None:
+        if pair.draft_tokenizer_dir is not None:
             given, names = ["draft_tokenizer_dir"], "--draft-tokenizer-dir"
         if joined is not None or given:
             raise UsageError(
@@ -45,10 +48,10 @@ def read_draft_options(settings: RunSettings) -> DraftOptions | None:
         )
     if joined is None:
         return DraftOptions(
-            draft_len=_read_draft_len(settings.draft_len),
-            draft_devices=_read_devices("--draft-devices", settings.draft_devices),
-            target_devices=_read_devices("--target-devices", settings.target_devices),
-            use_logits=settings.use_logits,
+            draft_len=_read_draft_len(pair.draft_len),
+            draft_devices=_read_devices("--draft-devices", options.draft_devices),
+            target_devices=_read_devices("--target-devices", options.target_devices),
+            use_logits=pair.use_logits,
         )
     if given:
         raise UsageError(
@@ -59,7 +62,8 @@ def read_draft_options(settings: RunSettings) -> DraftOptions | None:
 
 def adapts_drafts(settings: RunSettings) -> bool:
     """Whether another method than draft-target is to draft only while that pays."""
-    return settings.draft_engine_dir is None and settings.draft_len == "auto"
+    pair = as_options(settings, DraftTargetDraft)
+    return pair.draft_engine_dir is None and pair.draft_len == "auto"
 
 
 def read_literal(flag: str, text: str, form: str, *, length: int) -> list[Any]:

@@ -27,7 +27,7 @@ from specdec.engine.layout import (
     read_engine_config,
 )
 from specdec.errors import raise_problems
-from specdec.methods import EXTERNAL_METHODS
+from specdec.methods import METHODS
 from specdec.tensors import EMBEDDING
 
 logger = logs.get_logger(__name__)
@@ -111,7 +111,7 @@ class TorchEngine:
         own, theirs = self.config, draft.config
         longest = own.build.max_draft_len
         problems = []
-        if own.build.speculative_decoding_mode != EXTERNAL_METHODS["draft_target"]:
+        if own.build.speculative_decoding_mode != METHODS["draft_target"].mode:
             problems.append(
                 (
                     f"the target's engine was built with speculative_decoding_mode"

@@ -7,10 +7,13 @@ import dataclasses
 from specdec.decode.draft_options import is_device_list, read_literal
 from specdec.decode.settings import RunSettings
 from specdec.errors import SpecDecError, UsageError
-from specdec.methods import EXTERNAL_METHODS, count_lookahead_tokens
+from specdec.methods import METHODS
+from specdec.methods.draft_target import DraftTargetDraft
+from specdec.methods.lookahead import LookaheadDraft, count_lookahead_tokens
+from specdec.methods.prompt_lookup import PromptLookupDraft, PromptLookupRun
+from specdec.settings import as_options, list_given, name_flag
 
 DEFAULT_NGRAM_SIZE = 4
-LOOKUP_OPTIONS = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
 LOOKUP_FORM = "[10,2,[0]]: tokens drafted a step, longest n-gram looked up, devices of the engine"
 LOOKAHEAD_FORM = "[7,7,7]: columns of the window, tokens of an n-gram (2 or more), n-grams verified"
 
@@ -48,14 +51,16 @@ class LookaheadConfig:
 
 def read_lookup_options(settings: RunSettings) -> LookupOptions | None:
     """Return the options of a prompt-lookup run, None of any other; raise UsageError."""
-    joined, num_tokens = settings.prompt_lookup_config, settings.prompt_lookup_num_tokens
-    given = ["--" + n.replace("_", "-") for n in LOOKUP_OPTIONS if getattr(settings, n) is not None]
+    options = as_options(settings, PromptLookupDraft)
+    joined = as_options(settings, PromptLookupRun).prompt_lookup_config
+    num_tokens = options.prompt_lookup_num_tokens
+    given = [name_flag(name) for name in list_given(settings, PromptLookupDraft)]
     if joined is None and not given:
         return None
     name = given[0] if given else "--prompt-lookup-config"
     if settings.no_speculation:
         raise UsageError(f"{name} has no effect with --no-speculation", "leave one of them out")
-    if settings.draft_engine_dir is not None:
+    if as_options(settings, DraftTargetDraft).draft_engine_dir is not None:
         raise UsageError(
             f"{name} and --draft-engine-dir are both given", "let one or the other draft"
         )
@@ -69,7 +74,7 @@ def read_lookup_options(settings: RunSettings) -> LookupOptions | None:
         raise UsageError(
             f"{name} without --prompt-lookup-num-tokens", "say how many tokens to draft a step"
         )
-    size = settings.max_matching_ngram_size or DEFAULT_NGRAM_SIZE
+    size = options.max_matching_ngram_size or DEFAULT_NGRAM_SIZE
     return LookupOptions(num_tokens=num_tokens, max_ngram_size=size)
 
 
@@ -83,7 +88,7 @@ def _read_joined(text: str) -> LookupOptions:
 
 def read_lookahead_config(settings: RunSettings) -> LookaheadConfig | None:
     """Return what --lookahead-config says, None where it is absent; raise UsageError."""
-    text = settings.lookahead_config
+    text = as_options(settings, LookaheadDraft).lookahead_config
     if text is None:
         return None
     if settings.no_speculation:
@@ -98,7 +103,7 @@ def read_lookahead_config(settings: RunSettings) -> LookaheadConfig | None:
 
 def check_lookup(options: LookupOptions, mode: str | None, max_draft_len: int) -> None:
     """Raise SpecDecError where an engine was not built for as many draft tokens."""
-    wanted = EXTERNAL_METHODS["prompt_lookup"]
+    wanted = METHODS["prompt_lookup"].mode
     if mode != wanted:
         raise SpecDecError(
             f"prompt lookup drafts {options.num_tokens} tokens a step, and the engine was built"
@@ -122,7 +127,7 @@ def choose_lookahead(
     What is not given is the largest [n,n,n] that the engine has room for. SpecDecError where it
     has no room, and UsageError for a window that an engine has no use for.
     """
-    wanted = EXTERNAL_METHODS["lookahead"]
+    wanted = METHODS["lookahead"].mode
     if mode != wanted:
         if config is not None:
             raise UsageError(

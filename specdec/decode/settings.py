@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.settings import setting
-
-EAGLE_OPTIONS = (
-    "eagle_choices", "eagle_use_dynamic_tree", "eagle_dynamic_tree_max_top_k", "eagle_tree_tokens",
-)  # fmt: skip
+from specdec.methods import list_options
+from specdec.settings import add_options, setting
 
 
+@add_options(*list_options("draft", "run"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """One field is one flag and one recipe key."""
@@ -67,65 +65,6 @@ class RunSettings:
     typical_delta: float | None = setting(
         kind="float", metavar="D",
         help="Typical acceptance: D * exp(-entropy), whichever is less.  [default: 0.3]",
-    )  # fmt: skip
-    medusa_choices: str | None = setting(
-        metavar="JSON", help="Medusa: the tree as a list of paths of ranks, [[0],[0,0],[1]]."
-    )
-    eagle_choices: str | None = setting(
-        metavar="JSON", help="EAGLE: a static tree as a list of paths of ranks, [[0],[0,0],[1]]."
-    )
-    eagle_use_dynamic_tree: bool = setting(
-        False, kind="flag", help="EAGLE: grow each tree where the drafter is sure, as EAGLE-2."
-    )
-    eagle_dynamic_tree_max_top_k: int | None = setting(
-        kind="int", minimum=1, metavar="K",
-        help="EAGLE: nodes of a level that a dynamic tree goes on from, and tokens from each.",
-    )  # fmt: skip
-    eagle_tree_tokens: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="EAGLE: draft tokens of a dynamic tree."
-    )
-    lookahead_config: str | None = setting(
-        metavar="[W,N,G]",
-        help="Lookahead: columns of the window, tokens of an n-gram, n-grams verified a step; the"
-        " largest [n,n,n] that the engine has room for if not given.",
-    )
-    prompt_lookup_config: str | None = setting(
-        metavar="[LEN,SIZE,[TARGET]]",
-        help="Prompt lookup: tokens drafted a step, longest n-gram looked up and the engine's"
-        " devices, as TensorRT-LLM takes them: [10,2,[0]].",
-    )
-    prompt_lookup_num_tokens: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="Prompt lookup: most tokens drafted a step."
-    )
-    max_matching_ngram_size: int | None = setting(
-        kind="int", minimum=1, metavar="M",
-        help="Prompt lookup: longest end of the text that is looked up.  [default: 4]",
-    )  # fmt: skip
-    draft_engine_dir: Path | None = setting(
-        kind="path", metavar="DRAFT", help="Draft-target: the draft model's plain engine."
-    )
-    draft_tokenizer_dir: str | None = setting(
-        metavar="DIR", help="Draft-target: compare this tokenizer with --tokenizer-dir's."
-    )
-    draft_target_model_config: str | None = setting(
-        metavar="[LEN,[DRAFT],[TARGET],LOGITS]",
-        help="Draft-target: draft length, both models' devices and whether to use logits, as"
-        " TensorRT-LLM takes them: [4,[0],[1],True].",
-    )
-    draft_len: str | None = setting(
-        metavar="N|auto",
-        help="Draft-target: tokens drafted a step; auto, the default, follows measured acceptance"
-        " and cost. With other methods, auto drafts only while that pays.",
-    )
-    draft_devices: str | None = setting(
-        metavar="N[,N...]", help="Draft-target: devices of the draft model."
-    )
-    target_devices: str | None = setting(
-        metavar="N[,N...]", help="Draft-target: devices of the target."
-    )
-    use_logits: bool = setting(
-        False, kind="flag",
-        help="Draft-target: accept sampled tokens by the ratio of probabilities.",
     )  # fmt: skip
     kv_cache_enable_block_reuse: bool = setting(
         False, kind="flag", help="Take prefixes that prompts share from the cache."

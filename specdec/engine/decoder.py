@@ -38,8 +38,8 @@ from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
+from specdec.model_config import ModelConfig
 from specdec.quantization import INT8_SCALES, SCALES
-from specdec.schema import ModelConfig
 from specdec.torch_tensors import TORCH_DTYPES
 
 # Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native

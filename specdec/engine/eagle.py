@@ -26,9 +26,9 @@ from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Linear, Norm
 from specdec.engine.native import NativeKernels
 from specdec.engine.transfers import to_device
-from specdec.methods import EagleParams
-from specdec.schema import ModelConfig
-from specdec.tensors import EAGLE_NET, EMBEDDING, HEAD, make_net_model
+from specdec.methods.eagle import EagleParams
+from specdec.model_config import ModelConfig
+from specdec.tensors import EAGLE_NET, EMBEDDING, HEAD
 
 _LAYER0 = "transformer.layers.0."
 
@@ -78,7 +78,7 @@ class EagleNet:
             decoder |= {f"{_LAYER0}input_layernorm.weight": blank, "transformer.ln_f.weight": blank}
         # Whole, on whatever rank drafts.
         net = dataclasses.replace(
-            make_net_model(params, model), tp_size=1, use_parallel_embedding=False
+            params.make_net_model(model), tp_size=1, use_parallel_embedding=False
         )
         self.decoder = Decoder(
             net, decoder, num_positions=num_positions, device=device, prepack=prepack,

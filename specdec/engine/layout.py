@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.methods import DrafterParams
+from specdec.model_config import ModelConfig
 from specdec.quantization import (
     FLOAT8,
     FLOAT8_STORAGE,
@@ -22,7 +23,7 @@ from specdec.quantization import (
     SCALES,
     WEIGHT_SCALE,
 )
-from specdec.schema import CheckpointConfig, ModelConfig, parse_checkpoint_config
+from specdec.schema import CheckpointConfig, parse_checkpoint_config
 from specdec.sharding import join
 from specdec.storage import TensorFile, TensorInfo, read_json
 from specdec.tensors import (
@@ -30,7 +31,6 @@ from specdec.tensors import (
     find_first_copy,
     get_rank_shape,
     get_stored_dtype,
-    list_drafter_tensors,
     list_target_tensors,
 )
 from specdec.torch_tensors import TORCH_DTYPES, to_tensor, view_tensor
@@ -93,7 +93,7 @@ def list_engine_tensors(
     if drafter is not None:
         shapes |= {
             name: spec.shape
-            for name, spec in list_drafter_tensors(drafter, model).items()
+            for name, spec in drafter.list_tensors(model).items()
             if find_first_copy(name) == name
         }
     return shapes

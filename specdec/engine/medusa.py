@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.engine.layers import Linear, can_prepack
 from specdec.engine.native import NativeKernels
-from specdec.methods import MedusaParams
+from specdec.methods.medusa import MedusaParams
 
 
 class MedusaHeads:

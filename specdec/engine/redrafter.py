@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.engine.layers import Linear, can_prepack
 from specdec.engine.native import NativeKernels, PackedDrafter
-from specdec.methods import ReDrafterParams
+from specdec.methods.redrafter import ReDrafterParams
 
 # Candidates of a beam are its most probable tokens; the published search keeps 50.
 NUM_CANDIDATES = 50

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import SpecDecError, suggest
-from specdec.schema import ModelConfig
+from specdec.model_config import ModelConfig
 
 # Keys of a scaling: those it must have, those it may have.
 _SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.methods import EXTERNAL_METHODS, METHODS
+from specdec.methods import METHODS
 
 from .facts import order_release
 
@@ -28,7 +28,7 @@ def list_defects(version: str, mode: str | None, config: Mapping[str, Any]) -> l
                 " to be clearly worse than the target's (issue 3125, mended in April 2025 by pull"
                 f" request 3278): use a later release or one beam, and {CHECK}"
             )
-    if mode == EXTERNAL_METHODS["lookahead"] and release < (1, 0):
+    if mode == METHODS["lookahead"].mode and release < (1, 0):
         found.append(
             f"lookahead of TensorRT-LLM {version}: from the second call on, a loaded engine was"
             " reported to write text that is wrong and differs from run to run (issue 2263, of"

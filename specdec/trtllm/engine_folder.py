@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, raise_problems
-from specdec.methods import EXTERNAL_METHODS, METHODS
+from specdec.methods import METHODS, find_mode
 from specdec.storage import read_json
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
 
 BACKEND = "tensorrt-llm"
-EXTERNAL = EXTERNAL_METHODS["draft_target"]
+EXTERNAL = METHODS["draft_target"].mode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,8 @@ class EngineFolder:
         """The method that the engine itself runs; one with external drafts is plain by itself."""
         if self.mode in (None, EXTERNAL):
             return "plain"
-        known = {method.mode: method.name for method in METHODS.values()}
-        known |= {mode: name for name, mode in EXTERNAL_METHODS.items()}
-        return known.get(self.mode, self.mode)
+        method = find_mode(self.mode)
+        return method.name if method is not None else self.mode
 
     @property
     def vocabulary(self) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import pytest
 from specdec.bench.diagnose import diagnose
 from specdec.bench.pipeline import run_bench
 from specdec.bench.settings import BenchSettings, DiagnoseSettings
-from specdec.methods import EXTERNAL_METHODS, METHODS
+from specdec.methods import METHODS
 from tests.bench.conftest import PLAIN_CHECKPOINT
 from tests.engines import call
 
@@ -64,7 +64,7 @@ MOST = {  # draft tokens that a step of these settings can accept
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", [*METHODS, *EXTERNAL_METHODS])
+@pytest.mark.parametrize("method", [*METHODS])
 def test_figures_of_every_method(method: str, request: pytest.FixtureRequest) -> None:
     case = CASES[method](request)
     shared: Case = {"device": "cpu", "max_output_len": 8, "repeat": 1, "batch_sizes": "1", **case}

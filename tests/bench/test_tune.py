@@ -12,17 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.bench.candidates import MAX_NGRAM_TOKENS, list_eagle, list_ngrams, measure_accuracies
 from specdec.bench.engine import Bench, open_bench
 from specdec.bench.forecast import Forecaster, spread_seconds
 from specdec.bench.measure import list_results
+from specdec.bench.methods import (
+    draft_target,
+    load_tuning,
+    prompt_lookup,
+    redrafter,
+)
+from specdec.bench.methods import eagle as eagle_tuning
+from specdec.bench.methods import medusa as medusa_tuning
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.recipe import describe_best, to_flags, write_recipe
 from specdec.bench.rehearsal import count_static, measure_ranks
 from specdec.bench.replay import Replay, follow_text
 from specdec.bench.settings import TuneSettings
 from specdec.bench.steps import interpolate, level_costs, list_sizes, take_turns, time_steps
-from specdec.bench.tune import list_draft_target, list_medusa, list_redrafter, record, tune
+from specdec.bench.tune import record, tune
 from specdec.bench.tune_cli import MAX_ROWS, format_report
 from specdec.build.settings import BuildSettings
 from specdec.convert.settings import ConvertSettings
@@ -30,10 +37,19 @@ from specdec.decode.drafters.trees import grow_choices
 from specdec.decode.requests import sum_stats
 from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError, UsageError
+from specdec.methods import METHODS
 from specdec.run.settings import RunSettings
 from specdec.settings import resolve_settings
 from tests.bench.conftest import PLAIN_CHECKPOINT
 from tests.engines import call, run_cli_here, run_here
+
+# What a plain target can draft by.
+FREE = [load_tuning(method) for method in METHODS.values() if method.source == "target"]
+
+
+def list_free(bench: Any) -> list[Any]:
+    given = TuneSettings()
+    return [c for tuning in FREE for c in tuning.list_candidates(bench, [], given)]
 
 
 def load(engine: Path, folder: Path, limit: int = 24, **flags: Any) -> Bench:
@@ -67,7 +83,7 @@ def check_replays(bench: Bench, candidates: list[Any], recordings: list[Any]) ->
 
 def test_replay_of_redrafter(engine: Path, folder: Path) -> None:
     bench = load(engine, folder)
-    candidates = list_redrafter(bench, [1, 3], 4)
+    candidates = redrafter.list_searches(bench, [1, 3], 4)
     assert [c.name for c in candidates][:5] == ["1 x 1", "1 x 2", "1 x 3", "1 x 4", "3 x 1"]
     lengths = check_replays(bench, candidates[::3], record(bench, 2))
     assert max(lengths) > 1.0, "something is accepted"
@@ -77,7 +93,7 @@ def test_replay_of_redrafter(engine: Path, folder: Path) -> None:
 def test_replay_of_a_draft_model(pair: tuple[Path, Path], folder: Path) -> None:
     """A target that drafts for itself is always right, up to each request's last token."""
     bench = load(pair[0], folder, draft_engine_dir=pair[1], draft_len="4")
-    candidates = list_draft_target(bench, 4)
+    candidates = draft_target.list_lengths(bench, 4)
     assert candidates[2].run == {"draft_len": "3"}
     lengths = check_replays(bench, candidates, record(bench, 3))
     assert lengths == sorted(lengths)
@@ -88,7 +104,7 @@ def test_replay_of_a_draft_model(pair: tuple[Path, Path], folder: Path) -> None:
 def test_replay_of_medusa(medusa: Path, folder: Path) -> None:
     bench = load(medusa, folder)
     recordings = record(bench, 2)
-    candidates = list_medusa(bench, recordings)
+    candidates = medusa_tuning.list_candidates(bench, recordings)
     assert candidates[0].run == {"medusa_choices": "[[0]]"}
     assert max(len(json.loads(c.run["medusa_choices"])) for c in candidates) <= 20
     check_replays(bench, candidates[::3], recordings)
@@ -100,7 +116,7 @@ def test_forecasts_of_eagle(version: str, request: pytest.FixtureRequest) -> Non
     eagle = request.getfixturevalue(version)
     bench = load(eagle / "engine", eagle, 16)
     recordings = record(bench, 2)
-    candidates = list_eagle(bench, recordings)
+    candidates = eagle_tuning.list_candidates(bench, recordings)
     names = [c.name for c in candidates]
     assert len(set(names)) == len(names)
     static = [c for c in candidates if "eagle_choices" in c.run]
@@ -145,10 +161,13 @@ def test_few_drafts_tell_the_cost_of_all() -> None:
 
 def test_forecasts_of_ngrams(pair: tuple[Path, Path], folder: Path) -> None:
     bench = load(pair[0], folder, prompt_lookup_num_tokens=4)
-    candidates = list_ngrams(bench)
+    candidates = list_free(bench)
     lookups = [c for c in candidates if "prompt_lookup_num_tokens" in c.run]
     windows = [c for c in candidates if "lookahead_config" in c.run]
-    assert max(c.build["max_draft_len"] for c in candidates) == MAX_NGRAM_TOKENS
+    assert {c.build["max_draft_len"] for c in lookups} == set(prompt_lookup.NUM_TOKENS)
+    given = TuneSettings(checkpoint_dir=folder / PLAIN_CHECKPOINT)
+    room = max(tuning.prepare(given, folder).max_draft_len for tuning in FREE)
+    assert max(c.build["max_draft_len"] for c in candidates) == room
     assert windows[1].run == {"lookahead_config": "[3,3,3]"}
     check_replays(bench, [*lookups[::9], *windows[:2]], record(bench, 2))
 
@@ -160,11 +179,11 @@ def test_accuracies_are_those_of_the_text(medusa: Path, folder: Path) -> None:
     (recording, *_) = record(bench, 2)
     ranked = heads.rank_tokens(recording.states, [2, 2, 2]).tolist()
     made = dataclasses.replace(recording, output_ids=[0, *(row[1] for row in ranked[:-1])])
-    accuracies = measure_accuracies(heads, [made])
+    accuracies = medusa_tuning.measure_accuracies(heads, [made])
     assert accuracies.shape == (3, 10)
     assert accuracies[0, 0] < 0.2, "the second is not the first"
     own = dataclasses.replace(recording, output_ids=[0, *(row[0] for row in ranked[:-1])])
-    assert measure_accuracies(heads, [own])[0, 0] == 1.0
+    assert medusa_tuning.measure_accuracies(heads, [own])[0, 0] == 1.0
 
 
 def test_following_a_text() -> None:
@@ -229,7 +248,7 @@ def test_a_table_and_its_recipe(
         convert={"redrafter_num_beams": 1, "redrafter_draft_len_per_beam": 2},
     )  # fmt: skip
     given = TuneSettings(checkpoint_dir=checkpoint, tokenizer_dir="t")
-    report |= describe_best(better, given, "redrafter", 1)
+    report |= describe_best(better, given, 1)
     write_recipe(recipe, report)
     converted = resolve_settings(ConvertSettings, "convert", {}, recipe)
     assert (converted.redrafter_num_beams, converted.redrafter_draft_len_per_beam) == (1, 2)
@@ -250,7 +269,7 @@ def follow_recipe(candidate: Any, checkpoint: Path, tokenizer: Path, method: str
         "processor": "",
         "batches": [{"best": "", "batch_size": 1}],
     }
-    report = about | describe_best(candidate, given, method, 1)
+    report = about | describe_best(candidate, given, 1)
     path = checkpoint.parent / "recipe.yaml"
     write_recipe(path, report)
     prompt = checkpoint.parent / "one.jsonl"
@@ -275,7 +294,9 @@ def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:
     assert f"{len(others) + 1 - MAX_ROWS} more should be slower" in text
     assert others[-1]["name"] not in text
     bench = load(eagle1 / "engine", eagle1, 6)
-    static, *_, dynamic = [c for c in list_eagle(bench, record(bench, 2)) if "3 deep" in c.name]
+    static, *_, dynamic = [
+        c for c in eagle_tuning.list_candidates(bench, record(bench, 2)) if "3 deep" in c.name
+    ]
     for candidate, stages, most in (
         (static, ["build", "run"], 4),
         (dynamic, ["build", "run"], 4),
@@ -295,7 +316,7 @@ def test_a_table_without_a_drafter(folder: Path, plain: Path) -> None:
     names = [row["name"] for row in report["batches"][0]["settings"]]
     assert {"lookup of 3, 2-grams", "lookahead [2,2,2]"} < set(names)
     fake: Any = SimpleNamespace(engine=SimpleNamespace(decoder=None))
-    candidates = list_ngrams(fake)
+    candidates = list_free(fake)
     for candidate, method in ((candidates[0], "prompt_lookup"), (candidates[-1], "lookahead")):
         stats = follow_recipe(
             candidate, folder / PLAIN_CHECKPOINT, folder / "target", report["method"]

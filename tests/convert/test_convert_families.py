@@ -19,7 +19,8 @@ from specdec.architectures import ARCHITECTURES
 from specdec.convert import families
 from specdec.convert.families import FAMILIES
 from specdec.errors import UsageError
-from specdec.schema import ModelConfig, read_checkpoint_config
+from specdec.model_config import ModelConfig
+from specdec.schema import read_checkpoint_config
 from specdec.tensors import list_target_tensors
 from tests.conftest import ROOT, make_drafter
 from tests.convert.checkpoints import (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specdec.convert import plan as plan_module
 from specdec.convert.plan import Part, Piece, PlannedTensor, plan_tensors
-from specdec.schema import ModelConfig
+from specdec.model_config import ModelConfig
 from specdec.sharding import join, list_blocks, split
 from specdec.storage import TensorInfo
 from specdec.tensors import Shard, TensorSpec, get_rank_shape

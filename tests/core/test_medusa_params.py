@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from specdec.errors import SpecDecError
-from specdec.methods import MedusaParams
+from specdec.methods.medusa import MedusaParams
 from specdec.schema import parse_checkpoint_config
 from specdec.sharding import join, split
-from specdec.tensors import Shard, TensorSpec, list_drafter_tensors
+from specdec.tensors import Shard, TensorSpec
 from tests.core.test_schema import LLAMA
 from tests.core.test_tensors import MODEL
 
@@ -79,7 +79,7 @@ def test_the_ranks_make_up_the_heads(tp_size: int, num_layers: int) -> None:
     """131 tokens, which no tp_size divides."""
     model = dataclasses.replace(MODEL, tp_size=tp_size)
     params = MedusaParams(num_heads=3, num_layers=num_layers, max_draft_len=9)
-    tensors = list_drafter_tensors(params, model)
+    tensors = params.list_tensors(model)
     assert len(tensors) == 3 * (2 * num_layers + 1)
     assert tensors["medusa_heads.2.lm_head.weight"] == TensorSpec((131, 64), Shard.VOCAB)
     for name, spec in tensors.items():

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecDecError
-from specdec.methods import METHODS, ReDrafterParams, find_method
+from specdec.methods import METHODS, find_method
+from specdec.methods.redrafter import ReDrafterParams
 from specdec.schema import parse_checkpoint_config, read_checkpoint_config
 
 LLAMA: dict[str, Any] = {

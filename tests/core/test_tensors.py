@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from specdec.methods import ReDrafterParams
-from specdec.schema import ModelConfig
-from specdec.tensors import Shard, TensorSpec, get_rank_shape, list_redrafter_tensors, list_tensors
+from specdec.methods.redrafter import ReDrafterParams
+from specdec.model_config import ModelConfig
+from specdec.tensors import Shard, TensorSpec, get_rank_shape, list_tensors
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM", dtype="float32", vocab_size=131, hidden_size=64,
@@ -79,7 +79,7 @@ def test_inventory_of_a_plain_target() -> None:
 )
 def test_inventory_of_a_drafter(exit_dim: int, is_rnn: bool, num_layers: int, count: int) -> None:
     drafter = dataclasses.replace(DRAFTER, exit_dim=exit_dim, is_rnn=is_rnn, num_layers=num_layers)
-    tensors = list_redrafter_tensors(drafter, 131)
+    tensors = drafter.list_tensors(dataclasses.replace(MODEL, vocab_size=131))
     assert len(tensors) == count
     assert tensors["drafter.lm_head.weight"] == TensorSpec((131, exit_dim), Shard.VOCAB)
     assert ("drafter.input_proj.weight" in tensors) == (exit_dim == 96)

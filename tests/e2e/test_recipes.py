@@ -19,10 +19,10 @@ import pytest
 import yaml
 
 from examples.pycode import methods, recipe
-from specdec.methods import EXTERNAL_METHODS, METHODS
+from specdec.methods import METHODS
 from specdec.train import acceptance
 from specdec.train.generation import engine as generation
-from specdec.train.methods import TRAINABLE
+from specdec.train.settings import TRAINABLE
 from specdec.verify import runner
 from tests.conftest import (
     ROOT,
@@ -130,7 +130,7 @@ def test_data_are_made_once_and_trained_on(paths: dict[str, str], tmp_path: Path
 
 
 def test_every_method_has_a_recipe_that_is_run_here() -> None:
-    assert set(recipe.METHODS) == {*METHODS, *EXTERNAL_METHODS}
+    assert set(recipe.METHODS) == {*METHODS}
     for method in recipe.METHODS:
         names = recipe.list_recipes(method)
         sections = recipe.read_recipe(ROOT / "configs" / f"{names[-1]}.yaml")
@@ -199,7 +199,7 @@ def test_the_table_measures_every_method(
     arguments = ["--quick", "--work-dir", str(work), "--output-dir", str(tmp_path / "unused")]
     methods.main(arguments, moved, {"build": {"optimize": "none"}}, call_here)
     report = json.loads((work / "methods.json").read_text())
-    assert {row["method"] for row in report["rows"]} == {*METHODS, *EXTERNAL_METHODS}
+    assert {row["method"] for row in report["rows"]} == {*METHODS}
     assert [row["name"] for row in report["rows"]] == [v.name for v in methods.VARIANTS]
     for row in report["rows"]:
         for length, found in zip(report["max_output_lens"], row["lengths"], strict=True):

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from specdec.engine.medusa import MedusaHeads
-from specdec.methods import MedusaParams
-from specdec.tensors import list_medusa_tensors
+from specdec.methods.medusa import MedusaParams
 
 HIDDEN, VOCAB, BATCH = 16, 90, 3
 
 
 def make_heads(num_layers: int) -> tuple[MedusaHeads, dict[str, torch.Tensor]]:
     params = MedusaParams(num_heads=4, num_layers=num_layers, max_draft_len=63)
+    model: Any = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB)
     generator = torch.Generator().manual_seed(num_layers)
     weights = {
         name: torch.randn(spec.shape, generator=generator) * 0.4
-        for name, spec in list_medusa_tensors(params, HIDDEN, VOCAB).items()
+        for name, spec in params.list_tensors(model).items()
     }
     return MedusaHeads(params, weights), weights
 

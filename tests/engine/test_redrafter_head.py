@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from specdec.engine import native
 from specdec.engine.redrafter import NUM_CANDIDATES, ReDrafterHead
-from specdec.methods import ReDrafterParams
-from specdec.tensors import list_redrafter_tensors
+from specdec.methods.redrafter import ReDrafterParams
 
 HIDDEN, VOCAB = 16, 90
 
@@ -34,10 +36,11 @@ def make_head(
         num_layers=2, hidden_size=HIDDEN, exit_dim=exit_dim, is_rnn=rnn, num_beams=beams,
         draft_len_per_beam=length, greedy_search=True,
     )  # fmt: skip
+    model: Any = SimpleNamespace(vocab_size=vocab)
     generator = torch.Generator().manual_seed(beams * 10 + length)
     weights = {
         name: torch.randn(spec.shape, generator=generator) * 0.4
-        for name, spec in list_redrafter_tensors(params, vocab).items()
+        for name, spec in params.list_tensors(model).items()
     }
     embedding = torch.randn(vocab, HIDDEN, generator=generator)
     return ReDrafterHead(params, weights, embedding, kernels=kernels), weights, embedding

@@ -26,9 +26,8 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
 from specdec.engine.tree import build_tree_mask
 from specdec.errors import SpecDecError, UsageError
-from specdec.methods import MedusaParams
+from specdec.methods.medusa import MedusaParams
 from specdec.storage import read_json
-from specdec.tensors import list_medusa_tensors
 from tests.conftest import make_llama, make_medusa_heads, make_tokenizer
 from tests.engines import call, continue_greedily, make_counter, make_tree_engine
 from tests.parity.models import VOCAB, make_model
@@ -222,9 +221,8 @@ def test_perfect_heads_are_accepted_to_their_depth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("device", "num_tokens"), [("cpu", DEFAULT_CPU_TOKENS), ("cuda", 63)])
 def test_the_tree_is_larger_where_steps_are_cheap(device: str, num_tokens: int) -> None:
     params = MedusaParams(num_heads=3, num_layers=1, max_draft_len=63)
-    weights = {
-        name: torch.zeros(spec.shape) for name, spec in list_medusa_tensors(params, 64, 128).items()
-    }
+    model: Any = SimpleNamespace(hidden_size=64, vocab_size=128)
+    weights = {name: torch.zeros(spec.shape) for name, spec in params.list_tensors(model).items()}
     decoder: Any = SimpleNamespace(
         device=torch.device(device), is_prepacked=False, kernels=None, graphs=None
     )

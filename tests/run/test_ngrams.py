@@ -26,7 +26,7 @@ from specdec.decode.ngram_options import (
 from specdec.decode.requests import Request, Result
 from specdec.engine.tree import Tree, TreeBuilder, build_tree_mask, pack_beams
 from specdec.errors import SpecDecError, UsageError
-from specdec.methods import EXTERNAL_METHODS
+from specdec.methods import METHODS
 from specdec.run.pipeline import check_flags, run_engine
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_tokenizer
@@ -357,7 +357,7 @@ def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
 
 
 def test_the_default_window_is_the_largest_that_fits() -> None:
-    mode = EXTERNAL_METHODS["lookahead"]
+    mode = METHODS["lookahead"].mode
     sizes = {83: 7, 84: 7, 82: 6, 23: 4, 22: 3, 3: 2}
     for length, size in sizes.items():
         assert choose_lookahead(None, mode, length) == LookaheadConfig(size, size, size)

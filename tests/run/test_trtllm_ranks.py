@@ -15,7 +15,7 @@ from specdec.decode.drafters.eagle import check_choices
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
-from specdec.methods import EagleParams
+from specdec.methods.eagle import EagleParams
 from specdec.mpi import World as MpiWorld
 from specdec.mpi import find_world
 from specdec.run.backends.tensorrt_checks import find_sampling_problems

@@ -29,7 +29,9 @@ from torch.nn.functional import silu, smooth_l1_loss
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import SpecDecError
-from specdec.schema import ModelConfig
+from specdec.methods.eagle import EagleTrain
+from specdec.model_config import ModelConfig
+from specdec.settings import as_options
 
 from ..loss import compute_loss, measure_positions
 from .base import (
@@ -320,14 +322,15 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
             f"{target.name}: its output layer has a bias, which EAGLE drafters have not",
             "use --method redrafter",
         )
-    model = describe_layers(target, settings.eagle_num_layers)
-    is_third = settings.eagle_version == "3"
+    options = as_options(settings, EagleTrain)
+    model = describe_layers(target, options.eagle_num_layers)
+    is_third = options.eagle_version == "3"
     recipe = Recipe(
-        num_steps=settings.eagle_num_steps,
+        num_steps=options.eagle_num_steps,
         max_k=settings.report_top_k,
-        loss_decay=settings.eagle_loss_decay,
-        token_weight=settings.eagle_token_weight,
-        noise=settings.eagle_noise,
+        loss_decay=options.eagle_loss_decay,
+        token_weight=options.eagle_token_weight,
+        noise=options.eagle_noise,
         self_distillation=settings.self_distillation,
     )
     if is_third:
@@ -375,7 +378,8 @@ def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
 
     The last layer is left out: its output is not to be had without the final norm.
     """
-    if settings.eagle_version != "3":
+    options = as_options(settings, EagleTrain)
+    if options.eagle_version != "3":
         return ()
     num_layers = int(config.num_hidden_layers)
     usual = {1, num_layers // 2 - 1, num_layers - 4}

@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.methods.medusa import MedusaTrain
+from specdec.settings import as_options
+
 from ..loss import compute_loss, measure_positions
 from .base import (
     Drafter,
@@ -96,12 +99,13 @@ def build_medusa(settings: TrainSettings, target: Target) -> MedusaHeads:
     """Make heads that predict as the target does."""
     assert target.head is not None
     assert settings.self_distillation is not None
+    options = as_options(settings, MedusaTrain)
     return MedusaHeads(
         target.head,
-        num_heads=settings.medusa_num_heads,
-        num_layers=settings.medusa_num_layers,
+        num_heads=options.medusa_num_heads,
+        num_layers=options.medusa_num_layers,
         max_k=settings.report_top_k,
-        loss_decay=settings.medusa_loss_decay,
+        loss_decay=options.medusa_loss_decay,
         self_distillation=settings.self_distillation,
     )
 

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from specdec.methods.redrafter import ReDrafterTrain
+from specdec.settings import as_options
+
 from ..loss import compute_loss, measure_positions
 from .base import (
     Drafter,
@@ -120,14 +123,15 @@ class ReDrafter(Drafter):
 def build_redrafter(settings: TrainSettings, target: Target) -> ReDrafter:
     """Make a drafter with fresh weights."""
     assert settings.self_distillation is not None
+    options = as_options(settings, ReDrafterTrain)
     return ReDrafter(
         target.shape,
-        num_layers=settings.redrafter_num_layers,
-        num_positions=settings.redrafter_predict_n_tokens,
-        exit_dim=settings.redrafter_exit_dim,
-        is_rnn=settings.redrafter_rnn,
+        num_layers=options.redrafter_num_layers,
+        num_positions=options.redrafter_predict_n_tokens,
+        exit_dim=options.redrafter_exit_dim,
+        is_rnn=options.redrafter_rnn,
         max_k=settings.report_top_k,
-        loss_decay=settings.redrafter_loss_decay,
+        loss_decay=options.redrafter_loss_decay,
         self_distillation=settings.self_distillation,
     )
 
@@ -152,6 +156,7 @@ METHOD = TrainingMethod(
     describe=describe_redrafter,
     convert_folder="--drafter-model-dir",
     convert_flags=lambda settings: [
-        "--redrafter-draft-len-per-beam", str(settings.redrafter_predict_n_tokens)
+        "--redrafter-draft-len-per-beam",
+        str(as_options(settings, ReDrafterTrain).redrafter_predict_n_tokens),
     ],
 )  # fmt: skip

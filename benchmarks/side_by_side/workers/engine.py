@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 import specdec
-from specdec.bench.candidates import list_draft_target, list_redrafter
 from specdec.bench.engine import PARTS, open_bench
+from specdec.bench.methods.draft_target import list_lengths
+from specdec.bench.methods.redrafter import list_searches
 from specdec.bench.steps import time_steps
 from specdec.decode.drafters.base import Proposer
 from specdec.decode.loop import Timing
@@ -37,10 +38,10 @@ class Engine:
         self._proposers: dict[tuple[str, ...], Proposer] = {("plain",): self.bench.plain}
         if is_draft_target:
             self._proposers["draft-target", "auto"] = self.bench.engine.proposer
-            for candidate in list_draft_target(self.bench, max_length):
+            for candidate in list_lengths(self.bench, max_length):
                 self._proposers["draft-target", candidate.run["draft_len"]] = candidate.proposer
         else:
-            for candidate in list_redrafter(self.bench, beams, max_length):
+            for candidate in list_searches(self.bench, beams, max_length):
                 self._proposers["redrafter", candidate.name] = candidate.proposer
 
     def get(self, way: str, setting: dict[str, Any]) -> Proposer:

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.errors import join_names, suggest
 from specdec.inventory import compare_tensors, describe_rank
-from specdec.methods import EAGLE3_ARCHITECTURE
+from specdec.methods.eagle import EAGLE3_ARCHITECTURE
 from specdec.quantization import FLOAT8_STORAGE
 from specdec.schema import CheckpointConfig
 from specdec.storage import TensorFile

@@ -9,8 +9,9 @@ from typing import Any
 
 from specdec.errors import SpecDecError, raise_problems
 from specdec.inventory import find_rank_files
-from specdec.methods import EXTERNAL_METHODS
-from specdec.schema import CheckpointConfig, ModelConfig
+from specdec.methods import find_mode
+from specdec.model_config import ModelConfig
+from specdec.schema import CheckpointConfig
 from specdec.storage import DTYPES, TensorFile, TensorInfo
 from specdec.trtllm.defects import list_defects
 from specdec.trtllm.environment import BUILD_COMMAND, Environment
@@ -64,8 +65,8 @@ class Plan:
     def method(self) -> str:
         if self.checkpoint.method is not None:
             return self.checkpoint.method.name
-        names = {mode: name for name, mode in reversed(EXTERNAL_METHODS.items())}
-        return names.get(self.mode or "", "plain")
+        method = find_mode(self.mode)
+        return method.name if method is not None else "plain"
 
     @property
     def weights_bytes(self) -> list[int]:

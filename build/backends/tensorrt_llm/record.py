@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.schema import CheckpointConfig, ModelConfig
+from specdec.model_config import ModelConfig
+from specdec.schema import CheckpointConfig
 from specdec.trtllm.environment import MIN_CAPABILITY_FP8
 from specdec.trtllm.facts import Facts
 

@@ -32,7 +32,7 @@ from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree
 from specdec.errors import SpecDecError
-from specdec.methods import EagleParams
+from specdec.methods.eagle import EagleParams
 
 FLAG = "--eagle-choices"
 # The tree that EAGLE-1's authors measured with, `mc_sim_7b_63` in their code.

@@ -25,7 +25,7 @@ from specdec.engine.graphs import Graphs
 from specdec.engine.medusa import MedusaHeads
 from specdec.engine.transfers import Array
 from specdec.engine.tree import IntArray, Tree
-from specdec.methods import MedusaParams
+from specdec.methods.medusa import MedusaParams
 
 FLAG = "--medusa-choices"
 

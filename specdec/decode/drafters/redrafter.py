@@ -12,7 +12,7 @@ from specdec.engine.graphs import Graphs
 from specdec.engine.redrafter import ReDrafterHead
 from specdec.engine.transfers import Array
 from specdec.engine.tree import Tree, pack_beams
-from specdec.methods import ReDrafterParams
+from specdec.methods.redrafter import ReDrafterParams
 from specdec.tensors import EMBEDDING
 
 

@@ -19,7 +19,7 @@ from specdec.decode.ranks.processes import Ranks
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.tree import IntArray
-from specdec.schema import ModelConfig
+from specdec.model_config import ModelConfig
 from specdec.storage import Array
 
 

@@ -1,0 +1,75 @@
+"""What specdec tune asks of a method: an engine to try things on, and the settings to try."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specdec.decode.drafters.base import Proposer
+from specdec.processes import call_stage
+
+if TYPE_CHECKING:
+    from ..engine import Bench
+    from ..replay import Recording
+    from ..settings import TuneSettings
+
+TREE_SIZES = (1, 2, 3, 5, 7, 10, 15, 20, 31, 47, 63)
+NUM_RANKS = 10  # of each level of a draft, that static trees are made of
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One setting; the options are those of the stages that it is chosen by.
+
+    rehearsed: proposes the same at no cost, where that is known; what drafting costs is then
+    sampled, once for all candidates of the same `cost`. is_replayed: whether recorded texts tell
+    what is accepted, or only decoding does.
+    """
+
+    name: str
+    proposer: Proposer
+    convert: dict[str, Any] = dataclasses.field(default_factory=dict)
+    build: dict[str, Any] = dataclasses.field(default_factory=dict)
+    run: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rehearsed: Proposer | None = None
+    cost: str = ""
+    is_replayed: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """An engine with room for every candidate: the checkpoint, and how it is built and loaded."""
+
+    checkpoint: Path
+    mode: str | None = None
+    max_draft_len: int | None = None
+    run: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Tuning(Protocol):
+    """A module of this package."""
+
+    def prepare(self, settings: TuneSettings, folder: Path) -> Trial:
+        """Say what to build; files that are only for the trial go into `folder`."""
+
+    def list_candidates(
+        self, bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
+    ) -> list[Candidate]:
+        """Every setting to consider, as a proposer on the trial's engine."""
+
+
+def take_checkpoint(settings: TuneSettings, folder: Path) -> Trial:
+    """The trial of a method whose checkpoint has room for every setting."""
+    assert settings.checkpoint_dir is not None
+    return Trial(checkpoint=settings.checkpoint_dir)
+
+
+def call_build(checkpoint: Path, engine: Path, *flags: str) -> None:
+    """Build an engine for torch with specdec-build."""
+    call_stage(
+        "build",
+        ["--checkpoint-dir", str(checkpoint), "--output-dir", str(engine), "--backend", "torch",
+         *flags],
+    )  # fmt: skip

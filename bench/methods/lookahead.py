@@ -1,0 +1,50 @@
+"""Lookahead: windows, on any plain target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.decode.drafters.lookahead import LookaheadProposer
+from specdec.decode.ngram_options import LookaheadConfig
+from specdec.methods.lookahead import METHOD
+
+from .base import Candidate, Trial
+
+if TYPE_CHECKING:
+    from ..engine import Bench
+    from ..replay import Recording
+    from ..settings import TuneSettings
+
+WINDOWS = tuple(LookaheadConfig(size, size, size) for size in (2, 3, 4, 5))
+
+
+def prepare(settings: TuneSettings, folder: Path) -> Trial:
+    """Build the target with room for the largest window."""
+    assert settings.checkpoint_dir is not None
+    longest = max(window.max_draft_tokens for window in WINDOWS)
+    return Trial(
+        checkpoint=settings.checkpoint_dir,
+        mode=METHOD.mode,
+        max_draft_len=longest,
+    )
+
+
+def list_candidates(
+    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings | None = None
+) -> list[Candidate]:
+    """Every window."""
+    return [
+        Candidate(
+            f"lookahead {window}",
+            LookaheadProposer(window, bench.engine.decoder),
+            build={
+                "speculative_decoding_mode": METHOD.mode,
+                "max_draft_len": window.max_draft_tokens,
+            },
+            run={"lookahead_config": str(window)},
+            is_replayed=False,
+        )
+        for window in WINDOWS
+    ]

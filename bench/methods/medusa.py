@@ -1,0 +1,63 @@
+"""Medusa: trees of rising size, of the paths that are likeliest by the heads' accuracy here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from specdec.decode.drafters.medusa import MedusaProposer
+from specdec.decode.drafters.trees import grow_choices
+from specdec.storage import Array
+
+from .base import NUM_RANKS, TREE_SIZES, Candidate
+from .base import take_checkpoint as prepare
+
+if TYPE_CHECKING:
+    from ..engine import Bench
+    from ..replay import Recording
+    from ..settings import TuneSettings
+
+__all__ = ["list_candidates", "measure_accuracies", "prepare"]
+
+
+def list_candidates(
+    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings | None = None
+) -> list[Candidate]:
+    """Trees of rising size, each of the paths that are likeliest by the heads' accuracy here."""
+    heads = bench.engine.proposer.heads
+    accuracies = measure_accuracies(heads, recordings)
+    found: dict[str, Candidate] = {}
+    for size in TREE_SIZES:
+        choices = grow_choices(
+            len(accuracies), min(size, heads.params.max_draft_len), accuracies.shape[1],
+            lambda depth, rank: float(accuracies[depth, rank]),
+        )  # fmt: skip
+        name = f"tree of {len(choices)}, {max(map(len, choices))} deep"
+        if name not in found:
+            text = json.dumps([list(path) for path in choices])
+            found[name] = Candidate(
+                name, MedusaProposer(heads, choices), run={"medusa_choices": text}
+            )
+    return list(found.values())
+
+
+@torch.inference_mode()
+def measure_accuracies(heads: Any, recordings: Sequence[Recording]) -> Array:
+    """How often a head's token of each rank is the text's, [heads, ranks], not rising with rank."""
+    num_heads, num_ranks = heads.params.num_heads, min(NUM_RANKS, heads.vocab_size)
+    right, seen = np.zeros((num_heads, num_ranks)), np.zeros((num_heads, 1))
+    for recording in recordings:
+        ranked = heads.rank_tokens(recording.states, [num_ranks] * num_heads).cpu().numpy()
+        tokens = ranked.reshape(-1, num_heads, num_ranks)
+        text = np.array(recording.output_ids)
+        for head in range(num_heads):
+            # The state that chose token i drafts, by head 0, token i + 1.
+            wanted = text[1 + head :]
+            right[head] += (tokens[: len(wanted), head] == wanted[:, None]).sum(0)
+            seen[head] += len(wanted)
+    shares: Array = np.minimum.accumulate(right / np.maximum(1, seen), axis=1)
+    return shares

@@ -1,0 +1,49 @@
+"""Prompt lookup: tokens drafted and lengths of the n-gram, on any plain target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.ngram_options import LookupOptions
+from specdec.methods.prompt_lookup import METHOD
+
+from .base import Candidate, Trial
+
+if TYPE_CHECKING:
+    from ..engine import Bench
+    from ..replay import Recording
+    from ..settings import TuneSettings
+
+NUM_TOKENS = (1, 2, 3, 4, 5, 7, 10, 15)
+NGRAM_SIZES = (1, 2, 3, 4)
+
+
+def prepare(settings: TuneSettings, folder: Path) -> Trial:
+    """Build the target with room for the longest draft."""
+    assert settings.checkpoint_dir is not None
+    longest = max(NUM_TOKENS)
+    return Trial(
+        checkpoint=settings.checkpoint_dir,
+        mode=METHOD.mode,
+        max_draft_len=longest,
+        run={"prompt_lookup_num_tokens": longest},
+    )
+
+
+def list_candidates(
+    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings | None = None
+) -> list[Candidate]:
+    """Every number of tokens with every length of the n-gram."""
+    return [
+        Candidate(
+            f"lookup of {length}, {size}-grams",
+            PromptLookupProposer(LookupOptions(num_tokens=length, max_ngram_size=size)),
+            build={"speculative_decoding_mode": METHOD.mode, "max_draft_len": length},
+            run={"prompt_lookup_num_tokens": length, "max_matching_ngram_size": size},
+        )
+        for length in NUM_TOKENS
+        for size in NGRAM_SIZES
+    ]

@@ -1,0 +1,72 @@
+"""ReDrafter: numbers of beams, with every length."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.decode.drafters.redrafter import ReDrafterProposer
+from specdec.methods.redrafter import ReDrafterTune
+from specdec.settings import as_options
+from specdec.storage import read_json, write_json
+
+from ..settings import read_counts
+from .base import Candidate, Trial
+
+if TYPE_CHECKING:
+    from ..engine import Bench
+    from ..replay import Recording
+    from ..settings import TuneSettings
+
+
+def read_beams(settings: TuneSettings) -> list[int]:
+    """The numbers of beams to consider; raise UsageError."""
+    return read_counts("--beams", as_options(settings, ReDrafterTune).beams)
+
+
+def prepare(settings: TuneSettings, folder: Path) -> Trial:
+    """Make a checkpoint of the same tensors with the most beams and the longest drafts."""
+    source, made = settings.checkpoint_dir, folder / "checkpoint"
+    assert source is not None
+    made.mkdir()
+    config = read_json(source / "config.json") | {
+        "redrafter_num_beams": max(read_beams(settings)),
+        "redrafter_draft_len_per_beam": settings.max_length,
+    }
+    write_json(made / "config.json", config)
+    for path in source.glob("rank*.safetensors"):
+        (made / path.name).symlink_to(path.resolve())
+    return Trial(checkpoint=made)
+
+
+def list_candidates(
+    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
+) -> list[Candidate]:
+    """Every number of beams with every length."""
+    return list_searches(bench, read_beams(settings), settings.max_length)
+
+
+def list_searches(bench: Bench, beams: Sequence[int], max_length: int) -> list[Candidate]:
+    """Every number of beams with every length; all share the engine's network."""
+    head = bench.engine.proposer.head
+    candidates = []
+    for num_beams in beams:
+        for length in range(1, max_length + 1):
+            other = copy.copy(head)
+            other.params = dataclasses.replace(
+                head.params, num_beams=num_beams, draft_len_per_beam=length
+            )
+            candidates.append(
+                Candidate(
+                    name=f"{num_beams} x {length}",
+                    proposer=ReDrafterProposer(other),
+                    convert={
+                        "redrafter_num_beams": num_beams,
+                        "redrafter_draft_len_per_beam": length,
+                    },
+                )
+            )
+    return candidates

@@ -1,0 +1,123 @@
+"""What every drafting method's record holds, and the checks that the methods' parameters share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from specdec.errors import SpecDecError
+
+if TYPE_CHECKING:
+    from specdec.model_config import ModelConfig
+    from specdec.tensors import TensorSpec
+
+# Of a drafter's layers or heads. None has nearly as many; a list of far more fills the memory.
+MAX_MODULES = 1000
+
+
+class DrafterParams(Protocol):
+    """A method's parameters in a checkpoint's config.json, for methods that have weights there."""
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens proposed in a verify step."""
+
+    @property
+    def max_draft_depth(self) -> int:
+        """Most draft tokens that one verify step can accept."""
+
+    @property
+    def draft_len_source(self) -> str:
+        """Where `max_draft_tokens` comes from, in the words of an error message."""
+
+    def find_problems(
+        self, *, hidden_size: int, vocab_size: int, tp_size: int
+    ) -> list[tuple[str, str]]:
+        """List what does not suit a target of these sizes, each with a remedy."""
+
+    def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
+        """Every tensor of the drafter for the target `model`, whole, by canonical name."""
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Return the method's keys of a checkpoint's config.json."""
+
+    @classmethod
+    def from_checkpoint(cls, config: Mapping[str, Any]) -> DrafterParams:
+        """Read those keys; raise SpecDecError for an absent, unknown or absurd one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """One drafting method: what the stages need to know of it, in one place.
+
+    A stage's own work on a method lies in a module of the method's name: `convert/methods/`,
+    `train/methods/`, `specdec/decode/drafters/`, `bench/methods/`.
+
+    title: its name in help and pages. paper: where it is described. mode: the engine's
+    `--speculative-decoding-mode`. source: what drafts are made by: weights in the target's
+    `checkpoint`, another `engine`, or no weights but the `target`'s. params, architectures: of
+    methods with weights in the target's checkpoint. folder: the option of specdec-convert that
+    names the drafter's folder. options: by use, the settings that belong to the method: "convert";
+    "draft", of every command that decodes; "run", of specdec-run alone; "train"; "tune". training:
+    the values that its training takes for settings without a common default; None where there is
+    nothing to train.
+    """
+
+    name: str
+    title: str
+    paper: str
+    mode: str
+    source: Literal["checkpoint", "engine", "target"]
+    params: type[DrafterParams] | None = None
+    architectures: tuple[str, ...] = ()
+    folder: str | None = None
+    options: Mapping[str, type] = dataclasses.field(default_factory=dict)
+    training: Mapping[str, Any] | None = None
+
+
+class SizedTree:
+    """Of drafters whose checkpoint says how many draft tokens a step's tree has at most."""
+
+    max_draft_len: int
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens proposed in a verify step."""
+        return self.max_draft_len
+
+    @property
+    def draft_len_source(self) -> str:
+        """Where `max_draft_tokens` comes from, in the words of an error message."""
+        return f"its max_draft_len is {self.max_draft_len}"
+
+
+def check(key: str, value: object, expected: str, *, is_good: bool) -> None:
+    """Raise SpecDecError that says what a key of a checkpoint's config.json should be."""
+    if not is_good:
+        raise SpecDecError(
+            f"checkpoint config: {key} is {value!r}, not {expected}",
+            "convert the checkpoint again, or correct the key",
+        )
+
+
+def check_count(key: str, value: object, *, lowest: int) -> None:
+    """Raise SpecDecError for anything but a whole number of at least `lowest`."""
+    is_good = type(value) is int and value >= lowest
+    check(key, value, f"a whole number of at least {lowest}", is_good=is_good)
+
+
+def check_num_modules(key: str, value: object, *, lowest: int) -> None:
+    """Raise SpecDecError for anything but a plausible number of layers or heads."""
+    is_good = type(value) is int and lowest <= value <= MAX_MODULES
+    check(key, value, f"a whole number from {lowest} to {MAX_MODULES}", is_good=is_good)
+
+
+def check_unknown(keys: Iterable[str], known: set[str]) -> None:
+    """Raise SpecDecError for keys that the method does not know."""
+    unknown = sorted(set(keys) - known)
+    if unknown:
+        raise SpecDecError(
+            f"checkpoint config: unknown keys {', '.join(unknown)}",
+            f"the known ones are {', '.join(sorted(known))}",
+        )

@@ -1,0 +1,365 @@
+"""EAGLE: decoder layers of the drafter's own, which draft from the target's hidden states.
+
+EAGLE-1, -2 and -3 are parameters of one method. EAGLE-2 is a way of growing EAGLE-1's trees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from specdec.model_config import ModelConfig
+from specdec.settings import setting
+from specdec.tensors import (
+    EMBEDDING,
+    Shard,
+    TensorSpec,
+    list_layer_tensors,
+    list_norm,
+    list_target_tensors,
+)
+
+from .base import (
+    MAX_MODULES,
+    Method,
+    SizedTree,
+    check,
+    check_count,
+    check_num_modules,
+    check_unknown,
+)
+
+EAGLE_ARCHITECTURE = "EagleForCausalLM"
+# Ours: TensorRT-LLM's engine path has no EAGLE-3, and is to know that it is none of its own.
+EAGLE3_ARCHITECTURE = "Eagle3ForCausalLM"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleNet:
+    """The decoder layers that draft, in a Llama's field names; the vocabulary is the target's."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_size: int
+    intermediate_size: int
+    norm_epsilon: float
+    max_position_embeddings: int
+    rotary_base: float
+    rotary_scaling: dict[str, Any] | None
+    hidden_act: str
+
+    def find_uneven(self, tp_size: int) -> list[str]:
+        """List the sizes that do not split over so many ranks."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        sizes = {
+            "num_attention_heads": heads,
+            "intermediate_size": self.intermediate_size,
+            "hidden_size": self.hidden_size,
+        }
+        uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
+        if kv_heads % tp_size and tp_size % kv_heads:
+            uneven.append(f"num_key_value_heads={kv_heads}")
+        return uneven
+
+    @classmethod
+    def from_checkpoint(cls, key: str, config: object) -> EagleNet:
+        """Read the object `key`, a whole Llama's config; raise SpecDecError for what is wrong."""
+        check(key, config, "an object", is_good=isinstance(config, dict))
+        assert isinstance(config, dict)
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            name, value = f"{key}.{field.name}", config.get(field.name)
+            if field.name in ("norm_epsilon", "rotary_base"):
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                is_good = is_number and 0 < float(str(value)) < math.inf
+                check(name, value, "a positive number", is_good=is_good)
+            elif field.name == "rotary_scaling":
+                is_good = value is None or isinstance(value, dict)
+                check(name, value, "an object or null", is_good=is_good)
+            elif field.name == "hidden_act":
+                check(name, value, "'silu'", is_good=value == "silu")
+            elif field.name == "num_hidden_layers":
+                check_num_modules(name, value, lowest=1)
+            else:
+                check_count(name, value, lowest=1)
+            values[field.name] = value
+        heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+        expected = f"a divisor of {key}.num_attention_heads={heads}"
+        check(f"{key}.num_key_value_heads", kv_heads, expected, is_good=heads % kv_heads == 0)
+        return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Params:
+    """What EAGLE-3 (https://arxiv.org/abs/2503.01840) has and EAGLE-1 has not.
+
+    aux_layers: the target's layers, from 0, whose outputs are read, rising. draft_vocab_size:
+    tokens that can be drafted. norm_before_residual: whether the first layer's attention is added
+    to the normed state.
+    """
+
+    aux_layers: tuple[int, ...]
+    draft_vocab_size: int
+    norm_before_residual: bool
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Return the keys of the object in a checkpoint's config.json."""
+        return dataclasses.asdict(self) | {"aux_layers": list(self.aux_layers)}
+
+    @classmethod
+    def from_checkpoint(cls, key: str, config: object) -> Eagle3Params:
+        """Read the object `key`; raise SpecDecError for what is wrong."""
+        check(key, config, "an object", is_good=isinstance(config, dict))
+        assert isinstance(config, dict)
+        found = config.get("aux_layers")
+        layers = found if isinstance(found, list) else []
+        is_good = 0 < len(layers) <= MAX_MODULES
+        is_good = is_good and all(type(layer) is int and layer >= 0 for layer in layers)
+        is_good = is_good and layers == sorted(set(layers))
+        check(f"{key}.aux_layers", found, "a rising list of layers", is_good=is_good)
+        check_count(f"{key}.draft_vocab_size", config.get("draft_vocab_size"), lowest=1)
+        normed = config.get("norm_before_residual")
+        name = f"{key}.norm_before_residual"
+        check(name, normed, "true or false", is_good=isinstance(normed, bool))
+        assert isinstance(normed, bool)
+        check_unknown(config, {field.name for field in dataclasses.fields(cls)})
+        return cls(
+            aux_layers=tuple(layers),
+            draft_vocab_size=config["draft_vocab_size"],
+            norm_before_residual=normed,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleParams(SizedTree):
+    """EAGLE (https://arxiv.org/abs/2401.15077): decoder layers that draft from features.
+
+    num_eagle_layers: the depth of a draft tree. max_non_leaves_per_layer: most nodes of a level
+    that have children. max_draft_len: most draft tokens of a tree. eagle3: None for EAGLE-1, whose
+    weights EAGLE-2 (https://arxiv.org/abs/2406.16858) shares.
+    """
+
+    net: EagleNet
+    num_eagle_layers: int
+    max_non_leaves_per_layer: int
+    max_draft_len: int
+    eagle3: Eagle3Params | None = None
+
+    NUMBERS: ClassVar[tuple[str, ...]] = (
+        "num_eagle_layers", "max_non_leaves_per_layer", "max_draft_len",
+    )  # fmt: skip
+    NET: ClassVar[str] = "eagle_net_config"
+    EAGLE3: ClassVar[str] = "eagle3"
+
+    @property
+    def num_nets(self) -> int:
+        """Copies of the net in a checkpoint: TensorRT-LLM reads one for each level of the tree."""
+        return 1 if self.eagle3 else self.num_eagle_layers
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that can be drafted."""
+        return self.eagle3.draft_vocab_size if self.eagle3 else self.net.vocab_size
+
+    @property
+    def max_draft_depth(self) -> int:
+        """Most draft tokens that one verify step can accept."""
+        return min(self.num_eagle_layers, self.max_draft_len)
+
+    def find_problems(
+        self, *, hidden_size: int, vocab_size: int, tp_size: int
+    ) -> list[tuple[str, str]]:
+        """List what does not suit a target of these sizes, each with a remedy."""
+        problems = []
+        remedy = "use the EAGLE drafter that was trained for this target"
+        sizes = [("vocab_size", self.net.vocab_size, vocab_size)]
+        if self.eagle3 is None:
+            sizes.append(("hidden_size", self.net.hidden_size, hidden_size))
+        for name, ours, targets in sizes:
+            if ours != targets:
+                problems.append(
+                    (f"the EAGLE drafter's {name} is {ours}, the target's {targets}", remedy)
+                )
+        if self.draft_vocab_size > vocab_size:
+            problems.append(
+                (
+                    f"the EAGLE drafter's draft_vocab_size={self.draft_vocab_size} exceeds the"
+                    f" target's vocab_size={vocab_size}",
+                    remedy,
+                )
+            )
+        if uneven := self.net.find_uneven(tp_size):
+            problems.append(
+                (
+                    f"the EAGLE drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
+                    "use a tp_size that divides them",
+                )
+            )
+        return problems
+
+    def make_net_model(self, model: ModelConfig) -> ModelConfig:
+        """The net for `model` as a model of its own, with the drafted vocabulary."""
+        return ModelConfig(
+            **(dataclasses.asdict(self.net) | {"vocab_size": self.draft_vocab_size}),
+            architecture="LlamaForCausalLM",
+            dtype=model.dtype,
+            use_parallel_embedding=model.use_parallel_embedding,
+            embedding_sharding_dim=model.embedding_sharding_dim,
+            tp_size=model.tp_size,
+        )
+
+    def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
+        """Every tensor of the drafter for `model`, whole, by canonical name; all nets are alike.
+
+        The first layer of EAGLE-1 has no input norm: it reads what `fc` makes of embedding and
+        feature. That of EAGLE-3 reads both side by side, each normed.
+        """
+        net, eagle3 = self.make_net_model(model), self.eagle3
+        hidden = net.hidden_size
+        embedding_shard = list_target_tensors(model)[EMBEDDING].shard
+        tensors = {
+            "drafter.vocab_embedding.weight": TensorSpec(
+                (model.vocab_size, hidden), embedding_shard
+            )
+        }
+        if eagle3 is None:
+            tensors["drafter.fc.weight"] = TensorSpec((hidden, 2 * hidden), Shard.ROWS)
+            tensors["drafter.fc.bias"] = TensorSpec((hidden,), Shard.ROWS)
+        else:
+            width = len(eagle3.aux_layers) * model.hidden_size
+            tensors["drafter.fc.weight"] = TensorSpec((hidden, width), Shard.ROWS)
+        for layer in range(net.num_hidden_layers):
+            prefix = f"drafter.layers.{layer}."
+            for name, spec in list_layer_tensors(net).items():
+                if spec.shard is Shard.QKV:
+                    spec = dataclasses.replace(spec, owner=net)
+                    if eagle3 is not None and layer == 0:
+                        spec = dataclasses.replace(spec, shape=(spec.shape[0], 2 * hidden))
+                if eagle3 is None and layer == 0 and name.startswith("input_layernorm."):
+                    continue
+                tensors[prefix + name] = spec
+        if eagle3 is not None:
+            tensors |= list_norm(net, "drafter.layers.0.hidden_norm")
+            tensors |= list_norm(net, "drafter.ln_f")
+        tensors["lm_head.weight"] = TensorSpec((self.draft_vocab_size, hidden), Shard.VOCAB)
+        if self.draft_vocab_size < model.vocab_size:
+            tensors["d2t"] = TensorSpec((self.draft_vocab_size,), Shard.WHOLE)
+        return {
+            f"eagle_nets.{index}.{name}": spec
+            for index in range(self.num_nets)
+            for name, spec in tensors.items()
+        }
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Return the keys of a checkpoint's config.json."""
+        config: dict[str, Any] = {name: getattr(self, name) for name in self.NUMBERS}
+        config[self.NET] = dataclasses.asdict(self.net)
+        if self.eagle3 is not None:
+            config[self.EAGLE3] = self.eagle3.to_checkpoint()
+        return config
+
+    @classmethod
+    def from_checkpoint(cls, config: Mapping[str, Any]) -> EagleParams:
+        """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
+        for name in cls.NUMBERS:
+            check_count(name, config.get(name), lowest=1)
+        check_num_modules("num_eagle_layers", config["num_eagle_layers"], lowest=1)
+        check_unknown((k for k in config if "eagle" in k), {*cls.NUMBERS, cls.NET, cls.EAGLE3})
+        is_third = config.get("architecture") == EAGLE3_ARCHITECTURE
+        check(
+            cls.EAGLE3, config.get(cls.EAGLE3), f"what {config.get('architecture')} has",
+            is_good=is_third == (config.get(cls.EAGLE3) is not None),
+        )  # fmt: skip
+        return cls(
+            net=EagleNet.from_checkpoint(cls.NET, config.get(cls.NET)),
+            eagle3=Eagle3Params.from_checkpoint(cls.EAGLE3, config[cls.EAGLE3])
+            if is_third
+            else None,
+            **{name: config[name] for name in cls.NUMBERS},
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleConvert:
+    """Options of specdec-convert."""
+
+    eagle_model_dir: str | None = setting(
+        metavar="DRAFTER", help="EAGLE-1, 2 or 3 drafter: a folder or Hub id."
+    )
+    max_draft_len: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Most draft tokens of an EAGLE engine's verify step; 63 if not given.",
+    )  # fmt: skip
+    num_eagle_layers: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Depth of an EAGLE engine's draft trees; 4 if not given.",
+    )  # fmt: skip
+    max_non_leaves_per_layer: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Most nodes with children in a level of an EAGLE engine's trees; 10 if not given.",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleDraft:
+    """Options of every command that decodes."""
+
+    eagle_choices: str | None = setting(
+        metavar="JSON", help="EAGLE: a static tree as a list of paths of ranks, [[0],[0,0],[1]]."
+    )
+    eagle_use_dynamic_tree: bool = setting(
+        False, kind="flag", help="EAGLE: grow each tree where the drafter is sure, as EAGLE-2."
+    )
+    eagle_dynamic_tree_max_top_k: int | None = setting(
+        kind="int", minimum=1, metavar="K",
+        help="EAGLE: nodes of a level that a dynamic tree goes on from, and tokens from each.",
+    )  # fmt: skip
+    eagle_tree_tokens: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="EAGLE: draft tokens of a dynamic tree."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleTrain:
+    """Options of specdec-train."""
+
+    eagle_version: str = setting(
+        "1", help="1: for any engine, EAGLE-2's trees too; 3: for the torch engine.",
+        choices=("1", "3"),
+    )  # fmt: skip
+    eagle_num_layers: int = setting(
+        1, help="Decoder layers of the EAGLE drafter.", kind="int", minimum=1
+    )
+    eagle_num_steps: int = setting(
+        3, help="Draft steps unrolled in training; 1 is EAGLE-1's recipe.", kind="int", minimum=1
+    )
+    eagle_loss_decay: float = setting(
+        0.9, help="Weight of each EAGLE draft step relative to the one before.", kind="float",
+        minimum=0,
+    )  # fmt: skip
+    eagle_token_weight: float = setting(
+        0.1, help="EAGLE-1: weight of the tokens' loss beside the features'.", kind="float",
+        minimum=0,
+    )  # fmt: skip
+    eagle_noise: float = setting(
+        0.2, help="EAGLE-1: width of the uniform noise on the features.", kind="float", minimum=0
+    )
+
+
+METHOD = Method(
+    name="eagle",
+    title="EAGLE",
+    paper="https://arxiv.org/abs/2401.15077",
+    mode="eagle",
+    source="checkpoint",
+    params=EagleParams,
+    architectures=(EAGLE_ARCHITECTURE, EAGLE3_ARCHITECTURE),
+    folder="eagle_model_dir",
+    options={"convert": EagleConvert, "draft": EagleDraft, "train": EagleTrain},
+    training={"learning_rate": 1e-4, "self_distillation": 1.0},
+)

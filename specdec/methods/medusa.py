@@ -1,0 +1,142 @@
+"""Medusa: heads on the target's last hidden state, each of which drafts one position ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from specdec.model_config import ModelConfig
+from specdec.settings import setting
+from specdec.tensors import Shard, TensorSpec
+
+from .base import Method, SizedTree, check_count, check_num_modules, check_unknown
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaParams(SizedTree):
+    """Medusa heads (https://arxiv.org/abs/2401.10774): head i drafts the token i + 2 ahead.
+
+    num_layers: residual layers of each head. max_draft_len: most draft tokens of a verify step's
+    tree, which an engine leaves room for.
+    """
+
+    num_heads: int
+    num_layers: int
+    max_draft_len: int
+
+    KEYS: ClassVar[dict[str, str]] = {
+        "num_heads": "num_medusa_heads",
+        "num_layers": "num_medusa_layers",
+        "max_draft_len": "max_draft_len",
+    }
+
+    @property
+    def max_draft_depth(self) -> int:
+        """Most draft tokens that one verify step can accept."""
+        return min(self.num_heads, self.max_draft_len)
+
+    def find_problems(
+        self, *, hidden_size: int, vocab_size: int, tp_size: int
+    ) -> list[tuple[str, str]]:
+        """List what does not suit a target of these sizes, each with a remedy."""
+        if hidden_size % tp_size and self.num_layers:
+            return [
+                (
+                    f"the Medusa heads' hidden_size={hidden_size} does not split over"
+                    f" tp_size={tp_size}",
+                    "use a tp_size that divides it",
+                )
+            ]
+        return []
+
+    def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
+        """Every tensor of the heads, whole, by canonical name; all split on dimension 0."""
+        hidden_size = model.hidden_size
+        tensors: dict[str, TensorSpec] = {}
+        for head in range(self.num_heads):
+            prefix = f"medusa_heads.{head}."
+            for layer in range(self.num_layers):
+                linear = f"{prefix}medusa_layers.{layer}.linear."
+                tensors |= {
+                    linear + "weight": TensorSpec((hidden_size, hidden_size), Shard.ROWS),
+                    linear + "bias": TensorSpec((hidden_size,), Shard.ROWS),
+                }
+            tensors[prefix + "lm_head.weight"] = TensorSpec(
+                (model.vocab_size, hidden_size), Shard.VOCAB
+            )
+        return tensors
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Return the keys of a checkpoint's config.json."""
+        return {key: getattr(self, name) for name, key in self.KEYS.items()}
+
+    @classmethod
+    def from_checkpoint(cls, config: Mapping[str, Any]) -> MedusaParams:
+        """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
+        values = {name: config.get(key) for name, key in cls.KEYS.items()}
+        check_num_modules(cls.KEYS["num_heads"], values["num_heads"], lowest=1)
+        check_num_modules(cls.KEYS["num_layers"], values["num_layers"], lowest=0)
+        check_count(cls.KEYS["max_draft_len"], values["max_draft_len"], lowest=1)
+        check_unknown((k for k in config if "medusa" in k), set(cls.KEYS.values()))
+        return cls(**{name: config[key] for name, key in cls.KEYS.items()})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaConvert:
+    """Options of specdec-convert."""
+
+    medusa_model_dir: str | None = setting(
+        metavar="HEADS", help="Medusa heads, alone or saved with their target: a folder or Hub id."
+    )
+    num_medusa_heads: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Medusa heads to take; those that their config.json tells if not given.",
+    )  # fmt: skip
+    num_medusa_layers: int | None = setting(
+        kind="int", minimum=0, metavar="N",
+        help="Residual layers of each Medusa head, where their config.json does not tell.",
+    )  # fmt: skip
+    max_medusa_token_len: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Most draft tokens of a Medusa engine's verify step; 63 if not given.",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaDraft:
+    """Options of every command that decodes."""
+
+    medusa_choices: str | None = setting(
+        metavar="JSON", help="Medusa: the tree as a list of paths of ranks, [[0],[0,0],[1]]."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaTrain:
+    """Options of specdec-train."""
+
+    medusa_num_heads: int = setting(
+        4, help="Medusa heads: draft tokens ahead.", kind="int", minimum=1
+    )
+    medusa_num_layers: int = setting(
+        1, help="Residual blocks of each Medusa head.", kind="int", minimum=0
+    )
+    medusa_loss_decay: float = setting(
+        0.8, help="Weight of each Medusa head's loss relative to the one before.", kind="float",
+        minimum=0,
+    )  # fmt: skip
+
+
+METHOD = Method(
+    name="medusa",
+    title="Medusa",
+    paper="https://arxiv.org/abs/2401.10774",
+    mode="medusa",
+    source="checkpoint",
+    params=MedusaParams,
+    architectures=("MedusaForCausalLM", "MedusaLlamaForCausalLM"),
+    folder="medusa_model_dir",
+    options={"convert": MedusaConvert, "draft": MedusaDraft, "train": MedusaTrain},
+    training={"learning_rate": 1e-3, "self_distillation": 0.0},
+)

@@ -1,0 +1,199 @@
+"""ReDrafter: a recurrent drafter whose beams a search fills, read from the target's last state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from specdec.model_config import ModelConfig
+from specdec.settings import setting
+from specdec.tensors import Shard, TensorSpec
+
+from .base import Method, check, check_count, check_num_modules, check_unknown
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReDrafterParams:
+    """Recurrent Drafter (https://arxiv.org/abs/2403.09919).
+
+    `draft_len_per_beam` counts drafted tokens only, as TensorRT-LLM does; Apple's beam length is
+    one more, since it counts the guaranteed first token.
+    """
+
+    num_layers: int
+    hidden_size: int
+    exit_dim: int
+    is_rnn: bool
+    num_beams: int
+    draft_len_per_beam: int
+    greedy_search: bool
+
+    PREFIX: ClassVar[str] = "redrafter_"
+
+    @property
+    def has_input_proj(self) -> bool:
+        """Whether [hidden, state] is projected to exit_dim first."""
+        return 2 * self.hidden_size != self.exit_dim
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens proposed in a verify step (all beams distinct from the first token on)."""
+        return self.num_beams * self.draft_len_per_beam
+
+    @property
+    def max_draft_depth(self) -> int:
+        """Most draft tokens that one verify step can accept."""
+        return self.draft_len_per_beam
+
+    @property
+    def draft_len_source(self) -> str:
+        """Where `max_draft_tokens` comes from, in the words of an error message."""
+        return (
+            f"num_beams={self.num_beams} x draft_len_per_beam={self.draft_len_per_beam}"
+            f" = {self.max_draft_tokens}"
+        )
+
+    def find_problems(
+        self, *, hidden_size: int, vocab_size: int, tp_size: int
+    ) -> list[tuple[str, str]]:
+        """List what does not suit a target of these sizes, each with a remedy."""
+        if self.hidden_size != hidden_size:
+            return [
+                (
+                    f"the drafter's hidden_size={self.hidden_size} differs from the target's"
+                    f" {hidden_size}",
+                    "use the drafter that was trained for this target",
+                )
+            ]
+        problems = []
+        sizes = {"hidden_size": hidden_size if self.is_rnn else 0, "exit_dim": self.exit_dim}
+        uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
+        if uneven:
+            problems.append(
+                (
+                    f"the drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
+                    "use a tp_size that divides them",
+                )
+            )
+        if self.num_beams > vocab_size:
+            problems.append(
+                (
+                    f"num_beams={self.num_beams} exceeds vocab_size={vocab_size}",
+                    "convert again with fewer beams",
+                )
+            )
+        return problems
+
+    def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
+        """Every tensor of the drafter, whole, by canonical name; all split on dimension 0."""
+        hidden, exit_dim = self.hidden_size, self.exit_dim
+        tensors: dict[str, TensorSpec] = {}
+        if self.has_input_proj:
+            tensors |= {
+                "drafter.input_proj.weight": TensorSpec((exit_dim, 2 * hidden), Shard.ROWS),
+                "drafter.input_proj.bias": TensorSpec((exit_dim,), Shard.ROWS),
+            }
+        for layer in range(self.num_layers):
+            tensors |= {
+                f"drafter.layers.{layer}.linear.weight": TensorSpec(
+                    (exit_dim, exit_dim), Shard.ROWS
+                ),
+                f"drafter.layers.{layer}.linear.bias": TensorSpec((exit_dim,), Shard.ROWS),
+            }
+        tensors["drafter.lm_head.weight"] = TensorSpec((model.vocab_size, exit_dim), Shard.VOCAB)
+        if self.is_rnn:
+            tensors |= {
+                "drafter.rnn_u.weight": TensorSpec((hidden, hidden), Shard.ROWS),
+                "drafter.rnn_u.bias": TensorSpec((hidden,), Shard.ROWS),
+                "drafter.rnn_w.weight": TensorSpec((hidden, hidden), Shard.ROWS),
+            }
+        return tensors
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Return the `redrafter_*` keys of a checkpoint's config.json."""
+        return {self.PREFIX + f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_checkpoint(cls, config: Mapping[str, Any]) -> ReDrafterParams:
+        """Read the `redrafter_*` keys; raise SpecDecError for an absent, unknown or absurd one."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            key = cls.PREFIX + field.name
+            value = config.get(key)
+            if field.name in ("is_rnn", "greedy_search"):
+                check(key, value, "true or false", is_good=isinstance(value, bool))
+            elif field.name == "num_layers":
+                check_num_modules(key, value, lowest=0)
+            else:
+                check_count(key, value, lowest=1)
+            values[field.name] = value
+        known = {cls.PREFIX + f.name for f in dataclasses.fields(cls)}
+        check_unknown((k for k in config if k.startswith(cls.PREFIX)), known)
+        return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReDrafterConvert:
+    """Options of specdec-convert."""
+
+    drafter_model_dir: str | None = setting(
+        metavar="DRAFTER", help="ReDrafter drafter: a folder or Hub id."
+    )
+    redrafter_num_beams: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="Beams of the drafter's search; 5 if not given."
+    )
+    redrafter_draft_len_per_beam: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Tokens drafted per beam, at most those the drafter was trained for; 5 if not given.",
+    )  # fmt: skip
+    redrafter_no_greedy_search: bool = setting(
+        False, kind="flag", help="Let a TensorRT-LLM engine sample instead of searching greedily."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReDrafterTrain:
+    """Options of specdec-train."""
+
+    redrafter_num_layers: int = setting(
+        2, help="Residual blocks in the drafter's head.", kind="int", minimum=0
+    )
+    redrafter_predict_n_tokens: int = setting(
+        5, help="Draft tokens that the loss covers.", kind="int", minimum=1
+    )
+    redrafter_exit_dim: int | None = setting(
+        help="Width of the residual blocks; default: twice the target's hidden size.",
+        kind="int",
+        minimum=1,
+    )
+    redrafter_rnn: bool = setting(
+        True, help="Learned recurrence; else the sum of the token embeddings.", kind="flag"
+    )
+    redrafter_loss_decay: float = setting(
+        1.0, help="Weight of each draft position relative to the one before.", kind="float",
+        minimum=0,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReDrafterTune:
+    """Options of specdec tune."""
+
+    beams: str = setting(
+        "1,2,4", metavar="N[,N...]", help="ReDrafter: numbers of beams to consider."
+    )
+
+
+METHOD = Method(
+    name="redrafter",
+    title="ReDrafter",
+    paper="https://arxiv.org/abs/2403.09919",
+    mode="explicit_draft_tokens",
+    source="checkpoint",
+    params=ReDrafterParams,
+    architectures=("ReDrafterForLLaMALM", "ReDrafterForQWenLM", "ReDrafterForCausalLM"),
+    folder="drafter_model_dir",
+    options={"convert": ReDrafterConvert, "train": ReDrafterTrain, "tune": ReDrafterTune},
+    training={"learning_rate": 1e-3, "self_distillation": 0.0},
+)
