@@ -27,7 +27,7 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
     from .prompts import read_prompt_set
 
     prompts = read_prompt_set(settings.prompts)
-    run_settings = settings.to_run()
+    run_settings = settings.to_decode()
     meter = LoadMeter()
     bench = open_bench(run_settings)
     bench.take_prompts(prompts, run_settings)

@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from specdec.decode.settings import EAGLE_OPTIONS, DecodeSettings
 from specdec.errors import UsageError
-from specdec.run.settings import EAGLE_OPTIONS, RunSettings
 from specdec.settings import setting
 
 # Options of specdec-run that say who drafts and how; they mean the same here.
@@ -15,10 +15,10 @@ DRAFT_OPTIONS = (
     "draft_engine_dir", "draft_tokenizer_dir", "draft_len", "use_logits", "medusa_choices",
     "lookahead_config", "prompt_lookup_num_tokens", "max_matching_ngram_size", *EAGLE_OPTIONS,
 )  # fmt: skip
-FIELDS = {field.name: field for field in dataclasses.fields(RunSettings)}
+FIELDS = {field.name: field for field in dataclasses.fields(DecodeSettings)}
 
 
-def _like_run(name: str) -> Any:
+def _like(name: str) -> Any:
     field = FIELDS[name]
     return dataclasses.field(default=field.default, metadata=dict(field.metadata))
 
@@ -27,7 +27,7 @@ def _like_run(name: str) -> Any:
 class PromptSettings:
     """What every command here runs."""
 
-    tokenizer_dir: str | None = _like_run("tokenizer_dir")
+    tokenizer_dir: str | None = _like("tokenizer_dir")
     prompts: Path | None = setting(
         kind="path", metavar="FILE",
         help="Prompts by category, .jsonl (docs/bench.md) or .txt; a few of its own if not given.",
@@ -39,7 +39,7 @@ class PromptSettings:
         5, kind="int", minimum=1, metavar="N",
         help="Measured rounds; speculation and plain decoding take turns in each.",
     )  # fmt: skip
-    device: str = _like_run("device")
+    device: str = _like("device")
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
 
 
@@ -47,24 +47,24 @@ class PromptSettings:
 class EngineSettings(PromptSettings):
     """What is measured on a finished engine."""
 
-    engine_dir: Path | None = _like_run("engine_dir")
-    draft_engine_dir: Path | None = _like_run("draft_engine_dir")
-    draft_tokenizer_dir: str | None = _like_run("draft_tokenizer_dir")
-    draft_len: str | None = _like_run("draft_len")
-    use_logits: bool = _like_run("use_logits")
-    medusa_choices: str | None = _like_run("medusa_choices")
-    eagle_choices: str | None = _like_run("eagle_choices")
-    eagle_use_dynamic_tree: bool = _like_run("eagle_use_dynamic_tree")
-    eagle_dynamic_tree_max_top_k: int | None = _like_run("eagle_dynamic_tree_max_top_k")
-    eagle_tree_tokens: int | None = _like_run("eagle_tree_tokens")
-    lookahead_config: str | None = _like_run("lookahead_config")
-    prompt_lookup_num_tokens: int | None = _like_run("prompt_lookup_num_tokens")
-    max_matching_ngram_size: int | None = _like_run("max_matching_ngram_size")
+    engine_dir: Path | None = _like("engine_dir")
+    draft_engine_dir: Path | None = _like("draft_engine_dir")
+    draft_tokenizer_dir: str | None = _like("draft_tokenizer_dir")
+    draft_len: str | None = _like("draft_len")
+    use_logits: bool = _like("use_logits")
+    medusa_choices: str | None = _like("medusa_choices")
+    eagle_choices: str | None = _like("eagle_choices")
+    eagle_use_dynamic_tree: bool = _like("eagle_use_dynamic_tree")
+    eagle_dynamic_tree_max_top_k: int | None = _like("eagle_dynamic_tree_max_top_k")
+    eagle_tree_tokens: int | None = _like("eagle_tree_tokens")
+    lookahead_config: str | None = _like("lookahead_config")
+    prompt_lookup_num_tokens: int | None = _like("prompt_lookup_num_tokens")
+    max_matching_ngram_size: int | None = _like("max_matching_ngram_size")
 
-    def to_run(self) -> RunSettings:
+    def to_decode(self) -> DecodeSettings:
         """Return the settings of specdec-run that load the same engine in the same way."""
         shared = {name: getattr(self, name) for name in DRAFT_OPTIONS}
-        return RunSettings(
+        return DecodeSettings(
             engine_dir=self.engine_dir, tokenizer_dir=self.tokenizer_dir, device=self.device,
             max_output_len=self.max_output_len, **shared,
         )  # fmt: skip

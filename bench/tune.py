@@ -14,10 +14,10 @@ import torch
 
 from specdec import logs
 from specdec.decode.drafters.base import PromptFollower
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import EXTERNAL_METHODS
 from specdec.processes import call_stage
-from specdec.run.settings import RunSettings
 from specdec.schema import CheckpointConfig, read_checkpoint_config
 from specdec.settings import require
 from specdec.storage import read_json, write_json
@@ -121,7 +121,7 @@ def check_method(settings: TuneSettings, checkpoint: CheckpointConfig) -> str:
 @contextlib.contextmanager
 def build_engine(
     settings: TuneSettings, method: str, batch_size: int, num_beams: int
-) -> Iterator[RunSettings]:
+) -> Iterator[DecodeSettings]:
     """Build, aside, an engine with room for every setting; yield what loads it."""
     assert settings.checkpoint_dir is not None
     with tempfile.TemporaryDirectory(prefix="specdec-tune-") as name:
@@ -140,7 +140,7 @@ def build_engine(
             flags += ["--speculative-decoding-mode", EXTERNAL_METHODS["prompt_lookup"]]
             flags += ["--max-draft-len", str(MAX_NGRAM_TOKENS)]
         call_build(source, folder / "engine", *flags)
-        yield RunSettings(
+        yield DecodeSettings(
             engine_dir=folder / "engine", draft_engine_dir=draft_dir, device=settings.device,
             tokenizer_dir=settings.tokenizer_dir, max_output_len=settings.max_output_len,
             draft_len=None if draft_dir is None else str(settings.max_length),

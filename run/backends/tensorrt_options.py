@@ -14,11 +14,12 @@ from specdec.decode.ngram_options import (
     fit_lookahead,
     read_lookahead_config,
 )
+from specdec.decode.settings import EAGLE_OPTIONS
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import EXTERNAL_METHODS, EagleParams, MedusaParams
 from specdec.trtllm.engine_folder import EngineFolder
 
-from ..settings import EAGLE_OPTIONS, RunSettings
+from ..settings import RunSettings
 from .tensorrt_checks import EAGLE, MEDUSA
 from .tensorrt_runner import has_orchestrator
 

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 from typing import Any
 
-from specdec.decode.settings import RunSettings
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError
 
 OPTIONS = ("draft_len", "draft_devices", "target_devices", "use_logits")
@@ -23,7 +23,7 @@ class DraftOptions:
     use_logits: bool
 
 
-def read_draft_options(settings: RunSettings) -> DraftOptions | None:
+def read_draft_options(settings: DecodeSettings) -> DraftOptions | None:
     """Return the options of a draft-target run, None of any other; raise UsageError."""
     joined = settings.draft_target_model_config
     given = [name for name in OPTIONS if getattr(settings, name)]
@@ -57,7 +57,7 @@ def read_draft_options(settings: RunSettings) -> DraftOptions | None:
     return _read_joined(joined)
 
 
-def adapts_drafts(settings: RunSettings) -> bool:
+def adapts_drafts(settings: DecodeSettings) -> bool:
     """Whether another method than draft-target is to draft only while that pays."""
     return settings.draft_engine_dir is None and settings.draft_len == "auto"
 

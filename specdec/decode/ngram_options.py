@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from specdec.decode.draft_options import is_device_list, read_literal
-from specdec.decode.settings import RunSettings
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import EXTERNAL_METHODS, count_lookahead_tokens
 
@@ -46,7 +46,7 @@ class LookaheadConfig:
         return f"[{self.window_size},{self.ngram_size},{self.verification_set_size}]"
 
 
-def read_lookup_options(settings: RunSettings) -> LookupOptions | None:
+def read_lookup_options(settings: DecodeSettings) -> LookupOptions | None:
     """Return the options of a prompt-lookup run, None of any other; raise UsageError."""
     joined, num_tokens = settings.prompt_lookup_config, settings.prompt_lookup_num_tokens
     given = ["--" + n.replace("_", "-") for n in LOOKUP_OPTIONS if getattr(settings, n) is not None]
@@ -81,7 +81,7 @@ def _read_joined(text: str) -> LookupOptions:
     return LookupOptions(num_tokens=sizes[0], max_ngram_size=sizes[1], devices=tuple(devices))
 
 
-def read_lookahead_config(settings: RunSettings) -> LookaheadConfig | None:
+def read_lookahead_config(settings: DecodeSettings) -> LookaheadConfig | None:
     """Return what --lookahead-config says, None where it is absent; raise UsageError."""
     text = settings.lookahead_config
     if text is None:
