@@ -51,7 +51,7 @@ def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
     require(settings, "engine_dir", "tokenizer_dir")
     batch_sizes = sorted(read_counts("--batch-sizes", settings.batch_sizes))
     prompts = read_prompt_set(settings.prompts)
-    run_settings = settings.to_run()
+    run_settings = settings.to_decode()
     meter = LoadMeter()
     bench = open_bench(run_settings)
     bench.take_prompts(prompts, run_settings)

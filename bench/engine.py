@@ -7,16 +7,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.decode.draft_options import read_draft_options
 from specdec.decode.drafters.base import PlainProposer, Proposer
 from specdec.decode.engine import TorchEngine
+from specdec.decode.loading import load_engine
 from specdec.decode.loop import Options, Timing, generate
-from specdec.decode.prompts import load_tokenizer
 from specdec.decode.requests import Request, Result
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError
-from specdec.run.pipeline import check_flags, load_torch_engine
-from specdec.run.settings import RunSettings
 from specdec.settings import require
+from specdec.tokenizer import load_tokenizer
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
@@ -64,7 +63,7 @@ class Bench:
         """Those of all categories."""
         return [request for group in self.groups.values() for request in group]
 
-    def take_prompts(self, prompts: Sequence[Prompt], settings: RunSettings) -> None:
+    def take_prompts(self, prompts: Sequence[Prompt], settings: DecodeSettings) -> None:
         """Turn prompts into requests; raise SpecDecError where the engine has no room for them."""
 
         def answer(requests: Sequence[Request]) -> list[list[int]]:
@@ -117,11 +116,9 @@ class Bench:
         return done
 
 
-def open_bench(settings: RunSettings, *, needs_drafter: bool = True) -> Bench:
+def open_bench(settings: DecodeSettings, *, needs_drafter: bool = True) -> Bench:
     """Load what the flags of specdec-run say; raise SpecDecError where nothing drafts."""
     require(settings, "engine_dir", "tokenizer_dir")
-    check_flags(settings)
-    options = read_draft_options(settings)
     assert settings.engine_dir is not None
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
         raise SpecDecError(
@@ -130,7 +127,7 @@ def open_bench(settings: RunSettings, *, needs_drafter: bool = True) -> Bench:
             " --backend torch",
         )
     tokenizer = load_tokenizer(settings.tokenizer_dir)
-    engine = load_torch_engine(settings, options, tokenizer)
+    engine = load_engine(settings, tokenizer)
     if needs_drafter and engine.method == "plain":
         raise SpecDecError(
             f"{settings.engine_dir} is a plain engine: there is no speculation to measure",

@@ -28,7 +28,7 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
     from .prompts import read_prompt_set
 
     prompts = read_prompt_set(settings.prompts)
-    run_settings, pair = settings.to_run(), as_options(settings, DraftTargetDraft)
+    run_settings, pair = settings.to_decode(), as_options(settings, DraftTargetDraft)
     meter = LoadMeter()
     bench = open_bench(run_settings)
     bench.take_prompts(prompts, run_settings)

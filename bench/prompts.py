@@ -9,8 +9,8 @@ from typing import Any
 
 from specdec.decode.prompts import make_requests, read_line, read_lines
 from specdec.decode.requests import Request
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError
-from specdec.run.settings import RunSettings
 
 # Keys of a line besides those of specdec-run; Spec-Bench's files have the first three and `turns`.
 OWN_KEYS = ("question_id", "category", "reference", "turns")
@@ -71,7 +71,7 @@ def _read_prompt(where: str, line: str) -> Prompt:
 
 def group_requests(
     prompts: Sequence[Prompt],
-    settings: RunSettings,
+    settings: DecodeSettings,
     tokenizer: Any,
     answer: Callable[[Sequence[Request]], list[list[int]]],
 ) -> dict[str, list[Request]]:

@@ -18,11 +18,11 @@ import numpy as np
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import PlainProposer
 from specdec.decode.drafters.eagle import Draft, DynamicTree, EagleProposer, Level
-from specdec.decode.drafters.trees import Choices
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet
 from specdec.engine.tree import IntArray, Tree, make_root
+from specdec.methods.base import Choices
 
 from .replay import Recording, replay
 

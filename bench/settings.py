@@ -6,15 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError
 from specdec.methods import list_options
-from specdec.run.settings import RunSettings
 from specdec.settings import add_options, get_flags, setting
 
-FIELDS = {field.name: field for field in dataclasses.fields(RunSettings)}
+FIELDS = {field.name: field for field in dataclasses.fields(DecodeSettings)}
 
 
-def _like_run(name: str) -> Any:
+def _like(name: str) -> Any:
     field = FIELDS[name]
     return dataclasses.field(default=field.default, metadata=dict(field.metadata))
 
@@ -23,7 +23,7 @@ def _like_run(name: str) -> Any:
 class PromptSettings:
     """What every command here runs."""
 
-    tokenizer_dir: str | None = _like_run("tokenizer_dir")
+    tokenizer_dir: str | None = _like("tokenizer_dir")
     prompts: Path | None = setting(
         kind="path", metavar="FILE",
         help="Prompts by category, .jsonl (docs/bench.md) or .txt; a few of its own if not given.",
@@ -35,7 +35,7 @@ class PromptSettings:
         5, kind="int", minimum=1, metavar="N",
         help="Measured rounds; speculation and plain decoding take turns in each.",
     )  # fmt: skip
-    device: str = _like_run("device")
+    device: str = _like("device")
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
 
 
@@ -44,13 +44,13 @@ class PromptSettings:
 class EngineSettings(PromptSettings):
     """What is measured on a finished engine."""
 
-    engine_dir: Path | None = _like_run("engine_dir")
+    engine_dir: Path | None = _like("engine_dir")
 
-    def to_run(self) -> RunSettings:
+    def to_decode(self) -> DecodeSettings:
         """Return the settings of specdec-run that load the same engine in the same way."""
         options = [name for kind in list_options("draft") for name in get_flags(kind)]
         shared = {name: getattr(self, name) for name in options}
-        return RunSettings(
+        return DecodeSettings(
             engine_dir=self.engine_dir, tokenizer_dir=self.tokenizer_dir, device=self.device,
             max_output_len=self.max_output_len, **shared,
         )  # fmt: skip

@@ -14,10 +14,10 @@ import torch
 
 from specdec import logs
 from specdec.decode.drafters.base import PromptFollower
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import METHODS, Method
 from specdec.methods.draft_target import DraftTargetTune
-from specdec.run.settings import RunSettings
 from specdec.schema import CheckpointConfig, read_checkpoint_config
 from specdec.settings import as_options, require
 
@@ -106,7 +106,7 @@ def find_methods(settings: TuneSettings, checkpoint: CheckpointConfig) -> list[M
 
 
 @contextlib.contextmanager
-def build_engine(settings: TuneSettings, tunings: Sequence[Tuning]) -> Iterator[RunSettings]:
+def build_engine(settings: TuneSettings, tunings: Sequence[Tuning]) -> Iterator[DecodeSettings]:
     """Build, aside, an engine with room for every setting; yield what loads it."""
     with tempfile.TemporaryDirectory(prefix="specdec-tune-") as name:
         folder = Path(name)
@@ -125,7 +125,7 @@ def build_engine(settings: TuneSettings, tunings: Sequence[Tuning]) -> Iterator[
         options: dict[str, Any] = {}
         for trial in trials:
             options |= trial.run
-        yield RunSettings(
+        yield DecodeSettings(
             engine_dir=folder / "engine", device=settings.device,
             tokenizer_dir=settings.tokenizer_dir, max_output_len=settings.max_output_len,
             **options,

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import make_step, take_turns, time_steps
-from specdec.decode.drafters.base import PlainProposer, Proposer
+from specdec.decode.drafters.base import DraftContext, PlainProposer, Proposer
 from specdec.decode.drafters.redrafter import make_proposer
 from specdec.decode.loop import Options, Timing, generate
 from specdec.decode.requests import Request
@@ -294,7 +294,8 @@ def measure_redrafter(bench: Bench, repeat: int) -> dict[str, Any]:
     names = ["graphs", "eager"] if bench.graphs is not None else ["eager"]
     report = {}
     for name in names:
-        proposer = make_proposer(bench.params, bench.weights, bench.decoder)
+        context = DraftContext(decoder=bench.decoder, params=bench.params, weights=bench.weights)
+        proposer = make_proposer(context)
         timings, waits = [], WAITS.count
         for _ in range(repeat + 2):
             waits = WAITS.count

@@ -9,26 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import logs
-from specdec.decode.draft_options import DraftOptions, adapts_drafts, read_draft_options
-from specdec.decode.ngram_options import (
-    check_lookup,
-    choose_lookahead,
-    read_lookahead_config,
-    read_lookup_options,
-)
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import UsageError
 from specdec.methods import METHODS
-from specdec.methods.draft_target import DraftTargetDraft
-from specdec.methods.eagle import EagleDraft
-from specdec.methods.medusa import MedusaDraft
-from specdec.settings import as_options, list_given, name_flag, require
+from specdec.methods.draft_target import DraftOptions, adapts_drafts
+from specdec.methods.draft_target import read_options as read_draft_options
+from specdec.settings import require
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
 from .settings import RunSettings
 
 if TYPE_CHECKING:
-    from specdec.decode.engine import TorchEngine
     from specdec.decode.requests import ActiveRequest, Request, Result
 
     from .backends.base import Engine
@@ -60,14 +51,17 @@ def run_engine(
         if run_ranks(settings):
             return None
     draft_options = read_draft_options(settings)
-    from specdec.decode.prompts import load_tokenizer, make_requests, read_prompts
+    from specdec.decode.prompts import make_requests
+    from specdec.tokenizer import load_tokenizer
+
+    from .prompts import read_prompts
 
     prompts = read_prompts(settings)
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
     requests = make_requests(prompts, settings, tokenizer)
     if settings.streaming and tokenizer is None:
         raise UsageError("--streaming needs --tokenizer-dir", "give the base model's folder")
-    engine = load_engine(settings, draft_options, tokenizer)
+    engine = load_any_engine(settings, draft_options, tokenizer)
     about = engine.describe()
     engine.check_requests(requests)
     if is_typical:
@@ -112,8 +106,8 @@ def check_flags(settings: RunSettings) -> None:
         raise UsageError(
             "--streaming and --json: one JSON object cannot come in pieces", "leave one of them out"
         )
-    read_lookup_options(settings)
-    read_lookahead_config(settings)
+    for method in METHODS.values():
+        method.read(settings)  # what is written wrong is said before anything is loaded
     if settings.output_generation_logits and not settings.writes_logits:
         draft_options = read_draft_options(settings)
         if draft_options is None or not draft_options.use_logits:
@@ -124,7 +118,7 @@ def check_flags(settings: RunSettings) -> None:
         logger.info("logits decide what is accepted, and are not written: give --output-file")
 
 
-def load_engine(settings: RunSettings, options: DraftOptions | None, tokenizer: Any) -> Engine:
+def load_any_engine(settings: RunSettings, options: DraftOptions | None, tokenizer: Any) -> Engine:
     """Return what executes the engine folder, and the one that drafts for it."""
     assert settings.engine_dir is not None
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
@@ -137,129 +131,15 @@ def load_engine(settings: RunSettings, options: DraftOptions | None, tokenizer: 
                 "leave it out",
             )
         return TensorRTEngine(settings, options, tokenizer)
-    return load_torch_engine(settings, options, tokenizer)
-
-
-def load_torch_engine(
-    settings: RunSettings, options: DraftOptions | None, tokenizer: Any
-) -> TorchEngine:
-    """Load an engine of torch, and the one that drafts for it."""
-    from specdec.decode.engine import TorchEngine
-
-    assert settings.engine_dir is not None
     if settings.kv_cache_free_gpu_memory_fraction is not None:
         raise UsageError(
             "--kv-cache-free-gpu-memory-fraction has no effect with an engine of torch, whose"
             " cache is as large as the requests need",
             "leave it out",
         )
-    lookup = read_lookup_options(settings)
-    devices = options.target_devices if options else lookup.devices if lookup else None
-    engine = TorchEngine(
-        settings.engine_dir,
-        device=settings.device,
-        devices=devices,
-        speculate=not settings.no_speculation,
-    )
-    choices = as_options(settings, MedusaDraft).medusa_choices
-    if choices is not None:
-        from specdec.decode.drafters.medusa import MedusaProposer, parse_choices
+    from specdec.decode.loading import load_engine
 
-        if not isinstance(engine.proposer, MedusaProposer):
-            raise UsageError(
-                f"--medusa-choices has no effect with an engine that runs {engine.method}",
-                "leave it out",
-            )
-        engine.proposer.use_choices(parse_choices(choices))
-    choose_eagle_tree(engine, settings)
-    attach_ngrams(engine, settings)
-    if options is None:
-        mode = engine.config.build.speculative_decoding_mode
-        is_plain = engine.method == "plain" and not settings.no_speculation
-        if is_plain and mode == METHODS["draft_target"].mode:
-            raise SpecDecError(
-                f"{settings.engine_dir} was built for a draft model, and none is given",
-                "give --draft-engine-dir, --prompt-lookup-num-tokens to draft from the text itself,"
-                " or --no-speculation to decode without",
-            )
-        if adapts_drafts(settings):
-            adapt_drafts(engine, settings)
-        return engine
-    from specdec.decode.devices import check_devices
-    from specdec.decode.vocabulary import ModelTokens, check_vocabularies
-
-    pair = as_options(settings, DraftTargetDraft)
-    assert pair.draft_engine_dir is not None
-    draft = TorchEngine(
-        pair.draft_engine_dir, device=settings.device, devices=options.draft_devices
-    )
-    check_devices("draft", options.draft_devices, draft)
-    check_devices("target", options.target_devices, engine)
-    pairs = ((settings.engine_dir, engine.config), (pair.draft_engine_dir, draft.config))
-    target_tokens, draft_tokens = (
-        ModelTokens(folder, config.checkpoint.model.vocab_size, config.vocabulary)
-        for folder, config in pairs
-    )
-    check_vocabularies(target_tokens, draft_tokens, tokenizer, pair.draft_tokenizer_dir)
-    engine.attach_draft(draft, draft_len=options.draft_len, use_logits=options.use_logits)
-    return engine
-
-
-def choose_eagle_tree(engine: TorchEngine, settings: RunSettings) -> None:
-    """Let an EAGLE engine propose the trees that are asked for."""
-    tree, given = as_options(settings, EagleDraft), list_given(settings, EagleDraft)
-    if not given:
-        return
-    from specdec.decode.drafters.eagle import EagleProposer, parse_choices
-
-    flags = [name_flag(name) for name in given]
-    proposer = engine.proposer
-    if not isinstance(proposer, EagleProposer):
-        raise UsageError(
-            f"{flags[0]} has no effect with an engine that runs {engine.method}", "leave it out"
-        )
-    if tree.eagle_choices is None:
-        proposer.use_dynamic_tree(tree.eagle_dynamic_tree_max_top_k, tree.eagle_tree_tokens)
-    elif len(given) > 1:
-        raise UsageError(
-            f"{flags[0]} gives a static tree, {flags[1]} a dynamic one", "leave one of them out"
-        )
-    else:
-        proposer.use_choices(parse_choices(tree.eagle_choices))
-
-
-def adapt_drafts(engine: TorchEngine, settings: RunSettings) -> None:
-    """Let an engine's method draft only while that pays."""
-    from specdec.decode.drafters.switch import adapt
-
-    if settings.no_speculation or engine.method in ("plain", "lookahead"):
-        method = "--no-speculation" if settings.no_speculation else f"{engine.method} decoding"
-        raise UsageError(
-            f"--draft-len auto has no effect with {method}",
-            "leave it out; it is for draft models, ReDrafter, Medusa, EAGLE and prompt lookup",
-        )
-    engine.proposer = adapt(engine.proposer)
-
-
-def attach_ngrams(engine: TorchEngine, settings: RunSettings) -> None:
-    """Let n-grams draft for an engine that was built for them, or for any external draft."""
-    if settings.no_speculation:
-        return
-    build = engine.config.build
-    mode, max_draft_len = build.speculative_decoding_mode, build.max_draft_len
-    lookup = read_lookup_options(settings)
-    if lookup is not None:
-        from specdec.decode.devices import check_devices
-        from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-
-        check_lookup(lookup, mode, max_draft_len)
-        check_devices("target", lookup.devices, engine)
-        engine.use_method("prompt_lookup", PromptLookupProposer(lookup))
-    window = choose_lookahead(read_lookahead_config(settings), mode, max_draft_len)
-    if window is not None:
-        from specdec.decode.drafters.lookahead import LookaheadProposer
-
-        engine.use_method("lookahead", LookaheadProposer(window, engine.decoder))
+    return load_engine(settings, tokenizer)
 
 
 def generate(

@@ -2,6 +2,51 @@
 
 from __future__ import annotations
 
-from specdec.decode.settings import RunSettings
+import dataclasses
+from pathlib import Path
 
-__all__ = ["RunSettings"]
+from specdec.decode.settings import DecodeSettings
+from specdec.settings import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptSettings:
+    """Where the prompts come from."""
+
+    input_text: list[str] = setting([], kind="list", help="One or several prompts.")
+    input_file: Path | None = setting(
+        kind="path",
+        help="Prompts: .txt, one a line, .jsonl, one request object a line, or - for stdin.",
+    )
+
+
+# Fields come in the order of --help, those of the last base first.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings(DecodeSettings, PromptSettings):
+    """One field is one flag and one recipe key."""
+
+    streaming: bool = setting(False, kind="flag", help="Print text as it becomes certain.")
+    kv_cache_free_gpu_memory_fraction: float | None = setting(
+        kind="float", metavar="F",
+        help="TensorRT-LLM only: part of the free GPU memory that each KV cache takes, 0.9 if not"
+        " given.",
+    )  # fmt: skip
+    output_generation_logits: bool = setting(
+        False, kind="flag",
+        help="Write the logits that each token was chosen by beside --output-file.",
+    )  # fmt: skip
+    use_py_session: bool = setting(False, kind="flag", hidden=True, help="Refused.")
+    num_beams: int = setting(1, kind="int", minimum=1, hidden=True, help="Refused beyond 1.")
+    output_file: Path | None = setting(
+        kind="path", help="Also write what stdout shows into this file."
+    )
+    run_profiling: bool = setting(
+        False, kind="flag", help="Log the time of draft, verify and the rest of a step."
+    )
+    dry_run: bool = setting(False, kind="flag", help="Check engine and prompts; generate nothing.")
+    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+
+    @property
+    def writes_logits(self) -> bool:
+        """Whether tokens' logits go into a file; a draft-target run may merely compare them."""
+        return self.output_generation_logits and self.output_file is not None

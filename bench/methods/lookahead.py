@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.ngram_options import LookaheadConfig
-from specdec.methods.lookahead import METHOD
+from specdec.methods.lookahead import METHOD, LookaheadConfig
 
 from .base import Candidate, Trial
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.ngram_options import LookupOptions
-from specdec.methods.prompt_lookup import METHOD
+from specdec.methods.prompt_lookup import METHOD, LookupOptions
 
 from .base import Candidate, Trial
 

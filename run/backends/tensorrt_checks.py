@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from specdec import logs
 from specdec.decode.devices import check_count
-from specdec.decode.draft_options import DraftOptions
-from specdec.decode.ngram_options import LookupOptions
 from specdec.decode.requests import Request, find_problems
 from specdec.errors import UsageError, raise_problems
 from specdec.methods import METHODS
+from specdec.methods.draft_target import DraftOptions
+from specdec.methods.prompt_lookup import LookupOptions
 from specdec.trtllm.defects import list_defects
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder
 from specdec.trtllm.environment import compare_environments, read_environment
@@ -68,8 +68,8 @@ def check_devices(
         check_count("target", options.target_devices, folder.world_size)
     if options is not None and options.draft_devices is not None and draft is not None:
         check_count("draft", options.draft_devices, draft.world_size)
-    if lookup is not None and lookup.devices is not None:
-        check_count("target", lookup.devices, folder.world_size)
+    if lookup is not None and lookup.target_devices is not None:
+        check_count("target", lookup.target_devices, folder.world_size)
 
 
 def find_growth_problems(

@@ -11,16 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec import logs
-from specdec.decode.draft_options import DraftOptions
 from specdec.decode.drafters.pacing import DraftLength
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer, check_lookup
 from specdec.decode.loop import Interrupted, Options, Timing
-from specdec.decode.ngram_options import check_lookup, read_lookup_options
 from specdec.decode.requests import ActiveRequest, Request, Result
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 from specdec.errors import SpecDecError, raise_problems
-from specdec.methods.draft_target import DraftTargetDraft
-from specdec.settings import as_options
+from specdec.methods.draft_target import DraftOptions
+from specdec.methods.prompt_lookup import read_options as read_lookup_options
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder, read_engine_folder
 
 from ..settings import RunSettings
@@ -56,12 +54,10 @@ class TensorRTEngine:
         self.folder = read_engine_folder(settings.engine_dir)
         self.draft: EngineFolder | None = None
         if options is not None:
-            pair = as_options(settings, DraftTargetDraft)
-            assert pair.draft_engine_dir is not None
-            self.draft = read_engine_folder(pair.draft_engine_dir)
+            self.draft = read_engine_folder(options.engine_dir)
             check_vocabularies(
                 _describe_tokens(self.folder), _describe_tokens(self.draft),
-                tokenizer, pair.draft_tokenizer_dir,
+                tokenizer, options.tokenizer_dir,
             )  # fmt: skip
         self._settings, self._options, self._tokenizer = settings, options, tokenizer
         self._lookup = None if settings.no_speculation else read_lookup_options(settings)
@@ -124,8 +120,8 @@ class TensorRTEngine:
                     f"MPI has {size} processes, the engine has {folder.world_size} ranks",
                     f"start it with mpirun -n {folder.world_size}, or without mpirun",
                 )
-            if self._lookup is not None and self._lookup.devices is not None:
-                placement[0]["device_ids"] = list(self._lookup.devices)
+            if self._lookup is not None and self._lookup.target_devices is not None:
+                placement[0]["device_ids"] = list(self._lookup.target_devices)
         else:
             assert self._options is not None
             placement = place_pair(

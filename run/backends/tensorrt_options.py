@@ -5,20 +5,19 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from specdec.decode.draft_options import DraftOptions
 from specdec.decode.drafters import eagle, medusa
+from specdec.decode.drafters.lookahead import choose_lookahead, fit_lookahead
 from specdec.decode.drafters.trees import grow_choices
-from specdec.decode.ngram_options import (
-    LookaheadConfig,
-    choose_lookahead,
-    fit_lookahead,
-    read_lookahead_config,
-)
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import METHODS
-from specdec.methods.eagle import EagleDraft, EagleParams
-from specdec.methods.medusa import MedusaDraft, MedusaParams
-from specdec.settings import as_options, list_given, name_flag
+from specdec.methods.draft_target import DraftOptions
+from specdec.methods.eagle import EagleDraft, EagleOptions, EagleParams
+from specdec.methods.eagle import read_options as read_eagle_options
+from specdec.methods.lookahead import LookaheadConfig
+from specdec.methods.lookahead import read_options as read_lookahead_config
+from specdec.methods.medusa import MedusaParams
+from specdec.methods.medusa import read_options as read_medusa_choices
+from specdec.settings import list_given, name_flag
 from specdec.trtllm.engine_folder import EngineFolder
 
 from ..settings import RunSettings
@@ -35,15 +34,15 @@ def make_shared_options(settings: RunSettings) -> dict[str, Any]:
 def make_method_options(settings: RunSettings, folder: EngineFolder) -> dict[str, Any]:
     """Arguments of from_dir that the engine's own method needs."""
     options: dict[str, Any] = {}
-    chosen = as_options(settings, MedusaDraft).medusa_choices
+    chosen = read_medusa_choices(settings)
     if folder.mode == MEDUSA:
         params = MedusaParams(
             num_heads=folder.pretrained["num_medusa_heads"],
             num_layers=folder.pretrained.get("num_medusa_layers", 1),
             max_draft_len=folder.max_draft_len,
         )
-        if chosen is not None:
-            choices = medusa.parse_choices(chosen)
+        choices = chosen
+        if choices is not None:
             medusa.check_choices(choices, params, folder.vocab_size)
         else:
             # The runtime's own default tree is for four heads and 63 tokens.
@@ -85,26 +84,22 @@ def make_eagle_options(settings: RunSettings, folder: EngineFolder) -> dict[str,
     The runtime drops choices where a dynamic tree is on, needs its width then, and wants a static
     tree to be as deep as the engine: its default one is for engines four deep.
     """
-    tree = as_options(settings, EagleDraft)
-    given = list_given(settings, EagleDraft)
-    flags = [name_flag(name) for name in given]
+    options = read_eagle_options(settings)
     if folder.mode != EAGLE:
-        if given:
-            raise _make_idle_error(flags[0], folder)
+        if options is not None:
+            raise _make_idle_error(name_flag(list_given(settings, EagleDraft)[0]), folder)
         return {}
-    if tree.eagle_tree_tokens is not None:
+    if options is not None and options.num_tokens is not None:
         raise UsageError(
             "--eagle-tree-tokens: TensorRT-LLM's dynamic tree has as many tokens as the engine",
             "leave it out; the engine's max_draft_len decides",
         )
     params = EagleParams.from_checkpoint(folder.pretrained)
-    if tree.eagle_choices is None:
-        return _make_dynamic_tree(settings, params) if given else _make_static_tree(params)
-    if len(given) > 1:
-        raise UsageError(
-            f"{flags[0]} gives a static tree, {flags[1]} a dynamic one", "leave one of them out"
-        )
-    choices = eagle.parse_choices(tree.eagle_choices)
+    if options is None:
+        return _make_static_tree(params)
+    choices = options.choices
+    if choices is None:
+        return _make_dynamic_tree(options, params)
     eagle.check_choices(choices, params)
     depth = max(map(len, choices))
     if depth != params.num_eagle_layers:
@@ -128,10 +123,9 @@ def _make_static_tree(params: EagleParams) -> dict[str, Any]:
     return {"eagle_choices": [list(path) for path in choices]}
 
 
-def _make_dynamic_tree(settings: RunSettings, params: EagleParams) -> dict[str, Any]:
+def _make_dynamic_tree(options: EagleOptions, params: EagleParams) -> dict[str, Any]:
     """The tree of EAGLE-2, whose width the runtime wants to be told."""
-    width = as_options(settings, EagleDraft).eagle_dynamic_tree_max_top_k
-    width = eagle.count_top_k(params) if width is None else width
+    width = eagle.count_top_k(params) if options.top_k is None else options.top_k
     eagle.check_top_k(width, params)
     return {"eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": width}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.decode.drafters import make_proposer
-from specdec.decode.drafters.base import PlainProposer, Proposer
+from specdec.decode.drafters import Drafting, choose_method, make_proposer
+from specdec.decode.drafters.base import Proposer
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.pacing import DraftLength
 from specdec.decode.loop import Options, Timing, generate
@@ -45,10 +45,15 @@ class TorchEngine:
         device: str = "auto",
         devices: Sequence[int] | None = None,
         speculate: bool = True,
+        drafting: Drafting | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """recorder: of graphs, for devices that have none of their own."""
+        """speculate: False decodes one token a step. recorder: of graphs, for devices without any.
+
+        drafting: None lets the checkpoint's own drafter draft, if it has one.
+        """
         began = time.perf_counter()
+        self.folder = folder
         self.config: EngineConfig = read_engine_config(folder)
         checkpoint = self.config.checkpoint
         model = checkpoint.model
@@ -70,15 +75,14 @@ class TorchEngine:
         if recorder is not None and ranks is None:  # what ranks exchange is not recorded
             self.graphs = Graphs(recorder)
             self.decoder.graphs = StepGraphs(self.graphs)
-        self.method = "plain"
-        self.proposer: Proposer = PlainProposer()
         self._draft: TorchEngine | None = None
-        if checkpoint.method is not None and speculate:
-            self.method = checkpoint.method.name
-            if ranks is not None and model.use_parallel_embedding:
-                # Drafters run on this rank alone.
-                weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
-            self.proposer = make_proposer(checkpoint, weights, self.decoder)
+        self.load_seconds = 0.0
+        method = choose_method(self.config, drafting) if speculate else None
+        self.method = method.name if method is not None else "plain"
+        if method is not None and ranks is not None and model.use_parallel_embedding:
+            # Drafters run on this rank alone.
+            weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
+        self.proposer: Proposer = make_proposer(self, method, weights, drafting)
         self.load_seconds = time.perf_counter() - began
         self.timing = Timing()
 
@@ -103,7 +107,9 @@ class TorchEngine:
                 problems.append((f"prompt {request.index}: {found[0]}", found[1]))
         raise_problems(problems)
 
-    def attach_draft(self, draft: TorchEngine, *, draft_len: int | None, use_logits: bool) -> None:
+    def attach_draft(
+        self, draft: TorchEngine, *, draft_len: int | None, use_logits: bool
+    ) -> DraftTargetProposer:
         """Let another engine draft for this one; raise SpecDecError where they do not match.
 
         draft_len: tokens a step; None adapts it, up to what the engine was built for.
@@ -145,13 +151,15 @@ class TorchEngine:
         self.method = "draft_target"
         self._draft = draft
         self.load_seconds += draft.load_seconds
-        self.proposer = DraftTargetProposer(
+        proposer = DraftTargetProposer(
             draft.decoder,
             DraftLength(draft_len or longest, is_auto=draft_len is None),
             use_logits=use_logits,
             target_vocab_size=self.config.checkpoint.model.vocab_size,
             max_num_tokens=theirs.build.max_num_tokens,
         )
+        self.proposer = proposer
+        return proposer
 
     def use_method(self, name: str, proposer: Proposer) -> None:
         """Let a method that has no weights draft for this engine."""

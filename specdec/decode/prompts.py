@@ -1,51 +1,21 @@
-"""Prompts from flags and files, tokenized into requests."""
+"""Request objects, as of a .jsonl line: read, checked, and tokenized into requests."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
-from specdec.decode.settings import RunSettings
+from specdec.decode.settings import DecodeSettings
 from specdec.decode.typical import read_typical_rule
 from specdec.errors import SpecDecError, UsageError, raise_problems, suggest, summarize
 
 SOURCE_KEYS = ("prompt", "input_ids", "messages")
 REQUEST_KEYS = (*SOURCE_KEYS, "max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
-STDIN = Path("-")
-
-
-def read_prompts(settings: RunSettings) -> list[dict[str, Any]]:
-    """Return one object a prompt with the keys of a .jsonl line."""
-    if bool(settings.input_text) == (settings.input_file is not None):
-        raise UsageError(
-            "give exactly one of --input-text and --input-file",
-            'for example --input-text "def main():"',
-        )
-    if settings.input_file is None:
-        return [{"prompt": text} for text in settings.input_text]
-    path = settings.input_file
-    if path == STDIN:
-        lines = _read_stdin()
-        suffix = ".jsonl" if lines and lines[0].lstrip().startswith("{") else ".txt"
-    else:
-        lines, suffix = read_lines(path, "--input-file"), path.suffix
-    if suffix == ".jsonl":
-        prompts = [
-            read_line(f"{path} line {n}", line) for n, line in enumerate(lines, 1) if line.strip()
-        ]
-    elif suffix == ".txt":
-        prompts = [{"prompt": line} for line in lines if line.strip()]
-    else:
-        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
-    if not prompts:
-        raise SpecDecError(f"{path} holds no prompt", "write one prompt a line")
-    return prompts
 
 
 def read_lines(path: Path, flag: str) -> list[str]:
@@ -57,14 +27,6 @@ def read_lines(path: Path, flag: str) -> list[str]:
         raise SpecDecError(f"{path} does not exist", f"check the path of {flag}") from None
     except UnicodeDecodeError:
         raise SpecDecError(f"{path} is not UTF-8 text", "convert the file to UTF-8") from None
-
-
-def _read_stdin() -> list[str]:
-    """Lines of stdin: request objects if the first one starts with a brace, else texts."""
-    try:
-        return [line for line in sys.stdin.read().split("\n") if line.strip()]
-    except UnicodeDecodeError:
-        raise SpecDecError("stdin is not UTF-8 text", "convert it to UTF-8") from None
 
 
 def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str, Any]:
@@ -138,20 +100,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def load_tokenizer(directory: str) -> Any:
-    """Load a Hugging Face tokenizer; remote code is never run."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
-        raise SpecDecError(
-            f"no tokenizer in {directory!r}: {summarize(error)}",
-            "give the folder of the Hugging Face base model as --tokenizer-dir",
-        ) from None
-
-
-def find_end_ids(settings: RunSettings, tokenizer: Any) -> frozenset[int]:
+def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
     """Tokens that end a request: --end-id, else generation_config.json's, else the tokenizer's."""
     if settings.end_id is not None:
         return frozenset([settings.end_id])
@@ -170,7 +119,7 @@ def find_end_ids(settings: RunSettings, tokenizer: Any) -> frozenset[int]:
 
 
 def make_requests(
-    prompts: Sequence[dict[str, Any]], settings: RunSettings, tokenizer: Any
+    prompts: Sequence[dict[str, Any]], settings: DecodeSettings, tokenizer: Any
 ) -> list[Request]:
     """Tokenize prompts; a prompt's own settings win over the flags."""
     end_ids = find_end_ids(settings, tokenizer)
@@ -211,7 +160,7 @@ def make_requests(
     return requests
 
 
-def read_temperatures(settings: RunSettings, num_prompts: int) -> list[float] | None:
+def read_temperatures(settings: DecodeSettings, num_prompts: int) -> list[float] | None:
     """Return --temperature for each prompt, or None where it was not given."""
     if settings.temperature is None:
         return None
@@ -233,7 +182,7 @@ def read_temperatures(settings: RunSettings, num_prompts: int) -> list[float] | 
 
 
 def encode_prompt(
-    prompt: dict[str, Any], settings: RunSettings, tokenizer: Any
+    prompt: dict[str, Any], settings: DecodeSettings, tokenizer: Any
 ) -> tuple[str, list[int]]:
     """Return a prompt as text and as token ids."""
     ids = prompt.get("input_ids")

@@ -1,4 +1,4 @@
-"""Settings of specdec-run."""
+"""What says how an engine decodes: flags of specdec-run, and options of `Engine.load`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from specdec.methods import list_options
 from specdec.settings import add_options, setting
 
 
-@add_options(*list_options("draft", "run"))
+@add_options(*list_options("draft"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """One field is one flag and one recipe key."""
+class DecodeSettings:
+    """Which engine, who drafts for it, and how requests are sampled that do not say it themselves.
+
+    One field is one flag and one recipe key.
+    """
 
     engine_dir: Path | None = setting(kind="path", help="Folder written by specdec-build.")
     tokenizer_dir: str | None = setting(
         help="Folder or hub id of the tokenizer; usually the Hugging Face base model's.",
         metavar="DIR",
-    )
-    input_text: list[str] = setting([], kind="list", help="One or several prompts.")
-    input_file: Path | None = setting(
-        kind="path",
-        help="Prompts: .txt, one a line, .jsonl, one request object a line, or - for stdin.",
     )
     apply_chat_template: bool = setting(
         False, kind="flag", help="Put each prompt as a user's turn into the tokenizer's template."
@@ -49,7 +47,6 @@ class RunSettings:
         kind="int", minimum=0,
         help="Token that ends a request; the tokenizer's or generation config's if not given.",
     )  # fmt: skip
-    streaming: bool = setting(False, kind="flag", help="Print text as it becomes certain.")
     no_speculation: bool = setting(
         False, kind="flag", help="Same target and engine, one token a step."
     )
@@ -69,28 +66,4 @@ class RunSettings:
     kv_cache_enable_block_reuse: bool = setting(
         False, kind="flag", help="Take prefixes that prompts share from the cache."
     )
-    kv_cache_free_gpu_memory_fraction: float | None = setting(
-        kind="float", metavar="F",
-        help="TensorRT-LLM only: part of the free GPU memory that each KV cache takes, 0.9 if not"
-        " given.",
-    )  # fmt: skip
-    output_generation_logits: bool = setting(
-        False, kind="flag",
-        help="Write the logits that each token was chosen by beside --output-file.",
-    )  # fmt: skip
-    use_py_session: bool = setting(False, kind="flag", hidden=True, help="Refused.")
-    num_beams: int = setting(1, kind="int", minimum=1, hidden=True, help="Refused beyond 1.")
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="Where to run.")
-    output_file: Path | None = setting(
-        kind="path", help="Also write what stdout shows into this file."
-    )
-    run_profiling: bool = setting(
-        False, kind="flag", help="Log the time of draft, verify and the rest of a step."
-    )
-    dry_run: bool = setting(False, kind="flag", help="Check engine and prompts; generate nothing.")
-    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
-
-    @property
-    def writes_logits(self) -> bool:
-        """Whether tokens' logits go into a file; a draft-target run may merely compare them."""
-        return self.output_generation_logits and self.output_file is not None

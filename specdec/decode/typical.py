@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specdec.decode.requests import Request
-    from specdec.decode.settings import RunSettings
+    from specdec.decode.settings import DecodeSettings
 
 logger = logs.get_logger(__name__)
 TYPICAL = "typical"
@@ -56,7 +56,7 @@ def accept_typical(tree: Tree, probs: Tensor, rule: TypicalRule) -> tuple[list[i
     return path[::-1], likeliest[node]
 
 
-def read_typical_rule(settings: RunSettings) -> TypicalRule | None:
+def read_typical_rule(settings: DecodeSettings) -> TypicalRule | None:
     """Read the flags; None for exact acceptance."""
     values = {
         name: getattr(settings, f"typical_{name}")

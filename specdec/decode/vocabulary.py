@@ -31,7 +31,7 @@ def check_vocabularies(
     known from the tokenizers, or from the vocabularies that the engines' manifests record.
     """
     if draft_tokenizer_dir is not None:
-        from specdec.decode.prompts import load_tokenizer
+        from specdec.tokenizer import load_tokenizer
 
         if tokenizer is None:
             raise SpecDecError(

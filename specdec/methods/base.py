@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, UsageError
 
 if TYPE_CHECKING:
     from specdec.model_config import ModelConfig
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 # Of a drafter's layers or heads. None has nearly as many; a list of far more fills the memory.
 MAX_MODULES = 1000
+
+Choices = tuple[tuple[int, ...], ...]  # a static tree: paths of ranks, as in trees.py
 
 
 class DrafterParams(Protocol):
@@ -47,6 +51,10 @@ class DrafterParams(Protocol):
         """Read those keys; raise SpecDecError for an absent, unknown or absurd one."""
 
 
+def read_nothing(settings: Any) -> None:
+    """`Method.read` of a method without options."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
     """One drafting method: what the stages need to know of it, in one place.
@@ -59,9 +67,11 @@ class Method:
     `checkpoint`, another `engine`, or no weights but the `target`'s. params, architectures: of
     methods with weights in the target's checkpoint. folder: the option of specdec-convert that
     names the drafter's folder. options: by use, the settings that belong to the method: "convert";
-    "draft", of every command that decodes; "run", of specdec-run alone; "train"; "tune". training:
-    the values that its training takes for settings without a common default; None where there is
-    nothing to train.
+    "draft", of every command that decodes; "train"; "tune". read: from the settings of a command
+    that decodes to what the drafter is made by, None where no option of the method is given; raises
+    UsageError. can_pause: whether `--draft-len auto` can stop it from drafting and let it go on
+    later. training: the values that its training takes for settings without a common default; None
+    where there is nothing to train.
     """
 
     name: str
@@ -73,6 +83,8 @@ class Method:
     architectures: tuple[str, ...] = ()
     folder: str | None = None
     options: Mapping[str, type] = dataclasses.field(default_factory=dict)
+    read: Callable[[Any], Any | None] = read_nothing
+    can_pause: bool = True
     training: Mapping[str, Any] | None = None
 
 
@@ -121,3 +133,37 @@ def check_unknown(keys: Iterable[str], known: set[str]) -> None:
             f"checkpoint config: unknown keys {', '.join(unknown)}",
             f"the known ones are {', '.join(sorted(known))}",
         )
+
+
+def read_literal(flag: str, text: str, form: str, *, length: int) -> list[Any]:
+    """Read a flag that is a list of `length` entries; raise UsageError that shows its form."""
+    try:
+        value = ast.literal_eval(text)  # literals only; nothing is executed
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = None
+    if not isinstance(value, (list, tuple)) or len(value) != length:
+        raise UsageError(f"{flag} is {text!r}", f"write it as {form}")
+    return list(value)
+
+
+def is_device_list(value: object) -> bool:
+    """Tell whether an entry is a list of one or more device numbers."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(type(device) is int and device >= 0 for device in value)
+
+
+def parse_paths(text: str, flag: str) -> Choices:
+    """Read a flag's value, a JSON list of paths; raise UsageError for anything else."""
+    hint = "give a JSON list of paths of ranks, such as '[[0], [0, 0], [1]]'"
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{flag} is no JSON: {error}", hint) from None
+    if not isinstance(listed, list) or not listed:
+        raise UsageError(f"{flag} is {text[:80]}, not a list of paths", hint)
+    for path in listed:
+        is_path = isinstance(path, list) and bool(path)
+        if not is_path or not all(type(rank) is int and rank >= 0 for rank in path):
+            raise UsageError(f"{flag}: {json.dumps(path)[:80]} is no path", hint)
+    return tuple(tuple(path) for path in listed)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
-from specdec.settings import setting
+from specdec.errors import UsageError
+from specdec.settings import as_options, name_flag, setting
 
-from .base import Method
+from .base import Method, is_device_list, read_literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,12 +31,6 @@ class DraftTargetDraft:
         False, kind="flag",
         help="Draft-target: accept sampled tokens by the ratio of probabilities.",
     )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftTargetRun:
-    """Options of specdec-run alone."""
-
     draft_target_model_config: str | None = setting(
         metavar="[LEN,[DRAFT],[TARGET],LOGITS]",
         help="Draft-target: draft length, both models' devices and whether to use logits, as"
@@ -57,11 +53,105 @@ class DraftTargetTune:
     )
 
 
+OPTIONS = ("draft_len", "draft_devices", "target_devices", "use_logits")
+FORM = "[4,[0],[1],True]: draft length, draft devices, target devices, whether to use logits"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """How the draft model is used. draft_len: None adapts it. Devices: None where not given."""
+
+    engine_dir: Path
+    tokenizer_dir: str | None
+    draft_len: int | None
+    draft_devices: tuple[int, ...] | None
+    target_devices: tuple[int, ...] | None
+    use_logits: bool
+
+
+def read_options(settings: Any) -> DraftOptions | None:
+    """Return the options of a draft-target run, None of any other; raise UsageError."""
+    pair = as_options(settings, DraftTargetDraft)
+    joined = pair.draft_target_model_config
+    given = [name for name in OPTIONS if getattr(pair, name)]
+    names = ", ".join(name_flag(name) for name in given)
+    if pair.draft_engine_dir is None:
+        if adapts_drafts(settings):
+            given, names = given[1:], names.partition(", ")[2]
+        if pair.draft_tokenizer_dir is not None:
+            given, names = ["draft_tokenizer_dir"], "--draft-tokenizer-dir"
+        if joined is not None or given:
+            raise UsageError(
+                f"{names or '--draft-target-model-config'} without --draft-engine-dir",
+                "give the draft model's engine",
+            )
+        return None
+    if settings.no_speculation:
+        raise UsageError(
+            "--draft-engine-dir has no effect with --no-speculation", "leave one of them out"
+        )
+    if joined is None:
+        return DraftOptions(
+            engine_dir=pair.draft_engine_dir,
+            tokenizer_dir=pair.draft_tokenizer_dir,
+            draft_len=_read_draft_len(pair.draft_len),
+            draft_devices=_read_devices("--draft-devices", pair.draft_devices),
+            target_devices=_read_devices("--target-devices", pair.target_devices),
+            use_logits=pair.use_logits,
+        )
+    if given:
+        raise UsageError(
+            f"--draft-target-model-config and {names} are both given", "use one way or the other"
+        )
+    draft_len, draft_devices, target_devices, use_logits = _read_joined(joined)
+    return DraftOptions(
+        engine_dir=pair.draft_engine_dir,
+        tokenizer_dir=pair.draft_tokenizer_dir,
+        draft_len=draft_len,
+        draft_devices=tuple(draft_devices),
+        target_devices=tuple(target_devices),
+        use_logits=use_logits,
+    )
+
+
+def adapts_drafts(settings: Any) -> bool:
+    """Whether another method than draft-target is to draft only while that pays."""
+    pair = as_options(settings, DraftTargetDraft)
+    return pair.draft_engine_dir is None and pair.draft_len == "auto"
+
+
+def _read_joined(text: str) -> tuple[int, list[int], list[int], bool]:
+    flag = "--draft-target-model-config"
+    draft_len, draft_devices, target_devices, use_logits = read_literal(flag, text, FORM, length=4)
+    is_good = is_device_list(draft_devices) and is_device_list(target_devices)
+    if not is_good or type(draft_len) is not int or draft_len < 1 or type(use_logits) is not bool:
+        raise UsageError(f"{flag} is {text!r}", f"write it as {FORM}")
+    return draft_len, draft_devices, target_devices, use_logits
+
+
+def _read_draft_len(text: str | None) -> int | None:
+    if text is None or text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--draft-len is {text!r}", "give a whole number above 0, or auto")
+    return int(text)
+
+
+def _read_devices(flag: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = text.strip("[]").split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"{flag} is {text!r}", "give device numbers, as 0 or 0,1")
+    return tuple(int(part) for part in parts)
+
+
 METHOD = Method(
     name="draft_target",
     title="Draft-target",
     paper="https://arxiv.org/abs/2211.17192",
     mode="draft_tokens_external",
     source="engine",
-    options={"draft": DraftTargetDraft, "run": DraftTargetRun, "tune": DraftTargetTune},
+    read=read_options,
+    options={"draft": DraftTargetDraft, "tune": DraftTargetTune},
 )

@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from specdec.errors import UsageError
 from specdec.model_config import ModelConfig
-from specdec.settings import setting
+from specdec.settings import as_options, list_given, name_flag, setting
 from specdec.tensors import (
     EMBEDDING,
     Shard,
@@ -23,12 +24,14 @@ from specdec.tensors import (
 
 from .base import (
     MAX_MODULES,
+    Choices,
     Method,
     SizedTree,
     check,
     check_count,
     check_num_modules,
     check_unknown,
+    parse_paths,
 )
 
 EAGLE_ARCHITECTURE = "EagleForCausalLM"
@@ -351,6 +354,32 @@ class EagleTrain:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleOptions:
+    """A static tree, or how a dynamic one grows; None where the engine is to choose."""
+
+    choices: Choices | None = None
+    top_k: int | None = None
+    num_tokens: int | None = None
+
+
+def read_options(settings: Any) -> EagleOptions | None:
+    """Return the trees that are asked for, None where none are; raise UsageError."""
+    tree, given = as_options(settings, EagleDraft), list_given(settings, EagleDraft)
+    if not given:
+        return None
+    if tree.eagle_choices is None:
+        return EagleOptions(
+            top_k=tree.eagle_dynamic_tree_max_top_k, num_tokens=tree.eagle_tree_tokens
+        )
+    if len(given) > 1:
+        raise UsageError(
+            f"{name_flag(given[0])} gives a static tree, {name_flag(given[1])} a dynamic one",
+            "leave one of them out",
+        )
+    return EagleOptions(choices=parse_paths(tree.eagle_choices, "--eagle-choices"))
+
+
 METHOD = Method(
     name="eagle",
     title="EAGLE",
@@ -360,6 +389,7 @@ METHOD = Method(
     params=EagleParams,
     architectures=(EAGLE_ARCHITECTURE, EAGLE3_ARCHITECTURE),
     folder="eagle_model_dir",
+    read=read_options,
     options={"convert": EagleConvert, "draft": EagleDraft, "train": EagleTrain},
     training={"learning_rate": 1e-4, "self_distillation": 1.0},
 )

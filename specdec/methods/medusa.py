@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from specdec.model_config import ModelConfig
-from specdec.settings import setting
+from specdec.settings import as_options, setting
 from specdec.tensors import Shard, TensorSpec
 
-from .base import Method, SizedTree, check_count, check_num_modules, check_unknown
+from .base import (
+    Choices,
+    Method,
+    SizedTree,
+    check_count,
+    check_num_modules,
+    check_unknown,
+    parse_paths,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,6 +136,12 @@ class MedusaTrain:
     )  # fmt: skip
 
 
+def read_options(settings: Any) -> Choices | None:
+    """Return the tree that `--medusa-choices` gives; raise UsageError where it is none."""
+    text = as_options(settings, MedusaDraft).medusa_choices
+    return None if text is None else parse_paths(text, "--medusa-choices")
+
+
 METHOD = Method(
     name="medusa",
     title="Medusa",
@@ -137,6 +151,7 @@ METHOD = Method(
     params=MedusaParams,
     architectures=("MedusaForCausalLM", "MedusaLlamaForCausalLM"),
     folder="medusa_model_dir",
+    read=read_options,
     options={"convert": MedusaConvert, "draft": MedusaDraft, "train": MedusaTrain},
     training={"learning_rate": 1e-3, "self_distillation": 0.0},
 )

@@ -176,7 +176,7 @@ def test_an_engine_that_is_not_faster(engine: Path, folder: Path, tmp_path: Path
 def test_steps_are_seen_as_they_were_counted(engine: Path, folder: Path) -> None:
     settings = DiagnoseSettings(
         engine_dir=engine, tokenizer_dir=str(folder / "target"), max_output_len=16, device="cpu"
-    ).to_run()
+    ).to_decode()
     bench = open_bench(settings)
     bench.take_prompts(read_prompt_set(folder / "prompts.jsonl"), settings)
     observed = observe_run(bench, 2)

@@ -13,10 +13,10 @@ from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.switch import AdaptiveFollower, AdaptiveProposer, Switch, adapt
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options
-from specdec.decode.ngram_options import LookupOptions
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import UsageError
+from specdec.methods.prompt_lookup import LookupOptions
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import call, make_engine, make_tree_engine, run_here
 
@@ -102,7 +102,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def load(folders: dict[str, Path], method: str) -> TorchEngine:
     if method == "prompt_lookup":
         engine = TorchEngine(folders[method], device="cpu", speculate=False)
-        lookup = LookupOptions(num_tokens=4, max_ngram_size=2, devices=None)
+        lookup = LookupOptions(num_tokens=4, max_ngram_size=2, target_devices=None)
         engine.use_method(method, PromptLookupProposer(lookup))
         return engine
     return TorchEngine(folders[method], device="cpu")

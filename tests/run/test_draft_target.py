@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.decode.draft_options import DraftOptions, read_draft_options
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.pacing import DraftLength, Plan
 from specdec.decode.engine import TorchEngine
@@ -22,6 +21,8 @@ from specdec.decode.loop import Options, generate
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
+from specdec.methods.draft_target import DraftOptions
+from specdec.methods.draft_target import read_options as read_draft_options
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_tokenizer, read_error_lines
 from tests.engines import call, make_noisy_copy, run_cli_here
@@ -298,14 +299,15 @@ def read(**flags: Any) -> DraftOptions | None:
 def test_both_ways_of_writing_the_options() -> None:
     draft = {"draft_engine_dir": Path("d")}
     assert read() is None
+    engine: dict[str, Any] = {"engine_dir": Path("d"), "tokenizer_dir": None}
     assert read(**draft) == DraftOptions(
-        draft_len=None, draft_devices=None, target_devices=None, use_logits=False
+        draft_len=None, draft_devices=None, target_devices=None, use_logits=False, **engine
     )
     joined = read(**draft, draft_target_model_config="[4,[0],[1,2],True]")
     named = read(**draft, draft_len="4", draft_devices="0", target_devices="1,2", use_logits=True)
     assert joined == named
     assert joined == DraftOptions(
-        draft_len=4, draft_devices=(0,), target_devices=(1, 2), use_logits=True
+        draft_len=4, draft_devices=(0,), target_devices=(1, 2), use_logits=True, **engine
     )
 
 

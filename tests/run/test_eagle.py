@@ -19,13 +19,13 @@ from specdec.decode.drafters.eagle import (
     EagleProposer,
     StaticTree,
     check_choices,
-    parse_choices,
 )
 from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.errors import SpecDecError, UsageError
+from specdec.methods.base import parse_paths
 from specdec.methods.eagle import EagleNet, EagleParams
 from specdec.storage import read_json
 from tests.conftest import make_eagle_drafter, make_llama, make_tokenizer
@@ -282,13 +282,13 @@ PARAMS = EagleParams(net=NET, num_eagle_layers=3, max_non_leaves_per_layer=2, ma
 )
 def test_choices_that_the_engine_has_no_room_for(choices: str, message: str) -> None:
     with pytest.raises(SpecDecError, match=message):
-        check_choices(parse_choices(choices), PARAMS)
+        check_choices(parse_paths(choices, "--eagle-choices"), PARAMS)
     check_choices(((0,), (1,), (2,), (0, 89), (1, 0), (0, 89, 3)), PARAMS)
 
 
 def test_choices_that_are_none() -> None:
     with pytest.raises(UsageError, match="--eagle-choices is no JSON"):
-        parse_choices("[[0")
+        parse_paths("[[0", "--eagle-choices")
 
 
 def test_trees_know_their_sizes() -> None:

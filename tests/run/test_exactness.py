@@ -15,9 +15,10 @@ from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
-from specdec.decode.ngram_options import LookaheadConfig, LookupOptions
 from specdec.decode.requests import Request, Result
 from specdec.engine.tree import Tree
+from specdec.methods.lookahead import LookaheadConfig
+from specdec.methods.prompt_lookup import LookupOptions
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import needs_compiler
 from tests.engines import OracleProposer, call, continue_greedily, make_engine

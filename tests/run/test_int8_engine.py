@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.engine import TorchEngine
-from specdec.decode.ngram_options import LookaheadConfig, LookupOptions
 from specdec.decode.requests import Request
 from specdec.engine.layout import (
     WEIGHTS_NAME,
@@ -24,6 +23,8 @@ from specdec.engine.layout import (
     read_engine_config,
 )
 from specdec.errors import SpecDecError, UsageError
+from specdec.methods.lookahead import LookaheadConfig
+from specdec.methods.prompt_lookup import LookupOptions
 from specdec.storage import read_json
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import needs_compiler

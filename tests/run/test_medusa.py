@@ -14,18 +14,19 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.decode.drafters.base import DraftContext
 from specdec.decode.drafters.medusa import (
     ChoiceTree,
     MedusaProposer,
     check_choices,
     make_proposer,
-    parse_choices,
 )
-from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, Choices, grow_choices
+from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
 from specdec.engine.tree import build_tree_mask
 from specdec.errors import SpecDecError, UsageError
+from specdec.methods.base import Choices, parse_paths
 from specdec.methods.medusa import MedusaParams
 from specdec.storage import read_json
 from tests.conftest import make_llama, make_medusa_heads, make_tokenizer
@@ -41,7 +42,7 @@ LIMIT = 30
 
 
 def test_choices_are_read() -> None:
-    assert parse_choices("[[0], [0, 2], [1]]") == ((0,), (0, 2), (1,))
+    assert parse_paths("[[0], [0, 2], [1]]", "--medusa-choices") == ((0,), (0, 2), (1,))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_choices_are_read() -> None:
 )
 def test_choices_that_are_none(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        parse_choices(text)
+        parse_paths(text, "--medusa-choices")
     assert "[[0], [0, 0], [1]]" in caught.value.hint
 
 
@@ -78,7 +79,7 @@ def test_choices_that_are_none(text: str, message: str) -> None:
 )
 def test_choices_that_the_heads_cannot_give(choices: str, message: str) -> None:
     with pytest.raises(SpecDecError, match=message):
-        check_choices(parse_choices(choices), PARAMS, vocab_size=90)
+        check_choices(parse_paths(choices, "--medusa-choices"), PARAMS, vocab_size=90)
     check_choices(((0,), (0, 89)), PARAMS, vocab_size=90)
 
 
@@ -226,7 +227,8 @@ def test_the_tree_is_larger_where_steps_are_cheap(device: str, num_tokens: int) 
     decoder: Any = SimpleNamespace(
         device=torch.device(device), is_prepacked=False, kernels=None, graphs=None
     )
-    assert make_proposer(params, weights, decoder).max_draft_tokens == num_tokens
+    context = DraftContext(decoder=decoder, params=params, weights=weights)
+    assert make_proposer(context).max_draft_tokens == num_tokens
 
 
 def test_three_commands(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

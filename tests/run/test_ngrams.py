@@ -12,21 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.decode.drafters.lookahead import Lookahead, LookaheadProposer, NgramPool
+from specdec.decode.drafters.lookahead import (
+    Lookahead,
+    LookaheadProposer,
+    NgramPool,
+    choose_lookahead,
+    fit_lookahead,
+)
 from specdec.decode.drafters.prompt_lookup import NgramIndex, PromptLookupProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
-from specdec.decode.ngram_options import (
-    LookaheadConfig,
-    LookupOptions,
-    choose_lookahead,
-    fit_lookahead,
-    read_lookup_options,
-)
 from specdec.decode.requests import Request, Result
 from specdec.engine.tree import Tree, TreeBuilder, build_tree_mask, pack_beams
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import METHODS
+from specdec.methods.lookahead import LookaheadConfig
+from specdec.methods.prompt_lookup import LookupOptions
+from specdec.methods.prompt_lookup import read_options as read_lookup_options
 from specdec.run.pipeline import check_flags, run_engine
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_tokenizer
@@ -327,7 +329,7 @@ def settings(**values: Any) -> RunSettings:
 def test_flags_of_prompt_lookup() -> None:
     assert read_lookup_options(settings()) is None
     assert read_lookup_options(settings(prompt_lookup_config="[10,2,[0,1]]")) == LookupOptions(
-        num_tokens=10, max_ngram_size=2, devices=(0, 1)
+        num_tokens=10, max_ngram_size=2, target_devices=(0, 1)
     )
     named = settings(prompt_lookup_num_tokens=8)
     assert read_lookup_options(named) == LookupOptions(num_tokens=8, max_ngram_size=4)

@@ -24,11 +24,13 @@ from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options, generate
-from specdec.decode.ngram_options import LookaheadConfig, LookupOptions
-from specdec.decode.prompts import make_requests, read_prompts
+from specdec.decode.prompts import make_requests
 from specdec.decode.requests import ActiveRequest, Request, Result
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
+from specdec.methods.lookahead import LookaheadConfig
+from specdec.methods.prompt_lookup import LookupOptions
+from specdec.run.prompts import read_prompts
 from specdec.run.settings import RunSettings
 from specdec.storage import TensorFile
 from tests.conftest import (

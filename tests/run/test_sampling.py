@@ -23,7 +23,6 @@ from specdec.decode.accept import Candidates, accept_batch
 from specdec.decode.drafters.eagle import DynamicTree, Level, StaticTree
 from specdec.decode.drafters.lookahead import Lookahead
 from specdec.decode.drafters.prompt_lookup import NgramIndex
-from specdec.decode.ngram_options import LookaheadConfig
 from specdec.decode.sampling import (
     CHOICE,
     DRAFT,
@@ -34,6 +33,7 @@ from specdec.decode.sampling import (
     process_logits,
 )  # fmt: skip
 from specdec.engine.tree import Tree, make_root, pack_beams
+from specdec.methods.lookahead import LookaheadConfig
 from tests.conftest import make_llama
 from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
 

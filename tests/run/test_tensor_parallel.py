@@ -23,13 +23,14 @@ from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options
-from specdec.decode.ngram_options import LookaheadConfig, LookupOptions
 from specdec.decode.ranks import processes as ranks_module
 from specdec.decode.ranks.part import choose_device
 from specdec.decode.ranks.processes import end_ranks
 from specdec.decode.requests import Request, Result
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError
+from specdec.methods.lookahead import LookaheadConfig
+from specdec.methods.prompt_lookup import LookupOptions
 from tests.conftest import (
     ROOT,
     make_drafter,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,6 +16,10 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import Graphs
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import Tree, make_root
+from specdec.methods import DrafterParams
+
+if TYPE_CHECKING:
+    from specdec.decode.engine import TorchEngine
 
 
 class Proposer(Protocol):
@@ -52,6 +57,24 @@ class PromptFollower(Protocol):
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Let `row` start over with what is known of the first `length` tokens of row `source`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftContext:
+    """What a drafter's `make_proposer` works with.
+
+    decoder: the target's. params, weights: of the drafter in the target's checkpoint, by canonical
+    name, the target's own beside them. options: what `Method.read` made of the settings, None where
+    nothing is asked for. engine: the target's, for drafters without weights in its checkpoint.
+    tokenizer: the target's, to be compared with a draft model's; None where there is none.
+    """
+
+    decoder: Decoder
+    params: DrafterParams | None = None
+    weights: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    options: Any = None
+    engine: TorchEngine | None = None
+    tokenizer: Any = None
 
 
 def get_graphs(decoder: Decoder) -> Graphs | None:

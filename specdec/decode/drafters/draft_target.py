@@ -14,15 +14,47 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
+from specdec.decode.devices import check_devices
+from specdec.decode.drafters.base import DraftContext
 from specdec.decode.drafters.pacing import DraftLength
 from specdec.decode.plain_ahead import run_tokens
 from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
+from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
+from specdec.errors import SpecDecError
+from specdec.methods.draft_target import DraftOptions
+
+
+def make_proposer(context: DraftContext) -> DraftTargetProposer:
+    """Load the draft model's engine and compare its vocabulary with the target's."""
+    from specdec.decode.engine import TorchEngine
+
+    target, options = context.engine, context.options
+    assert target is not None
+    if options is None:
+        raise SpecDecError(
+            f"{target.folder} was built for a draft model, and none is given",
+            "give --draft-engine-dir, --prompt-lookup-num-tokens to draft from the text itself,"
+            " or --no-speculation to decode without",
+        )
+    assert isinstance(options, DraftOptions)
+    draft = TorchEngine(
+        options.engine_dir, device=target.device.type, devices=options.draft_devices
+    )
+    check_devices("draft", options.draft_devices, draft)
+    check_devices("target", options.target_devices, target)
+    target_tokens, draft_tokens = (
+        ModelTokens(engine.folder, engine.config.checkpoint.model.vocab_size,
+                    engine.config.vocabulary)
+        for engine in (target, draft)
+    )  # fmt: skip
+    check_vocabularies(target_tokens, draft_tokens, context.tokenizer, options.tokenizer_dir)
+    return target.attach_draft(draft, draft_len=options.draft_len, use_logits=options.use_logits)
 
 
 class DraftTargetProposer:

@@ -8,21 +8,15 @@ of a tree are written after them and are dropped with it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import get_graphs, list_rows
-from specdec.decode.drafters.trees import (
-    DEFAULT_CPU_TOKENS,
-    Choices,
-    check_paths,
-    grow_choices,
-    parse_paths,
-)
+from specdec.decode.drafters.base import DraftContext, get_graphs, list_rows
+from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, check_paths, grow_choices
 from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import POSITION_BLOCK, Decoder, Step
@@ -32,7 +26,8 @@ from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree
 from specdec.errors import SpecDecError
-from specdec.methods.eagle import EagleParams
+from specdec.methods.base import Choices
+from specdec.methods.eagle import EagleOptions, EagleParams
 
 FLAG = "--eagle-choices"
 # The tree that EAGLE-1's authors measured with, `mc_sim_7b_63` in their code.
@@ -45,11 +40,6 @@ PUBLISHED_CHOICES: Choices = (
 )  # fmt: skip
 DEFAULT_CPU_TOP_K = 4
 MAX_PASS_TOKENS = 8192  # of one pass over pairs of prompts
-
-
-def parse_choices(text: str) -> Choices:
-    """Read `--eagle-choices`, a JSON list of paths; raise UsageError for anything else."""
-    return parse_paths(text, FLAG)
 
 
 def check_choices(choices: Choices, params: EagleParams) -> None:
@@ -293,14 +283,14 @@ class _TrueFeatures:
         return self.net.forward(step, self.features[rows, to_device(step.positions, device)], cache)
 
 
-def make_proposer(
-    params: EagleParams, weights: Mapping[str, Tensor], decoder: Decoder
-) -> EagleProposer:
-    """Lay out the drafter, with a tree that is small on a CPU."""
+def make_proposer(context: DraftContext) -> EagleProposer:
+    """Lay out the drafter, with the trees that are asked for, or others that are small on a CPU."""
+    params, decoder = context.params, context.decoder
+    assert isinstance(params, EagleParams)
     num_run = params.max_draft_len + params.num_eagle_layers * params.max_non_leaves_per_layer
     net = EagleNet(
         params,
-        weights,
+        context.weights,
         decoder.model,
         num_positions=decoder.num_positions + num_run + POSITION_BLOCK,
         device=decoder.device,
@@ -310,13 +300,15 @@ def make_proposer(
     )
     if (graphs := get_graphs(decoder)) is not None:
         net.decoder.graphs = StepGraphs(graphs)
-    return EagleProposer(net, decoder)
+    return EagleProposer(net, decoder, context.options)
 
 
 class EagleProposer:
     """Proposes a static or a dynamic tree; keeps the target's features of all committed tokens."""
 
-    def __init__(self, net: EagleNet, decoder: Decoder) -> None:
+    def __init__(
+        self, net: EagleNet, decoder: Decoder, options: EagleOptions | None = None
+    ) -> None:
         self.net = net
         self.params = net.params
         self._decoder = decoder
@@ -332,9 +324,13 @@ class EagleProposer:
                     "convert again with the drafter that was trained for this target",
                 )
             decoder.observed_layers = eagle3.aux_layers
-            self.use_dynamic_tree()
+        if options is None:
+            choices = None if eagle3 is not None else self._choose_static()
+            options = EagleOptions(choices=choices)
+        if options.choices is None:
+            self.use_dynamic_tree(options.top_k, options.num_tokens)
         else:
-            self.use_choices(self._choose_static())
+            self.use_choices(options.choices)
 
     def use_choices(self, choices: Choices) -> None:
         """Propose this tree of ranks from now on; raise SpecDecError if the engine has no room."""

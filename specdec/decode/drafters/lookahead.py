@@ -29,13 +29,69 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.ngram_options import LookaheadConfig
+from specdec.decode.drafters.base import DraftContext
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import Tree, TreeBuilder
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods.lookahead import METHOD, LookaheadConfig
 
 if TYPE_CHECKING:
     from specdec.engine.decoder import Decoder
+
+
+def make_proposer(context: DraftContext) -> LookaheadProposer:
+    """Open the window that is asked for, or the largest that the engine has room for."""
+    assert context.engine is not None
+    build = context.engine.config.build
+    window = choose_lookahead(context.options, build.speculative_decoding_mode, build.max_draft_len)
+    assert window is not None
+    return LookaheadProposer(window, context.engine.decoder)
+
+
+def choose_lookahead(
+    config: LookaheadConfig | None, mode: str | None, max_draft_len: int
+) -> LookaheadConfig | None:
+    """Return the window of a lookahead engine, None for an engine of another mode.
+
+    What is not given is the largest [n,n,n] that the engine has room for. SpecDecError where it
+    has no room, and UsageError for a window that an engine has no use for.
+    """
+    wanted = METHOD.mode
+    if mode != wanted:
+        if config is not None:
+            raise UsageError(
+                f"--lookahead-config has no effect with an engine that was built with"
+                f" speculative_decoding_mode {mode}",
+                f"build it from a plain checkpoint with --speculative-decoding-mode {wanted}"
+                f" --max-draft-len {config.max_draft_tokens}",
+            )
+        return None
+    config = config or _find_largest(max_draft_len)
+    if config.max_draft_tokens > max_draft_len:
+        raise SpecDecError(
+            f"lookahead {config} drafts {config.max_draft_tokens} tokens a step, the engine was"
+            f" built with max_draft_len {max_draft_len}",
+            "give a smaller --lookahead-config, or build with --max-draft-len"
+            f" {config.max_draft_tokens}",
+        )
+    return config
+
+
+def _find_largest(max_draft_len: int) -> LookaheadConfig:
+    size = 2
+    while LookaheadConfig(size + 1, size + 1, size + 1).max_draft_tokens <= max_draft_len:
+        size += 1
+    return LookaheadConfig(size, size, size)
+
+
+def fit_lookahead(max_draft_len: int) -> LookaheadConfig:
+    """The window of exactly so many draft tokens whose three sizes are the most alike."""
+    total = max_draft_len + 1  # (W + G) (N - 1)
+    sizes = [n for n in range(2, total + 1) if total % (n - 1) == 0 and total // (n - 1) > 1]
+    size = min(sizes, key=lambda n: abs(total // (n - 1) - 2 * n))
+    columns = total // (size - 1)
+    return LookaheadConfig(columns - columns // 2, size, columns // 2)
 
 
 class NgramPool:

@@ -6,33 +6,20 @@ probable token of head 1 below the most probable one of head 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.decode.drafters.base import StateProposer, get_graphs
-from specdec.decode.drafters.trees import (
-    DEFAULT_CPU_TOKENS,
-    Choices,
-    check_paths,
-    grow_choices,
-    parse_paths,
-)
-from specdec.engine.decoder import Decoder
+from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs
+from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, check_paths, grow_choices
 from specdec.engine.graphs import Graphs
 from specdec.engine.medusa import MedusaHeads
 from specdec.engine.transfers import Array
 from specdec.engine.tree import IntArray, Tree
+from specdec.methods.base import Choices
 from specdec.methods.medusa import MedusaParams
 
 FLAG = "--medusa-choices"
-
-
-def parse_choices(text: str) -> Choices:
-    """Read `--medusa-choices`, a JSON list of paths; raise UsageError for anything else."""
-    return parse_paths(text, FLAG)
 
 
 def check_choices(choices: Choices, params: MedusaParams, vocab_size: int) -> None:
@@ -75,15 +62,21 @@ class ChoiceTree:
         return Tree(np.concatenate(([root], ranked[self.columns])), self.parents, self.depths)
 
 
-def make_proposer(
-    params: MedusaParams, weights: Mapping[str, Tensor], decoder: Decoder
-) -> MedusaProposer:
-    """Lay out the heads, with a tree that is small on a CPU and the largest allowed elsewhere."""
-    heads = MedusaHeads(params, weights, prepack=decoder.is_prepacked, kernels=decoder.kernels)
-    num_tokens = params.max_draft_len
-    if decoder.device.type == "cpu":
-        num_tokens = min(num_tokens, DEFAULT_CPU_TOKENS)
-    choices = grow_choices(params.num_heads, num_tokens, heads.vocab_size)
+def make_proposer(context: DraftContext) -> MedusaProposer:
+    """Lay out the heads, with the tree that is asked for.
+
+    Else with one that is small on a CPU, and the largest allowed elsewhere.
+    """
+    params, decoder, choices = context.params, context.decoder, context.options
+    assert isinstance(params, MedusaParams)
+    heads = MedusaHeads(
+        params, context.weights, prepack=decoder.is_prepacked, kernels=decoder.kernels
+    )
+    if choices is None:
+        num_tokens = params.max_draft_len
+        if decoder.device.type == "cpu":
+            num_tokens = min(num_tokens, DEFAULT_CPU_TOKENS)
+        choices = grow_choices(params.num_heads, num_tokens, heads.vocab_size)
     return MedusaProposer(heads, choices, get_graphs(decoder))
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
-from specdec.decode.drafters.base import StateProposer, get_graphs
-from specdec.engine.decoder import Decoder
+from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs
 from specdec.engine.graphs import Graphs
 from specdec.engine.redrafter import ReDrafterHead
 from specdec.engine.transfers import Array
@@ -16,14 +13,14 @@ from specdec.methods.redrafter import ReDrafterParams
 from specdec.tensors import EMBEDDING
 
 
-def make_proposer(
-    params: ReDrafterParams, weights: Mapping[str, Tensor], decoder: Decoder
-) -> ReDrafterProposer:
+def make_proposer(context: DraftContext) -> ReDrafterProposer:
     """Lay out the drafter beside the target whose embedding it shares."""
+    params, decoder = context.params, context.decoder
+    assert isinstance(params, ReDrafterParams)
     head = ReDrafterHead(
         params,
-        weights,
-        weights[EMBEDDING],
+        context.weights,
+        context.weights[EMBEDDING],
         prepack=decoder.is_prepacked,
         kernels=decoder.kernels,
     )

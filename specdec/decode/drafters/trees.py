@@ -6,13 +6,11 @@ The path [0, 2] is the third most probable token after the most probable one.
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections.abc import Callable
 
-from specdec.errors import UsageError, raise_problems
-
-Choices = tuple[tuple[int, ...], ...]
+from specdec.errors import raise_problems
+from specdec.methods.base import Choices
 
 # Draft tokens of a tree that nobody chose, on a CPU: there a verify step over 8 tokens costs half
 # as much again as over one, over 32 three times as much (benchmarks/RESULTS.md).
@@ -21,22 +19,6 @@ DEFAULT_CPU_TOKENS = 7
 # probability 0.6 * 0.8 ** i, and that of rank r (from 0) is so 1 / (r + 1) ** 2 times as often.
 FIRST_ACCURACY = 0.6
 ACCURACY_DECAY = 0.8
-
-
-def parse_paths(text: str, flag: str) -> Choices:
-    """Read a flag's value, a JSON list of paths; raise UsageError for anything else."""
-    hint = "give a JSON list of paths of ranks, such as '[[0], [0, 0], [1]]'"
-    try:
-        listed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{flag} is no JSON: {error}", hint) from None
-    if not isinstance(listed, list) or not listed:
-        raise UsageError(f"{flag} is {text[:80]}, not a list of paths", hint)
-    for path in listed:
-        is_path = isinstance(path, list) and bool(path)
-        if not is_path or not all(type(rank) is int and rank >= 0 for rank in path):
-            raise UsageError(f"{flag}: {json.dumps(path)[:80]} is no path", hint)
-    return tuple(tuple(path) for path in listed)
 
 
 def check_paths(

@@ -1,0 +1,50 @@
+"""Prompts from flags and files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from specdec.decode.prompts import read_line, read_lines
+from specdec.errors import SpecDecError, UsageError
+
+from .settings import RunSettings
+
+STDIN = Path("-")
+
+
+def read_prompts(settings: RunSettings) -> list[dict[str, Any]]:
+    """Return one object a prompt with the keys of a .jsonl line."""
+    if bool(settings.input_text) == (settings.input_file is not None):
+        raise UsageError(
+            "give exactly one of --input-text and --input-file",
+            'for example --input-text "def main():"',
+        )
+    if settings.input_file is None:
+        return [{"prompt": text} for text in settings.input_text]
+    path = settings.input_file
+    if path == STDIN:
+        lines = _read_stdin()
+        suffix = ".jsonl" if lines and lines[0].lstrip().startswith("{") else ".txt"
+    else:
+        lines, suffix = read_lines(path, "--input-file"), path.suffix
+    if suffix == ".jsonl":
+        prompts = [
+            read_line(f"{path} line {n}", line) for n, line in enumerate(lines, 1) if line.strip()
+        ]
+    elif suffix == ".txt":
+        prompts = [{"prompt": line} for line in lines if line.strip()]
+    else:
+        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
+    if not prompts:
+        raise SpecDecError(f"{path} holds no prompt", "write one prompt a line")
+    return prompts
+
+
+def _read_stdin() -> list[str]:
+    """Lines of stdin: request objects if the first one starts with a brace, else texts."""
+    try:
+        return [line for line in sys.stdin.read().split("\n") if line.strip()]
+    except UnicodeDecodeError:
+        raise SpecDecError("stdin is not UTF-8 text", "convert it to UTF-8") from None
