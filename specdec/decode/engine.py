@@ -26,7 +26,7 @@ from specdec.engine.layout import (
     load_weights,
     read_engine_config,
 )
-from specdec.errors import raise_problems
+from specdec.errors import UsageError, raise_problems
 from specdec.methods import EXTERNAL_METHODS
 from specdec.tensors import EMBEDDING
 
@@ -50,10 +50,23 @@ class TorchEngine:
         """recorder: of graphs, for devices that have none of their own."""
         began = time.perf_counter()
         self.config: EngineConfig = read_engine_config(folder)
-        checkpoint = self.config.checkpoint
-        model = checkpoint.model
+        model = self.config.checkpoint.model
         self.device = choose_device(device, model.tp_size, devices)
-        ranks = open_ranks(model.tp_size)  # they start while this one loads
+        self._draft: TorchEngine | None = None
+        self._ranks = open_ranks(model.tp_size)  # they start while this one loads
+        if self._ranks is not None:
+            self._ranks.join()
+        try:
+            self._load(folder, recorder, speculate=speculate)
+        except BaseException:
+            self.close()
+            raise
+        self.load_seconds = time.perf_counter() - began
+        self.timing = Timing()
+
+    def _load(self, folder: Path, recorder: Recorder | None, *, speculate: bool) -> None:
+        ranks, checkpoint = self._ranks, self.config.checkpoint
+        model = checkpoint.model
         options = list_options(self.config, folder, self.device)
         weights = load_weights(
             folder, self.config, self.device, drafts=speculate,
@@ -72,22 +85,18 @@ class TorchEngine:
             self.decoder.graphs = StepGraphs(self.graphs)
         self.method = "plain"
         self.proposer: Proposer = PlainProposer()
-        self._draft: TorchEngine | None = None
         if checkpoint.method is not None and speculate:
             self.method = checkpoint.method.name
             if ranks is not None and model.use_parallel_embedding:
                 # Drafters run on this rank alone.
                 weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
             self.proposer = make_proposer(checkpoint, weights, self.decoder)
-        self.load_seconds = time.perf_counter() - began
-        self.timing = Timing()
 
     def check_requests(self, requests: Sequence[Request]) -> None:
         """Raise SpecDecError that lists every request beyond the engine's limits."""
         build, vocab_size = self.config.build, self.config.checkpoint.model.vocab_size
-        max_seq_len, max_input_len = build.max_seq_len, build.max_input_len
+        max_seq_len, max_input_len = self.max_seq_len, build.max_input_len
         if self._draft is not None:
-            max_seq_len = min(max_seq_len, self._draft.config.build.max_seq_len)
             max_input_len = min(max_input_len, self._draft.config.build.max_input_len)
         problems = []
         for request in requests:
@@ -163,17 +172,40 @@ class TorchEngine:
         The engine's own limits take the place of those in `options`.
         """
         self.check_requests(requests)
-        build = self.config.build
-        options = dataclasses.replace(
-            options or Options(),
-            max_num_tokens=build.max_num_tokens,
-            max_batch_size=build.max_batch_size,
-        )
+        options = self.fill_options(options or Options())
         num_known = self.graphs.num_recorded if self.graphs is not None else 0
         results = generate(self.decoder, self.proposer, requests, options, self.timing)
         if self.graphs is not None and self.graphs.num_recorded > num_known:
             logger.info("graphs: %s", self.graphs.describe())
         return results
+
+    def close(self) -> None:
+        """End the other ranks, unless another engine uses them, and those of the draft engine."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.leave()
+        if self._draft is not None:
+            self._draft.close()
+
+    def lower_limits(self, *, max_batch_size: int | None, max_seq_len: int | None) -> None:
+        """Take fewer or shorter requests than the engine was built for; None leaves a limit."""
+        given = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
+        lower = {name: value for name, value in given.items() if value is not None}
+        build = self.config.build
+        for name, value in lower.items():
+            if not 1 <= value <= getattr(build, name):
+                raise UsageError(
+                    f"{name} is {value}, the engine was built for 1 to {getattr(build, name)}",
+                    f"give a number up to {getattr(build, name)}, or build a larger engine",
+                )
+        self.config = dataclasses.replace(self.config, build=dataclasses.replace(build, **lower))
+
+    def fill_options(self, options: Options) -> Options:
+        """The options with the engine's own limits in place of theirs."""
+        build = self.config.build
+        return dataclasses.replace(
+            options, max_num_tokens=build.max_num_tokens, max_batch_size=build.max_batch_size
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return method, backend, device, dtype and tp_size, as statistics name them."""
@@ -194,6 +226,14 @@ class TorchEngine:
 
     def load(self) -> None:
         """Nothing: an engine of torch is loaded when it is made."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of a prompt and its output, by the shorter of the engine and its draft engine."""
+        lengths = [self.config.build.max_seq_len]
+        if self._draft is not None:
+            lengths.append(self._draft.config.build.max_seq_len)
+        return min(lengths)
 
     @property
     def num_reused_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.decode.devices import check_devices
-from specdec.decode.draft_options import adapts_drafts, read_draft_options
+from specdec.decode.draft_options import DraftOptions, adapts_drafts, read_draft_options
 from specdec.decode.drafters import eagle, medusa
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
@@ -39,6 +39,18 @@ def load_engine(settings: DecodeSettings, tokenizer: Any) -> TorchEngine:
         devices=devices,
         speculate=not settings.no_speculation,
     )
+    try:
+        choose_drafter(engine, settings, options, tokenizer)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def choose_drafter(
+    engine: TorchEngine, settings: DecodeSettings, options: DraftOptions | None, tokenizer: Any
+) -> None:
+    """Let an engine's own drafter draft as it is asked to, or another."""
     if settings.medusa_choices is not None:
         if not isinstance(engine.proposer, medusa.MedusaProposer):
             raise UsageError(
@@ -59,21 +71,24 @@ def load_engine(settings: DecodeSettings, tokenizer: Any) -> TorchEngine:
             )
         if adapts_drafts(settings):
             adapt_drafts(engine, settings)
-        return engine
+        return
     assert settings.draft_engine_dir is not None
     draft = TorchEngine(
         settings.draft_engine_dir, device=settings.device, devices=options.draft_devices
     )
-    check_devices("draft", options.draft_devices, draft)
-    check_devices("target", options.target_devices, engine)
-    pairs = ((settings.engine_dir, engine.config), (settings.draft_engine_dir, draft.config))
-    target_tokens, draft_tokens = (
-        ModelTokens(folder, config.checkpoint.model.vocab_size, config.vocabulary)
-        for folder, config in pairs
-    )
-    check_vocabularies(target_tokens, draft_tokens, tokenizer, settings.draft_tokenizer_dir)
-    engine.attach_draft(draft, draft_len=options.draft_len, use_logits=options.use_logits)
-    return engine
+    try:
+        check_devices("draft", options.draft_devices, draft)
+        check_devices("target", options.target_devices, engine)
+        pairs = ((settings.engine_dir, engine.config), (settings.draft_engine_dir, draft.config))
+        target_tokens, draft_tokens = (
+            ModelTokens(folder, config.checkpoint.model.vocab_size, config.vocabulary)
+            for folder, config in pairs
+        )
+        check_vocabularies(target_tokens, draft_tokens, tokenizer, settings.draft_tokenizer_dir)
+        engine.attach_draft(draft, draft_len=options.draft_len, use_logits=options.use_logits)
+    except BaseException:
+        draft.close()
+        raise
 
 
 def choose_eagle_tree(engine: TorchEngine, settings: DecodeSettings) -> None:

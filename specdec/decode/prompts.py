@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,19 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str,
         raise SpecDecError(
             f"{where} needs exactly one of {', '.join(sources)}", 'write {"prompt": "..."}'
         )
-    problems = [
-        (f"{where}: {key} is {entry[key]!r}, not {expected}", f"mend {key}")
-        for key, (is_good, expected) in CHECKS.items()
-        if key in entry and not is_good(entry[key])
-    ]
-    raise_problems(problems)
+    check_values(where, entry)
     return entry
+
+
+def check_values(where: str, entry: Mapping[str, Any]) -> None:
+    """Raise SpecDecError that lists the keys of a request object whose values are of no use."""
+    raise_problems(
+        [
+            (f"{where}: {key} is {entry[key]!r}, not {expected}", f"correct {key}")
+            for key, (is_good, expected) in CHECKS.items()
+            if key in entry and not is_good(entry[key])
+        ]
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -119,10 +125,17 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
 
 
 def make_requests(
-    prompts: Sequence[dict[str, Any]], settings: DecodeSettings, tokenizer: Any
+    prompts: Sequence[dict[str, Any]],
+    settings: DecodeSettings,
+    tokenizer: Any,
+    end_ids: frozenset[int] | None = None,
 ) -> list[Request]:
-    """Tokenize prompts; a prompt's own settings win over the flags."""
-    end_ids = find_end_ids(settings, tokenizer)
+    """Tokenize prompts; a prompt's own settings win over the flags.
+
+    end_ids: tokens that end a request, where they are known already.
+    """
+    if end_ids is None:
+        end_ids = find_end_ids(settings, tokenizer)
     temperatures = read_temperatures(settings, len(prompts))
     typical = read_typical_rule(settings)
     if not 0 < settings.top_p <= 1:
