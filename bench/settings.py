@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.decode.settings import EAGLE_OPTIONS, DecodeSettings
 from specdec.errors import UsageError
-from specdec.settings import setting
+from specdec.settings import require, setting
 
 # Options of specdec-run that say who drafts and how; they mean the same here.
 DRAFT_OPTIONS = (
@@ -62,11 +62,15 @@ class EngineSettings(PromptSettings):
     max_matching_ngram_size: int | None = _like("max_matching_ngram_size")
 
     def to_decode(self) -> DecodeSettings:
-        """Return the settings of specdec-run that load the same engine in the same way."""
+        """Return what loads the same engine as specdec-run would; --engine-dir is required."""
+        from specdec.tokenizer import find_tokenizer
+
+        require(self, "engine_dir")
+        assert self.engine_dir is not None
         shared = {name: getattr(self, name) for name in DRAFT_OPTIONS}
         return DecodeSettings(
-            engine_dir=self.engine_dir, tokenizer_dir=self.tokenizer_dir, device=self.device,
-            max_output_len=self.max_output_len, **shared,
+            engine_dir=self.engine_dir, device=self.device, max_output_len=self.max_output_len,
+            tokenizer_dir=find_tokenizer(self.engine_dir, self.tokenizer_dir), **shared,
         )  # fmt: skip
 
 

@@ -51,15 +51,20 @@ def run_engine(
             return None
     draft_options = read_draft_options(settings)
     from specdec.decode.prompts import make_requests
-    from specdec.tokenizer import load_tokenizer
+    from specdec.tokenizer import find_tokenizer, load_tokenizer
 
     from .prompts import read_prompts
 
     prompts = read_prompts(settings)
+    folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
+    settings = dataclasses.replace(settings, tokenizer_dir=folder)
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
     requests = make_requests(prompts, settings, tokenizer)
     if settings.streaming and tokenizer is None:
-        raise UsageError("--streaming needs --tokenizer-dir", "give the base model's folder")
+        raise UsageError(
+            "--streaming needs a tokenizer, and the engine holds none",
+            "give the base model's folder as --tokenizer-dir, here or to specdec-build",
+        )
     engine = load_any_engine(settings, draft_options, tokenizer)
     about = engine.describe()
     engine.check_requests(requests)

@@ -12,6 +12,7 @@ import numpy as np
 from specdec.errors import SpecDecError
 from specdec.processes import call_run
 from specdec.storage import Array, TensorFile
+from specdec.tokenizer import find_tokenizer
 
 from .settings import VerifySettings
 
@@ -36,8 +37,15 @@ def run_engine(
     logits: [output tokens, V] in float32; an empty list unless they are to be kept.
     """
     arguments = ["--engine-dir", str(settings.engine_dir), "--device", settings.device, *flags]
+    compares_tokenizers = speculate and settings.draft_tokenizer_dir is not None
     if tokenizer_dir is not None:
         arguments += ["--tokenizer-dir", tokenizer_dir]
+    elif compares_tokenizers:
+        arguments += ["--tokenizer-dir", str(settings.model_dir)]
+    if tokenizer_dir is None:
+        assert settings.engine_dir is not None
+        if compares_tokenizers or find_tokenizer(settings.engine_dir) is not None:
+            arguments += ["--end-id", NO_TOKEN]  # such a tokenizer must not end texts
     if not speculate:
         arguments += ["--no-speculation"]
     elif settings.draft_engine_dir is not None:
@@ -46,8 +54,6 @@ def run_engine(
         arguments += ["--use-logits"] if settings.use_logits else []
         if settings.draft_tokenizer_dir is not None:
             arguments += ["--draft-tokenizer-dir", settings.draft_tokenizer_dir]
-            if tokenizer_dir is None:  # needed for the comparison, but it must not end texts
-                arguments += ["--tokenizer-dir", str(settings.model_dir), "--end-id", NO_TOKEN]
     if speculate:
         for name in PASSED_ON:
             value = getattr(settings, name)

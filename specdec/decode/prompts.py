@@ -150,7 +150,10 @@ def make_requests(
         stop = prompt.get("stop", settings.stop_words)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if stop and tokenizer is None:
-            raise UsageError("stop words need --tokenizer-dir", "give the base model's folder")
+            raise UsageError(
+                "stop words need a tokenizer, and the engine holds none",
+                "give the base model's folder as --tokenizer-dir, here or to specdec-build",
+            )
         top_k, top_p = prompt.get("top_k", settings.top_k), prompt.get("top_p", settings.top_p)
         default = temperatures[index] if temperatures else float(top_k > 0 or top_p < 1)
         requests.append(
@@ -202,7 +205,10 @@ def encode_prompt(
     if ids is not None:
         return (tokenizer.decode(ids) if tokenizer is not None else ""), ids
     if tokenizer is None:
-        raise UsageError("text prompts need --tokenizer-dir", "give the base model's folder")
+        raise UsageError(
+            "text prompts need a tokenizer, and the engine holds none",
+            "give the base model's folder as --tokenizer-dir, here or to specdec-build",
+        )
     text = prompt.get("prompt", "")
     messages = prompt.get("messages")
     if messages is None and settings.apply_chat_template:

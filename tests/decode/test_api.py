@@ -287,7 +287,7 @@ def test_options_are_checked(folder: Path) -> None:
 def test_prompts_are_checked_before_anything_is_decoded(folder: Path) -> None:
     with load(folder, max_seq_len=40) as engine:
         assert engine.max_seq_len == 40
-        with pytest.raises(SpecDecError, match=r"2 problems: .*prompt 0 is empty.*prompt 1 has 50"):
+        with pytest.raises(SpecDecError, match=r"3 problems: .*prompt 0 is empty.*prompt 1 has 50"):
             engine.generate([[], [5] * 50])
         with pytest.raises(SpecDecError, match="prompt 0 has 3 tokens and asks for 100 more"):
             engine.stream([5, 6, 7])

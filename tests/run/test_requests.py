@@ -359,7 +359,7 @@ class FakeTokenizer:
         ({"top_p": 1.5}, "--top-p is 1.5"),
         ({"random_seed": 2**64}, "--random-seed is 18446744073709551616"),
         ({"stop_words": [""]}, "holds an empty text"),
-        ({"stop_words": ["a"]}, "stop words need --tokenizer-dir"),
+        ({"stop_words": ["a"]}, "stop words need a tokenizer"),
     ],
 )
 def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
