@@ -37,6 +37,7 @@ class TorchEngine:
     """An engine folder in memory, on one device or on one of every rank."""
 
     name = "torch"
+    tells_origins = True
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class TorchEngine:
     def lower_limits(self, *, max_batch_size: int | None, max_seq_len: int | None) -> None:
         """Take fewer or shorter requests than the engine was built for; None leaves a limit."""
         given = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
-        lower = {name: value for name, value in given.items() if value is not None}
+        lower: dict[str, Any] = {name: n for name, n in given.items() if n is not None}
         build = self.config.build
         for name, value in lower.items():
             if not 1 <= value <= getattr(build, name):

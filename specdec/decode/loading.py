@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from specdec.decode.devices import check_devices
@@ -79,16 +80,22 @@ def choose_drafter(
     try:
         check_devices("draft", options.draft_devices, draft)
         check_devices("target", options.target_devices, engine)
-        pairs = ((settings.engine_dir, engine.config), (settings.draft_engine_dir, draft.config))
-        target_tokens, draft_tokens = (
-            ModelTokens(folder, config.checkpoint.model.vocab_size, config.vocabulary)
-            for folder, config in pairs
-        )
-        check_vocabularies(target_tokens, draft_tokens, tokenizer, settings.draft_tokenizer_dir)
+        check_vocabularies(
+            describe_tokens(settings.engine_dir, engine),
+            describe_tokens(settings.draft_engine_dir, draft),
+            tokenizer, settings.draft_tokenizer_dir,
+        )  # fmt: skip
         engine.attach_draft(draft, draft_len=options.draft_len, use_logits=options.use_logits)
     except BaseException:
         draft.close()
         raise
+
+
+def describe_tokens(folder: Path | None, engine: TorchEngine) -> ModelTokens:
+    """What is known of the tokens of an engine."""
+    assert folder is not None
+    config = engine.config
+    return ModelTokens(folder, config.checkpoint.model.vocab_size, config.vocabulary)
 
 
 def choose_eagle_tree(engine: TorchEngine, settings: DecodeSettings) -> None:

@@ -531,9 +531,6 @@ def test_logits_file(folder: Path, tmp_path: Path) -> None:
     failed = run(folder, *flags)
     assert failed.returncode == 2
     assert "needs a place" in read_error_lines(failed.stderr)[0]
-    clash = run(folder, "--input-text", "a", "--streaming", "--json")
-    assert clash.returncode == 2
-    assert "cannot come in pieces" in read_error_lines(clash.stderr)[0]
 
 
 def test_ctrl_c_shows_what_was_done(folder: Path, tmp_path: Path) -> None:
