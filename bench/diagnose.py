@@ -48,16 +48,16 @@ class Observed:
 
 def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
     """Return the causes for each batch size, with what they were found by."""
-    require(settings, "engine_dir", "tokenizer_dir")
+    run_settings = settings.to_decode()
+    require(run_settings, "tokenizer_dir")
     batch_sizes = sorted(read_counts("--batch-sizes", settings.batch_sizes))
     prompts = read_prompt_set(settings.prompts)
-    run_settings = settings.to_decode()
     meter = LoadMeter()
     bench = open_bench(run_settings)
     bench.take_prompts(prompts, run_settings)
     bench.check_batch_sizes(batch_sizes)
     observed = observe_run(bench, max(batch_sizes))
-    suspects = list_suspects(bench, prompts, observed, settings.tokenizer_dir)
+    suspects = list_suspects(bench, prompts, observed, run_settings.tokenizer_dir)
     batches = []
     smallest = None
     for size in batch_sizes:

@@ -19,7 +19,8 @@ MANY_LOOPS = 0.25  # of the texts
 
 def run_bench(settings: BenchSettings) -> dict[str, Any]:
     """Measure, and return the object that `--json` prints."""
-    require(settings, "engine_dir", "tokenizer_dir")
+    run_settings = settings.to_decode()
+    require(run_settings, "tokenizer_dir")
     batch_sizes = read_counts("--batch-sizes", settings.batch_sizes)
     if settings.output is not None:
         check_output_dir(settings.output, force=settings.force, inputs=[])
@@ -28,7 +29,7 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
     from .prompts import read_prompt_set
 
     prompts = read_prompt_set(settings.prompts)
-    run_settings, pair = settings.to_decode(), as_options(settings, DraftTargetDraft)
+    pair = as_options(settings, DraftTargetDraft)
     meter = LoadMeter()
     bench = open_bench(run_settings)
     bench.take_prompts(prompts, run_settings)

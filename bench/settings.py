@@ -9,7 +9,7 @@ from typing import Any
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError
 from specdec.methods import list_options
-from specdec.settings import add_options, get_flags, setting
+from specdec.settings import add_options, get_flags, require, setting
 
 FIELDS = {field.name: field for field in dataclasses.fields(DecodeSettings)}
 
@@ -47,12 +47,16 @@ class EngineSettings(PromptSettings):
     engine_dir: Path | None = _like("engine_dir")
 
     def to_decode(self) -> DecodeSettings:
-        """Return the settings of specdec-run that load the same engine in the same way."""
+        """Return what loads the same engine as specdec-run would; --engine-dir is required."""
+        from specdec.tokenizer import find_tokenizer
+
+        require(self, "engine_dir")
+        assert self.engine_dir is not None
         options = [name for kind in list_options("draft") for name in get_flags(kind)]
         shared = {name: getattr(self, name) for name in options}
         return DecodeSettings(
-            engine_dir=self.engine_dir, tokenizer_dir=self.tokenizer_dir, device=self.device,
-            max_output_len=self.max_output_len, **shared,
+            engine_dir=self.engine_dir, device=self.device, max_output_len=self.max_output_len,
+            tokenizer_dir=find_tokenizer(self.engine_dir, self.tokenizer_dir), **shared,
         )  # fmt: skip
 
 

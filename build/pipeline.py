@@ -11,6 +11,7 @@ from specdec.errors import UsageError
 from specdec.schema import read_checkpoint_config
 from specdec.settings import get_flags, make_unknown_error, require, to_plain
 from specdec.storage import check_output_dir, describe_file, stage_folder, write_manifest
+from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.vocabulary import read_recorded
 
 from .settings import BuildSettings
@@ -96,6 +97,8 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     limits = resolve_limits(settings, checkpoint)
     check_output_dir(settings.output_dir, force=settings.force, inputs=[folder])
     plan = plan_build(settings, checkpoint, folder)
+    vocabulary = read_recorded(folder)
+    tokenizer = settings.tokenizer_dir and check_tokenizer(settings.tokenizer_dir, vocabulary)
     report = {
         "engine_dir": str(settings.output_dir),
         "method": checkpoint.method.name if checkpoint.method else "plain",
@@ -107,9 +110,11 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     sources += [describe_file(source.path) for source in plan.sources]
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
         hashes = write_engine(plan, checkpoint, limits, staged)
+        if tokenizer:
+            copy_tokenizer(tokenizer, staged)
         write_manifest(
             staged, kind="engine", settings=to_plain(settings), sources=sources, hashes=hashes,
-            vocabulary=read_recorded(settings.checkpoint_dir),
+            vocabulary=vocabulary,
         )  # fmt: skip
     seconds = round(time.monotonic() - began, 2)
     logger.info(

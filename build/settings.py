@@ -22,6 +22,11 @@ class BuildSettings:
     backend: str = setting(
         "auto", choices=("auto", "torch", "tensorrt-llm"), help="What executes the engine."
     )
+    tokenizer_dir: str | None = setting(
+        metavar="DIR",
+        help="Copy this tokenizer into the engine, which then needs no --tokenizer-dir to run; a"
+        " folder or a hub id, usually the Hugging Face base model's.",
+    )  # fmt: skip
     speculative_decoding_mode: str | None = setting(
         choices=list_modes(),
         help="Speculation mode; inferred from the checkpoint where it is not given.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from typing import Any
 
 import click
@@ -25,12 +27,25 @@ def command(settings: RunSettings) -> None:
         return follow_launcher()
     from .pipeline import run_engine
 
-    report = run_engine(settings, lambda piece: click.echo(piece, nl=False))
+    lines: list[str] = []
+
+    def write(piece: str) -> None:
+        click.echo(piece, nl=False)
+        lines.append(piece)
+
+    report = run_engine(settings, write)
     if report is None:  # another process has written it
         return None
-    text = json.dumps(report) if settings.json else format_report(report)
-    if not settings.streaming or settings.dry_run:
-        click.echo(text)
+    if settings.json and settings.streaming and not settings.dry_run:
+        rest = {key: value for key, value in report.items() if key != "outputs"}
+        for line in (*({"output": output} for output in report["outputs"]), rest):
+            write(json.dumps(line) + "\n")
+        text = "".join(lines).removesuffix("\n")
+    else:
+        text = json.dumps(report) if settings.json else format_report(report)
+        in_colour = not settings.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        if not settings.streaming or settings.dry_run:
+            click.echo(format_report(report, in_colour=True) if in_colour else text)
     if settings.output_file is not None:
         settings.output_file.write_text(text + "\n", encoding="utf-8")
     if not settings.json and not settings.dry_run:
@@ -45,15 +60,25 @@ def command(settings: RunSettings) -> None:
     end_ranks(is_done=True)
 
 
-def format_report(report: dict[str, Any]) -> str:
-    """The text form: one Input and one Output line a prompt."""
+def format_report(report: dict[str, Any], *, in_colour: bool = False) -> str:
+    """The text form: one Input and one Output line a prompt.
+
+    in_colour: how --show-drafts tells its tokens apart.
+    """
+    from .drafts import format_legend, format_pieces
+
     if "outputs" not in report:
         return "\n".join(f"{key}: {value}" for key, value in report.items())
     lines = []
+    if any("pieces" in output for output in report["outputs"]):
+        lines.append(format_legend(in_colour=in_colour))
     for output in report["outputs"]:
         index = output["index"]
+        text = output["output_text"]
+        if "pieces" in output:
+            text = format_pieces(output["pieces"], in_colour=in_colour)
         lines.append(f'Input [Text {index}]: "{output["input_text"]}"')
-        lines.append(f'Output [Text {index} Beam 0]: "{output["output_text"]}"')
+        lines.append(f'Output [Text {index} Beam 0]: "{text}"')
     return "\n".join(lines)
 
 

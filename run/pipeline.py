@@ -32,7 +32,7 @@ def run_engine(
 ) -> dict[str, Any] | None:
     """Generate for every prompt; return the object that `--json` prints.
 
-    `write` takes pieces of text as they become certain, with `--streaming`. After Ctrl-C, the
+    `write` takes what is to be shown as it becomes certain, with `--streaming`. After Ctrl-C, the
     object holds what was done, and the key `interrupted`. None where the ranks of a TensorRT-LLM
     engine are other processes, the first of which has written everything, or is doing so.
     """
@@ -52,17 +52,24 @@ def run_engine(
             return None
     draft_options = read_draft_options(settings)
     from specdec.decode.prompts import make_requests
-    from specdec.tokenizer import load_tokenizer
+    from specdec.tokenizer import find_tokenizer, load_tokenizer
 
     from .prompts import read_prompts
 
     prompts = read_prompts(settings)
+    folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
+    settings = dataclasses.replace(settings, tokenizer_dir=folder)
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
     requests = make_requests(prompts, settings, tokenizer)
     if settings.streaming and tokenizer is None:
-        raise UsageError("--streaming needs --tokenizer-dir", "give the base model's folder")
+        raise UsageError(
+            "--streaming needs a tokenizer, and the engine holds none",
+            "give the base model's folder as --tokenizer-dir, here or to specdec-build",
+        )
     engine = load_any_engine(settings, draft_options, tokenizer)
     about = engine.describe()
+    if settings.show_drafts:
+        check_shows_drafts(settings, engine, about["method"], tokenizer)
     engine.check_requests(requests)
     if is_typical:
         from specdec.decode.typical import check_typical
@@ -78,7 +85,7 @@ def run_engine(
     results, is_interrupted = generate(engine, requests, settings, tokenizer, write)
     seconds = time.perf_counter() - began
     report: dict[str, Any] = {
-        "outputs": [describe_result(r, tokenizer) for r in results],
+        "outputs": [describe_result(r, tokenizer, settings) for r in results],
         "stats": {**about, **describe_stats(engine, results, seconds, settings)},
     }
     if settings.writes_logits:
@@ -102,9 +109,14 @@ def check_flags(settings: RunSettings) -> None:
             " the output",
             "leave it out; ReDrafter's own beams are chosen by specdec-convert",
         )
-    if settings.streaming and settings.json:
+    if settings.show_drafts and settings.no_speculation:
         raise UsageError(
-            "--streaming and --json: one JSON object cannot come in pieces", "leave one of them out"
+            "--show-drafts has no effect with --no-speculation", "leave one of them out"
+        )
+    if settings.show_drafts and settings.streaming and not settings.json:
+        raise UsageError(
+            "--show-drafts and --streaming: what is rejected is known when a text is complete",
+            "leave --streaming out, or add --json, whose lines tell how each token came",
         )
     for method in METHODS.values():
         method.read(settings)  # what is written wrong is said before anything is loaded
@@ -116,6 +128,24 @@ def check_flags(settings: RunSettings) -> None:
             )
         # So does TensorRT-LLM's page of draft-target ask for acceptance by logits.
         logger.info("logits decide what is accepted, and are not written: give --output-file")
+
+
+def check_shows_drafts(settings: RunSettings, engine: Engine, method: str, tokenizer: Any) -> None:
+    """Raise UsageError where --show-drafts has nothing to show."""
+    if method == "plain":
+        raise UsageError(
+            "--show-drafts has no effect with an engine that runs plain", "leave it out"
+        )
+    if not engine.tells_origins:
+        raise UsageError(
+            f"--show-drafts: TensorRT-LLM does not tell which tokens {method} drafted",
+            "leave it out, or build the engine with --backend torch",
+        )
+    if tokenizer is None and not settings.json:
+        raise UsageError(
+            "--show-drafts needs a tokenizer, and the engine holds none",
+            "give the base model's folder as --tokenizer-dir, or add --json",
+        )
 
 
 def load_any_engine(settings: RunSettings, options: DraftOptions | None, tokenizer: Any) -> Engine:
@@ -152,16 +182,17 @@ def generate(
     """Return the results, and whether Ctrl-C came before they were complete."""
     from specdec.decode.loop import Interrupted, Options
 
-    from .streaming import StreamPrinter
+    from .streaming import JsonPrinter, StreamPrinter
 
     options = Options(
         tokenizer=tokenizer,
         reuse_blocks=settings.kv_cache_enable_block_reuse,
         keep_logits=settings.writes_logits,
+        keep_rejected=settings.show_drafts,
     )
     try:
         if settings.streaming and write is not None:
-            printer = StreamPrinter(write, requests)
+            printer = JsonPrinter(write) if settings.json else StreamPrinter(write, requests)
             options = dataclasses.replace(options, follow_text=True, on_progress=printer.show)
             try:
                 return engine.generate(requests, options), False
@@ -207,13 +238,20 @@ def describe_stats(
     return stats
 
 
-def describe_result(result: Result, tokenizer: Any) -> dict[str, Any]:
-    """One entry of `outputs`."""
+def describe_result(result: Result, tokenizer: Any, settings: RunSettings) -> dict[str, Any]:
+    """One entry of `outputs`; with --show-drafts, the text in pieces too where it is not JSON."""
     from specdec.decode.text import decode_text
+
+    from .drafts import split_pieces
 
     text = result.text
     if text is None:
         text = decode_text(tokenizer, result.output_ids) if tokenizer else ""
+    shown: dict[str, Any] = {}
+    if settings.show_drafts:
+        shown["origins"] = result.origins
+        if not settings.json:
+            shown["pieces"] = split_pieces(result, text, tokenizer)
     return {
         "index": result.request.index,
         "input_text": result.request.input_text,
@@ -221,6 +259,7 @@ def describe_result(result: Result, tokenizer: Any) -> dict[str, Any]:
         "output_ids": result.output_ids,
         "output_text": text,
         "finish_reason": result.finish_reason,
+        **shown,
         "stats": result.stats.to_json(),
     }
 

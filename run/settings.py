@@ -25,7 +25,15 @@ class PromptSettings:
 class RunSettings(DecodeSettings, PromptSettings):
     """One field is one flag and one recipe key."""
 
-    streaming: bool = setting(False, kind="flag", help="Print text as it becomes certain.")
+    streaming: bool = setting(
+        False, kind="flag",
+        help="Print text as it becomes certain; with --json, one object a line.",
+    )  # fmt: skip
+    show_drafts: bool = setting(
+        False, kind="flag",
+        help="Show which tokens were accepted drafts, which drafts were rejected, and what the"
+        " target added; with --json, as `origins` of each output.",
+    )  # fmt: skip
     kv_cache_free_gpu_memory_fraction: float | None = setting(
         kind="float", metavar="F",
         help="TensorRT-LLM only: part of the free GPU memory that each KV cache takes, 0.9 if not"

@@ -1,7 +1,8 @@
-"""Streaming: the text form of the outputs, written piece by piece as text becomes certain."""
+"""Streaming: the outputs as text or as JSON, written piece by piece as text becomes certain."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
 from specdec.decode.requests import ActiveRequest, Request
@@ -62,3 +63,37 @@ class StreamPrinter:
             self._write('"\n')
             self._turn += 1
             self._has_header = False
+
+
+class JsonPrinter:
+    """Writes an object a line: what a step has added to a request."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._num_shown: dict[int, int] = {}  # by index: tokens written
+        self._ended: set[int] = set()
+
+    def show(self, requests: Sequence[ActiveRequest]) -> None:
+        """Take what a step has added to these requests."""
+        for request in requests:
+            assert request.text is not None
+            index = request.request.index
+            if index in self._ended:
+                continue
+            if request.finish_reason is not None:
+                request.text.finish()
+                self._ended.add(index)
+            at = self._num_shown.get(index, 0)
+            tokens, origins = request.output_ids[at:], request.origins[at:]
+            self._num_shown[index] = at + len(tokens)
+            line = {
+                "index": index,
+                "text": request.text.take(),
+                "token_ids": tokens,
+                "origins": origins if len(origins) == len(tokens) else None,
+                "finish_reason": request.finish_reason,
+            }
+            self._write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Nothing is held back: what is not complete is told with the outputs."""

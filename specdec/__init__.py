@@ -1,10 +1,45 @@
-"""Shared core of the convert, build, run and train stages."""
+"""Speculative decoding, from Hugging Face folders to a running engine.
 
+What `__all__` names is the public API (docs/api.md); all else may change from release to release.
+"""
+
+from __future__ import annotations
+
+import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec.decode.api import Engine, Event, Output, Prompt, Stream
+    from specdec.decode.requests import RequestStats
+    from specdec.errors import SpecDecError, UsageError
 
 __version__ = "0.1.0"
+__all__ = [
+    "Engine", "Event", "Output", "Prompt", "RequestStats", "SpecDecError", "Stream", "UsageError",
+    "__version__",
+]  # fmt: skip
 
 # A wheel holds the stages inside this package; a checkout keeps them beside it.
 _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").is_file() and str(_checkout) not in __path__:
     __path__.append(str(_checkout))
+
+_MODULES = {
+    "RequestStats": "specdec.decode.requests",
+    "SpecDecError": "specdec.errors",
+    "UsageError": "specdec.errors",
+} | dict.fromkeys(("Engine", "Event", "Output", "Prompt", "Stream"), "specdec.decode.api")
+
+if not TYPE_CHECKING:  # else a checker would believe that every name is here
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is used first: torch takes a while."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

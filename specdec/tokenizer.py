@@ -1,10 +1,23 @@
-"""The tokenizer of a model."""
+"""The tokenizer of a model: loaded, or copied into an engine that then needs no other."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, summarize
+from specdec.vocabulary import read_vocabulary
+
+FOLDER = "tokenizer"  # of an engine
+# What transformers reads a tokenizer from; config.json names the model, and generation_config.json
+# the tokens that end a text. No code: it would not be run.
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json",
+    "config.json", "generation_config.json",
+)  # fmt: skip
 
 
 def load_tokenizer(directory: str) -> Any:
@@ -18,3 +31,47 @@ def load_tokenizer(directory: str) -> Any:
             f"no tokenizer in {directory!r}: {summarize(error)}",
             "give the folder of the Hugging Face base model as --tokenizer-dir",
         ) from None
+
+
+def find_tokenizer(engine_dir: Path, given: str | None = None) -> str | None:
+    """Return the tokenizer that is given, or else the one that the engine folder holds."""
+    folder = engine_dir / FOLDER
+    return str(folder) if given is None and folder.is_dir() else given
+
+
+def check_tokenizer(directory: str, recorded: dict[str, Any] | None) -> Path:
+    """Return the folder of a tokenizer; raise SpecDecError for one that is not the model's.
+
+    directory: a folder, or a hub id, of which the tokenizer's files are downloaded. recorded: the
+    vocabulary that the model's checkpoint was made with, None where that is not known.
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(directory, allow_patterns=list(FILES)))
+        except Exception as error:  # noqa: BLE001 - the hub's client raises anything
+            raise SpecDecError(
+                f"--tokenizer-dir {directory} is no folder, and not on the hub: {summarize(error)}",
+                "give the folder of the Hugging Face base model",
+            ) from None
+    load_tokenizer(str(folder))
+    found = read_vocabulary(folder)
+    if recorded is not None and found is not None and found != recorded:
+        raise SpecDecError(
+            f"the tokenizer in {directory} ({found['num_tokens']} tokens) is not the one that the"
+            f" checkpoint was made with ({recorded['num_tokens']} tokens)",
+            "give the folder of the Hugging Face base model, or leave --tokenizer-dir out",
+        )
+    return folder
+
+
+def copy_tokenizer(folder: Path, engine_dir: Path) -> None:
+    """Copy a tokenizer's files into an engine folder."""
+    copied = engine_dir / FOLDER
+    copied.mkdir()
+    for name in FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, copied / name)
+    load_tokenizer(str(copied))  # that nothing it needs is missing

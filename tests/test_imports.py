@@ -46,6 +46,13 @@ def test_the_check_sees_an_import() -> None:
     assert list_heavy_imports("import yaml; print('Usage: ')") == ["yaml"]
 
 
+def test_the_package_imports_nothing_heavy() -> None:
+    """What it offers is imported when it is used."""
+    assert list_heavy_imports("import specdec; assert specdec.__all__; print('Usage: ')") == []
+    used = list_heavy_imports("from specdec import SpecDecError; print('Usage: ')")
+    assert used == []
+
+
 def test_help_of_specdec_imports_nothing_heavy() -> None:
     code = "sys.argv = ['specdec', '--help']; from specdec.command import main; main()"
     assert list_heavy_imports(code) == []

@@ -15,6 +15,7 @@ from specdec.methods.draft_target import DraftTargetDraft
 from specdec.processes import call_run
 from specdec.settings import as_options, to_arguments
 from specdec.storage import Array, TensorFile
+from specdec.tokenizer import find_tokenizer
 
 from .settings import VerifySettings
 
@@ -34,16 +35,22 @@ def run_engine(
     logits: [output tokens, V] in float32; an empty list unless they are to be kept.
     """
     arguments = ["--engine-dir", str(settings.engine_dir), "--device", settings.device, *flags]
+    compares_tokenizers = (
+        speculate and as_options(settings, DraftTargetDraft).draft_tokenizer_dir is not None
+    )
     if tokenizer_dir is not None:
         arguments += ["--tokenizer-dir", tokenizer_dir]
+    elif compares_tokenizers:
+        arguments += ["--tokenizer-dir", str(settings.model_dir)]
+    if tokenizer_dir is None:
+        assert settings.engine_dir is not None
+        if compares_tokenizers or find_tokenizer(settings.engine_dir) is not None:
+            arguments += ["--end-id", NO_TOKEN]  # such a tokenizer must not end texts
     if not speculate:
         arguments += ["--no-speculation"]
     else:  # what they mean is specdec-run's to check
         for kind in list_options("draft"):
             arguments += to_arguments(settings, kind)
-        compares = as_options(settings, DraftTargetDraft).draft_tokenizer_dir is not None
-        if compares and tokenizer_dir is None:  # needed for that, but it must not end texts
-            arguments += ["--tokenizer-dir", str(settings.model_dir), "--end-id", NO_TOKEN]
     with tempfile.TemporaryDirectory(prefix="specdec-verify-") as folder:
         requests = Path(folder) / "requests.jsonl"
         requests.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -29,6 +29,10 @@ class Engine(Protocol):
         """Return the seconds of each part of a step, None where they are not known."""
 
     @property
+    def tells_origins(self) -> bool:
+        """Whether it is known of each token how it came."""
+
+    @property
     def load_seconds(self) -> float:
         """Seconds that loading took."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specdec.decode.loop import Options
-from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.requests import PLAIN, ActiveRequest, Origin, Request, Result
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.text import TextStream, decode_text
 from specdec.errors import SpecDecError
@@ -112,8 +112,12 @@ class Call:
         self._seen[row] = len(tokens)
         if active.finish_reason is not None or not new:
             return False
-        active.emit(new)
+        active.emit(new, self._name_origins(len(new)))
         return True
+
+    def _name_origins(self, count: int) -> list[Origin]:
+        """Of a plain engine's tokens; the runtime does not tell which of others' were drafted."""
+        return [PLAIN] * count if self._folder.mode is None else []
 
     def _end(self, outputs: Sequence[Output]) -> None:
         """Settle how each request ended, and what is known of its steps."""
@@ -135,7 +139,7 @@ class Call:
         if any(ids == output.tokens[len(output.tokens) - len(ids) :] for ids in stops if ids):
             active.finish_reason = "stop"
         elif self._end_id != NO_END:
-            active.emit([self._end_id])
+            active.emit([self._end_id], self._name_origins(1))
         else:
             raise SpecDecError(
                 f"TensorRT-LLM ended prompt {active.request.index} after {len(output.tokens)} of"

@@ -19,7 +19,8 @@ from torch import Tensor
 from specdec.decode.drafters.pacing import DraftLength
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.loop import Interrupted, Options, Timing
-from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.requests import BONUS, PLAIN, ActiveRequest, Request, Result
+from specdec.decode.requests import DRAFT as DRAFTED
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.text import TextStream
 from specdec.errors import SpecDecError
@@ -211,7 +212,7 @@ class ExternalLoop:
         self._active |= admitted
         self._drafter.start(started)
         for active, output in zip(started, self._verify(started, None), strict=True):
-            self._emit(active, output)
+            self._emit(active, output, [])
         self._finish(started)
         self._timing.prefill += time.perf_counter() - began
 
@@ -237,7 +238,7 @@ class ExternalLoop:
         for at, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
             output = outputs[at]
             num_accepted.append(len(output.tokens) - 1)
-            taken = self._emit(request, output)
+            taken = self._emit(request, output, draft.tokens)
             request.stats.count_step(
                 num_draft_tokens=len(draft.tokens),
                 depth=len(draft.tokens),
@@ -270,8 +271,12 @@ class ExternalLoop:
             check_step(request.request.index, draft, output.tokens)
         return outputs
 
-    def _emit(self, request: ActiveRequest, output: Output) -> int:
-        taken = request.emit(output.tokens)
+    def _emit(self, request: ActiveRequest, output: Output, draft: Sequence[int]) -> int:
+        num_accepted = len(output.tokens) - 1
+        origins = [*[DRAFTED] * num_accepted, BONUS if draft else PLAIN]
+        taken = request.emit(output.tokens, origins)
+        if self._options.keep_rejected and taken > num_accepted:
+            request.note_rejected(list(draft[num_accepted:]))
         if output.logits is not None:
             request.logits.append(self._target.widen(output.logits[:taken]))
         return taken

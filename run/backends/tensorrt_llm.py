@@ -84,6 +84,11 @@ class TensorRTEngine:
             return "draft_target"
         return "prompt_lookup" if self._lookup is not None else self.folder.method
 
+    @property
+    def tells_origins(self) -> bool:
+        """Whether it is known of each token how it came: where the runtime does not draft."""
+        return self.folder.mode in (None, EXTERNAL)
+
     def describe(self) -> dict[str, Any]:
         """Return method, backend, device, dtype and tp_size, as statistics name them."""
         return {

@@ -26,7 +26,7 @@ from specdec.engine.layout import (
     load_weights,
     read_engine_config,
 )
-from specdec.errors import raise_problems
+from specdec.errors import UsageError, raise_problems
 from specdec.methods import METHODS
 from specdec.tensors import EMBEDDING
 
@@ -37,6 +37,7 @@ class TorchEngine:
     """An engine folder in memory, on one device or on one of every rank."""
 
     name = "torch"
+    tells_origins = True
 
     def __init__(
         self,
@@ -55,10 +56,26 @@ class TorchEngine:
         began = time.perf_counter()
         self.folder = folder
         self.config: EngineConfig = read_engine_config(folder)
-        checkpoint = self.config.checkpoint
-        model = checkpoint.model
+        model = self.config.checkpoint.model
         self.device = choose_device(device, model.tp_size, devices)
-        ranks = open_ranks(model.tp_size)  # they start while this one loads
+        self._draft: TorchEngine | None = None
+        self.load_seconds = 0.0
+        self._ranks = open_ranks(model.tp_size)  # they start while this one loads
+        if self._ranks is not None:
+            self._ranks.join()
+        try:
+            self._load(folder, recorder, drafting, speculate=speculate)
+        except BaseException:
+            self.close()
+            raise
+        self.load_seconds = time.perf_counter() - began
+        self.timing = Timing()
+
+    def _load(
+        self, folder: Path, recorder: Recorder | None, drafting: Drafting | None, *, speculate: bool
+    ) -> None:
+        ranks, checkpoint = self._ranks, self.config.checkpoint
+        model = checkpoint.model
         options = list_options(self.config, folder, self.device)
         weights = load_weights(
             folder, self.config, self.device, drafts=speculate,
@@ -75,23 +92,18 @@ class TorchEngine:
         if recorder is not None and ranks is None:  # what ranks exchange is not recorded
             self.graphs = Graphs(recorder)
             self.decoder.graphs = StepGraphs(self.graphs)
-        self._draft: TorchEngine | None = None
-        self.load_seconds = 0.0
         method = choose_method(self.config, drafting) if speculate else None
         self.method = method.name if method is not None else "plain"
         if method is not None and ranks is not None and model.use_parallel_embedding:
             # Drafters run on this rank alone.
             weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
         self.proposer: Proposer = make_proposer(self, method, weights, drafting)
-        self.load_seconds = time.perf_counter() - began
-        self.timing = Timing()
 
     def check_requests(self, requests: Sequence[Request]) -> None:
         """Raise SpecDecError that lists every request beyond the engine's limits."""
         build, vocab_size = self.config.build, self.config.checkpoint.model.vocab_size
-        max_seq_len, max_input_len = build.max_seq_len, build.max_input_len
+        max_seq_len, max_input_len = self.max_seq_len, build.max_input_len
         if self._draft is not None:
-            max_seq_len = min(max_seq_len, self._draft.config.build.max_seq_len)
             max_input_len = min(max_input_len, self._draft.config.build.max_input_len)
         problems = []
         for request in requests:
@@ -171,17 +183,40 @@ class TorchEngine:
         The engine's own limits take the place of those in `options`.
         """
         self.check_requests(requests)
-        build = self.config.build
-        options = dataclasses.replace(
-            options or Options(),
-            max_num_tokens=build.max_num_tokens,
-            max_batch_size=build.max_batch_size,
-        )
+        options = self.fill_options(options or Options())
         num_known = self.graphs.num_recorded if self.graphs is not None else 0
         results = generate(self.decoder, self.proposer, requests, options, self.timing)
         if self.graphs is not None and self.graphs.num_recorded > num_known:
             logger.info("graphs: %s", self.graphs.describe())
         return results
+
+    def close(self) -> None:
+        """End the other ranks, unless another engine uses them, and those of the draft engine."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.leave()
+        if self._draft is not None:
+            self._draft.close()
+
+    def lower_limits(self, *, max_batch_size: int | None, max_seq_len: int | None) -> None:
+        """Take fewer or shorter requests than the engine was built for; None leaves a limit."""
+        given = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
+        lower: dict[str, Any] = {name: n for name, n in given.items() if n is not None}
+        build = self.config.build
+        for name, value in lower.items():
+            if not 1 <= value <= getattr(build, name):
+                raise UsageError(
+                    f"{name} is {value}, the engine was built for 1 to {getattr(build, name)}",
+                    f"give a number up to {getattr(build, name)}, or build a larger engine",
+                )
+        self.config = dataclasses.replace(self.config, build=dataclasses.replace(build, **lower))
+
+    def fill_options(self, options: Options) -> Options:
+        """The options with the engine's own limits in place of theirs."""
+        build = self.config.build
+        return dataclasses.replace(
+            options, max_num_tokens=build.max_num_tokens, max_batch_size=build.max_batch_size
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return method, backend, device, dtype and tp_size, as statistics name them."""
@@ -202,6 +237,14 @@ class TorchEngine:
 
     def load(self) -> None:
         """Nothing: an engine of torch is loaded when it is made."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of a prompt and its output, by the shorter of the engine and its draft engine."""
+        lengths = [self.config.build.max_seq_len]
+        if self._draft is not None:
+            lengths.append(self._draft.config.build.max_seq_len)
+        return min(lengths)
 
     @property
     def num_reused_tokens(self) -> int:

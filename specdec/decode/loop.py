@@ -24,9 +24,17 @@ from specdec.decode.drafters.base import (
     StateProposer,
     list_rows,
 )
-from specdec.decode.plain_ahead import PlainAhead
+from specdec.decode.plain_ahead import Emitted, PlainAhead
 from specdec.decode.prefill import count_shared, fill_cache
-from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.requests import (
+    BONUS,
+    DRAFT,
+    NO_ROW,
+    PLAIN,
+    ActiveRequest,
+    Request,
+    Result,
+)
 from specdec.decode.text import TextStream
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
@@ -71,6 +79,7 @@ class Options:
     max_batch_size: requests decoded at once; None is all. max_num_tokens: bound of one prompt pass.
     tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
     prompts from the cache. keep_logits: return the logits that tokens were chosen by.
+    keep_rejected: return what was drafted and not accepted.
     on_progress: called after every step with the requests that it moved on.
     """
 
@@ -80,10 +89,10 @@ class Options:
     follow_text: bool = False
     reuse_blocks: bool = False
     keep_logits: bool = False
+    keep_rejected: bool = False
     on_progress: Callable[[Sequence[ActiveRequest]], None] | None = None
 
 
-@torch.inference_mode()
 def generate(
     decoder: Decoder,
     proposer: Proposer,
@@ -95,50 +104,94 @@ def generate(
 
     Raises Interrupted on Ctrl-C.
     """
-    batch = Batch(decoder, proposer, requests, options, timing or Timing())
+    batch = fit_batch(decoder, proposer, requests, options, timing or Timing())
+    active = [batch.submit(request) for request in requests]
     try:
         while batch.is_busy:
-            batch.admit()
             batch.step()
     except KeyboardInterrupt:
-        raise Interrupted(batch.collect()) from None
-    return batch.collect()
+        raise Interrupted([request.make_result() for request in active]) from None
+    return [request.make_result() for request in active]
+
+
+def fit_batch(
+    decoder: Decoder,
+    proposer: Proposer,
+    requests: Sequence[Request],
+    options: Options,
+    timing: Timing,
+) -> Batch:
+    """Return a batch with room for these requests, and no more."""
+    num_rows = min(options.max_batch_size or len(requests), len(requests))
+    longest = max(len(r.input_ids) + r.max_output_len for r in requests)
+    return Batch(decoder, proposer, options, timing, num_rows=num_rows, max_seq_len=longest)
 
 
 class Batch:
-    """Cache rows, the requests that occupy them, and those that wait."""
+    """Cache rows, the requests that occupy them, and those that wait.
 
+    Requests join with `submit` and leave when they end or with `cancel`, at any time between steps.
+    One thread at a time may call it, `cancel` excepted. The proposer is the batch's own while it
+    is used: another batch of the same proposer makes it forget this one's requests.
+    """
+
+    @torch.inference_mode()
     def __init__(
         self,
         decoder: Decoder,
         proposer: Proposer,
-        requests: Sequence[Request],
         options: Options,
         timing: Timing,
+        *,
+        num_rows: int,
+        max_seq_len: int,
     ) -> None:
+        """num_rows: requests decoded at once. max_seq_len: tokens of a prompt and its output."""
         self.decoder, self.proposer, self.options = decoder, proposer, options
         self.timing = timing
-        self._requests = requests
-        self.waiting = deque(enumerate(requests))
-        self.active: list[ActiveRequest] = []
-        self.results: dict[int, Result] = {}  # by place in `requests`
-        self._places: dict[int, int] = {}  # by row
-        num_rows = min(options.max_batch_size or len(requests), len(requests))
-        longest = max(len(r.input_ids) + r.max_output_len for r in requests)
-        num_positions = longest + proposer.max_draft_tokens + 1
+        self.max_seq_len = max_seq_len
+        self.waiting: deque[ActiveRequest] = deque()
+        self.active: list[ActiveRequest] = []  # by row
+        num_positions = max_seq_len + proposer.max_draft_tokens + 1
         self.cache: KVCache = decoder.make_cache(num_rows, num_positions)
         proposer.allocate(num_rows, num_positions)
         self._ahead = PlainAhead(decoder, self.cache)
-        # All of the requests or none: a batch does not change between the two ways.
-        self._is_greedy = all(request.sampling.is_greedy for request in requests)
         self._held: list[list[int]] = [[] for _ in range(num_rows)]  # tokens in a row's cache
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.waiting or self.active)
+        """Whether a step has anything to do."""
+        return any(r.finish_reason is None for r in (*self.active, *self.waiting))
 
-    def admit(self) -> None:
-        """Give free rows to waiting requests and run their prompts."""
+    def submit(self, request: Request) -> ActiveRequest:
+        """Let a request wait for a row; what it becomes can be read from what is returned."""
+        assert len(request.input_ids) + request.max_output_len <= self.max_seq_len
+        follows_text = bool(request.stop) or self.options.follow_text
+        text = TextStream(self.options.tokenizer, request.stop) if follows_text else None
+        active = ActiveRequest(request, NO_ROW, max_depth=self.proposer.max_draft_depth, text=text)
+        self.waiting.append(active)
+        return active
+
+    def cancel(self, request: ActiveRequest) -> None:
+        """End a request, which gives its row back when the next step begins."""
+        if request.finish_reason is None:
+            request.finish_reason = "cancelled"
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Give free rows to waiting requests and run their prompts; then one verify step of all."""
+        self._retire()
+        self._admit()
+        if not self.active:
+            return
+        if self._runs_ahead():
+            self._emit_ahead(self._ahead.step)
+        elif self._ahead.is_flying:  # a request joined that cannot be run ahead
+            self._emit_ahead(self._ahead.land)
+        else:
+            self._verify()
+
+    def _admit(self) -> None:
         taken = {request.row for request in self.active}
         free = [row for row in range(len(self._held)) if row not in taken]
         if not free or not self.waiting:
@@ -149,19 +202,16 @@ class Batch:
         while free and self.waiting:
             admitted: list[ActiveRequest] = []
             while free and self.waiting and len(admitted) < count:
-                place, request = self.waiting.popleft()
-                row = self._prepare_row(free, request.input_ids)
-                free.remove(row)
-                self._places[row] = place
-                admitted.append(self._activate(request, row))
-            self._run_prompts(admitted)
+                request = self.waiting.popleft()
+                if request.finish_reason is not None:  # cancelled before its turn
+                    continue
+                request.row = self._prepare_row(free, request.request.input_ids)
+                free.remove(request.row)
+                admitted.append(request)
+            if admitted:
+                self._run_prompts(admitted)
         self._retire()
         self.timing.prefill += time.perf_counter() - began
-
-    def _activate(self, request: Request, row: int) -> ActiveRequest:
-        follows_text = bool(request.stop) or self.options.follow_text
-        text = TextStream(self.options.tokenizer, request.stop) if follows_text else None
-        return ActiveRequest(request, row, max_depth=self.proposer.max_draft_depth, text=text)
 
     def _run_prompts(self, admitted: list[ActiveRequest]) -> None:
         hidden = fill_cache(
@@ -181,14 +231,9 @@ class Batch:
         self.proposer.observe(admitted, hidden[:, None], paths)
         self.active = sorted([*self.active, *admitted], key=lambda r: r.row)
 
-    def step(self) -> None:
+    def _verify(self) -> None:
         """One verify step of every active request."""
         active = self.active
-        if not active:
-            return
-        if self._runs_ahead():
-            self._step_ahead()
-            return
         clock = time.perf_counter
         began = clock()
         candidates = self.proposer.propose(active)
@@ -230,17 +275,17 @@ class Batch:
             and isinstance(self.proposer, PlainProposer)
             and not self.options.keep_logits
             and not self.timing.is_exact
-            and self._is_greedy
+            and all(r.sampler.params.is_greedy for r in self.active)
         )
 
-    def _step_ahead(self) -> None:
-        """What `step` does where nothing is drafted, the device a step ahead."""
+    def _emit_ahead(self, run: Callable[[list[ActiveRequest]], list[Emitted]]) -> None:
+        """What `_verify` does where nothing is drafted, the device a step ahead."""
         began = time.perf_counter()
-        emitted = self._ahead.step(self.active)
+        emitted = run(self.active)
         verified = time.perf_counter()
         for request, token in emitted:
             self._held[request.row].append(request.output_ids[-1])
-            request.emit([token])
+            request.emit([token], [PLAIN])
             request.stats.count_step(num_draft_tokens=0, depth=0, num_accepted=0)
         if self.options.on_progress is not None:
             self.options.on_progress([request for request, _ in emitted])
@@ -248,17 +293,6 @@ class Batch:
         self.timing.num_steps += 1
         self.timing.verify += verified - began
         self.timing.accept += time.perf_counter() - verified
-
-    def collect(self) -> list[Result]:
-        """Results so far in the order of the requests; those that never ran have no tokens."""
-        for active in self.active:
-            self._store(active)
-        # Those whose prompts were being run belong neither to the waiting nor to the active.
-        for place, request in enumerate(self._requests):
-            if place not in self.results:
-                idle = ActiveRequest(request, 0, max_depth=0, text=None)
-                self.results[place] = idle.make_result()
-        return [self.results[place] for place in range(len(self._requests))]
 
     def _draft_ahead(
         self, step: Step, trees: Sequence[Tree], states: Tensor, logits: Tensor
@@ -298,8 +332,12 @@ class Batch:
         )
         paths = []
         for at, (request, (path, bonus)) in enumerate(zip(requests, accepted, strict=True)):
-            drafted = candidates[at].tree.tokens[path[1:]].tolist()
-            taken = request.emit([*drafted, bonus])
+            tree = candidates[at].tree
+            drafted = tree.tokens[path[1:]].tolist()
+            last = BONUS if tree.num_draft_tokens else PLAIN
+            taken = request.emit([*drafted, bonus], [*[DRAFT] * len(drafted), last])
+            if self.options.keep_rejected and taken > len(drafted):
+                request.note_rejected(follow_branch(tree, path[-1]))
             if self.options.keep_logits:
                 chosen = logits[at, to_device(path[:taken], logits.device)]
                 request.logits.append(torch.from_numpy(to_host(chosen.float())[0]))
@@ -328,13 +366,17 @@ class Batch:
         return row
 
     def _retire(self) -> None:
-        for request in self.active:
-            if request.finish_reason is not None:
-                self._store(request)
         self.active = [r for r in self.active if r.finish_reason is None]
 
-    def _store(self, request: ActiveRequest) -> None:
-        self.results[self._places[request.row]] = request.make_result()
+
+def follow_branch(tree: Tree, node: int) -> list[int]:
+    """The tokens below a node, the first child's at every fork: what was drafted and not taken."""
+    tokens = []
+    for child in range(node + 1, tree.num_nodes):
+        if tree.parents[child] == node:
+            tokens.append(int(tree.tokens[child]))
+            node = child
+    return tokens
 
 
 def pack_step(trees: Sequence[Tree], rows: np.ndarray, cache: KVCache) -> Step:

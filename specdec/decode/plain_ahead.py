@@ -31,6 +31,9 @@ class _Flight:
     arrival: Arrival
 
 
+Emitted = tuple[ActiveRequest, int]  # a request and its next token
+
+
 class PlainAhead:
     """Begins steps, and hands over the tokens of the one begun first."""
 
@@ -38,29 +41,46 @@ class PlainAhead:
         self._decoder, self._cache = decoder, cache
         self._flight: _Flight | None = None
 
-    def step(self, active: Sequence[ActiveRequest]) -> list[tuple[ActiveRequest, int]]:
+    @property
+    def is_flying(self) -> bool:
+        """Whether a step was begun that a request still waits for."""
+        flight = self._flight
+        return flight is not None and any(r.finish_reason is None for r in flight.requests)
+
+    def step(self, active: Sequence[ActiveRequest]) -> list[Emitted]:
         """Return the next token of each request that has one; `active` are those that go on."""
-        flight, self._flight = self._flight, None
-        if flight is None or all(r.finish_reason is not None for r in flight.requests):
+        if not self.is_flying:
             newest = [request.output_ids[-1] for request in active]
-            flight = self._begin(list(active), to_device(newest, self._decoder.device))
+            self._flight = self._begin(list(active), to_device(newest, self._decoder.device))
+        flight, self._flight = self._flight, None
+        assert flight is not None
         # Requests that came or went: those in flight land first.
         is_same = len(active) == len(flight.requests) and all(
             ours is theirs for ours, theirs in zip(active, flight.requests, strict=True)
         )
         if is_same and any(request.remaining > 1 for request in active):
             self._flight = self._begin(flight.requests, flight.best)
-        (tokens,) = flight.arrival.wait()
-        return [
-            (request, token)
-            for request, token in zip(flight.requests, tokens.tolist(), strict=True)
-            if request.finish_reason is None
-        ]
+        return _take(flight)
+
+    def land(self, active: Sequence[ActiveRequest]) -> list[Emitted]:
+        """Return the tokens of the step that was begun, and begin no other."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        return _take(flight)
 
     def _begin(self, requests: list[ActiveRequest], tokens: Tensor) -> _Flight:
         logits = run_tokens(self._decoder, self._cache, list_rows(requests), tokens)
         best = logits.argmax(-1)
         return _Flight(requests, best, Arrival(best))
+
+
+def _take(flight: _Flight) -> list[Emitted]:
+    (tokens,) = flight.arrival.wait()
+    return [
+        (request, token)
+        for request, token in zip(flight.requests, tokens.tolist(), strict=True)
+        if request.finish_reason is None
+    ]
 
 
 def run_tokens(decoder: Decoder, cache: KVCache, rows: IntArray, tokens: Tensor) -> Tensor:

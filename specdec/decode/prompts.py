@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,19 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str,
         raise SpecDecError(
             f"{where} needs exactly one of {', '.join(sources)}", 'write {"prompt": "..."}'
         )
-    problems = [
-        (f"{where}: {key} is {entry[key]!r}, not {expected}", f"mend {key}")
-        for key, (is_good, expected) in CHECKS.items()
-        if key in entry and not is_good(entry[key])
-    ]
-    raise_problems(problems)
+    check_values(where, entry)
     return entry
+
+
+def check_values(where: str, entry: Mapping[str, Any]) -> None:
+    """Raise SpecDecError that lists the keys of a request object whose values are of no use."""
+    raise_problems(
+        [
+            (f"{where}: {key} is {entry[key]!r}, not {expected}", f"correct {key}")
+            for key, (is_good, expected) in CHECKS.items()
+            if key in entry and not is_good(entry[key])
+        ]
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -119,10 +125,17 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
 
 
 def make_requests(
-    prompts: Sequence[dict[str, Any]], settings: DecodeSettings, tokenizer: Any
+    prompts: Sequence[dict[str, Any]],
+    settings: DecodeSettings,
+    tokenizer: Any,
+    end_ids: frozenset[int] | None = None,
 ) -> list[Request]:
-    """Tokenize prompts; a prompt's own settings win over the flags."""
-    end_ids = find_end_ids(settings, tokenizer)
+    """Tokenize prompts; a prompt's own settings win over the flags.
+
+    end_ids: tokens that end a request, where they are known already.
+    """
+    if end_ids is None:
+        end_ids = find_end_ids(settings, tokenizer)
     temperatures = read_temperatures(settings, len(prompts))
     typical = read_typical_rule(settings)
     if not 0 < settings.top_p <= 1:
@@ -137,7 +150,10 @@ def make_requests(
         stop = prompt.get("stop", settings.stop_words)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if stop and tokenizer is None:
-            raise UsageError("stop words need --tokenizer-dir", "give the base model's folder")
+            raise UsageError(
+                "stop words need a tokenizer, and the engine holds none",
+                "give the base model's folder as --tokenizer-dir, here or to specdec-build",
+            )
         top_k, top_p = prompt.get("top_k", settings.top_k), prompt.get("top_p", settings.top_p)
         default = temperatures[index] if temperatures else float(top_k > 0 or top_p < 1)
         requests.append(
@@ -189,7 +205,10 @@ def encode_prompt(
     if ids is not None:
         return (tokenizer.decode(ids) if tokenizer is not None else ""), ids
     if tokenizer is None:
-        raise UsageError("text prompts need --tokenizer-dir", "give the base model's folder")
+        raise UsageError(
+            "text prompts need a tokenizer, and the engine holds none",
+            "give the base model's folder as --tokenizer-dir, here or to specdec-build",
+        )
     text = prompt.get("prompt", "")
     messages = prompt.get("messages")
     if messages is None and settings.apply_chat_template:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -11,7 +12,13 @@ from torch import Tensor
 from specdec.decode.sampling import GREEDY, Sampler, SamplingParams
 from specdec.decode.text import TextStream
 
-FinishReason = Literal["length", "eos", "stop"]
+FinishReason = Literal["length", "eos", "stop", "cancelled"]
+Origin = Literal["draft", "bonus", "plain"]
+# How a token came: as an accepted draft, as the target's own behind a draft, or with none drafted.
+DRAFT: Origin = "draft"
+BONUS: Origin = "bonus"
+PLAIN: Origin = "plain"
+NO_ROW = -1  # of a request that waits for one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +94,9 @@ class Result:
     output_ids: new tokens only; the last is the one that ended it. finish_reason: None where the
     run was interrupted. text: the text without the stop word, where it was followed on the way.
     logits: [output tokens, V] in float32, those that each token was chosen by, if asked for.
+    origins: one a token; None where the backend does not tell. rejected: by the place of the token
+    that the target emitted instead, the drafted tokens that were not accepted there (of a tree, its
+    first branch), if asked for.
     """
 
     request: Request
@@ -95,10 +105,12 @@ class Result:
     stats: RequestStats
     text: str | None = None
     logits: Tensor | None = None
+    origins: list[Origin] | None = None
+    rejected: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
 
 class ActiveRequest:
-    """A request that occupies a cache row."""
+    """A request that occupies a cache row, or waits for one."""
 
     def __init__(
         self, request: Request, row: int, *, max_depth: int, text: TextStream | None
@@ -109,17 +121,27 @@ class ActiveRequest:
         self.output_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.text = text
-        # One more than the limit: the token after a full block is chosen, then cut.
-        self.sampler = Sampler(request.sampling, request.max_output_len + max_depth + 1)
         self.logits: list[Tensor] = []
+        self.origins: list[Origin] = []  # as many as are known, from the first token on
+        self.rejected: dict[int, list[int]] = {}  # see Result
+        self._max_depth = max_depth
+
+    @functools.cached_property
+    def sampler(self) -> Sampler:
+        """The request's random numbers, drawn when the first is needed."""
+        # One more than the limit: the token after a full block is chosen, then cut.
+        return Sampler(self.request.sampling, self.request.max_output_len + self._max_depth + 1)
 
     @property
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
         return self.request.max_output_len - len(self.output_ids)
 
-    def emit(self, tokens: Iterable[int]) -> int:
-        """Append tokens up to the first that ends the request; return how many were taken."""
+    def emit(self, tokens: Iterable[int], origins: Sequence[Origin] = ()) -> int:
+        """Append tokens up to the first that ends the request; return how many were taken.
+
+        origins: how each of the tokens came, where that is known.
+        """
         taken = 0
         for token in tokens:
             self.output_ids.append(token)
@@ -135,7 +157,13 @@ class ActiveRequest:
                 continue
             break
         self.stats.num_output_tokens = len(self.output_ids)
+        self.origins += origins[:taken]
         return taken
+
+    def note_rejected(self, tokens: list[int]) -> None:
+        """Keep what was drafted in place of the newest token."""
+        if tokens:
+            self.rejected[len(self.output_ids) - 1] = tokens
 
     def make_result(self) -> Result:
         """Return what the request has produced so far."""
@@ -148,6 +176,8 @@ class ActiveRequest:
             stats=self.stats,
             text=self.text.finish() if self.text is not None else None,
             logits=torch.cat(self.logits) if self.logits else None,
+            origins=self.origins if len(self.origins) == len(self.output_ids) else None,
+            rejected=self.rejected,
         )
 
 

@@ -19,7 +19,8 @@ class DecodeSettings:
 
     engine_dir: Path | None = setting(kind="path", help="Folder written by specdec-build.")
     tokenizer_dir: str | None = setting(
-        help="Folder or hub id of the tokenizer; usually the Hugging Face base model's.",
+        help="Folder or hub id of the tokenizer, usually the Hugging Face base model's. If not"
+        " given: the one that the engine was built with.",
         metavar="DIR",
     )
     apply_chat_template: bool = setting(

@@ -79,4 +79,4 @@ class TextStream:
         return self._decode(self._ids[self._context :])[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return decode_text(self._tokenizer, ids)
+        return decode_text(self._tokenizer, ids) if ids else ""

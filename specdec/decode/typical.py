@@ -82,10 +82,12 @@ def read_typical_rule(settings: DecodeSettings) -> TypicalRule | None:
     return TypicalRule(**values)
 
 
-def check_typical(about: dict[str, Any], requests: Sequence[Request], *, use_logits: bool) -> None:
+def check_typical(
+    about: dict[str, Any], requests: Sequence[Request] | None, *, use_logits: bool
+) -> None:
     """Raise UsageError where an engine, or every request, is decoded without the rule.
 
-    about: what the engine tells of itself.
+    about: what the engine tells of itself. requests: None where they are not known yet.
     """
     if about["method"] == "plain":
         raise UsageError(
@@ -96,7 +98,7 @@ def check_typical(about: dict[str, Any], requests: Sequence[Request], *, use_log
             "--acceptance typical and use of the draft model's logits are two accept rules",
             "leave one of them out",
         )
-    if all(request.sampling.is_greedy for request in requests):
+    if requests is not None and all(request.sampling.is_greedy for request in requests):
         raise UsageError(
             "--acceptance typical has no effect on greedy requests: where only the likeliest token"
             " has any probability, none but that is typical",

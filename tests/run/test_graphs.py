@@ -14,7 +14,7 @@ import torch
 from specdec.decode import engine as torch_engine
 from specdec.decode.drafters.base import PlainProposer
 from specdec.decode.engine import TorchEngine
-from specdec.decode.loop import Batch, Options, Timing, generate
+from specdec.decode.loop import Options, Timing, fit_batch, generate
 from specdec.decode.plain_ahead import PlainAhead
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
@@ -201,17 +201,15 @@ def test_a_second_cache_is_not_the_first(folders: dict[str, Path]) -> None:
     engine = load(folders, "redrafter", with_graphs=True, speculate=False)
     requests = make_requests(2)
     expected = run(load(folders, "redrafter", with_graphs=False, speculate=False), requests)
-    with torch.inference_mode():
-        first, second = (
-            Batch(engine.decoder, PlainProposer(), [request], Options(), Timing())
-            for request in requests
-        )
-        while first.is_busy or second.is_busy:
-            for batch in (first, second):
-                if batch.is_busy:
-                    batch.admit()
-                    batch.step()
-    assert [batch.collect()[0].output_ids for batch in (first, second)] == expected
+    batches = [
+        fit_batch(engine.decoder, PlainProposer(), [request], Options(), Timing())
+        for request in requests
+    ]
+    active = [batch.submit(request) for batch, request in zip(batches, requests, strict=True)]
+    while any(batch.is_busy for batch in batches):
+        for batch in batches:
+            batch.step()
+    assert [request.output_ids for request in active] == expected
     assert engine.graphs.num_eager["another cache"] > 20
     assert engine.graphs.num_replayed > 20
 

@@ -360,7 +360,7 @@ class FakeTokenizer:
         ({"top_p": 1.5}, "--top-p is 1.5"),
         ({"random_seed": 2**64}, "--random-seed is 18446744073709551616"),
         ({"stop_words": [""]}, "holds an empty text"),
-        ({"stop_words": ["a"]}, "stop words need --tokenizer-dir"),
+        ({"stop_words": ["a"]}, "stop words need a tokenizer"),
     ],
 )
 def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
@@ -532,9 +532,6 @@ def test_logits_file(folder: Path, tmp_path: Path) -> None:
     failed = run(folder, *flags)
     assert failed.returncode == 2
     assert "needs a place" in read_error_lines(failed.stderr)[0]
-    clash = run(folder, "--input-text", "a", "--streaming", "--json")
-    assert clash.returncode == 2
-    assert "cannot come in pieces" in read_error_lines(clash.stderr)[0]
 
 
 def test_ctrl_c_shows_what_was_done(folder: Path, tmp_path: Path) -> None:

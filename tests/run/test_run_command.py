@@ -153,7 +153,7 @@ def test_prompt_sources_are_exclusive(folder: Path, tmp_path: Path) -> None:
     engine = ["--engine-dir", folder / "engine"]
     with pytest.raises(UsageError, match="exactly one of --input-text and --input-file"):
         call("run", *engine)
-    with pytest.raises(UsageError, match="text prompts need --tokenizer-dir"):
+    with pytest.raises(UsageError, match="text prompts need a tokenizer"):
         call("run", *engine, "--input-text", "a")
     (tmp_path / "p.csv").write_text("a")
     with pytest.raises(SpecDecError, match=r"neither \.txt nor \.jsonl"):

@@ -20,6 +20,7 @@ from specdec.storage import (
     stage_folder,
     write_manifest,
 )
+from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.trtllm.environment import BUILD_COMMAND, Environment, read_environment
 from specdec.vocabulary import read_recorded
 
@@ -56,6 +57,15 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
     report = plan.describe()
     for note in plan.notes:
         logger.info("%s", note)
+    tokenizer = None
+    if settings.tokenizer_dir is not None:
+        if settings.emit_script is not None:
+            raise SpecDecError(
+                "--tokenizer-dir has no effect on a script, which writes the engine alone",
+                "leave it out, and give --tokenizer-dir to specdec-run",
+            )
+        vocabulary = read_recorded(settings.checkpoint_dir)
+        tokenizer = check_tokenizer(settings.tokenizer_dir, vocabulary)
     if settings.emit_script is not None:
         text = format_script(plan, settings.launcher)
         report["script"] = str(settings.emit_script)
@@ -66,7 +76,7 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
     if settings.dry_run:
         return {"dry_run": True, **report}
     check_disk(plan)
-    recorded = run_build(plan, settings, here)
+    recorded = run_build(plan, settings, here, tokenizer)
     seconds = round(time.monotonic() - began, 2)
     logger.info("engine %s: %s, TensorRT-LLM %s, %d rank(s), %.1f s", settings.output_dir,
                 plan.method, here.tensorrt_llm, plan.num_ranks, seconds)  # fmt: skip
@@ -99,7 +109,9 @@ def check_disk(plan: Plan) -> None:
         )
 
 
-def run_build(plan: Plan, settings: BuildSettings, here: Environment) -> dict[str, Any]:
+def run_build(
+    plan: Plan, settings: BuildSettings, here: Environment, tokenizer: Path | None
+) -> dict[str, Any]:
     """Run trtllm-build into the engine folder; return the build_config that it recorded."""
     assert settings.output_dir is not None
     folder, kept = plan.checkpoint_dir.resolve(), settings.output_dir.resolve()
@@ -115,6 +127,8 @@ def run_build(plan: Plan, settings: BuildSettings, here: Environment) -> dict[st
                 failed_log.unlink(missing_ok=True)
                 raise
         shutil.move(failed_log, staged / LOG_NAME)
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, staged)
         manifest = folder / "manifest.json"
         write_manifest(
             staged, kind="engine", settings=to_plain(settings),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from specdec.engine.tree import make_root, pack_beams
 from specdec.errors import SpecDecError
 from specdec.methods.draft_target import DraftOptions
 
+if TYPE_CHECKING:
+    from specdec.decode.engine import TorchEngine
+
 
 def make_proposer(context: DraftContext) -> DraftTargetProposer:
     """Load the draft model's engine and compare its vocabulary with the target's."""
@@ -46,6 +50,17 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer:
     draft = TorchEngine(
         options.engine_dir, device=target.device.type, devices=options.draft_devices
     )
+    try:
+        return pair_engines(target, draft, options, context.tokenizer)
+    except BaseException:
+        draft.close()
+        raise
+
+
+def pair_engines(
+    target: TorchEngine, draft: TorchEngine, options: DraftOptions, tokenizer: Any
+) -> DraftTargetProposer:
+    """Let `draft` draft for `target`; raise SpecDecError where they do not suit one another."""
     check_devices("draft", options.draft_devices, draft)
     check_devices("target", options.target_devices, target)
     target_tokens, draft_tokens = (
@@ -53,7 +68,7 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer:
                     engine.config.vocabulary)
         for engine in (target, draft)
     )  # fmt: skip
-    check_vocabularies(target_tokens, draft_tokens, context.tokenizer, options.tokenizer_dir)
+    check_vocabularies(target_tokens, draft_tokens, tokenizer, options.tokenizer_dir)
     return target.attach_draft(draft, draft_len=options.draft_len, use_logits=options.use_logits)
 
 

@@ -86,6 +86,7 @@ class Ranks:
         self.size = size
         self.is_launched = logs.get_launched_rank() is not None
         self.is_ended = False
+        self._num_engines = 0
         self._has_met = False
         self._handles = itertools.count()
         self._dropped: list[int] = []
@@ -154,6 +155,16 @@ class Ranks:
         finally:
             if before is None:
                 os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+    def join(self) -> None:
+        """Another engine is split over these ranks."""
+        self._num_engines += 1
+
+    def leave(self) -> None:
+        """One engine less is; with the last, the ranks end."""
+        self._num_engines -= 1
+        if self._num_engines == 0:
+            self.end()
 
     def make_handle(self) -> int:
         """A number for an object that every rank has its part of."""

@@ -1,0 +1,503 @@
+"""The public API: an engine in this process, asked for text. docs/api.md is its page."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import numbers
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec import logs
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loading import load_engine
+from specdec.decode.loop import Batch, Options, fit_batch
+from specdec.decode.prompts import check_values, find_end_ids, make_requests
+from specdec.decode.requests import (
+    ActiveRequest,
+    FinishReason,
+    Origin,
+    Request,
+    RequestStats,
+    Result,
+)
+from specdec.decode.settings import DecodeSettings
+from specdec.decode.text import decode_text
+from specdec.decode.typical import check_typical
+from specdec.errors import SpecDecError, UsageError, suggest
+from specdec.settings import check_value, get_flags
+from specdec.tokenizer import find_tokenizer, load_tokenizer
+from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
+from specdec.trtllm.engine_folder import read_backend
+
+# Settings of specdec-run that say nothing of an engine: parameters of `generate` have their place,
+# and of `load`, under shorter names.
+NO_OPTIONS = (
+    "engine_dir", "tokenizer_dir", "draft_engine_dir", "device", "no_speculation",
+    "apply_chat_template", "max_output_len", "temperature", "top_k", "top_p", "random_seed",
+    "stop_words", "end_id",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt with its own settings; None leaves a setting to `generate` or `stream`.
+
+    Exactly one of text, token_ids and messages is given. messages: a conversation of
+    {"role", "content"}, put into the tokenizer's chat template. end_ids: tokens that end the
+    output; empty for none.
+    """
+
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    max_output_len: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    end_ids: Collection[int] | None = None
+
+
+AnyPrompt = str | Sequence[int] | Prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a prompt was continued with.
+
+    text: without the stop word, empty where the engine has no tokenizer. token_ids: the new tokens,
+    the one that ended them included. origins: how each of them came: "draft", an accepted draft;
+    "bonus", the target's own token behind a draft; "plain", a token for which nothing was drafted.
+    finish_reason: "length", "eos", "stop" or "cancelled"; None of a stream that goes on.
+    """
+
+    prompt: str
+    prompt_ids: list[int]
+    text: str
+    token_ids: list[int]
+    origins: list[Origin]
+    finish_reason: FinishReason | None
+    stats: RequestStats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """What a stream has gained.
+
+    text: what has become certain; a character of several tokens, or the beginning of a stop word,
+    comes later than its tokens. finish_reason and stats: of the last event alone.
+    """
+
+    text: str
+    token_ids: list[int]
+    origins: list[Origin]
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None
+
+
+class Engine:
+    """An engine folder in memory, ready to generate. Make one with `Engine.load`.
+
+    A context manager, which closes it. One thread at a time may use an engine and its streams;
+    a second one gets a SpecDecError.
+    """
+
+    def __init__(
+        self, core: TorchEngine, settings: DecodeSettings, tokenizer: Any, end_ids: frozenset[int]
+    ) -> None:
+        """Of `load` alone."""
+        self._core: TorchEngine | None = core
+        self._settings, self._end_ids = settings, end_ids
+        self.tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._batch: Batch | None = None  # that streams are in
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        tokenizer: Any = None,
+        draft: str | Path | None = None,
+        device: str = "auto",
+        speculation: bool = True,
+        max_batch_size: int | None = None,
+        max_seq_len: int | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Load an engine folder of the torch backend, and start its other ranks where it has some.
+
+        tokenizer: a folder, a hub id, or a transformers tokenizer; None is the one that the engine
+        holds, if any. draft: the engine folder of a draft model. device: auto, cpu or cuda.
+        speculation: False decodes one token a step. max_batch_size, max_seq_len: fewer and shorter
+        requests than the engine was built for, for which less memory is taken. options: those of
+        specdec-run that say who drafts and how, with underscores, such as draft_len="auto",
+        eagle_tree_tokens=12 or acceptance="typical".
+
+        Raises SpecDecError where the engine cannot be loaded; UsageError, which is one, for options
+        that are unknown or have no effect with it.
+        """
+        settings = _read_options(options, {
+            "engine_dir": Path(path), "device": device, "no_speculation": not speculation,
+            "draft_engine_dir": None if draft is None else Path(draft),
+        })  # fmt: skip
+        if read_backend(Path(path)) == TENSORRT_LLM:
+            raise SpecDecError(
+                f"{path} is an engine of TensorRT-LLM, which Engine cannot load",
+                "run it with specdec-run, or build it with --backend torch",
+            )
+        if logs.get_launched_rank() is not None:
+            raise SpecDecError(
+                "this process was started by a launcher, and an Engine starts its ranks itself",
+                "start one process, without torchrun or mpirun",
+            )
+        if tokenizer is None or isinstance(tokenizer, (str, Path)):
+            given = None if tokenizer is None else str(tokenizer)
+            folder = find_tokenizer(Path(path), given)
+            settings = dataclasses.replace(settings, tokenizer_dir=folder)
+            tokenizer = None if folder is None else load_tokenizer(folder)
+        end_ids = find_end_ids(settings, tokenizer)
+        core = load_engine(settings, tokenizer)
+        try:
+            core.lower_limits(max_batch_size=max_batch_size, max_seq_len=max_seq_len)
+            if settings.acceptance == "typical":
+                check_typical(core.describe(), None, use_logits=settings.use_logits)
+        except BaseException:
+            core.close()
+            raise
+        return cls(core, settings, tokenizer, end_ids)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the engine's memory and end its other ranks; its streams end with an error."""
+        if self._core is None:
+            return
+        with self._use() as core:
+            self._core = self._batch = None
+            core.close()
+
+    def describe(self) -> dict[str, Any]:
+        """Return method, backend, device, dtype, quantization and tp_size."""
+        return self._get_core().describe()
+
+    @property
+    def max_batch_size(self) -> int:
+        """Requests that are decoded at once; more wait for their turn."""
+        return self._get_core().config.build.max_batch_size
+
+    @property
+    def max_input_len(self) -> int:
+        """Tokens of the longest prompt."""
+        return self._get_core().config.build.max_input_len
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of a prompt and its output together."""
+        return self._get_core().max_seq_len
+
+    def generate(
+        self,
+        prompts: AnyPrompt | Sequence[AnyPrompt],
+        *,
+        max_output_len: int = 100,
+        temperature: float | None = None,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        end_ids: Collection[int] | None = None,
+    ) -> list[Output]:
+        """Continue prompts, several at once; return their outputs in the same order.
+
+        prompts: a text, the token ids of a prompt, a Prompt, or a list of these. max_output_len:
+        most new tokens. temperature: 0 decodes greedily; None is 1 with top_k or top_p, else 0.
+        top_k: 0 keeps all tokens. top_p: 1 keeps all. seed: equal seeds give equal texts, in any
+        batch. stop: texts that end an output. end_ids: tokens that end it; None is those of the
+        model, empty is none.
+
+        Raises SpecDecError that lists every prompt beyond the engine's limits, before anything is
+        decoded.
+        """
+        listed = _list_prompts(prompts)
+        defaults = Prompt(
+            max_output_len=max_output_len, temperature=temperature, top_k=top_k, top_p=top_p,
+            seed=seed, stop=stop, end_ids=end_ids,
+        )  # fmt: skip
+        with self._use() as core:
+            requests = self._make_requests(core, listed, defaults)
+            if not requests:
+                return []
+            batch = self._batch
+            if batch is None or not batch.is_busy:
+                self._batch = None  # its memory is free for this one
+                batch = fit_batch(
+                    core.decoder, core.proposer, requests, self._make_options(core), core.timing
+                )
+            active = [batch.submit(request) for request in requests]
+            while any(request.finish_reason is None for request in active):
+                self._step(batch)
+        return [_describe(request.make_result(), self.tokenizer) for request in active]
+
+    def stream(
+        self,
+        prompt: AnyPrompt,
+        *,
+        max_output_len: int = 100,
+        temperature: float | None = None,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        end_ids: Collection[int] | None = None,
+    ) -> Stream:
+        """Continue a prompt step by step; the parameters are those of `generate`.
+
+        Streams that are open at the same time share their steps: whichever is asked for its next
+        event runs one for all. The first takes a cache for max_batch_size requests of max_seq_len
+        tokens.
+        """
+        defaults = Prompt(
+            max_output_len=max_output_len, temperature=temperature, top_k=top_k, top_p=top_p,
+            seed=seed, stop=stop, end_ids=end_ids,
+        )  # fmt: skip
+        with self._use() as core:
+            (request,) = self._make_requests(core, [prompt], defaults)
+            if self._batch is None:
+                self._batch = Batch(
+                    core.decoder, core.proposer, self._make_options(core), core.timing,
+                    num_rows=core.config.build.max_batch_size, max_seq_len=core.max_seq_len,
+                )  # fmt: skip
+            return Stream(self, self._batch, self._batch.submit(request))
+
+    def step(self) -> bool:
+        """Run one step of all open streams; return whether there was anything to do.
+
+        For whoever serves many streams: call this, then `take` of each.
+        """
+        with self._use():
+            batch = self._batch
+            if batch is None or not batch.is_busy:
+                return False
+            self._step(batch)
+            return True
+
+    def _step(self, batch: Batch) -> None:
+        try:
+            batch.step()
+        except BaseException:  # the cache is between two steps
+            self._batch = None
+            raise
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[TorchEngine]:
+        """Keep other threads out."""
+        if not self._lock.acquire(blocking=False):
+            raise SpecDecError(
+                "another thread is using this engine",
+                "let one thread call it, and hand it prompts through a queue",
+            )
+        try:
+            yield self._get_core()
+        finally:
+            self._lock.release()
+
+    def _get_core(self) -> TorchEngine:
+        if self._core is None:
+            raise SpecDecError("this engine is closed", "load it again")
+        return self._core
+
+    def _make_options(self, core: TorchEngine) -> Options:
+        return core.fill_options(
+            Options(
+                tokenizer=self.tokenizer,
+                follow_text=self.tokenizer is not None,
+                reuse_blocks=self._settings.kv_cache_enable_block_reuse,
+            )
+        )
+
+    def _make_requests(
+        self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt
+    ) -> list[Request]:
+        given = [_to_prompt(prompt) for prompt in prompts]
+        entries = []
+        for index, prompt in enumerate(given):
+            sources = (prompt.text, prompt.token_ids, prompt.messages)
+            if sum(source is not None for source in sources) != 1:
+                raise SpecDecError(
+                    f"prompt {index} has not exactly one of text, token_ids and messages",
+                    "give one of them",
+                )
+            entry = _to_entry(defaults) | _to_entry(prompt)
+            check_values(f"prompt {index}", entry)
+            entries.append(entry)
+        made = make_requests(entries, self._settings, self.tokenizer, self._end_ids)
+        requests = []
+        for request, prompt in zip(made, given, strict=True):
+            ends = defaults.end_ids if prompt.end_ids is None else prompt.end_ids
+            if ends is not None:
+                request = dataclasses.replace(request, end_ids=frozenset(map(int, ends)))
+            requests.append(request)
+        core.check_requests(requests)
+        return requests
+
+
+class Stream:
+    """The events of one prompt, as they come: an iterator.
+
+    A stream that is closed, or that nobody holds any more, is cancelled: its place in the batch is
+    free from the next step on.
+    """
+
+    def __init__(self, engine: Engine, batch: Batch, active: ActiveRequest) -> None:
+        """Of `Engine.stream` alone."""
+        self._engine, self._batch, self._active = engine, batch, active
+        self._num_taken = 0
+        self._is_over = False
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Event:
+        """Run steps until this stream has gained something."""
+        while not self._is_over:
+            event = self.take()
+            if event is not None:
+                return event
+            self._engine.step()
+        raise StopIteration
+
+    def take(self) -> Event | None:
+        """Return what the stream has gained since the last event, without running anything.
+
+        None where that is nothing. Raises SpecDecError where a step has failed since, or the engine
+        was closed.
+        """
+        active, engine = self._active, self._engine
+        if self._is_over:
+            return None
+        with engine._use():
+            reason = active.finish_reason
+            if reason is None and engine._batch is not self._batch:
+                self._is_over = True
+                raise SpecDecError(
+                    f"a step of the engine failed, which ends this stream after"
+                    f" {len(active.output_ids)} tokens",
+                    "ask for the prompt again; the failure was raised where the step was run",
+                )
+            at, self._num_taken = self._num_taken, len(active.output_ids)
+            if at == self._num_taken and reason is None:
+                return None
+            text = ""
+            if active.text is not None:
+                if reason is not None:
+                    active.text.finish()
+                text = active.text.take()
+            self._is_over = reason is not None
+            return Event(
+                text=text,
+                token_ids=active.output_ids[at:],
+                origins=active.origins[at:],
+                finish_reason=reason,
+                stats=active.stats if reason is not None else None,
+            )
+
+    @property
+    def output(self) -> Output:
+        """All that the stream has given so far."""
+        return _describe(self._active.make_result(), self._engine.tokenizer)
+
+    def close(self) -> None:
+        """Cancel the stream if it goes on."""
+        self._batch.cancel(self._active)
+        self._is_over = True
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_active"):
+            self._batch.cancel(self._active)
+
+
+def _read_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> DecodeSettings:
+    """The settings that options mean, checked as those of a recipe are."""
+    flags = {name: flag for name, (flag, _) in get_flags(DecodeSettings).items()}
+    known = [name for name in flags if name not in NO_OPTIONS]
+    values = dict(fixed)
+    for name, value in options.items():
+        if name not in known:
+            raise UsageError(
+                f"Engine.load has no option {name!r}{suggest(name, known)}",
+                f"its options are {', '.join(known)}",
+            )
+        if value is not None:
+            values[name] = json.dumps(value) if isinstance(value, (list, tuple)) else value
+    checked = {name: check_value(name, value, flags[name]) for name, value in values.items()}
+    return DecodeSettings(**checked)
+
+
+def _list_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
+    """Tell one prompt from several."""
+    if isinstance(prompts, (str, Prompt)):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    if listed and isinstance(listed[0], numbers.Integral):
+        return [listed]
+    return listed
+
+
+def _to_prompt(prompt: AnyPrompt) -> Prompt:
+    if isinstance(prompt, Prompt):
+        return prompt
+    return Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt)
+
+
+def _to_entry(prompt: Prompt) -> dict[str, Any]:
+    """The request object of a prompt, as a line of a .jsonl file has it."""
+    ids, messages, stop = prompt.token_ids, prompt.messages, prompt.stop
+    entry = {
+        "prompt": prompt.text,
+        "input_ids": None if ids is None else [_to_int(token) for token in ids],
+        "messages": None if messages is None else [dict(message) for message in messages],
+        "max_output_len": prompt.max_output_len,
+        "temperature": prompt.temperature,
+        "top_k": prompt.top_k,
+        "top_p": prompt.top_p,
+        "seed": prompt.seed,
+        "stop": stop if stop is None or isinstance(stop, str) else list(stop),
+    }
+    return {key: value for key, value in entry.items() if value is not None}
+
+
+def _to_int(token: Any) -> Any:
+    """A token id as an int, also from numpy; what is no whole number is left to be refused."""
+    return int(token) if isinstance(token, numbers.Integral) else token
+
+
+def _describe(result: Result, tokenizer: Any) -> Output:
+    text = result.text
+    if text is None:
+        text = "" if tokenizer is None else decode_text(tokenizer, result.output_ids)
+    assert result.origins is not None
+    return Output(
+        prompt=result.request.input_text,
+        prompt_ids=result.request.input_ids,
+        text=text,
+        token_ids=list(result.output_ids),
+        origins=list(result.origins),
+        finish_reason=result.finish_reason,
+        stats=result.stats,
+    )

@@ -1,0 +1,115 @@
+"""An engine that was built with --tokenizer-dir holds its tokenizer, and needs no other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Engine, SpecDecError
+from specdec.storage import hash_file
+from specdec.tokenizer import FOLDER, copy_tokenizer, find_tokenizer
+from tests.conftest import make_llama, make_tokenizer
+from tests.engines import call, run_here
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("remembered")
+    target = make_llama(parent, seed=5)
+    make_tokenizer(target)
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [117, 5]}))
+    call("convert", "--model-dir", target, "--output-dir", parent / "ckpt")
+    build(parent, "engine", "--tokenizer-dir", target)
+    build(parent, "bare")
+    return parent
+
+
+def build(parent: Path, name: str, *flags: object) -> None:
+    call(
+        "build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / name,
+        "--optimize", "none", *flags,
+    )  # fmt: skip
+
+
+def run(folder: Path, name: str, *flags: str) -> list[dict[str, Any]]:
+    report = run_here(
+        ["--engine-dir", str(folder / name), "--max-output-len", "20", "--device", "cpu", *flags]
+    )
+    outputs: list[dict[str, Any]] = report["outputs"]
+    return outputs
+
+
+def test_the_engine_runs_without_another(folder: Path) -> None:
+    """The same text, the same end tokens, the same stop words."""
+    flags = ("--input-text", "def a", "return", "--stop-words", "zq")
+    given = run(folder, "bare", *flags, "--tokenizer-dir", str(folder / "target"))
+    assert run(folder, "engine", *flags) == given
+    assert any(output["output_text"] for output in given)
+    with Engine.load(folder / "engine", device="cpu") as engine:
+        outputs = engine.generate(["def a", "return"], max_output_len=20, stop="zq")
+        assert [output.text for output in outputs] == [o["output_text"] for o in given]
+        assert engine._end_ids == {117, 5}
+    with Engine.load(folder / "bare", device="cpu") as engine:
+        assert engine.tokenizer is None
+
+
+def test_the_manifest_lists_the_copied_files(folder: Path) -> None:
+    manifest = json.loads((folder / "engine" / "manifest.json").read_text())
+    listed = {entry["path"]: entry["sha256"] for entry in manifest["outputs"]}
+    copied = sorted((folder / "engine" / FOLDER).iterdir())
+    assert {"tokenizer.json", "generation_config.json"} <= {path.name for path in copied}
+    for path in copied:
+        assert (
+            listed[f"{FOLDER}/{path.name}"]
+            == hash_file(path)
+            == hash_file(folder / "target" / path.name)
+        )
+
+
+def test_a_given_tokenizer_wins(folder: Path) -> None:
+    assert find_tokenizer(folder / "engine", "other") == "other"
+    assert find_tokenizer(folder / "engine") == str(folder / "engine" / FOLDER)
+    assert find_tokenizer(folder / "bare") is None
+
+
+def test_another_models_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    make_tokenizer(other)
+    document = json.loads((other / "tokenizer.json").read_text())
+    vocab = document["model"]["vocab"]
+    first, second = list(vocab)[10:12]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(SpecDecError, match="is not the one that the checkpoint was made with"):
+        build(folder, "refused", "--tokenizer-dir", other)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SpecDecError, match="no tokenizer in"):
+        build(folder, "refused", "--tokenizer-dir", tmp_path / "empty")
+    with pytest.raises(SpecDecError, match="is no folder, and not on the hub"):
+        build(folder, "refused", "--tokenizer-dir", tmp_path / "absent")
+    assert not (folder / "refused").exists()
+
+
+def test_a_copy_that_lacks_something_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "own_format.bin").write_text("x")
+    with pytest.raises(SpecDecError, match="no tokenizer in"):
+        copy_tokenizer(tmp_path / "source", tmp_path / "engine")
+
+
+def test_verify_lets_no_remembered_tokenizer_end_a_text(folder: Path, tmp_path: Path) -> None:
+    """Of a model that has no tokenizer, prompts are token ids, and texts go on to their limit."""
+    from specdec.verify import runner
+    from specdec.verify.settings import VerifySettings
+
+    settings = VerifySettings(engine_dir=folder / "engine", model_dir=str(tmp_path), device="cpu")
+    line = json.dumps({"input_ids": [5, 9, 77], "max_output_len": 60})
+    report, _ = runner.run_engine(settings, [line])
+    (output,) = report["outputs"]
+    assert output["finish_reason"] == "length"
+    assert 117 in output["output_ids"]

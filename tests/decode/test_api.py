@@ -1,0 +1,355 @@
+"""The public API: generate and stream are exact, streams may be left, misuse is an error."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import specdec
+from specdec import Engine, Prompt, SpecDecError, UsageError
+from specdec.decode.ranks import processes
+from tests.conftest import (
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+    make_tokenizer,
+)
+from tests.engines import call, continue_greedily, make_engine
+
+PROMPTS = [[5, 9, 77, 3], [64], list(range(20, 50)), [7, 7, 8], [100, 3, 55]]
+LIMIT = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("api")
+    target, drafter = make_llama(parent, seed=5), make_drafter(parent, exit_dim=96, scale=3.0)
+    make_tokenizer(target)
+    make_engine(
+        parent, target, drafter, beams=3, length=4, optimize="none", build=["--max-batch-size", 2]
+    ).rename(parent / "redrafter")  # fmt: skip
+    call("convert", "--model-dir", target, "--output-dir", parent / "ckpt")
+    external = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
+    lookahead = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
+    for name, flags in (("pair", external), ("draft", ()), ("lookahead", lookahead)):
+        call(
+            "build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / name,
+            "--optimize", "none", "--max-batch-size", 3, *flags,
+        )  # fmt: skip
+    heads, eagle = make_medusa_heads(parent, scale=3.0), make_eagle_drafter(parent, scale=2.0)
+    for name, flags in (
+        ("medusa", ("--medusa-model-dir", heads)),
+        ("eagle", ("--eagle-model-dir", eagle, "--num-eagle-layers", 2)),
+    ):
+        checkpoint = parent / f"{name}-ckpt"
+        call("convert", "--model-dir", target, *flags, "--output-dir", checkpoint)
+        call(
+            "build", "--checkpoint-dir", checkpoint, "--output-dir", parent / f"{name}-engine",
+            "--optimize", "none",
+        )  # fmt: skip
+    return parent
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder / "target")
+    return continue_greedily(model, PROMPTS, LIMIT)
+
+
+def load(folder: Path, method: str = "redrafter", **options: Any) -> Engine:
+    """An engine on the CPU; every method has the same target."""
+    if method in ("draft_target", "draft_target, logits"):
+        use_logits = method != "draft_target"
+        options |= {"draft": folder / "draft", "draft_len": 3, "use_logits": use_logits}
+        method = "pair"
+    elif method == "prompt_lookup":
+        method, options = "pair", options | {"prompt_lookup_num_tokens": 4}
+    elif method == "eagle, dynamic":
+        method = "eagle"
+        options |= {"eagle_use_dynamic_tree": True, "eagle_tree_tokens": 8}
+    elif method == "plain":
+        method, options = "redrafter", options | {"speculation": False}
+    name = f"{method}-engine" if method in ("medusa", "eagle") else method
+    return Engine.load(folder / name, device="cpu", **options)
+
+
+METHODS = [
+    "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "draft_target",
+    "draft_target, logits", "prompt_lookup", "lookahead",
+]  # fmt: skip
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Engine]:
+    with load(folder, tokenizer=folder / "target") as engine:
+        yield engine
+
+
+def test_the_public_names_are_there() -> None:
+    assert all(hasattr(specdec, name) for name in specdec.__all__)
+    assert set(specdec.__all__) <= set(dir(specdec))
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        specdec.__getattr__("Motor")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_both_ways_give_what_transformers_gives(
+    folder: Path, expected: list[list[int]], method: str
+) -> None:
+    with load(folder, method) as engine:
+        outputs = engine.generate(PROMPTS, max_output_len=LIMIT, end_ids=())
+        assert [output.token_ids for output in outputs] == expected
+        assert [output.prompt_ids for output in outputs] == PROMPTS
+        for output in outputs:
+            check_origins(output, is_plain=method == "plain")
+        streams = [engine.stream(p, max_output_len=LIMIT, end_ids=()) for p in PROMPTS[:4]]
+        found: list[list[int]] = [[] for _ in streams]
+        while any(len(tokens) < LIMIT for tokens in found):
+            for tokens, stream in zip(found, streams, strict=True):
+                event = next(stream, None)
+                if event is not None:
+                    tokens += event.token_ids
+                    assert len(event.origins) == len(event.token_ids)
+        assert found == expected[:4]
+        for stream, output in zip(streams, outputs[:4], strict=True):
+            assert stream.output.token_ids == output.token_ids
+            check_origins(stream.output, is_plain=method == "plain")
+
+
+def check_origins(output: specdec.Output, *, is_plain: bool) -> None:
+    """One a token, as the statistics count them, the prompt's own token first."""
+    assert len(output.origins) == len(output.token_ids)
+    assert output.origins[0] == "plain"
+    assert output.origins.count("draft") == output.stats.num_accepted
+    num_target = output.origins.count("bonus") + output.origins.count("plain")
+    assert num_target - 1 <= output.stats.num_verify_steps
+    if is_plain:
+        assert set(output.origins) == {"plain"}
+
+
+@pytest.mark.parametrize("options", [{}, {"acceptance": "typical", "typical_epsilon": 0.01}])
+def test_origins_of_sampled_texts(folder: Path, options: dict[str, Any]) -> None:
+    """By either accept rule."""
+    with load(folder, "medusa", **options) as engine:
+        outputs = engine.generate(PROMPTS, max_output_len=LIMIT, temperature=1.2, seed=3)
+        for output in outputs:
+            check_origins(output, is_plain=False)
+        assert any("draft" in output.origins for output in outputs) or not options
+        assert all(len(output.token_ids) == LIMIT for output in outputs)
+
+
+def test_prompts_have_their_own_settings(engine: Engine) -> None:
+    """And get in a batch what they get alone."""
+    prompts = [
+        Prompt(text="def a", max_output_len=5),
+        Prompt(token_ids=np.array([5, 9]), temperature=0.8, seed=7),
+        "return",
+        Prompt(text="x", temperature=1.0, top_k=5, top_p=0.9, seed=2**63, end_ids=[3, 4]),
+    ]
+    together = engine.generate(prompts, max_output_len=12)
+    alone = [engine.generate(prompt, max_output_len=12)[0] for prompt in prompts]
+    assert together == alone
+    assert [len(output.token_ids) for output in together][:3] == [5, 12, 12]
+    assert together[0].prompt == "def a"
+    assert engine.generate([]) == []
+    assert engine.generate([5, 9], temperature=0.8, seed=7, max_output_len=12)[0] == alone[1]
+
+
+def test_a_stream_gives_the_text_of_generate(engine: Engine) -> None:
+    """Stop words held back and cut; the last event says how it ended."""
+    (whole,) = engine.generate("def a", max_output_len=LIMIT, end_ids=())
+    stop = whole.text[8:10]
+    for settings in ({}, {"stop": stop}, {"end_ids": [whole.token_ids[6]]}):
+        given: dict[str, Any] = {"max_output_len": LIMIT, "end_ids": (), **settings}
+        (output,) = engine.generate("def a", **given)
+        events = list(engine.stream("def a", **given))
+        assert "".join(event.text for event in events) == output.text
+        assert [token for event in events for token in event.token_ids] == output.token_ids
+        assert [origin for event in events for origin in event.origins] == output.origins
+        assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
+        assert events[-1].finish_reason == output.finish_reason
+        assert events[-1].stats == output.stats
+        assert stop not in output.text or "stop" not in settings
+
+
+def test_an_abandoned_stream_frees_its_row(engine: Engine, expected: list[list[int]]) -> None:
+    """Two rows: a third stream gets one as soon as another is closed or forgotten."""
+    assert engine.max_batch_size == 2
+    settings: dict[str, Any] = {"max_output_len": LIMIT, "end_ids": ()}
+    first, second, third, fourth = (engine.stream(p, **settings) for p in PROMPTS[:4])
+    assert next(first).token_ids + next(first).token_ids == first.output.token_ids
+    assert third.take() is None
+    first.close()
+    assert list(first) == []
+    assert first.output.finish_reason == "cancelled"
+    assert engine.step()
+    assert third.take() is not None
+    del second
+    gc.collect()
+    assert engine.step()
+    assert fourth.take() is not None
+    assert third.close() is None
+    list(fourth)
+    assert fourth.output.token_ids == expected[3]
+    assert not engine.step()
+    # One that is left before its turn, and one after its end.
+    streams = [engine.stream(p, **settings) for p in PROMPTS[:3]]
+    streams.pop().close()
+    assert [t for s in streams for e in s for t in e.token_ids] == expected[0] + expected[1]
+    streams[0].close()
+    assert streams[0].output.finish_reason == "length"
+
+
+def test_generate_between_the_events_of_a_stream(engine: Engine, expected: list[list[int]]) -> None:
+    """The drafter is shared: neither spoils the other's drafts."""
+    stream = engine.stream(PROMPTS[0], max_output_len=LIMIT, end_ids=())
+    tokens = next(stream).token_ids
+    outputs = engine.generate(PROMPTS[1:], max_output_len=LIMIT, end_ids=())
+    assert [output.token_ids for output in outputs] == expected[1:]
+    tokens = tokens + [token for event in stream for token in event.token_ids]
+    assert tokens == expected[0]
+
+
+def test_several_ranks_are_started_and_ended(folder: Path, tmp_path: Path) -> None:
+    target = folder / "target"
+    call("convert", "--model-dir", target, "--output-dir", tmp_path / "ckpt", "--tp-size", 2)
+    call(
+        "build", "--checkpoint-dir", tmp_path / "ckpt", "--output-dir", tmp_path / "engine",
+        "--optimize", "none",
+    )  # fmt: skip
+    with load(folder, "plain") as one:
+        expected = [o.token_ids for o in one.generate(PROMPTS, max_output_len=9, end_ids=())]
+    first = Engine.load(tmp_path / "engine", device="cpu")
+    with Engine.load(tmp_path / "engine", device="cpu") as second:
+        outputs = second.generate(PROMPTS, max_output_len=9, end_ids=())
+        assert [output.token_ids for output in outputs] == expected
+        ranks = processes._ranks
+        assert ranks is not None
+    assert not ranks.is_ended  # another engine has them
+    tokens = [
+        t for e in first.stream(PROMPTS[0], max_output_len=9, end_ids=()) for t in e.token_ids
+    ]
+    assert tokens == expected[0]
+    first.close()
+    assert ranks.is_ended
+    assert all(child.poll() is not None for child in ranks._children)
+
+
+# --- misuse ---
+
+
+def test_a_closed_engine(folder: Path) -> None:
+    engine = load(folder)
+    stream = engine.stream(PROMPTS[0])
+    next(stream)
+    engine.close()
+    engine.close()
+    uses: list[Callable[[], object]] = [
+        lambda: engine.generate([1]), lambda: engine.stream([1]), lambda: next(stream),
+        engine.step, engine.describe, lambda: engine.max_seq_len,
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(SpecDecError, match="this engine is closed"):
+            use()
+
+
+def test_options_are_checked(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"no option 'draft_length' \(did you mean draft_len\?\)"):
+        load(folder, draft_length=4)
+    with pytest.raises(UsageError, match="no option 'temperature'"):
+        load(folder, temperature=0.5)
+    with pytest.raises(UsageError, match="eagle_tree_tokens: expected a whole number"):
+        load(folder, "eagle", eagle_tree_tokens="many")
+    with pytest.raises(UsageError, match="device: 'gpu' is not one of"):
+        Engine.load(folder / "redrafter", device="gpu")
+    with pytest.raises(UsageError, match="--medusa-choices has no effect"):
+        load(folder, medusa_choices=[[0], [0, 0]])
+    with pytest.raises(UsageError, match="no effect with an engine that runs plain"):
+        load(folder, "plain", acceptance="typical")
+    with pytest.raises(UsageError, match="max_batch_size is 3, the engine was built for 1 to 2"):
+        load(folder, max_batch_size=3)
+    with pytest.raises(SpecDecError, match="is not a folder"):
+        Engine.load(folder / "nothing")
+    with load(folder, "medusa", medusa_choices=[[0], [0, 0]]) as engine:
+        (output,) = engine.generate([5, 9], max_output_len=9)
+        assert output.stats.num_draft_tokens == 2 * output.stats.num_verify_steps
+
+
+def test_prompts_are_checked_before_anything_is_decoded(folder: Path) -> None:
+    with load(folder, max_seq_len=40) as engine:
+        assert engine.max_seq_len == 40
+        with pytest.raises(SpecDecError, match=r"3 problems: .*prompt 0 is empty.*prompt 1 has 50"):
+            engine.generate([[], [5] * 50])
+        with pytest.raises(SpecDecError, match="prompt 0 has 3 tokens and asks for 100 more"):
+            engine.stream([5, 6, 7])
+        with pytest.raises(UsageError, match="text prompts need"):
+            engine.generate("text")
+        with pytest.raises(UsageError, match="stop words need"):
+            engine.generate([5], stop="a")
+        with pytest.raises(SpecDecError, match="temperature is -1, not a number of at least 0"):
+            engine.generate([5], temperature=-1)
+        with pytest.raises(SpecDecError, match="not exactly one of text, token_ids and messages"):
+            engine.generate(Prompt(text="a", token_ids=[1]))
+        with pytest.raises(SpecDecError, match=r"input_ids is \[5, 'a'\]"):
+            engine.generate([5, "a"])  # type: ignore[list-item]
+        assert len(engine.generate([5], max_output_len=3)[0].token_ids) == 3
+
+
+def test_a_second_thread_is_refused(engine: Engine) -> None:
+    """While the first is in a step; afterwards it may use the engine."""
+    entered, leave, found = threading.Event(), threading.Event(), []
+    core = engine._core
+    assert core is not None
+    forward: Any = core.decoder.forward
+
+    def wait(*arguments: Any, **named: Any) -> Any:
+        entered.set()
+        assert leave.wait(60)
+        return forward(*arguments, **named)
+
+    stream = engine.stream(PROMPTS[1], max_output_len=5, end_ids=())
+    core.decoder.forward = wait  # type: ignore[method-assign]
+    thread = threading.Thread(
+        target=lambda: found.append(engine.generate(PROMPTS[0], max_output_len=5, end_ids=()))
+    )
+    thread.start()
+    assert entered.wait(60)
+    uses: list[Callable[[], object]] = [
+        lambda: engine.generate(PROMPTS[1]), lambda: next(stream), engine.step, engine.close,
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(SpecDecError, match="another thread is using this engine"):
+            use()
+    leave.set()
+    thread.join(60)
+    del core.decoder.forward
+    assert found == [engine.generate(PROMPTS[0], max_output_len=5, end_ids=())]
+    assert len([t for e in stream for t in e.token_ids]) == 5
+
+
+def test_a_failing_step_ends_its_streams_and_no_others(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [engine.stream(p, max_output_len=LIMIT, end_ids=()) for p in PROMPTS[:2]]
+    next(streams[0])
+    core = engine._core
+    assert core is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(core.proposer, "propose", lambda requests: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(streams[0])
+    for stream in streams:
+        with pytest.raises(SpecDecError, match=r"a step of the engine failed.*after [1-9]"):
+            list(stream)
+        assert list(stream) == []
+    later = engine.stream(PROMPTS[2], max_output_len=LIMIT, end_ids=())
+    assert [t for e in later for t in e.token_ids] == expected[2]
