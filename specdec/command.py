@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,24 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends the work as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def take_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the body as Ctrl-C does, so that it leaves nothing half-written behind."""
+
+    def end(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _close_stdout() -> None:
     """Drop what a full or closed stdout did not take, or Python would complain at its exit."""
     try:
@@ -227,8 +246,10 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
         return 2, f"no such option {error.option_name}{nearest}", _HELP_HINT
     if isinstance(error, click.ClickException):
         return 2, error.format_message(), _HELP_HINT
+    if isinstance(error, Terminated) or isinstance(error.__cause__, Terminated):
+        return 143, "ended by SIGTERM", _AGAIN_HINT
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        return 130, "interrupted", "nothing half-written was left behind; run it again"
+        return 130, "interrupted", _AGAIN_HINT
     if isinstance(error, MemoryError):
         return 1, "out of memory", "use a smaller batch, or a machine with more memory"
     if isinstance(error, OSError) and error.errno is not None:
@@ -242,6 +263,7 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
     )
 
 
+_AGAIN_HINT = "nothing half-written was left behind; run it again"
 _HELP_HINT = "--help lists the options"
 _OS_HINT = "check the path, its permissions and the free space; nothing half-written was left"
 
