@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import stat
+import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, shorten
 from specdec.storage import FORMAT_VERSION, hash_file, read_json
+from specdec.threads import Pool
 
 NAME = "manifest.json"
 _AGAIN = "copy or convert the folder again"
@@ -90,20 +91,20 @@ def find_differences(
     places: Iterable[tuple[Path, Entry]], *, workers: int, label: str
 ) -> list[str | None]:
     """Return, for every file, in what it differs from its entry; None where it does not."""
-    with ThreadPoolExecutor(workers) as pool:
-        found = [pool.submit(_find_difference, path, entry) for path, entry in places]
+    with Pool(workers) as pool:
+        found = [pool.submit(_find_difference, *place, pool.is_ending) for place in places]
         shown = logs.show_progress(found, label=label, total=len(found))
         return [difference.result() for difference in shown]
 
 
-def _find_difference(path: Path, entry: Entry) -> str | None:
+def _find_difference(path: Path, entry: Entry, is_ending: threading.Event) -> str | None:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return "is no file"
         if status.st_size != entry.num_bytes:
             return f"has {status.st_size} bytes, not {entry.num_bytes}"
-        if entry.sha256 is not None and (sha256 := hash_file(path)) != entry.sha256:
+        if entry.sha256 is not None and (sha256 := hash_file(path, is_ending)) != entry.sha256:
             return f"has sha256 {sha256[:16]}..., not {entry.sha256[:16]}..."
     except (FileNotFoundError, NotADirectoryError):
         return "is missing"

@@ -78,6 +78,23 @@ def test_killed_conversion(
     assert not list(convert.output.parent.glob(".*"))
 
 
+def test_output_that_appears_meanwhile_stays(
+    source: Source, convert: Converter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = pipeline.write_manifest
+
+    def write(*args: Any, **kwargs: Any) -> None:
+        convert.output.mkdir()
+        (convert.output / "precious").write_text("theirs")
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "write_manifest", write)
+    with pytest.raises(SpecDecError, match="out was not there at the start"):
+        convert(model_dir=source("llama_gqa"))
+    assert [path.name for path in convert.output.iterdir()] == ["precious"]
+    assert list(convert.output.parent.iterdir()) == [convert.output]
+
+
 def test_full_disk(source: Source, convert: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's writer fails: the error comes out, the other ranks' files go."""
     real = stream._Stream._write_rank

@@ -519,6 +519,30 @@ def test_one_process_at_a_time(run_data: RunData, tmp_path: Path) -> None:
     assert list_files(tmp_path) == []
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_an_output_that_appears_meanwhile_stays(
+    run_data: RunData, tmp_path: Path, force: bool
+) -> None:
+    path = write_prompts(tmp_path / "in.jsonl", 3)
+
+    def script(number: int, body: Any) -> Reply | None:
+        (tmp_path / "out.jsonl").write_text("precious")
+        return None
+
+    with ChatServer(script) as server:
+        done = run_data(server, "--input", path, *["--force"][:force])
+        if force:
+            assert done.status == 0, done.err
+            assert len(read_output(tmp_path)) == 3
+            return
+        assert done.status == 1
+        assert "out.jsonl was not there at the start" in done.last_lines[0]
+        assert (tmp_path / "out.jsonl").read_text() == "precious"
+        (tmp_path / "out.jsonl").unlink()
+        done = run_data(server, "--input", path, "--resume", "--json")
+        assert json.loads(done.out)["resumed"] == 3  # nothing was lost
+
+
 def test_ctrl_c_tells_how_to_go_on(run_data: RunData, tmp_path: Path, monkeypatch: Any) -> None:
     """Without waiting for the server."""
     path = write_prompts(tmp_path / "in.jsonl", 20)

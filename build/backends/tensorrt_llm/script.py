@@ -37,7 +37,7 @@ for rank in $(seq 0 {last_rank}); do
   [ -s "$partial/rank$rank.engine" ] || \\
     {{ echo "error: rank$rank.engine was not written" >&2; exit 1; }}
 done
-mv "$partial" "$engine"
+mv -T "$partial" "$engine"
 trap - EXIT
 echo "engine: $engine" >&2
 """
