@@ -106,7 +106,7 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     sources = [describe_file(folder / "config.json")]
     sources += [describe_file(source.path) for source in plan.sources]
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
-        hashes = write_engine(plan, checkpoint, limits, staged)
+        hashes, report["native_kernels"] = write_engine(plan, checkpoint, limits, staged)
         write_manifest(
             staged, kind="engine", settings=to_plain(settings), sources=sources, hashes=hashes,
             vocabulary=read_recorded(settings.checkpoint_dir),
@@ -116,6 +116,6 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
         "engine %s: %s, %d tensors, %.1f MB, %s, %.1f s",
         settings.output_dir, report["method"], report["num_tensors"],
         plan.num_bytes / 1e6,
-        "native kernels" if plan.compile_kernels else "no native kernels", seconds,
+        "native kernels" if report["native_kernels"] else "no native kernels", seconds,
     )  # fmt: skip
     return {"dry_run": False, **report, "build_seconds": seconds}

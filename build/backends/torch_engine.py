@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,12 +62,16 @@ logger = logs.get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TorchPlan:
-    """A checked build: the rank files to read, the files to write, whether to compile."""
+    """A checked build: the rank files to read, the files to write, whether to compile.
+
+    needs_kernels: whether the build fails where the compiler does.
+    """
 
     sources: list[TensorFile]
     files: dict[str, dict[str, TensorInfo]]
     prepack: bool
     compile_kernels: bool
+    needs_kernels: bool
     quantization: str | None
 
     @property
@@ -158,6 +163,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         files=files,
         prepack=settings.optimize != "none",
         compile_kernels=compile_kernels,
+        needs_kernels=settings.optimize == "native",
         quantization=settings.quantization,
     )
 
@@ -281,14 +287,12 @@ def plan_int8(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> dict[str
 
 def write_engine(
     plan: TorchPlan, checkpoint: CheckpointConfig, limits: BuildConfig, folder: Path
-) -> dict[str, str]:
-    """Write the engine's files into `folder`; return their sha256 sums by name where known."""
-    from specdec.engine.native import compile_kernels, describe_coverage
+) -> tuple[dict[str, str], bool]:
+    """Write the engine's files into `folder`.
 
-    kernels: dict[str, str] | None = None
-    if plan.compile_kernels:
-        kernels = compile_kernels(folder)
-        logger.info("native kernels: %s", describe_coverage(checkpoint.model))
+    Returns their sha256 sums by name where known, and whether it has native kernels.
+    """
+    kernels = write_kernels(plan, checkpoint, folder) if plan.compile_kernels else None
     hashes = {
         name: write_tensor_file(folder / name, tensors, make_reader(plan, checkpoint, name))
         for name, tensors in plan.files.items()
@@ -302,7 +306,34 @@ def write_engine(
         quantization=plan.quantization,
     )
     write_json(folder / "config.json", encode_engine_config(config))
-    return hashes
+    return hashes, kernels is not None
+
+
+def write_kernels(
+    plan: TorchPlan, checkpoint: CheckpointConfig, folder: Path
+) -> dict[str, str] | None:
+    """Compile the kernels, into the user's cache and the engine's folder; say what with.
+
+    None where the compiler fails and the kernels are not needed.
+    """
+    from specdec.engine import kernel_cache
+    from specdec.engine.native import LIBRARY_NAME, compile_kernels, describe_coverage
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".kernels-") as workplace:
+        try:
+            kernels = compile_kernels(Path(workplace))
+        except SpecDecError as error:
+            if plan.needs_kernels:
+                raise
+            logger.warning(
+                "no native kernels: %s; the engine will run on torch's own operators, slower on a"
+                " CPU: %s", error.message, error.hint,
+            )  # fmt: skip
+            return None
+        (folder / kernel_cache.FOLDER_NAME).mkdir(mode=0o755)
+        kernel_cache.place(Path(workplace) / LIBRARY_NAME, kernels, folder, mode=0o644)
+    logger.info("native kernels: %s", describe_coverage(checkpoint.model))
+    return kernels
 
 
 def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Callable[[str], Array]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
-import json
-import os
-import subprocess
+import shlex
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,10 @@ import torch
 from torch import Tensor
 
 from specdec import logs
+from specdec.engine.compiler import call_compiler
 from specdec.engine.compiler import describe_cpu as describe_cpu
 from specdec.engine.compiler import find_compiler as find_compiler
+from specdec.engine.kernel_cache import find_kept, keep
 from specdec.engine.layers import Norm, name_activation
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, IntArray
@@ -62,96 +63,87 @@ def describe_coverage(model: ModelConfig) -> str:
 def compile_kernels(folder: Path) -> dict[str, str]:
     """Compile the kernels into `folder` and return what they were compiled with.
 
-    What this compiler made of this source on this machine before is taken from `find_cache`.
+    What this compiler made of this source on this machine before is taken from the user's cache.
     Raises SpecDecError with the compiler's last lines when there is no compiler or it fails.
     """
-    compiler = find_compiler()
-    if compiler is None:
+    found = find_compiler()
+    if found is None:
         raise SpecDecError(
             "no C++ compiler: neither $CXX nor g++, c++ or clang++ is on the PATH",
             "install one (Debian: apt install g++), or build with --optimize none",
         )
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    compiler = shlex.split(found)
+    version = call_compiler([*compiler, "--version"])
     info = {
-        "compiler": (version.stdout.splitlines() or [compiler])[0],
+        "compiler": " ".join([(version.splitlines() or compiler)[0], *compiler[1:]]),
+        **_describe_kernels(),
+    }
+    library = folder / LIBRARY_NAME
+    if kept := find_kept(info):
+        shutil.copyfile(kept, library)
+        logger.debug("kernels taken from %s", kept)
+        return info
+    logger.info("compiling the native kernels for this CPU with %s: some seconds", info["compiler"])
+    objects = folder / "kernels.o"
+    call_compiler(
+        [*compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)], output=objects
+    )
+    # GCC's OpenMP is loaded with torch, whose threads the kernels then share: two teams would
+    # wait for each other's processors. Clang's kernels bring their own.
+    openmp = ["-fopenmp"] if "clang" in version else []
+    call_compiler([*compiler, "-shared", str(objects), "-o", str(library), *openmp], output=library)
+    objects.unlink()
+    _load_library(library)  # what does not load is not kept
+    keep(library, info)
+    return info
+
+
+def load_kernels(wanted: Mapping[str, str], dtype: torch.dtype) -> NativeKernels:
+    """The kernels of this version for this CPU: those an engine was built with, or made anew.
+
+    wanted: what the engine's were compiled with. They come out of the user's cache; an engine
+    folder's own copy is code of whoever built it, and is not looked at. Raises SpecDecError where
+    they are not in the cache and cannot be compiled.
+    """
+    is_ours = all(wanted.get(key) == value for key, value in _describe_kernels().items())
+    if is_ours and (kept := find_kept(wanted)):
+        return NativeKernels(kept, dtype)
+    try:
+        with tempfile.TemporaryDirectory(prefix="specdec-kernels-") as folder:
+            info = compile_kernels(Path(folder))
+            return NativeKernels(find_kept(info) or Path(folder) / LIBRARY_NAME, dtype)
+    except OSError as error:
+        raise SpecDecError(
+            f"the native kernels cannot be compiled: {error.strerror or error}",
+            "free space in the folder for temporary files, or set TMPDIR to another one",
+        ) from None
+
+
+def _describe_kernels() -> dict[str, str]:
+    """What makes a library right for this machine and this version of specdec."""
+    return {
         "flags": " ".join(FLAGS),
         "cpu": describe_cpu(),
         "source_sha256": hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
     }
-    library = folder / LIBRARY_NAME
-    key = hashlib.sha256(json.dumps([compiler, version.stdout, info]).encode()).hexdigest()
-    cache = find_cache()
-    kept = cache / "kernels" / f"{key[:32]}.so" if cache else None
-    if kept and _take_kept(kept, library):
-        logger.debug("kernels taken from %s", kept)
-        return info
-    objects = folder / "kernels.o"
-    _call_compiler([compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)])
-    # GCC's OpenMP is loaded with torch, whose threads the kernels then share: two teams would
-    # wait for each other's processors. Clang's kernels bring their own.
-    openmp = ["-fopenmp"] if "clang" in version.stdout else []
-    _call_compiler([compiler, "-shared", str(objects), "-o", str(library), *openmp])
-    objects.unlink()
-    if kept:
-        _keep(library, kept)
-    return info
-
-
-def _call_compiler(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        tail = " | ".join(done.stderr.strip().splitlines()[-3:])
-        raise SpecDecError(
-            f"{command[0]} failed with status {done.returncode}: {tail}",
-            "set CXX to a compiler with OpenMP, or build with --optimize none",
-        )
-
-
-def find_cache() -> Path | None:
-    """The user's folder of what can be made again: $SPECDEC_CACHE_DIR, or ~/.cache/specdec.
-
-    None for a user without a home, as containers have them.
-    """
-    if chosen := os.environ.get("SPECDEC_CACHE_DIR"):
-        return Path(chosen)
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return Path(chosen) / "specdec"
-    try:
-        return Path.home() / ".cache" / "specdec"
-    except RuntimeError:
-        return None
-
-
-def _take_kept(kept: Path, library: Path) -> bool:
-    """Copy a library from the cache, where it lies there whole: its sum is in its own name."""
-    for path in kept.parent.glob(f"{kept.stem}-*.so"):
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest()[:32] == path.stem.rpartition("-")[2]:
-            library.write_bytes(content)
-            return True
-    return False
-
-
-def _keep(library: Path, kept: Path) -> None:
-    content = library.read_bytes()
-    name = f"{kept.stem}-{hashlib.sha256(content).hexdigest()[:32]}.so"
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, kept.parent / name)
-    except OSError as error:  # a cache that cannot be written costs time, nothing else
-        logger.debug("kernels are not kept for the next build: %s", error)
 
 
 def _load_library(path: Path) -> ctypes.CDLL:
     try:
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            is_openmp = "undefined symbol: GOMP" in str(error)
+            if not is_openmp and "undefined symbol: omp" not in str(error):
+                raise
+        # Of the compiler; torch has another kind.
+        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path))
     except OSError as error:
-        if "undefined symbol: GOMP" not in str(error) and "undefined symbol: omp" not in str(error):
-            raise
-    ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)  # of the compiler; torch has another kind
-    return ctypes.CDLL(str(path))
+        raise SpecDecError(
+            f"the compiled kernels do not load: {error}",
+            "set CXX to another C++ compiler, or build with --optimize none",
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,18 +161,16 @@ class NativeKernels:
     """The compiled kernels of an engine, for one dtype; tensors are contiguous, on the CPU."""
 
     def __init__(self, library: Path, dtype: torch.dtype) -> None:
+        self._library = _load_library(library)
         try:
-            self._library = _load_library(library)
-        except OSError as error:
-            raise SpecDecError(
-                f"{library} does not load: {error}", "build the engine again on this machine"
-            ) from None
-        self._library.specdec_abi_version.restype = _INT
-        version = self._library.specdec_abi_version()
+            self._library.specdec_abi_version.restype = _INT
+            version = self._library.specdec_abi_version()
+        except AttributeError:
+            version = 0
         if version != ABI_VERSION:
             raise SpecDecError(
                 f"{library} has kernel interface {version}, this specdec needs {ABI_VERSION}",
-                "build the engine again",
+                "remove the file: it is compiled again",
             )
         suffix = _SUFFIXES[dtype]
         self._add_norm = self._bind(
