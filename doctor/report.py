@@ -24,7 +24,9 @@ def examine(settings: DoctorSettings) -> dict[str, Any]:
         "problems": find_pin_problems(machine, here),
     }
     if settings.engine_dir is not None:
-        report["engine"] = check_engine(settings.engine_dir, machine, here)
+        report["engine"] = check_engine(
+            settings.engine_dir, machine, here, verify_hashes=settings.verify_hashes
+        )
     return report
 
 

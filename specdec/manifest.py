@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,9 @@ from specdec import logs
 from specdec.errors import SpecDecError, shorten
 from specdec.storage import FORMAT_VERSION, hash_file, read_json
 
+logger = logs.get_logger(__name__)
 NAME = "manifest.json"
-_AGAIN = "copy or convert the folder again"
+_AGAIN = "copy the folder again, or make it again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +112,31 @@ def _find_difference(path: Path, entry: Entry) -> str | None:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None
+
+
+def check_hashes(folder: Path) -> None:
+    """Compare every byte of an engine folder with its manifest; raise SpecDecError if any differs.
+
+    Every weight file must be in the manifest, with its sum.
+    """
+    manifest = read_manifest(folder, "engine")
+    places = [(folder / entry.path, entry) for entry in manifest.outputs]
+    summed = {path for path, entry in places if entry.sha256 is not None}
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.engine"), folder / "config.json"]
+    problems = [f"{path} has no sha256 in {NAME}" for path in sorted(weights) if path not in summed]
+    logger.info("comparing %d files of %s with their sha256", len(places), folder)
+    differences = find_differences(places, workers=os.cpu_count() or 1, label="hashing")
+    problems += [
+        f"{path} {difference}"
+        for (path, _), difference in zip(places, differences, strict=True)
+        if difference is not None
+    ]
+    if problems:
+        more = f", and {len(problems) - 1} more problems" if len(problems) > 1 else ""
+        raise SpecDecError(
+            f"{problems[0]}{more}",
+            "the folder is not what was built: copy it again, or build the engine again",
+        )
 
 
 def list_surplus(folder: Path, manifest: Manifest) -> list[str]:
