@@ -155,6 +155,37 @@ class StepPlan:
     batch: int
     num_tokens: int
     num_newest: int  # tokens that the step's mask is about: its own, and before them others
+    # What the indices reach: rows and positions of a cache, lines of the rotary tables.
+    num_rows: int
+    num_positions: int
+    num_lines: int
+
+
+def get_packed_shape(num_outputs: int, depth: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of a packed matrix [num_outputs, depth], see `NativeKernels.pack_matrix`."""
+    tiles = -(-num_outputs // TILE)
+    if dtype is torch.int8:
+        return tiles, 1 + -(-depth // 4), 4 * TILE
+    pair = 4 // dtype.itemsize
+    return tiles, -(-depth // pair), TILE, pair
+
+
+def _check(what: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
+    """Raise ValueError where a tensor is not what a kernel takes it for: it would reach beyond it.
+
+    What comes from an engine folder was checked when it was loaded; this is the last fence.
+    """
+    if tensor is None:
+        return
+    if (
+        tensor.dtype is not dtype or tensor.shape != shape
+        or not tensor.is_contiguous() or not tensor.is_cpu
+    ):  # fmt: skip
+        raise ValueError(
+            f"{what} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, strides"
+            f" {list(tensor.stride())}; the kernels take {dtype} {list(shape)} on the CPU,"
+            " contiguous"
+        )
 
 
 class NativeKernels:
@@ -173,6 +204,7 @@ class NativeKernels:
                 "remove the file: it is compiled again",
             )
         suffix = _SUFFIXES[dtype]
+        self.dtype = dtype
         self._add_norm = self._bind(
             f"specdec_add_norm_{suffix}", [_POINTER] * 5 + [_INT] * 2 + [_FLOAT]
         )
@@ -223,9 +255,36 @@ class NativeKernels:
 
         lines: of the rotary tables. tree_mask: of the N newest tokens, the step's own last.
         """
+        batch, num_tokens, num_newest = tree_mask.shape
+        shapes = [(batch,), (batch, num_tokens), (batch, num_tokens), (batch,), tree_mask.shape]
         arrays = tuple(np.ascontiguousarray(a) for a in (rows, positions, lines, past, tree_mask))
+        kinds = [np.int64] * 4 + [np.bool_]
+        if [a.shape for a in arrays] != shapes or [a.dtype for a in arrays] != kinds:
+            raise ValueError(f"a step's indices are {[(a.dtype, a.shape) for a in arrays]}")
+        if num_newest < num_tokens or min(int(a.min()) for a in arrays[:4]) < 0:
+            raise ValueError(f"a step of {num_tokens} tokens has a mask of {num_newest}, or has"
+                             " indices below 0")  # fmt: skip
         pointers = tuple(a.ctypes.data for a in arrays)
-        return StepPlan(arrays, pointers, *tree_mask.shape)
+        return StepPlan(
+            arrays, pointers, batch, num_tokens, num_newest,
+            num_rows=int(rows.max()) + 1,
+            num_positions=int(past.max()) + num_newest,
+            num_lines=int(lines.max()) + 1,
+        )  # fmt: skip
+
+    def _check_step(
+        self, plan: StepPlan, num_rows: int, num_positions: int, table: RotaryTable | None
+    ) -> None:
+        """Raise ValueError where a step reaches beyond its cache or the rotary tables."""
+        num_lines = plan.num_lines
+        if table is not None:
+            num_lines, width = table.cos.shape
+            _check("cos", table.cos, self.dtype, num_lines, width)
+            _check("sin", table.sin, self.dtype, num_lines, width)
+        found = (plan.num_rows, plan.num_positions, plan.num_lines)
+        room = (num_rows, num_positions, num_lines)
+        if any(own > most for own, most in zip(found, room, strict=True)):
+            raise ValueError(f"a step reaches {found} rows, positions and angles of {room}")
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Norm of [..., D]."""
@@ -233,8 +292,12 @@ class NativeKernels:
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """Add `delta` to `x` in place and return the norm of the sum. x, delta: [..., D]."""
-        out = torch.empty_like(x)
         size = x.shape[-1]
+        _check("x", x, self.dtype, *x.shape)
+        _check("delta", delta, self.dtype, *x.shape)
+        _check("a norm's weight", norm.weight, self.dtype, size)
+        _check("a norm's bias", norm.bias, self.dtype, size)
+        out = torch.empty_like(x)
         self._add_norm(
             x.data_ptr(), _get_pointer(delta), norm.weight.data_ptr(), _get_pointer(norm.bias),
             out.data_ptr(), x.numel() // size, size, norm.epsilon,
@@ -243,6 +306,7 @@ class NativeKernels:
 
     def gate_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """[..., 2 I] -> [..., I]: the first half activated times the second."""
+        _check("gate_up", gate_up, self.dtype, *gate_up.shape)
         inner = gate_up.shape[-1] // 2
         out = gate_up.new_empty((*gate_up.shape[:-1], inner))
         self._gate_muls[activation](gate_up.data_ptr(), out.data_ptr(), out.numel() // inner, inner)
@@ -264,13 +328,18 @@ class NativeKernels:
         qkv: [B, T, (N + 2K) H], overwritten; cache: [2, R, K, S, H] of one layer.
         Returns [B, T, N H].
         """
+        width = (num_heads + 2 * num_kv_heads) * head_size
+        _check("qkv", qkv, self.dtype, plan.batch, plan.num_tokens, width)
+        _, num_rows, _, num_positions, _ = cache.shape
+        _check("cache", cache, self.dtype, 2, num_rows, num_kv_heads, num_positions, head_size)
+        self._check_step(plan, num_rows, num_positions, table)
         out = qkv.new_empty((plan.batch, plan.num_tokens, num_heads * head_size))
         cos, sin = (table.cos, table.sin) if table else (None, None)
         self._attend(
             qkv.data_ptr(), cache.data_ptr(), _get_pointer(cos), _get_pointer(sin),
             *plan.pointers, out.data_ptr(),
             plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
-            cache.shape[1], cache.shape[3], 0 if cos is None else cos.shape[1], window or 0,
+            num_rows, num_positions, 0 if cos is None else cos.shape[1], window or 0,
         )  # fmt: skip
         return out
 
@@ -282,8 +351,8 @@ class NativeKernels:
         """
         weight = weight.contiguous()
         num_outputs, depth = weight.shape
-        pair = 4 // weight.element_size()
-        packed = weight.new_empty((-(-num_outputs // TILE), -(-depth // pair), TILE, pair))
+        _check("a matrix", weight, self.dtype, num_outputs, depth)
+        packed = weight.new_empty(get_packed_shape(num_outputs, depth, self.dtype))
         self._set_num_threads(torch.get_num_threads())
         self._pack_matrix(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
         return packed
@@ -295,7 +364,9 @@ class NativeKernels:
         """
         weight, scales = weight.contiguous(), scales.contiguous()
         num_outputs, depth = weight.shape
-        packed = weight.new_empty((-(-num_outputs // TILE), 1 + -(-depth // 4), 4 * TILE))
+        _check("an int8 matrix", weight, torch.int8, num_outputs, depth)
+        _check("its scales", scales, torch.float32, num_outputs)
+        packed = weight.new_empty(get_packed_shape(num_outputs, depth, torch.int8))
         self._set_num_threads(torch.get_num_threads())
         self._pack_int8(weight.data_ptr(), scales.data_ptr(), num_outputs, depth, packed.data_ptr())
         return packed
@@ -309,9 +380,14 @@ class NativeKernels:
         """
         x = x.contiguous()
         depth = x.shape[-1]
+        is_int8 = packed.dtype is torch.int8
+        _check("x", x, self.dtype, *x.shape)
+        kind = torch.int8 if is_int8 else self.dtype
+        _check("a packed matrix", packed, kind, *get_packed_shape(num_outputs, depth, kind))
+        _check("a bias", bias, self.dtype, num_outputs)
         y = x.new_empty((*x.shape[:-1], num_outputs))
         self._set_num_threads(torch.get_num_threads())
-        run = self._multiply_int8 if packed.dtype is torch.int8 else self._multiply
+        run = self._multiply_int8 if is_int8 else self._multiply
         run(
             x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), _get_pointer(bias),
             num_outputs, y.data_ptr(),
@@ -335,9 +411,27 @@ class NativeKernels:
         Returns the last layer's output normed, [B, T, D], and the outputs of `observed_layers`,
         [B, T, n * D].
         """
+        hidden, _, num_kv_heads, head_size, _ = layers.sizes
+        first_depth = hidden if first_input is None else first_input.shape[-1]
+        if layers.dtype is not self.dtype or layers.first_shape != get_packed_shape(
+            layers.num_qkv, first_depth, layers.matrix_dtype
+        ):
+            raise ValueError(
+                f"layers of {layers.dtype}, the first matrix packed as {layers.first_shape}, do not"
+                f" go with {self.dtype} and {first_depth} inputs"
+            )
+        _check("x", x, self.dtype, plan.batch, plan.num_tokens, hidden)
+        _check("the first layer's input", first_input, self.dtype, *x.shape[:2], first_depth)
+        num_rows, num_positions = cache.shape[2], cache.shape[4]
+        _check(
+            "the cache", cache, self.dtype,
+            layers.num_layers, 2, num_rows, num_kv_heads, num_positions, head_size,
+        )  # fmt: skip
+        self._check_step(plan, num_rows, num_positions, table)
+        if any(not 0 <= layer < layers.num_layers for layer in observed_layers):
+            raise ValueError(f"layers {observed_layers} of {layers.num_layers}")
         out = torch.empty_like(x)
         cos, sin = (table.cos, table.sin) if table else (None, None)
-        num_rows, num_positions = cache.shape[2], cache.shape[4]
         observed = x.new_empty((len(observed_layers), *x.shape)) if observed_layers else None
         chosen = np.array(observed_layers, np.int64)
         shape = np.array(
@@ -370,6 +464,12 @@ class NativeKernels:
         """
         x = x.contiguous()
         depth = x.shape[-1]
+        _check("x", x, self.dtype, *x.shape)
+        shape = get_packed_shape(num_outputs, depth, self.dtype)
+        _check("a packed matrix", packed, self.dtype, *shape)
+        _check("a bias", bias, self.dtype, num_outputs)
+        if not 0 < width <= num_outputs:
+            raise ValueError(f"the best {width} of {num_outputs} outputs")
         tokens = x.new_empty((*x.shape[:-1], width), dtype=torch.int64)
         scores = torch.empty_like(tokens, dtype=torch.float32)
         self._set_num_threads(torch.get_num_threads())
@@ -384,9 +484,15 @@ class NativeKernels:
     ) -> Tensor:
         """ReDrafter's beam search in one call: hidden [B, D], tokens [B] -> drafts [B, W, L]."""
         batch = tokens.shape[0]
-        hidden = hidden.contiguous()
-        beams = torch.empty((batch, width, length), dtype=torch.int64)
+        hidden, tokens = hidden.contiguous(), tokens.contiguous()
         vocab_size, size = drafter.embedding.shape
+        if drafter.dtype is not self.dtype:
+            raise ValueError(f"a drafter of {drafter.dtype} for kernels of {self.dtype}")
+        _check("hidden", hidden, self.dtype, batch, size)
+        _check("tokens", tokens, torch.int64, batch)
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+            raise ValueError(f"tokens {tokens.tolist()} of {vocab_size}")
+        beams = torch.empty((batch, width, length), dtype=torch.int64)
         self._set_num_threads(torch.get_num_threads())
         self._search_beams(
             drafter.embedding.data_ptr(), hidden.data_ptr(), tokens.data_ptr(),
@@ -418,14 +524,37 @@ class PackedLayers:
         activation: int, is_gated: bool, window: int | None, epsilon: float,
     ) -> None:  # fmt: skip
         self._kept = (weights, final)
+        norm, qkv = weights[0][0], weights[0][2]
+        assert norm is not None
+        assert qkv is not None
+        self.dtype, self.matrix_dtype = norm.dtype, qkv.dtype
+        self.first_shape = tuple(qkv.shape)  # an EAGLE net's first layer may read more than others
+        self.num_qkv = (num_heads + 2 * num_kv_heads) * head_size
+        matrices = [
+            (self.num_qkv, hidden), (hidden, num_heads * head_size),
+            (inner * (2 if is_gated else 1), hidden), (hidden, inner),
+        ]  # fmt: skip
+        for index, row in enumerate(weights):
+            for at, tensor in enumerate(row):
+                what, place = f"tensor {at} of layer {index}", at // 2
+                if place in (0, 3):  # norms
+                    _check(what, tensor, self.dtype, hidden)
+                    continue
+                num_outputs, depth = matrices[place - 1 if place < 3 else place - 2]
+                if at % 2:
+                    _check(what, tensor, self.dtype, num_outputs)
+                elif (index, at) != (0, 2):
+                    shape = get_packed_shape(num_outputs, depth, self.matrix_dtype)
+                    _check(what, tensor, self.matrix_dtype, *shape)
+        for tensor in final:
+            _check("the last norm", tensor, self.dtype, hidden)
         self.pointers = np.array([_get_pointer(t) or 0 for row in weights for t in row], np.uint64)
         self.final_pointers = np.array([_get_pointer(t) or 0 for t in final], np.uint64)
         self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
         self.num_layers = len(weights)
         self.activation, self.is_gated = activation, int(is_gated)
         self.window, self.epsilon = window or 0, epsilon
-        qkv = weights[0][2]
-        self.is_int8 = int(qkv is not None and qkv.dtype is torch.int8)
+        self.is_int8 = int(qkv.dtype is torch.int8)
 
 
 class PackedDrafter:
@@ -438,6 +567,20 @@ class PackedDrafter:
         self, weights: Mapping[str, Tensor], embedding: Tensor, *, num_layers: int,
         exit_dim: int, num_candidates: int, kernels: NativeKernels,
     ) -> None:  # fmt: skip
+        self.dtype = kernels.dtype
+        vocab_size, size = embedding.shape
+        shapes = {
+            "rnn_w.weight": (size, size), "rnn_u.weight": (size, size), "rnn_u.bias": (size,),
+            "input_proj.weight": (exit_dim, 2 * size), "input_proj.bias": (exit_dim,),
+            "lm_head.weight": (vocab_size, exit_dim),
+        }  # fmt: skip
+        for i in range(num_layers):
+            shapes[f"layers.{i}.linear.weight"] = (exit_dim, exit_dim)
+            shapes[f"layers.{i}.linear.bias"] = (exit_dim,)
+        for name, shape in shapes.items():
+            _check(f"drafter.{name}", weights.get(f"drafter.{name}"), self.dtype, *shape)
+        _check("the embedding", embedding, self.dtype, vocab_size, size)
+
         def pack(name: str) -> Tensor | None:
             weight = weights.get(f"drafter.{name}.weight")
             return None if weight is None else kernels.pack_matrix(weight)
