@@ -9,7 +9,7 @@ from specdec.engine.compiler import describe_cpu
 from specdec.engine.kernel_cache import find_kept
 from specdec.engine.layout import find_engine_problems, read_engine_config
 from specdec.errors import SpecDecError, join_names
-from specdec.manifest import check_hashes
+from specdec.manifest import CHANGED_HINT, find_changes
 from specdec.schema import CheckpointConfig, parse_checkpoint_config
 from specdec.storage import read_json
 from specdec.trtllm.defects import list_defects
@@ -28,8 +28,6 @@ def check_engine(
     if not folder.is_dir():
         raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
     document = read_json(folder / "config.json")
-    if verify_hashes:
-        check_hashes(folder)
     if not isinstance(document.get("build_config"), dict):
         raise SpecDecError(
             f"{folder} is not an engine: its config.json has no build_config",
@@ -40,6 +38,8 @@ def check_engine(
     checkpoint = parse_checkpoint_config(pretrained if isinstance(pretrained, dict) else {})
     check = _check_torch if backend == "torch" else _check_tensorrt
     problems, notes = check(folder, document, checkpoint, machine, here)
+    if verify_hashes:
+        problems += [(fact, CHANGED_HINT) for fact in find_changes(folder)]
     return {
         "engine_dir": str(folder),
         "backend": backend,

@@ -16,6 +16,7 @@ from specdec.storage import FORMAT_VERSION, hash_file, read_json
 
 logger = logs.get_logger(__name__)
 NAME = "manifest.json"
+CHANGED_HINT = "the folder is not what was built: copy it again, or build the engine again"
 _AGAIN = "copy the folder again, or make it again"
 
 
@@ -115,7 +116,14 @@ def _find_difference(path: Path, entry: Entry) -> str | None:
 
 
 def check_hashes(folder: Path) -> None:
-    """Compare every byte of an engine folder with its manifest; raise SpecDecError if any differs.
+    """Raise SpecDecError where a byte of an engine folder is not what its manifest says."""
+    if problems := find_changes(folder):
+        more = f", and {len(problems) - 1} more problems" if len(problems) > 1 else ""
+        raise SpecDecError(f"{problems[0]}{more}", CHANGED_HINT)
+
+
+def find_changes(folder: Path) -> list[str]:
+    """Compare every byte of an engine folder with its manifest; return all that differs.
 
     Every weight file must be in the manifest, with its sum.
     """
@@ -131,12 +139,7 @@ def check_hashes(folder: Path) -> None:
         for (path, _), difference in zip(places, differences, strict=True)
         if difference is not None
     ]
-    if problems:
-        more = f", and {len(problems) - 1} more problems" if len(problems) > 1 else ""
-        raise SpecDecError(
-            f"{problems[0]}{more}",
-            "the folder is not what was built: copy it again, or build the engine again",
-        )
+    return problems
 
 
 def list_surplus(folder: Path, manifest: Manifest) -> list[str]:

@@ -95,7 +95,7 @@ def place(library: Path, info: Mapping[str, str], folder: Path, mode: int = 0o60
             file.write(content)
         os.chmod(partial, mode)
         os.replace(partial, folder / FOLDER_NAME / name)
-    except OSError:
+    except BaseException:  # Ctrl-C too
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise

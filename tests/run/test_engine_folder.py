@@ -242,6 +242,7 @@ def test_a_file_that_the_manifest_does_not_know(engine: Path) -> None:
 
 
 def test_a_whole_engine_passes(engine: Path) -> None:
+    assert "without --engine-dir" in run_cli_here("doctor", "--verify-hashes").stderr
     assert run(engine, "--verify-hashes").returncode == 0
     done = run_cli_here("doctor", "--engine-dir", engine, "--verify-hashes")
     assert done.returncode == 0
