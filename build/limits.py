@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
-
+from specdec.engine.layout import BuildConfig, count_positions
 from specdec.errors import raise_problems
 from specdec.methods import EXTERNAL_METHODS
-from specdec.schema import CheckpointConfig, ModelConfig
+from specdec.schema import CheckpointConfig
 
 from .settings import BuildSettings
-
-if TYPE_CHECKING:
-    from specdec.engine.layout import BuildConfig
 
 DEFAULT_MAX_NUM_TOKENS = 8192
 EXTERNAL_MODES = frozenset(EXTERNAL_METHODS.values())
 
 
-def count_positions(model: ModelConfig) -> int:
-    """The longest sequence a model is for.
-
-    Linear and dynamic scaling extend what max_position_embeddings says; other kinds are counted in
-    it already.
-    """
-    scaling, positions = model.rotary_scaling or {}, model.max_position_embeddings
-    factor = scaling.get("factor")
-    if scaling.get("rope_type", scaling.get("type")) not in ("linear", "dynamic"):
-        return positions
-    return math.ceil(positions * factor) if isinstance(factor, (int, float)) else positions
-
-
 def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> BuildConfig:
     """Fill in what follows from the checkpoint; raise SpecDecError that lists every conflict."""
-    # Here, not above: it brings torch, which a build for TensorRT-LLM has no use for.
-    from specdec.engine.layout import BuildConfig
-
     problems: list[tuple[str, str]] = []
     model, method, drafter = checkpoint.model, checkpoint.method, checkpoint.drafter
     mode = settings.speculative_decoding_mode

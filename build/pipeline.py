@@ -85,6 +85,8 @@ def refuse_foreign(settings: BuildSettings) -> None:
 
 def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     """Build for the embedded engine."""
+    from specdec.engine.layout import make_build_id
+
     from .backends.torch_engine import describe_plan, plan_build, write_engine
     from .limits import resolve_limits
 
@@ -105,8 +107,9 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
         return {"dry_run": True, **report}
     sources = [describe_file(folder / "config.json")]
     sources += [describe_file(source.path) for source in plan.sources]
+    build_id = make_build_id([source["sha256"] for source in sources], plan.quantization)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
-        hashes = write_engine(plan, checkpoint, limits, staged)
+        hashes, report["native_kernels"] = write_engine(plan, checkpoint, limits, staged, build_id)
         write_manifest(
             staged, kind="engine", settings=to_plain(settings), sources=sources, hashes=hashes,
             vocabulary=read_recorded(settings.checkpoint_dir),
@@ -116,6 +119,6 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
         "engine %s: %s, %d tensors, %.1f MB, %s, %.1f s",
         settings.output_dir, report["method"], report["num_tensors"],
         plan.num_bytes / 1e6,
-        "native kernels" if plan.compile_kernels else "no native kernels", seconds,
+        "native kernels" if report["native_kernels"] else "no native kernels", seconds,
     )  # fmt: skip
     return {"dry_run": False, **report, "build_seconds": seconds}

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from specdec.engine.compiler import describe_cpu
+from specdec.engine.kernel_cache import find_kept
+from specdec.engine.layout import find_engine_problems, read_engine_config
 from specdec.errors import SpecDecError, join_names
+from specdec.manifest import CHANGED_HINT, find_changes
 from specdec.schema import CheckpointConfig, parse_checkpoint_config
 from specdec.storage import read_json
 from specdec.trtllm.defects import list_defects
@@ -18,7 +21,9 @@ from .abilities import MIN_TORCH
 Problems = list[tuple[str, str]]
 
 
-def check_engine(folder: Path, machine: dict[str, Any], here: Environment) -> dict[str, Any]:
+def check_engine(
+    folder: Path, machine: dict[str, Any], here: Environment, *, verify_hashes: bool = False
+) -> dict[str, Any]:
     """Return what stands in the way of an engine, and what does not but is worth knowing."""
     if not folder.is_dir():
         raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
@@ -33,6 +38,8 @@ def check_engine(folder: Path, machine: dict[str, Any], here: Environment) -> di
     checkpoint = parse_checkpoint_config(pretrained if isinstance(pretrained, dict) else {})
     check = _check_torch if backend == "torch" else _check_tensorrt
     problems, notes = check(folder, document, checkpoint, machine, here)
+    if verify_hashes:
+        problems += [(fact, CHANGED_HINT) for fact in find_changes(folder)]
     return {
         "engine_dir": str(folder),
         "backend": backend,
@@ -60,19 +67,21 @@ def _check_torch(
                 "pip install --upgrade torch",
             )
         )
-    options = document.get("torch_config")
-    kernels = options.get("kernels") if isinstance(options, dict) else None
+    config = read_engine_config(folder)
     on_gpu = bool(here.gpus) and here.cuda is not None
-    if isinstance(kernels, dict) and kernels.get("cpu") != describe_cpu() and not on_gpu:
-        notes.append(
-            "its kernels were compiled for another CPU and will not be used: build it again here"
-            " for full speed"
-        )
-    if kernels is None and not on_gpu:
+    if config.kernels is None and not on_gpu:
         notes.append("it has no native kernels: it runs on torch's own operators")
+    elif config.kernels is not None and not on_gpu:
+        is_kept = config.kernels.get("cpu") == describe_cpu() and find_kept(config.kernels)
+        if not is_kept and machine["compiler"]:
+            notes.append("its native kernels are not kept here: the first run compiles them")
+        elif not is_kept:
+            notes.append(
+                "its native kernels are not kept here and there is no C++ compiler: it runs on"
+                " torch's own operators, slower"
+            )
+    problems += find_engine_problems(folder, config)
     weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        problems.append((f"{folder} holds no weights", "build the engine again"))
     size = sum(path.stat().st_size for path in weights)
     if on_gpu:
         room, where = here.gpus[0].memory_bytes, here.gpus[0].name

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, UsageError
+from specdec.manifest import check_hashes
 from specdec.methods import EXTERNAL_METHODS
 from specdec.settings import require
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
@@ -55,6 +56,10 @@ def run_engine(
 
         if run_ranks(settings):
             return None
+    if settings.verify_hashes:
+        for folder in (settings.engine_dir, settings.draft_engine_dir):
+            if folder is not None:
+                check_hashes(folder)
     draft_options = read_draft_options(settings)
     from .prompts import load_tokenizer, make_requests, read_prompts
 

@@ -172,6 +172,12 @@ class TensorFile:
             f"{self.path} {what}", "the file is truncated or damaged: copy or download it again"
         )
 
+    def hash_header(self) -> str:
+        """Return the sha256 of the header without its metadata, as `hash_header` has it."""
+        header = parse_json(self._map[8 : self._data_start])
+        header.pop("__metadata__", None)
+        return hashlib.sha256(_encode_json(header)).hexdigest()
+
     def read(self, name: str) -> Array:
         """Return a read-only view of a tensor, in its storage type (bfloat16 as uint16)."""
         info = self.tensors[name]
@@ -446,9 +452,25 @@ def measure_tensor_file(
 
 def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None) -> bytes:
     """Return the bytes of a file before its tensors', which follow in the order of their names."""
-    header: dict[str, Any] = {}
+    header = _list_entries(tensors)
     if metadata:
-        header["__metadata__"] = dict(sorted(metadata.items()))
+        header = {"__metadata__": dict(sorted(metadata.items())), **header}
+    text = _encode_json(header)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def hash_header(tensors: Mapping[str, TensorInfo]) -> str:
+    """Return the sha256 of a file's header without its metadata: names, types, shapes, offsets."""
+    return hashlib.sha256(_encode_json(_list_entries(tensors))).hexdigest()
+
+
+def _encode_json(header: Mapping[str, Any]) -> bytes:
+    return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _list_entries(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    header: dict[str, Any] = {}
     position = 0
     for name in sort_tensors(tensors):
         info = tensors[name]
@@ -459,9 +481,7 @@ def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]
             "data_offsets": [position, end],
         }
         position = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return header
 
 
 def hash_file(path: Path, is_ending: threading.Event | None = None) -> str:

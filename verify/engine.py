@@ -13,6 +13,7 @@ import torch
 from specdec import logs
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
+from specdec.manifest import check_hashes
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
@@ -44,6 +45,9 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
             " that of one built without --speculative-decoding-mode",
         )
     engine = read_engine_config(settings.engine_dir)
+    for folder in (settings.engine_dir, settings.draft_engine_dir):
+        if folder is not None and settings.verify_hashes:
+            check_hashes(folder)
     config = read_config(settings.model_dir)
     check_pair(engine, settings.engine_dir, config, settings.model_dir)
     if engine.quantization is not None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError
+from specdec.manifest import NAME, Manifest, find_differences, list_surplus, read_manifest
 from specdec.settings import require
 
 from .contents import check_contents
-from .manifest import NAME, Manifest, find_differences, list_surplus, read_manifest
 from .settings import VerifySettings, check_flags
 
 SAME, CHANGED, ABSENT = "same", "changed", "absent"

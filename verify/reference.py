@@ -67,12 +67,6 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
             f"{engine_dir} was not made from {model_dir}: {'; '.join(different)}",
             "give the base model that the engine's checkpoint was converted from",
         )
-    length, longest = engine.build.max_seq_len, model.max_position_embeddings
-    if length > longest and model.rotary_scaling is None:
-        raise SpecDecError(
-            f"{engine_dir} has max_seq_len {length}, the model max_position_embeddings {longest}",
-            f"build with --max-seq-len {longest} or less",
-        )
 
 
 class Reference:

@@ -11,12 +11,8 @@ from typing import Any
 from specdec import logs
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
-from specdec.engine.layout import (
-    EngineConfig,
-    load_embedding,
-    load_weights,
-    read_engine_config,
-)
+from specdec.engine.layout import EngineConfig, find_engine_problems, read_engine_config
+from specdec.engine.loading import load_embedding, load_weights
 from specdec.errors import raise_problems
 from specdec.methods import EXTERNAL_METHODS
 from specdec.tensors import EMBEDDING
@@ -51,6 +47,7 @@ class TorchEngine:
         """recorder: of graphs, for devices that have none of their own."""
         began = time.perf_counter()
         self.config: EngineConfig = read_engine_config(folder)
+        raise_problems(find_engine_problems(folder, self.config))
         checkpoint = self.config.checkpoint
         model = checkpoint.model
         self.device = choose_device(device, model.tp_size, devices)

@@ -71,7 +71,9 @@ def test_engine_folder(checkpoint: Path, tmp_path: Path) -> None:
     manifest = read_json(engine / "manifest.json")
     outputs = {entry["path"]: entry["sha256"] for entry in manifest["outputs"]}
     assert outputs == {
-        path.name: hash_file(path) for path in engine.iterdir() if path.name != "manifest.json"
+        path.relative_to(engine).as_posix(): hash_file(path)
+        for path in engine.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
     }
     assert {Path(entry["path"]).name for entry in manifest["sources"]} == {
         "config.json",
@@ -189,6 +191,7 @@ def test_no_compiler_is_said_and_survived(checkpoint: Path, tmp_path: Path) -> N
     assert done.returncode == 0
     assert "no C++ compiler found" in done.stderr
     options = read_json(tmp_path / "engine" / "config.json")["torch_config"]
+    assert len(options.pop("build_id")) == 32
     assert options == {"prepack": True, "kernels": None, "quantization": None}
     demanded = run_cli(*args, "--force", "--optimize", "native", env={"CXX": "no-such-compiler"})
     assert demanded.returncode == 1

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.engine.layout import count_positions
 from specdec.errors import join_names, suggest
 from specdec.inventory import compare_tensors, describe_rank
 from specdec.methods import EAGLE3_ARCHITECTURE
@@ -18,7 +19,6 @@ from specdec.storage import TensorFile
 from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
 from specdec.trtllm.facts import LABELS, Facts, load_facts
 
-from ...limits import count_positions
 from .record import Record, deduce_max_seq_len
 
 Problems = list[tuple[str, str]]

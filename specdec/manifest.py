@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import stat
 import threading
 from collections.abc import Iterable
@@ -14,8 +15,10 @@ from specdec.errors import SpecDecError, shorten
 from specdec.storage import FORMAT_VERSION, hash_file, read_json
 from specdec.threads import Pool
 
+logger = logs.get_logger(__name__)
 NAME = "manifest.json"
-_AGAIN = "copy or convert the folder again"
+CHANGED_HINT = "the folder is not what was built: copy it again, or build the engine again"
+_AGAIN = "copy the folder again, or make it again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +114,33 @@ def _find_difference(path: Path, entry: Entry, is_ending: threading.Event) -> st
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None
+
+
+def check_hashes(folder: Path) -> None:
+    """Raise SpecDecError where a byte of an engine folder is not what its manifest says."""
+    if problems := find_changes(folder):
+        more = f", and {len(problems) - 1} more problems" if len(problems) > 1 else ""
+        raise SpecDecError(f"{problems[0]}{more}", CHANGED_HINT)
+
+
+def find_changes(folder: Path) -> list[str]:
+    """Compare every byte of an engine folder with its manifest; return all that differs.
+
+    Every weight file must be in the manifest, with its sum.
+    """
+    manifest = read_manifest(folder, "engine")
+    places = [(folder / entry.path, entry) for entry in manifest.outputs]
+    summed = {path for path, entry in places if entry.sha256 is not None}
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.engine"), folder / "config.json"]
+    problems = [f"{path} has no sha256 in {NAME}" for path in sorted(weights) if path not in summed]
+    logger.info("comparing %d files of %s with their sha256", len(places), folder)
+    differences = find_differences(places, workers=os.cpu_count() or 1, label="hashing")
+    problems += [
+        f"{path} {difference}"
+        for (path, _), difference in zip(places, differences, strict=True)
+        if difference is not None
+    ]
+    return problems
 
 
 def list_surplus(folder: Path, manifest: Manifest) -> list[str]:
