@@ -1,4 +1,4 @@
-"""The rule of bits, by a program that knows no Python; `make kernels` runs it on many more builds."""
+"""The rule of bits, held to by a program without Python; `make kernels` runs it on many builds."""
 
 from __future__ import annotations
 
