@@ -8,6 +8,7 @@ TESTS ?= tests
 SIZE ?= full
 PEERS ?= specdec transformers llama.cpp openvino
 PEERS_FLAGS ?=
+KERNELS ?=
 
 # PyTorch publishes its CPU build beside PyPI, which has the one for CUDA (several GB). Whoever has
 # told pip where to look keeps that; `make TORCH_INDEX= ...` takes PyPI's build.
@@ -17,11 +18,13 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help dev demo test check fix bench dist clean
+.PHONY: help dev demo test kernels check fix bench dist clean
 
 help:
 	@echo "make demo    convert, build and run the example model"
 	@echo "make test    run the tests (TESTS=tests/core for some of them)"
+	@echo "make kernels the native kernels by all compilers installed, for ARM, and under the"
+	@echo "             sanitizers: up to an hour (KERNELS='--only sanitizers' for a part)"
 	@echo "make check   lint, format and type checks, as in CI"
 	@echo "make fix     mend what the linter and the formatter can"
 	@echo "make bench   run the CPU benchmarks, beside other engines last: hours, 20 GB of memory and"
@@ -50,6 +53,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile $(TESTS)
+
+kernels: $(READY)
+	@$(BIN)/python -u -m tests.engine.matrix $(KERNELS)
 
 check: $(READY)
 	@$(BIN)/ruff check

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import platform
 import shlex
 import shutil
 import tempfile
@@ -30,9 +31,15 @@ from specdec.schema import ModelConfig
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 8
+ABI_VERSION = 9
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
+# On ARM and POWER it is -mcpu that means this machine's CPU to every compiler. Contraction is off
+# because kernels.cpp itself says which products are fused with a sum: see its head.
+FLAGS = (
+    "-std=c++17", "-O3",
+    "-mcpu=native" if platform.machine().startswith(("aarch64", "arm", "ppc")) else "-march=native",
+    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
+)  # fmt: skip
 # Activations of a gated MLP, by the kernel that computes them.
 GATES = {
     "silu": "silu", "swiglu": "silu", "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
