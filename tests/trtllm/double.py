@@ -10,7 +10,7 @@ variables of a process that is to see it):
   folder/bin/nvidia-smi         answers the query of `specdec.trtllm.environment`
   folder/site/tensorrt_llm/     a package (the runtime's double fills it; here a version alone)
   folder/site/tensorrt_llm-V.dist-info/METADATA    what importlib.metadata reads the version V from
-  folder/site/tensorrt-T.dist-info/METADATA        the same of TensorRT
+  folder/site/tensorrt-T.dist-info/METADATA        the same of TensorRT, and of mpi4py
   PATH gets folder/bin, PYTHONPATH gets folder/site (and the checkout).
 Version labels are "1.2" and "0.14", as `--trtllm-version` has them; V is 1.2.0 or 0.14.0.
 
@@ -114,6 +114,7 @@ def install_double(
     if has_package:
         write_distribution(site, "tensorrt_llm", version)
         write_distribution(site, "tensorrt", TENSORRT[label])
+        write_distribution(site, "mpi4py", "4.1.0")
         package = site / "tensorrt_llm"
         package.mkdir()
         (package / "__init__.py").write_text(f"__version__ = {version!r}\n")
