@@ -387,13 +387,17 @@ def make_engine_config(command: Command, version: str) -> dict[str, Any]:
                 plugins[name] = value == "enable"
             else:
                 plugins[name] = None if value == "disable" else value
+    plugins["nccl_plugin"] = command.config["dtype"] if command.world_size > 1 else None
+    plugins["paged_state"] = False
     build: dict[str, Any] = {name: values.get(name) for name in facts.build_config_keys}
+    if build["opt_num_tokens"] is None:
+        build["opt_num_tokens"] = values["max_batch_size"] * values["max_beam_width"]
     build |= {
         "kv_cache_type": "PAGED",
         "speculative_decoding_mode": facts.modes[command.mode or "none"],
         "plugin_config": plugins,
         "lora_config": {"lora_dir": values["lora_dir"] or [], "lora_ckpt_source": "hf"},
-        "opt_batch_size": 8,
+        "opt_batch_size": None,
         "strongly_typed": True,
         "use_refit": False,
         "use_strip_plan": False,
