@@ -88,8 +88,15 @@ class BuildSettings:
     triton_tokenizer_dir: str | None = setting(
         metavar="DIR", help="Triton: the tokenizer's folder, as the server sees it."
     )
+    triton_engine_path: str | None = setting(
+        metavar="DIR",
+        help="Triton: the engine's folder, as the server sees it.  [default: its path here]",
+    )
     triton_draft_engine_dir: Path | None = setting(
         kind="path", metavar="DRAFT", help="Triton: the engine that drafts for this one."
+    )
+    triton_draft_engine_path: str | None = setting(
+        metavar="DIR", help="Triton: the draft engine's folder, as the server sees it."
     )
     triton_devices: str | None = setting(
         metavar="N[,N...]", help="Triton: GPUs of the engine, one a rank."

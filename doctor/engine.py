@@ -16,7 +16,7 @@ from specdec.trtllm.defects import list_defects
 from specdec.trtllm.environment import Environment, compare_environments
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts, order_release
 
-from .abilities import MIN_TORCH
+from .abilities import MIN_TORCH, can_start_ranks
 
 Problems = list[tuple[str, str]]
 
@@ -122,10 +122,15 @@ def _check_tensorrt(
     modes = {number: name for name, number in load_facts(DEFAULT_LABEL).modes.items()}
     mode = modes.get(document["build_config"].get("speculative_decoding_mode"))
     notes += list_defects(str(document.get("version")), mode, checkpoint.raw)
-    if num_ranks > 1 and not machine["mpi"]["launchers"]:
+    if num_ranks > 1 and not can_start_ranks(machine["mpi"]["launchers"]):
         problems.append(
             (f"the engine has {num_ranks} ranks and no mpirun is found", "install OpenMPI")
         )
+    if here.tensorrt_llm is not None and machine["packages"].get("mpi4py") is None:
+        problems.append(
+            ("TensorRT-LLM does not load without mpi4py, which is not installed",
+             "pip install mpi4py")
+        )  # fmt: skip
     if here.gpus and not absent:
         largest = max(path.stat().st_size for path in files)
         problems += _check_memory(largest, here.gpus[0].memory_bytes, here.gpus[0].name)

@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec.errors import SpecDecError, UsageError
 
-from .abilities import find_pin_problems, list_abilities, list_pins
+from .abilities import find_pin_problems, list_abilities, list_clashes, list_pins
 from .engine import check_engine
 from .machine import describe_machine
 from .settings import DoctorSettings
@@ -80,6 +80,7 @@ def format_report(report: dict[str, Any]) -> str:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  " + "  ".join(cells).rstrip())
+    lines += [f"  {clash}" for clash in list_clashes()]
     lines += [f"problem: {problem}" for problem in report["problems"]]
     if "engine" in report:
         lines += _format_engine(report["engine"])

@@ -10,6 +10,7 @@ import click
 from specdec import logs
 from specdec.command import run_command, stage_command
 from specdec.errors import SpecDecError
+from specdec.stdout import claim_stdout
 
 from .settings import RunSettings
 
@@ -25,6 +26,7 @@ def command(settings: RunSettings) -> None:
         return follow_launcher()
     from .pipeline import run_engine
 
+    claim_stdout()
     report = run_engine(settings, lambda piece: click.echo(piece, nl=False))
     if report is None:  # another process has written it
         return None

@@ -12,6 +12,7 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.mpi import find_world
 from specdec.processes import make_environment
 from specdec.settings import to_arguments
+from specdec.stdout import find_stdout
 from specdec.trtllm.engine_folder import read_engine_folder
 
 from ..settings import RunSettings
@@ -84,8 +85,8 @@ def start_ranks(settings: RunSettings, size: int) -> None:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     logger.info("starting %d ranks with %s", size, launcher)
     child = subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, text=True, encoding="utf-8",
-        errors="replace",
+        command, env=environment, stdout=find_stdout(), stderr=subprocess.PIPE, text=True,
+        encoding="utf-8", errors="replace",
     )  # fmt: skip
     assert child.stderr is not None
     told: dict[str, str] = {}

@@ -272,6 +272,7 @@ def test_script_is_valid_shell_and_builds(
     assert sorted(p.name for p in engine.iterdir()) == [
         "config.json", "rank0.engine", "rank1.engine",
     ]  # fmt: skip
+    assert not (tmp_path / "model.cache").exists(), "the timing cache is not left behind"
     again = subprocess.run([script], capture_output=True, text=True, check=False,
                            env={**os.environ, **environment})  # fmt: skip
     assert again.returncode == 1
