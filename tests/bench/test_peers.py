@@ -284,6 +284,15 @@ def test_gguf(target: Path, tmp_path: Path) -> None:
                 assert torch.equal(found[16 * head + 2 * channel + 1], expected[row + 8])
 
 
+def test_without_the_package_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only llama.cpp is left out."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.delitem(sys.modules, "benchmarks.side_by_side.gguf")
+    nothing: Any = None
+    with pytest.raises(PeerError, match=r"gguf.*pip install 'specdec-toolchain\[dev\]'"):
+        models.make_gguf(nothing)
+
+
 def test_other_models_are_not_exported(target: Path, tmp_path: Path) -> None:
     config = json.loads((target / "config.json").read_text())
     folder = tmp_path / "model"
