@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,11 +33,14 @@ time.sleep(600)
 
 
 @pytest.fixture
-def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a stubborn process writes its number and its child's."""
+def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a stubborn process writes its number and its child's; a failed test leaves none."""
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     monkeypatch.setattr(processes, "END_SECONDS", 0.2)
-    return tmp_path / "pids"
+    yield tmp_path / "pids"
+    for pid in (tmp_path / "pids").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def wait_for(path: Path) -> list[int]:
@@ -90,6 +95,25 @@ except KeyboardInterrupt:
     wait_for(ready)
     processes.end_family(child)
     assert child.returncode == 7
+
+
+@needs_proc
+def test_a_second_ctrl_c_ends_a_build_at_once(
+    pids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While trtllm-build is given time to end after the first one."""
+    from specdec.build.backends.tensorrt_llm import process
+
+    monkeypatch.setattr(process, "END_SECONDS", 3600)
+    asked = tmp_path / "asked"
+    code = STUBBORN.replace(
+        "signal.SIGINT, signal.SIG_IGN", f"signal.SIGINT, lambda *_: open({str(asked)!r}, 'w')"
+    )
+    interrupt_when(pids)
+    interrupt_when(asked)
+    with pytest.raises(KeyboardInterrupt):
+        process.run_child([sys.executable, "-c", code], {}, tmp_path, tmp_path / "log")
+    assert_ended(pids)
 
 
 @needs_proc
