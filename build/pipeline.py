@@ -19,7 +19,9 @@ logger = logs.get_logger(__name__)
 
 
 # Fields of BuildSettings that belong to the TensorRT-LLM backend, with their defaults.
-TENSORRT_FIELDS = ("workers", "trtllm_version", "emit_script", "launcher", "emit_triton")
+TENSORRT_FIELDS = ("trtllm_version", "emit_script", "launcher", "emit_triton")
+# And those that say how it computes, not what: command lines from its pages have them.
+TENSORRT_MEANS = ("gemm_plugin", "use_paged_context_fmha", "use_fp8_context_fmha", "workers")
 
 
 def build_engine(settings: BuildSettings) -> dict[str, Any]:
@@ -63,7 +65,10 @@ def choose_backend(settings: BuildSettings) -> str:
 
 
 def refuse_foreign(settings: BuildSettings) -> None:
-    """Raise UsageError for what only the TensorRT-LLM backend takes."""
+    """Raise UsageError for what only the TensorRT-LLM backend takes.
+
+    Where nobody asked for torch, what says how TensorRT-LLM computes is named and has no effect.
+    """
     from specdec.trtllm.facts import list_lines_with
 
     for name, other in settings.others.items():
@@ -74,13 +79,21 @@ def refuse_foreign(settings: BuildSettings) -> None:
                 f"leave {shown} out, or give --backend tensorrt-llm",
             )
         raise make_unknown_error(BuildSettings, "build", name, other)
-    for name, (_, default) in get_flags(BuildSettings).items():
-        if name in TENSORRT_FIELDS and getattr(settings, name) != default:
-            shown = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{shown} has no meaning for the torch backend",
-                f"leave {shown} out, or give --backend tensorrt-llm",
-            )
+    flags = get_flags(BuildSettings)
+    given = [
+        name
+        for name in (*TENSORRT_FIELDS, *TENSORRT_MEANS)
+        if getattr(settings, name) != flags[name][1]
+    ]
+    if settings.backend == "auto" and given and set(given) <= set(TENSORRT_MEANS):
+        shown = ", ".join("--" + name.replace("_", "-") for name in given)
+        logger.warning("without effect on the torch backend, which is chosen here: %s", shown)
+    elif given:
+        shown = "--" + given[0].replace("_", "-")
+        raise UsageError(
+            f"{shown} has no meaning for the torch backend",
+            f"leave {shown} out, or give --backend tensorrt-llm",
+        )
 
 
 def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:

@@ -149,10 +149,9 @@ def load_torch_engine(
 
     assert settings.engine_dir is not None
     if settings.kv_cache_free_gpu_memory_fraction is not None:
-        raise UsageError(
-            "--kv-cache-free-gpu-memory-fraction has no effect with an engine of torch, whose"
-            " cache is as large as the requests need",
-            "leave it out",
+        logger.warning(
+            "--kv-cache-free-gpu-memory-fraction is without effect on an engine of torch, whose"
+            " cache is as large as the requests need"
         )
     lookup = read_lookup_options(settings)
     devices = options.target_devices if options else lookup.devices if lookup else None

@@ -14,6 +14,14 @@ class SpecDecError(Exception):
         self.hint = hint
 
 
+DISTRIBUTION = "specdec-toolchain"  # `specdec` on the package index is another project
+
+
+def name_extra(extra: str) -> str:
+    """Return the command that installs what an optional feature needs, for a hint."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
 class UsageError(SpecDecError):
     """The command line or recipe is wrong; exit status 2."""
 

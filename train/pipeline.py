@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.documents import check_data_file
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import SpecDecError, UsageError, name_extra
 from specdec.logs import get_logger
 from specdec.settings import get_flags, require
 from specdec.storage import check_output_dir, describe_file, list_local, stage_folder
@@ -401,7 +401,7 @@ def start_accelerator(settings: TrainSettings, split: Split) -> Any:
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
     except ImportError:
-        raise SpecDecError("accelerate is not installed", "pip install 'specdec[train]'") from None
+        raise SpecDecError("accelerate is not installed", name_extra("train")) from None
     import torch
 
     has_gpu = torch.cuda.is_available()

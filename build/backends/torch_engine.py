@@ -92,10 +92,6 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
 
     model, drafter = checkpoint.model, checkpoint.drafter
     problems: list[tuple[str, str]] = []
-    for flag in ("gemm_plugin", "use_paged_context_fmha", "use_fp8_context_fmha"):
-        if getattr(settings, flag) is not None:
-            name = "--" + flag.replace("_", "-")
-            problems.append((f"{name} has no meaning for the torch backend", f"leave {name} out"))
     if settings.kv_cache_type == "paged":
         problems.append(
             ("the torch backend has a continuous KV cache only", "leave --kv-cache-type out")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
 from specdec import logs
 from specdec.errors import SpecDecError, UsageError
 from specdec.mpi import find_world
-from specdec.processes import make_environment
+from specdec.processes import end_family, make_environment
 from specdec.settings import to_arguments
 from specdec.stdout import find_stdout
 from specdec.trtllm.engine_folder import read_engine_folder
@@ -99,8 +100,7 @@ def start_ranks(settings: RunSettings, size: int) -> None:
                 told.setdefault(label, line.removeprefix(label).rstrip("\n"))
         status = child.wait()
     except BaseException:
-        child.terminate()  # mpirun then ends its ranks
-        child.wait()
+        end_family(child, first=signal.SIGTERM)  # mpirun then ends its ranks, unless it is stuck
         raise
     if status == 0:
         return

@@ -62,6 +62,15 @@ def test_json_report(folder: Path) -> None:
     assert plain["outputs"][0]["stats"]["num_draft_tokens"] == 0
 
 
+def test_a_pasted_share_of_gpu_memory_is_no_error(folder: Path) -> None:
+    done = run_cli_here(
+        "run", "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
+        "--input_text", "def a", "--max_output_len", 5, "--kv_cache_free_gpu_memory_fraction=0.4",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("--kv-cache-free-gpu-memory-fraction is without effect") == 1
+
+
 def test_text_form_and_output_file(folder: Path, tmp_path: Path) -> None:
     """As a process, which the other tests spare."""
     done = run_cli(
