@@ -354,6 +354,7 @@ def open_drafter(settings: ConvertSettings, converter: DrafterConverter) -> HfFo
     return open_model(
         getattr(settings, converter.FOLDER),
         name_flag(converter.FOLDER),
+        next(name for name, known in CONVERTERS.items() if known is converter),
         weight_files=converter.WEIGHT_FILES,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.engine.compiler import describe_cpu
 from specdec.errors import SpecDecError, join_names
+from specdec.folders import ENGINE, expect_folder
 from specdec.schema import CheckpointConfig, parse_checkpoint_config
 from specdec.storage import read_json
 from specdec.trtllm.defects import list_defects
@@ -20,8 +21,7 @@ Problems = list[tuple[str, str]]
 
 def check_engine(folder: Path, machine: dict[str, Any], here: Environment) -> dict[str, Any]:
     """Return what stands in the way of an engine, and what does not but is worth knowing."""
-    if not folder.is_dir():
-        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
+    expect_folder(folder, ENGINE, "--engine-dir")
     document = read_json(folder / "config.json")
     if not isinstance(document.get("build_config"), dict):
         raise SpecDecError(

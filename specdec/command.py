@@ -198,13 +198,21 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
         if "--debug" in arguments:
             traceback.print_exception(error)
         status, message, hint = _explain_error(error)
-        if status == 2 and logs.get_launched_rank():
+        if status == 2 and _is_follower():
             # Rank 0 says the same, and its launcher would cut it short for this one's end.
             time.sleep(1)
         else:
             print_error(message, hint)
     _close_stdout()
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _is_follower() -> bool:
+    """Whether a launcher started this process as another rank than 0."""
+    try:
+        return bool(logs.get_launched_rank())
+    except SpecDecError:
+        return False
 
 
 def _close_stdout() -> None:

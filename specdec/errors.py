@@ -40,7 +40,16 @@ def suggest(name: str, known: Sequence[str]) -> str:
 def summarize(error: BaseException) -> str:
     """Return the first line of a foreign exception's text, or its type where it has none."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return cut_middle(lines[0], 400) if lines else type(error).__name__
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """Return a text of at most about `limit` characters: its start and its end."""
+    if len(text) <= limit:
+        return text
+    first = 2 * limit // 3
+    last = limit - first
+    return f"{text[:first]} ... [{len(text) - limit} characters] ... {text[-last:]}"
 
 
 MAX_NAMES = 10  # in one message

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.errors import UsageError, suggest
+from specdec.errors import UsageError, shorten, suggest
 
 T = TypeVar("T")
 SECTIONS = ("convert", "build", "run", "train", "data", "verify", "bench")
@@ -78,7 +78,9 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
     """Return a recipe or command-line value as the flag's type, or raise UsageError."""
 
     def wrong(expected: str) -> UsageError:
-        return UsageError(f"{name}: expected {expected}, got {value!r}", f"give {name} {expected}")
+        return UsageError(
+            f"{name}: expected {expected}, got {shorten(value, 200)}", f"give {name} {expected}"
+        )
 
     if value is None:
         return None
@@ -96,6 +98,10 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
             raise wrong("a text or a list of texts")
+        try:
+            "".join(map(str, values)).encode()
+        except UnicodeEncodeError:  # bytes that the locale cannot read, or a half in a recipe
+            raise wrong("text of whole characters, in UTF-8") from None
         return [str(v) for v in values]
     if flag.kind in ("int", "float"):
         try:
@@ -110,7 +116,7 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise wrong("a text")
     text = str(value)
-    if flag.kind == "path" and not text:
+    if flag.kind == "path" and (not text or "\0" in text):
         raise wrong("a path")  # Path("") would be the current folder
     same = {choice.replace("_", "-"): choice for choice in flag.choices}
     text = same.get(text.replace("_", "-"), text)

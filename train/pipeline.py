@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.documents import check_data_file
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import SpecDecError, UsageError, summarize
 from specdec.logs import get_logger
+from specdec.mpi import check_meeting_place, find_launch
 from specdec.settings import get_flags, require
 from specdec.storage import check_output_dir, describe_file, list_local, stage_folder
 
@@ -406,12 +407,23 @@ def start_accelerator(settings: TrainSettings, split: Split) -> Any:
 
     has_gpu = torch.cuda.is_available()
     use_bf16 = settings.dtype == "bfloat16" or settings.dtype == "auto" and _has_fast_bf16()
-    accelerator = Accelerator(
-        cpu=not has_gpu and not torch.backends.mps.is_available(),
-        mixed_precision="bf16" if use_bf16 else "no",
-        # The others wait while the main process tokenizes the data and measures an engine.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-    )
+    launch = find_launch()
+    place = check_meeting_place() if launch is not None and launch.size > 1 else ""
+    try:
+        accelerator = Accelerator(
+            cpu=not has_gpu and not torch.backends.mps.is_available(),
+            mixed_precision="bf16" if use_bf16 else "no",
+            # The others wait while the main process tokenizes the data and measures an engine.
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
+    except (RuntimeError, ValueError) as error:
+        if not place:
+            raise
+        raise SpecDecError(
+            f"rank {launch.rank if launch else 0} does not meet the others at {place}:"
+            f" {summarize(error)}",
+            "check MASTER_ADDR and MASTER_PORT, and that every rank has its own RANK",
+        ) from None
     kind = str(accelerator.distributed_type.value)
     if kind not in REPLICATED:
         raise SpecDecError(
