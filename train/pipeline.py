@@ -258,7 +258,10 @@ def start_loop(job: Job) -> Loop:
     )
     checkpoint = state.load_checkpoint()
     if checkpoint is not None:
-        loop.restore(checkpoint)
+        try:
+            loop.restore(checkpoint)
+        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError):
+            raise state.refuse_checkpoint() from None
         logger.info("resumed at step %d", loop.step)
     if accelerator.is_main_process:
         state.cut_log(loop.step)
@@ -493,4 +496,7 @@ def load_rows(
             f"{state.data_folder} is not there on process {accelerator.process_index}",
             "let --output-dir be in a folder that all machines share",
         )
-    return Rows.load(state.data_folder, "train"), Rows.load(state.data_folder, "heldout")
+    parts = Rows.load(state.data_folder, "train"), Rows.load(state.data_folder, "heldout")
+    for rows in parts:
+        rows.check_tokens(vocab_size, state.data_folder)
+    return parts
