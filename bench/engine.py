@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.errors import SpecDecError
+from specdec.pretrained import load_tokenizer
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.draft_options import read_draft_options
 from specdec.run.loop import Options, Timing, generate
 from specdec.run.methods.base import PlainProposer, Proposer
 from specdec.run.pipeline import check_flags, load_torch_engine
-from specdec.run.prompts import load_tokenizer
 from specdec.run.requests import Request, Result
 from specdec.run.settings import RunSettings
 from specdec.settings import require

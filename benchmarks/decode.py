@@ -53,10 +53,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from specdec.bench.machine import LoadMeter, describe_machine
     from specdec.bench.steps import time_steps
+    from specdec.pretrained import load_model, load_tokenizer
     from specdec.run.backends.torch_engine import TorchEngine
     from specdec.run.requests import Request, sum_stats
 
@@ -66,8 +65,8 @@ def main() -> None:
             "speculation": TorchEngine(path, device="cpu"),
             "plain": TorchEngine(path, device="cpu", speculate=False),
         }
-    tokenizer = AutoTokenizer.from_pretrained(PYCODE / "target")
-    model = AutoModelForCausalLM.from_pretrained(PYCODE / "target")
+    tokenizer = load_tokenizer(PYCODE / "target")
+    model = load_model(PYCODE / "target")
     model = model.to(getattr(torch, args.dtype)).eval()
     lines = (PYCODE / "prompts.jsonl").read_text().splitlines()[: args.prompts]
     requests = [

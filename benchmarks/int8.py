@@ -252,9 +252,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    from transformers import AutoTokenizer
+    from specdec.pretrained import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(PYCODE / "target")
+    tokenizer = load_tokenizer(PYCODE / "target")
     lines = (PYCODE / "prompts.jsonl").read_text().splitlines()[: args.prompts]
     requests = [
         Request(

@@ -9,6 +9,7 @@ from specdec.engine.compiler import describe_cpu
 from specdec.engine.kernel_cache import find_kept
 from specdec.engine.layout import find_engine_problems, read_engine_config
 from specdec.errors import SpecDecError, join_names
+from specdec.folders import ENGINE, expect_folder
 from specdec.manifest import CHANGED_HINT, find_changes
 from specdec.schema import CheckpointConfig, parse_checkpoint_config
 from specdec.storage import read_json
@@ -25,8 +26,7 @@ def check_engine(
     folder: Path, machine: dict[str, Any], here: Environment, *, verify_hashes: bool = False
 ) -> dict[str, Any]:
     """Return what stands in the way of an engine, and what does not but is worth knowing."""
-    if not folder.is_dir():
-        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
+    expect_folder(folder, ENGINE, "--engine-dir")
     document = read_json(folder / "config.json")
     if not isinstance(document.get("build_config"), dict):
         raise SpecDecError(

@@ -61,7 +61,9 @@ def run_engine(
             if folder is not None:
                 check_hashes(folder)
     draft_options = read_draft_options(settings)
-    from .prompts import load_tokenizer, make_requests, read_prompts
+    from specdec.pretrained import load_tokenizer
+
+    from .prompts import make_requests, read_prompts
 
     prompts = read_prompts(settings)
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None

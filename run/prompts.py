@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, UsageError, raise_problems, suggest, summarize
+from specdec.errors import SpecDecError, UsageError, raise_problems, shorten, suggest, summarize
+from specdec.storage import parse_json
 
 from .requests import Request
 from .sampling import SamplingParams
@@ -19,6 +19,7 @@ from .typical import read_typical_rule
 SOURCE_KEYS = ("prompt", "input_ids", "messages")
 REQUEST_KEYS = (*SOURCE_KEYS, "max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
 STDIN = Path("-")
+MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library takes
 
 
 def read_prompts(settings: RunSettings) -> list[dict[str, Any]]:
@@ -63,9 +64,11 @@ def read_lines(path: Path, flag: str) -> list[str]:
 def _read_stdin() -> list[str]:
     """Lines of stdin: request objects if the first one starts with a brace, else texts."""
     try:
-        return [line for line in sys.stdin.read().split("\n") if line.strip()]
-    except UnicodeDecodeError:
+        lines = [line for line in sys.stdin.read().split("\n") if line.strip()]
+        "".join(lines).encode()  # in some locales Python lets other bytes through
+    except UnicodeError:
         raise SpecDecError("stdin is not UTF-8 text", "convert it to UTF-8") from None
+    return lines
 
 
 def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str, Any]:
@@ -74,8 +77,8 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str,
     One of them, `turns`, may stand for the prompt.
     """
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        entry = parse_json(line.encode())
+    except ValueError as error:
         raise SpecDecError(
             f"{where} is not JSON: {error}", "write one JSON object a line"
         ) from None
@@ -86,7 +89,7 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str,
     for key in entry:
         if key not in known:
             raise SpecDecError(
-                f"{where}: unknown key {key!r}{suggest(key, known)}",
+                f"{where}: unknown key {shorten(key)}{suggest(key[:100], known)}",
                 f"this release knows {', '.join(known)}",
             )
     if sum(key in entry for key in sources) != 1:
@@ -94,7 +97,7 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str,
             f"{where} needs exactly one of {', '.join(sources)}", 'write {"prompt": "..."}'
         )
     problems = [
-        (f"{where}: {key} is {entry[key]!r}, not {expected}", f"mend {key}")
+        (f"{where}: {key} is {shorten(entry[key])}, not {expected}", f"give {key} {expected}")
         for key, (is_good, expected) in CHECKS.items()
         if key in entry and not is_good(entry[key])
     ]
@@ -103,7 +106,14 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str,
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= MAX_COUNT
 
 
 def _is_text(value: Any) -> bool:
@@ -117,16 +127,16 @@ def _is_message(value: Any) -> bool:
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (_is_text, "a text"),
     "input_ids": (
-        lambda v: isinstance(v, list) and all(type(i) is int for i in v),
-        "a list of whole numbers",
+        lambda v: isinstance(v, list) and all(_is_count(i, 0) for i in v),
+        f"a list of token ids, whole numbers from 0 to {MAX_COUNT}",
     ),
     "messages": (
         lambda v: isinstance(v, list) and bool(v) and all(map(_is_message, v)),
         'a list of {"role", "content"}',
     ),
-    "max_output_len": (lambda v: type(v) is int and v > 0, "a whole number above 0"),
+    "max_output_len": (lambda v: _is_count(v, 1), f"a whole number from 1 to {MAX_COUNT}"),
     "temperature": (lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
-    "top_k": (lambda v: type(v) is int and v >= 0, "a whole number of at least 0"),
+    "top_k": (lambda v: _is_count(v, 0), f"a whole number from 0 to {MAX_COUNT}"),
     "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1"),
     "seed": (lambda v: type(v) is int and 0 <= v < 2**64, "a whole number from 0 to 2**64 - 1"),
     "stop": (
@@ -137,19 +147,6 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a text or a list of texts, none empty",
     ),
 }
-
-
-def load_tokenizer(directory: str) -> Any:
-    """Load a Hugging Face tokenizer; remote code is never run."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
-        raise SpecDecError(
-            f"no tokenizer in {directory!r}: {summarize(error)}",
-            "give the folder of the Hugging Face base model as --tokenizer-dir",
-        ) from None
 
 
 def find_end_ids(settings: RunSettings, tokenizer: Any) -> frozenset[int]:
@@ -233,13 +230,26 @@ def read_temperatures(settings: RunSettings, num_prompts: int) -> list[float] | 
     return values * num_prompts if len(values) == 1 else values
 
 
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    """The text of a prompt that was given as token ids, empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    try:
+        return str(tokenizer.decode(ids))
+    except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
+        raise SpecDecError(
+            f"the tokenizer cannot decode input_ids {shorten(ids)}: {summarize(error)}",
+            "use the tokenizer that belongs to the model",
+        ) from None
+
+
 def encode_prompt(
     prompt: dict[str, Any], settings: RunSettings, tokenizer: Any
 ) -> tuple[str, list[int]]:
     """Return a prompt as text and as token ids."""
     ids = prompt.get("input_ids")
     if ids is not None:
-        return (tokenizer.decode(ids) if tokenizer is not None else ""), ids
+        return _decode(tokenizer, ids), ids
     if tokenizer is None:
         raise UsageError("text prompts need --tokenizer-dir", "give the base model's folder")
     text = prompt.get("prompt", "")

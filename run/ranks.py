@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import logs
 from specdec.command import print_error
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, summarize
+from specdec.mpi import check_meeting_place, find_launch
 from specdec.processes import make_environment
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ LOST_STATUS = 76  # of a rank that ends because another one has; EX_PROTOCOL in 
 
 def count_local_ranks() -> int:
     """How many of a launcher's ranks are on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    launch = find_launch()
+    assert launch is not None
+    return launch.local_size
 
 
 def open_store(path: str, size: int) -> Any:
@@ -67,13 +70,21 @@ def join_group(rank: int, size: int, store: Any) -> Group:
 
     has_cuda = torch.cuda.is_available()
     if has_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    torch.distributed.init_process_group(
-        # Messages go between CPUs, sums between the devices that computed them.
-        "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
-        rank=rank, world_size=size, store=store, timeout=LONGEST_WAIT,
-        init_method=None if store else "env://",
-    )  # fmt: skip
+        launch = find_launch()
+        torch.cuda.set_device(launch.local_rank if launch is not None else rank)
+    place = "their store" if store else check_meeting_place()
+    try:
+        torch.distributed.init_process_group(
+            # Messages go between CPUs, sums between the devices that computed them.
+            "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
+            rank=rank, world_size=size, store=store, timeout=LONGEST_WAIT,
+            init_method=None if store else "env://",
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        raise SpecDecError(
+            f"rank {rank} of {size} does not meet the others at {place}: {summarize(error)}",
+            "check MASTER_ADDR and MASTER_PORT, and that every rank has its own RANK",
+        ) from None
     group = Group(rank, size)
     # Beyond this nobody reads the store, which rank 0 may then remove.
     exchange_status(group, None)
@@ -359,7 +370,8 @@ def open_ranks(size: int) -> Ranks | None:
     global _ranks
     is_open = _ranks is not None and not _ranks.is_ended
     if logs.get_launched_rank() is not None and not (size == 1 and is_open):
-        world_size = int(os.environ["WORLD_SIZE"])
+        launch = find_launch()
+        world_size = launch.size if launch is not None else 1
         if world_size != size:
             raise SpecDecError(
                 f"WORLD_SIZE is {world_size}, the engine's tp_size is {size}",

@@ -11,6 +11,8 @@ from specdec.errors import SpecDecError
 
 EAGLE_ARCHITECTURE = "EagleForCausalLM"
 # Ours: TensorRT-LLM's engine path has no EAGLE-3, and is to know that it is none of its own.
+# TensorRT-LLM makes Llamas of EAGLE-1's targets.
+EAGLE1_TARGETS = ("LlamaForCausalLM", "MistralForCausalLM")
 EAGLE3_ARCHITECTURE = "Eagle3ForCausalLM"
 # Of a drafter's layers or heads. None has nearly as many; a list of far more fills the memory.
 MAX_MODULES = 1000
@@ -328,7 +330,7 @@ class EagleParams(_SizedTree):
                 problems.append(
                     (f"the EAGLE drafter's {name} is {ours}, the target's {targets}", remedy)
                 )
-        if self.draft_vocab_size > vocab_size:
+        if self.draft_vocab_size > vocab_size == self.net.vocab_size:
             problems.append(
                 (
                     f"the EAGLE drafter's draft_vocab_size={self.draft_vocab_size} exceeds the"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.errors import UsageError, suggest
+from specdec.errors import UsageError, shorten, suggest
 
 T = TypeVar("T")
 SECTIONS = ("convert", "build", "run", "train", "data", "verify", "bench")
@@ -53,6 +53,43 @@ def get_flags(settings_class: type) -> dict[str, tuple[Flag, Any]]:
     return flags
 
 
+# What other tools call an option -> what it is called here, where a command has one of these.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "max_tokens": ("max_output_len",),
+    "max_new_tokens": ("max_output_len", "max_tokens"),
+    "max_length": ("max_output_len", "model_max_length", "max_seq_len"),
+    "max_model_len": ("max_seq_len",),
+    "prompt": ("input_text", "prompts"),
+    "prompts": ("input_file",),
+    "qformat": ("quantization",),
+    "calib_dataset": ("calibration_data",),
+    "seed": ("random_seed",),
+    "stop": ("stop_words",),
+    "eos_token_id": ("end_id",),
+    "model": ("model_dir", "engine_dir"),
+    "engine": ("engine_dir",),
+    "tokenizer": ("tokenizer_dir",),
+    "draft_model": ("draft_engine_dir", "drafter_model_dir"),
+    "batch_size": ("max_batch_size", "batch_sizes"),
+    "tp": ("tp_size",),
+    "tensor_parallel_size": ("tp_size",),
+    "output": ("output_dir", "output_file"),
+}
+
+
+def suggest_option(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean --X?)` for an option that is not known, or an empty string.
+
+    name, known: options with or without their dashes.
+    """
+    names = [option.lstrip("-").replace("-", "_") for option in known]
+    bare = name.lstrip("-").replace("-", "_")
+    found = next((alias for alias in ALIASES.get(bare, ()) if alias in names), None)
+    if found is None:
+        found = suggest(bare, names).removeprefix(" (did you mean ").removesuffix("?)")
+    return f" (did you mean --{found.replace('_', '-')}?)" if found else ""
+
+
 def takes_others(settings_class: type) -> bool:
     """Whether a settings class has a field `others`, for options that a backend may know."""
     return any(field.name == "others" for field in dataclasses.fields(settings_class))
@@ -68,9 +105,8 @@ def make_unknown_error(
         fact = f"recipe {other.recipe}: unknown key {name!r} in section {section}"
         return UsageError(fact + suggest(name, known), hint)
     shown = "--" + name.replace("_", "-")
-    options = ["--" + option.replace("_", "-") for option in known]
     return UsageError(
-        f"no such option {shown}{suggest(shown, options)}", "--help lists the options"
+        f"no such option {shown}{suggest_option(name, known)}", "--help lists the options"
     )
 
 
@@ -78,7 +114,9 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
     """Return a recipe or command-line value as the flag's type, or raise UsageError."""
 
     def wrong(expected: str) -> UsageError:
-        return UsageError(f"{name}: expected {expected}, got {value!r}", f"give {name} {expected}")
+        return UsageError(
+            f"{name}: expected {expected}, got {shorten(value, 200)}", f"give {name} {expected}"
+        )
 
     if value is None:
         return None
@@ -96,6 +134,10 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
             raise wrong("a text or a list of texts")
+        try:
+            "".join(map(str, values)).encode()
+        except UnicodeEncodeError:  # bytes that the locale cannot read, or a half in a recipe
+            raise wrong("text of whole characters, in UTF-8") from None
         return [str(v) for v in values]
     if flag.kind in ("int", "float"):
         try:
@@ -110,7 +152,7 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise wrong("a text")
     text = str(value)
-    if flag.kind == "path" and not text:
+    if flag.kind == "path" and (not text or "\0" in text):
         raise wrong("a path")  # Path("") would be the current folder
     same = {choice.replace("_", "-"): choice for choice in flag.choices}
     text = same.get(text.replace("_", "-"), text)

@@ -208,9 +208,9 @@ def make_long_prompt(path: Path, target: Path, length: int) -> list[int]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
+    from specdec import pretrained
 
-    return AutoTokenizer.from_pretrained(folder)
+    return pretrained.load_tokenizer(folder)
 
 
 def read_commit() -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, raise_problems, shorten
+from specdec.folders import ENGINE, expect_folder
 from specdec.methods import EXTERNAL_METHODS, DrafterParams
 from specdec.quantization import (
     FLOAT8,
@@ -162,8 +163,7 @@ def encode_engine_config(config: EngineConfig) -> dict[str, Any]:
 
 def read_engine_config(folder: Path) -> EngineConfig:
     """Read an engine's config.json; raise SpecDecError if it is none, or of another backend."""
-    if not folder.is_dir():
-        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
+    expect_folder(folder, ENGINE)
     document = read_json(folder / "config.json")
     if "build_config" not in document:
         raise SpecDecError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, raise_problems
+from specdec.folders import ENGINE, expect_folder
 from specdec.methods import EXTERNAL_METHODS, METHODS
 from specdec.storage import read_json
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
@@ -88,13 +89,13 @@ class EngineFolder:
 
 def read_backend(folder: Path) -> str:
     """Return the backend that an engine folder was built for."""
-    if not folder.is_dir():
-        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
+    expect_folder(folder, ENGINE)
     return str(read_json(folder / "config.json").get("backend", BACKEND))
 
 
 def read_engine_folder(folder: Path) -> EngineFolder:
     """Read an engine's config.json; raise SpecDecError that lists what is missing or of no use."""
+    expect_folder(folder, ENGINE)
     path = folder / "config.json"
     document = read_json(path)
     reader = _Reader(path)

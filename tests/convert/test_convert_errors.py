@@ -143,7 +143,7 @@ def test_no_config_and_no_weights(copy: Copy, convert: Converter) -> None:
     (folder / "tf_model.h5").unlink()
     assert convert.fail(model_dir=folder).message.endswith("nor model.pt")
     (folder / "config.json").unlink()
-    assert f"{folder / 'config.json'} does not exist" in convert.fail(model_dir=folder).message
+    assert "is an empty folder, not" in convert.fail(model_dir=folder).message
 
 
 @pytest.mark.parametrize(
@@ -593,7 +593,9 @@ def test_model_that_is_not_there(name: str, message: str, convert: Converter) ->
 
 def test_checkpoint_in_place_of_a_model(base: Path, convert: Converter) -> None:
     error = convert.fail(model_dir=base)
-    assert error.message == f"{base} is a checkpoint, not a Hugging Face folder"
+    assert error.message == (
+        f"--model-dir {base} is a checkpoint folder, not a Hugging Face model folder"
+    )
     assert "--base-model-checkpoint-dir" in error.hint
 
 

@@ -582,7 +582,7 @@ def test_text_needs_a_tokenizer(convert: Converter, tmp_path: Path) -> None:
     data = tmp_path / "lines.txt"
     data.write_text("some text\n")
     error = convert.fail(model_dir=make_llama(tmp_path), **get_flags(data))
-    assert "has no tokenizer that loads" in error.message
+    assert "holds text, and a tokenizer is needed: --model-dir" in error.message
     assert "or give rows of input_ids" in error.hint
 
 

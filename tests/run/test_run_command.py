@@ -167,7 +167,7 @@ def test_prompt_sources_are_exclusive(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text("a")
     with pytest.raises(SpecDecError, match=r"neither \.txt nor \.jsonl"):
         call("run", *engine, "--input-file", tmp_path / "p.csv")
-    with pytest.raises(SpecDecError, match="no tokenizer in"):
+    with pytest.raises(SpecDecError, match="has no tokenizer"):
         call("run", *engine, "--input-text", "a", "--tokenizer-dir", tmp_path)
 
 
@@ -193,7 +193,7 @@ def damage(folder: Path, name: str) -> None:
     ("name", "match"),
     [
         ("missing config", "config.json does not exist"),
-        ("a checkpoint", "is not an engine"),
+        ("a checkpoint", "is a checkpoint folder, not an engine folder"),
         ("other backend", "built for the backend 'onnx'"),
         ("truncated weights", "weights.safetensors describes"),
         ("other layers", "missing: transformer.layers.2"),

@@ -339,7 +339,7 @@ def test_the_command(copy: Path, tmp_path: Path) -> None:
 def test_wrong_usage(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="missing --checkpoint-dir"):
         verify_checkpoint(VerifySettings())
-    with pytest.raises(SpecDecError, match="is not a folder"):
+    with pytest.raises(SpecDecError, match="nowhere does not exist"):
         verify(tmp_path / "nowhere")
     done = run_cli("verify", "--checkpoint-dir", tmp_path, "--convert-dir", "x")
     assert done.returncode == 2

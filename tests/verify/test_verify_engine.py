@@ -491,7 +491,7 @@ def test_the_command(plain: Path, parent: Path, tmp_path: Path) -> None:
 
 
 def test_a_failing_process_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="is not a folder") as caught:
+    with pytest.raises(SpecDecError, match="none does not exist") as caught:
         CALL_RUN(["--engine-dir", str(tmp_path / "none"), "--input-text", "a", "--tokenizer-dir",
                   str(make_tokenizer(tmp_path / "tokenizer"))])  # fmt: skip
     assert "specdec-build" in caught.value.hint

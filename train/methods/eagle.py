@@ -29,6 +29,7 @@ from torch.nn.functional import silu, smooth_l1_loss
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import SpecDecError
+from specdec.methods import EAGLE1_TARGETS
 from specdec.schema import ModelConfig
 
 from ..loss import compute_loss, measure_positions
@@ -370,6 +371,17 @@ def describe_layers(target: Target, num_layers: int) -> ModelConfig:
     )
 
 
+def check_target(settings: TrainSettings, config: Any) -> None:
+    """Raise SpecDecError for a target that no engine has EAGLE-1 for."""
+    names = getattr(config, "architectures", None) or []
+    if settings.eagle_version == "1" and names and names[0] not in EAGLE1_TARGETS:
+        raise SpecDecError(
+            f"--method eagle is EAGLE version 1, which no engine runs for {names[0]}: its targets"
+            f" are {', '.join(EAGLE1_TARGETS)}",
+            "give --eagle-version 3, which the torch engine runs for any target",
+        )
+
+
 def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
     """Choose the target's layers whose outputs are read: EAGLE-3's usual ones, or an even spread.
 
@@ -436,6 +448,7 @@ METHOD = TrainingMethod(
     describe=describe_eagle,
     convert_folder="--eagle-model-dir",
     choose_layers=choose_layers,
+    check_target=check_target,
     list_shared=list_shared,
     needs_head=True,
 )
