@@ -106,7 +106,8 @@ def start_ranks(settings: RunSettings, size: int) -> None:
         return
     if len(told) == len(LABELS):
         kind = UsageError if status == 2 else SpecDecError
-        raise kind(*(told[label] for label in LABELS))
+        message, hint = (told[label] for label in LABELS)
+        raise kind(message, hint)
     raise SpecDecError(
         f"mpirun ended with status {status}", "what the ranks and mpirun said is above"
     )
