@@ -65,7 +65,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _TARGET = re.compile(r"(model|transformer|language_model)\.")
-_BARE_TARGET = re.compile(r"(embed_tokens|wte|decoder|h\.\d+|layers\.\d+)\.")
+_BARE_TARGET = re.compile(r"(wte|decoder|h\.\d+)\.")
 _MEDUSA = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
@@ -127,8 +127,12 @@ def _identify_model(folder: Path, names: Collection[str], config: dict[str, Any]
         return EAGLE
     if tensors and all(_MEDUSA.match(name) for name in tensors):
         return MEDUSA
-    # A base model's own save_pretrained leaves the prefix out.
-    return MODEL if any(_BARE_TARGET.match(name) for name in tensors) else None
+    # A base model's own save_pretrained leaves the prefix out, and so do EAGLE's drafters, whose
+    # first layer has no such norm, or one more.
+    is_decoder = "layers.0.input_layernorm.weight" in tensors and not any(
+        name.endswith("hidden_norm.weight") for name in tensors
+    )
+    return MODEL if is_decoder or any(_BARE_TARGET.match(name) for name in tensors) else None
 
 
 def _list_tensors(folder: Path, names: Collection[str]) -> Collection[str]:
