@@ -14,10 +14,9 @@ def claim_stdout() -> None:
     Libraries write to descriptor 1 from C++, some of them while the process ends, so this is not
     undone. Nothing changes where sys.stdout is something else: closed, or replaced by a test.
     """
-    if find_stdout() != 1:
-        return
     old = sys.stdout
-    assert isinstance(old, io.TextIOWrapper)
+    if find_stdout() != 1 or not isinstance(old, io.TextIOWrapper):
+        return
     old.flush()
     kept = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)
     sys.stdout = io.TextIOWrapper(

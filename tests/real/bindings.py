@@ -76,8 +76,8 @@ KvCacheConfig = bind(
     onboard_blocks=True,
 )  # fmt: skip
 ParallelConfig = bind(
-    "ParallelConfig", communication_type=CommunicationType.MPI,  # type: ignore[attr-defined]
-    communication_mode=CommunicationMode.LEADER, device_ids=None,  # type: ignore[attr-defined]
+    "ParallelConfig", communication_type=CommunicationType.MPI,
+    communication_mode=CommunicationMode.LEADER, device_ids=None,
     participant_ids=None, orchestrator_config=None,
 )  # fmt: skip
 PeftCacheConfig = bind("PeftCacheConfig", num_host_module_layer=0, num_device_module_layer=0)
@@ -140,7 +140,7 @@ class ModelConfig:
         plugins = build["plugin_config"]
         self.vocab_size, self.hidden_size = model["vocab_size"], model["hidden_size"]
         self.num_heads = model["num_attention_heads"]
-        self.data_type = DataType[TYPES[model["dtype"]]]  # type: ignore[misc]
+        self.data_type = DataType[TYPES[model["dtype"]]]
         self.kv_cache_type = KVCacheType(build["kv_cache_type"])
         self.use_lora_plugin = bool(plugins["lora_plugin"])
         self.use_packed_input = plugins["remove_input_padding"]

@@ -7,6 +7,7 @@ and writes the double's engine files instead.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -64,7 +65,7 @@ def patch_torch() -> None:
         def __new__(cls, name: Any, *rest: Any) -> Any:
             return make_device("cpu" if str(name).startswith("cuda") else name, *rest)
 
-    from tensorrt_llm.runtime import model_runner_cpp
+    runner = importlib.import_module("tensorrt_llm.runtime.model_runner_cpp")
 
     class Torch:
         device = Device
@@ -72,8 +73,8 @@ def patch_torch() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
 
-    model_runner_cpp.torch = Torch()
-    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[assignment, method-assign]
+    vars(runner)["torch"] = Torch()
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
 
 
 class Enough(Exception):
@@ -83,11 +84,11 @@ class Enough(Exception):
 def build(source: str) -> None:
     """Be trtllm-build, up to the network."""
     install(Path(source))
-    import tensorrt_llm.builder as builder
-    import tensorrt_llm.commands.build as command
     import torch
-    from tensorrt_llm.version import __version__
 
+    builder: Any = importlib.import_module("tensorrt_llm.builder")
+    command: Any = importlib.import_module("tensorrt_llm.commands.build")
+    version = importlib.import_module("tensorrt_llm.version").__version__
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None
     command.infer_cluster_config = lambda: {"cluster_key": "H100-SXM"}
@@ -115,9 +116,9 @@ def build(source: str) -> None:
         checkpoint = sys.argv[sys.argv.index("--checkpoint_dir") + 1]
         content = {
             "checkpoint_dir": os.path.realpath(checkpoint), "rank": mapping.rank,
-            "tp_size": mapping.tp_size, "version": __version__, "label": "0.14",
+            "tp_size": mapping.tp_size, "version": version, "label": "0.14",
         }  # fmt: skip
-        engine = builder.EngineConfig(model.config, seen["config"], __version__)
+        engine = builder.EngineConfig(model.config, seen["config"], version)
         return builder.Engine(engine, MAGIC + json.dumps(content).encode())
 
     command.build = build_config

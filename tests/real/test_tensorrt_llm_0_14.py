@@ -33,11 +33,11 @@ from tests.trtllm.worlds import (
     make_prompts,
 )
 
-SOURCE = Path(os.environ.get(SOURCE_NAME, ""))
-pytestmark = pytest.mark.skipif(
-    SOURCE_NAME not in os.environ,
-    reason=f"{SOURCE_NAME} does not name a source tree of TensorRT-LLM 0.14",
-)
+if SOURCE_NAME not in os.environ:
+    pytest.skip(
+        f"{SOURCE_NAME} does not name a source tree of TensorRT-LLM 0.14", allow_module_level=True
+    )
+SOURCE = Path(os.environ[SOURCE_NAME])
 REQUESTS = make_prompts(4, 17, max_output_len=14)
 METHODS = [method for method in WAYS if method != "eagle"]  # 0.14 has none
 LOGITS = "--gather-generation-logits"
