@@ -33,8 +33,8 @@ LIBRARY_NAME = "kernels.so"
 ABI_VERSION = 9
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
-# -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not know,
-# which -mcpu=native would not (Macs under Linux).
+# -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
+# know, as -mcpu=native would not (Macs under Linux).
 FLAGS = (
     "-std=c++17", "-O3", "-march=native",
     *(("-mtune=native",) if platform.machine() in ("aarch64", "arm64") else ()),
