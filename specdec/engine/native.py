@@ -33,11 +33,12 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
 ABI_VERSION = 9
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
-# On ARM and POWER it is -mcpu that means this machine's CPU to every compiler. Contraction is off
-# because kernels.cpp itself says which products are fused with a sum: see its head.
+# Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
+# -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
+# know, as -mcpu=native would not (Macs under Linux).
 FLAGS = (
-    "-std=c++17", "-O3",
-    "-mcpu=native" if platform.machine().startswith(("aarch64", "arm", "ppc")) else "-march=native",
+    "-std=c++17", "-O3", "-march=native",
+    *(("-mtune=native",) if platform.machine() in ("aarch64", "arm64") else ()),
     "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
 )  # fmt: skip
 # Activations of a gated MLP, by the kernel that computes them.

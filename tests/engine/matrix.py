@@ -135,7 +135,7 @@ def write_stub() -> Path:
 
 def compile_shared(build: Build, source: Path = native.SOURCE) -> Path:
     """Compile a library, or take the one kept. Raises CalledProcessError."""
-    flags = [flag for flag in native.FLAGS if flag not in ("-march=native", "-mcpu=native")]
+    flags = [flag for flag in native.FLAGS if not flag.endswith("=native")]
     if build.is_clang and build.is_cross:  # there is no libomp for it: one thread
         flags.remove("-fopenmp")
         flags += ["--target=aarch64-linux-gnu", f"-I{write_stub()}"]
