@@ -32,10 +32,10 @@ from specdec.engine import int8
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.layout import (
     list_int8,
-    load_weights,
     name_int8_scales,
     read_engine_config,
 )
+from specdec.engine.loading import load_weights
 from specdec.processes import call_stage
 from specdec.run.backends.torch_engine import TorchEngine
 from specdec.run.requests import Request, Result, sum_stats
