@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine import native
+from specdec.engine.compiler import call_compiler, find_compiler
 from specdec.engine.layers import Norm
 from specdec.engine.native import NativeKernels, PackedDrafter, PackedLayers, get_packed_shape
+from specdec.errors import SpecDecError
 from tests.engine.kernels import needs_compiler
 
 pytestmark = needs_compiler
@@ -147,9 +148,9 @@ def test_angles_beyond_the_table(library: Path) -> None:
 
 
 def test_a_library_without_our_kernels(library: Path, tmp_path: Path) -> None:
-    compiler = shlex.split(native.find_compiler() or "")
-    native.call_compiler(
+    compiler = shlex.split(find_compiler() or "")
+    call_compiler(
         [*compiler, "-shared", "-x", "c++", "/dev/null", "-o", str(tmp_path / "empty.so")]
     )
-    with pytest.raises(native.SpecDecError, match="has kernel interface 0"):
+    with pytest.raises(SpecDecError, match="has kernel interface 0"):
         NativeKernels(tmp_path / "empty.so", SINGLE)

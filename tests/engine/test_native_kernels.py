@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdec.engine import layers, native
+from specdec.engine.compiler import call_compiler
 from specdec.engine.decoder import _build_full_mask
 from specdec.engine.kernel_cache import find_cache
 from specdec.engine.rotary import RotaryTable, rotate
@@ -247,7 +248,7 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(native, "SOURCE", source)
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     calls: list[list[str]] = []
-    compile_source = native.call_compiler
+    compile_source = call_compiler
 
     def call(command: list[str], *, output: Path | None = None) -> str:
         if output is not None:
