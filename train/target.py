@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.bounds import check_model_sizes
 from specdec.errors import SpecDecError, summarize
-from specdec.storage import describe_file
+from specdec.storage import describe_file, read_json
 from specdec.torch_tensors import TORCH_DTYPES
 
 from .data import Rows
@@ -160,6 +161,8 @@ def load_config(model_dir: str) -> Any:
         raise SpecDecError(
             f"{folder} does not exist", "--model-dir takes a Hugging Face model folder or a Hub id"
         )
+    if folder.is_dir():
+        check_model_sizes(read_json(folder / "config.json"), folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(model_dir)
     except (OSError, ValueError, KeyError) as error:

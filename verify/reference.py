@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.bounds import check_model_sizes
 from specdec.engine.layout import EngineConfig
 from specdec.errors import SpecDecError, summarize
+from specdec.storage import read_json
 from specdec.torch_tensors import TORCH_DTYPES
 
 SIZES = (
@@ -39,6 +41,8 @@ def read_config(model_dir: str) -> Any:
     folder = Path(model_dir)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise SpecDecError(f"{folder} has no config.json", "--model-dir takes a model folder")
+    if folder.is_dir():
+        check_model_sizes(read_json(folder / "config.json"), folder / "config.json")
     try:
         return AutoConfig.from_pretrained(model_dir)
     except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
