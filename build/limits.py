@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specdec.bounds import MAX_DRAFT_TOKENS, MAX_ROTARY_ELEMENTS
 from specdec.engine.layout import BuildConfig, count_positions
 from specdec.errors import raise_problems
 from specdec.methods import EXTERNAL_METHODS
@@ -38,6 +39,17 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
                 f"max_seq_len={max_seq_len} exceeds the model's"
                 f" max_position_embeddings={model.max_position_embeddings}{scaled}",
                 f"use --max-seq-len {positions} or less",
+            )
+        )
+    rotary_size = model.rotary_size if model.arithmetic.positions == "rotary" else 0
+    # Room for the tokens of a step beyond the longest sequence; see Decoder.
+    if (max_seq_len + MAX_DRAFT_TOKENS) * rotary_size > MAX_ROTARY_ELEMENTS:
+        problems.append(
+            (
+                f"max_seq_len={max_seq_len} makes rotary tables of more than"
+                f" {MAX_ROTARY_ELEMENTS} elements",
+                f"use --max-seq-len {MAX_ROTARY_ELEMENTS // rotary_size - MAX_DRAFT_TOKENS}"
+                " or less",
             )
         )
     max_input_len = settings.max_input_len or max_seq_len - 1

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from specdec.bounds import MAX_DRAFT_TOKENS
 from specdec.settings import Other, setting
 from specdec.trtllm.facts import LABELS
 
@@ -40,7 +41,7 @@ class BuildSettings:
         kind="int", minimum=1, help="Most tokens in one forward pass."
     )
     max_draft_len: int | None = setting(
-        kind="int", minimum=0,
+        kind="int", minimum=0, maximum=MAX_DRAFT_TOKENS,
         help="Most draft tokens a step; for ReDrafter it follows from beams and length.",
     )  # fmt: skip
     max_beam_width: int = setting(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from specdec.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_RANKS
 from specdec.settings import setting
 
 
@@ -38,11 +39,11 @@ class ConvertSettings:
         " is the drafter's type.",
     )  # fmt: skip
     tp_size: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
         help="Tensor-parallel ranks; 1, or those of an existing checkpoint, if not given.",
     )  # fmt: skip
     pp_size: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
         help="Pipeline-parallel stages, without a drafter; 1 if not given.",
     )  # fmt: skip
     workers: int | None = setting(
@@ -65,37 +66,41 @@ class ConvertSettings:
         help="TensorRT-LLM line whose architecture names and config keys are written.",
     )  # fmt: skip
     redrafter_num_beams: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="Beams of the drafter's search; 5 if not given."
+        kind="int",
+        minimum=1,
+        maximum=MAX_DRAFT_TOKENS,
+        metavar="N",
+        help="Beams of the drafter's search; 5 if not given.",
     )
     redrafter_draft_len_per_beam: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Tokens drafted per beam, at most those the drafter was trained for; 5 if not given.",
     )  # fmt: skip
     redrafter_no_greedy_search: bool = setting(
         False, kind="flag", help="Let a TensorRT-LLM engine sample instead of searching greedily."
     )
     num_medusa_heads: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_MODULES, metavar="N",
         help="Medusa heads to take; those that their config.json tells if not given.",
     )  # fmt: skip
     num_medusa_layers: int | None = setting(
-        kind="int", minimum=0, metavar="N",
+        kind="int", minimum=0, maximum=MAX_MODULES, metavar="N",
         help="Residual layers of each Medusa head, where their config.json does not tell.",
     )  # fmt: skip
     max_medusa_token_len: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Most draft tokens of a Medusa engine's verify step; 63 if not given.",
     )  # fmt: skip
     max_draft_len: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Most draft tokens of an EAGLE engine's verify step; 63 if not given.",
     )  # fmt: skip
     num_eagle_layers: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_MODULES, metavar="N",
         help="Depth of an EAGLE engine's draft trees; 4 if not given.",
     )  # fmt: skip
     max_non_leaves_per_layer: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Most nodes with children in a level of an EAGLE engine's trees; 10 if not given.",
     )  # fmt: skip
     quantization: str | None = setting(

@@ -7,15 +7,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from specdec.errors import SpecDecError
+from specdec.bounds import MAX_DRAFT_TOKENS, MAX_HEAD_SIZE, MAX_MODULES, MAX_SIZE
+from specdec.errors import SpecDecError, raise_problems, shorten
+from specdec.rotary_scaling import find_scaling_problems
 
 EAGLE_ARCHITECTURE = "EagleForCausalLM"
 # Ours: TensorRT-LLM's engine path has no EAGLE-3, and is to know that it is none of its own.
 # TensorRT-LLM makes Llamas of EAGLE-1's targets.
 EAGLE1_TARGETS = ("LlamaForCausalLM", "MistralForCausalLM")
 EAGLE3_ARCHITECTURE = "Eagle3ForCausalLM"
-# Of a drafter's layers or heads. None has nearly as many; a list of far more fills the memory.
-MAX_MODULES = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,13 @@ class ReDrafterParams:
     greedy_search: bool
 
     PREFIX: ClassVar[str] = "redrafter_"
+    BOUNDS: ClassVar[dict[str, tuple[int, int]]] = {
+        "num_layers": (0, MAX_MODULES),
+        "hidden_size": (1, MAX_SIZE),
+        "exit_dim": (1, MAX_SIZE),
+        "num_beams": (1, MAX_DRAFT_TOKENS),
+        "draft_len_per_beam": (1, MAX_DRAFT_TOKENS),
+    }
 
     @property
     def has_input_proj(self) -> bool:
@@ -103,11 +110,13 @@ class ReDrafterParams:
             value = config.get(key)
             if field.name in ("is_rnn", "greedy_search"):
                 _check(key, value, "true or false", is_good=isinstance(value, bool))
-            elif field.name == "num_layers":
-                _check_num_modules(key, value, lowest=0)
             else:
-                _check_count(key, value, lowest=1)
+                _check_count(key, value, *cls.BOUNDS[field.name])
             values[field.name] = value
+        num_beams, length = values["num_beams"], values["draft_len_per_beam"]
+        _check_product(
+            f"{num_beams} beams of {length} draft tokens", num_beams * length, MAX_DRAFT_TOKENS
+        )
         known = {cls.PREFIX + f.name for f in dataclasses.fields(cls)}
         _check_unknown((k for k in config if k.startswith(cls.PREFIX)), known)
         return cls(**values)
@@ -174,9 +183,12 @@ class MedusaParams(_SizedTree):
     def from_checkpoint(cls, config: Mapping[str, Any]) -> MedusaParams:
         """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
         values = {name: config.get(key) for name, key in cls.KEYS.items()}
-        _check_num_modules(cls.KEYS["num_heads"], values["num_heads"], lowest=1)
-        _check_num_modules(cls.KEYS["num_layers"], values["num_layers"], lowest=0)
-        _check_count(cls.KEYS["max_draft_len"], values["max_draft_len"], lowest=1)
+        _check_count(cls.KEYS["num_heads"], values["num_heads"], 1, MAX_MODULES)
+        _check_count(cls.KEYS["num_layers"], values["num_layers"], 0, MAX_MODULES)
+        _check_count(cls.KEYS["max_draft_len"], values["max_draft_len"], 1, MAX_DRAFT_TOKENS)
+        num_heads, num_layers = config[cls.KEYS["num_heads"]], config[cls.KEYS["num_layers"]]
+        what = f"{num_heads} Medusa heads of {num_layers} layers"
+        _check_product(what, num_heads * num_layers, MAX_MODULES)
         _check_unknown((k for k in config if "medusa" in k), set(cls.KEYS.values()))
         return cls(**{name: config[key] for name, key in cls.KEYS.items()})
 
@@ -228,14 +240,24 @@ class EagleNet:
                 _check(name, value, "an object or null", is_good=is_good)
             elif field.name == "hidden_act":
                 _check(name, value, "'silu'", is_good=value == "silu")
-            elif field.name == "num_hidden_layers":
-                _check_num_modules(name, value, lowest=1)
             else:
-                _check_count(name, value, lowest=1)
+                most = {"num_hidden_layers": MAX_MODULES, "head_size": MAX_HEAD_SIZE}
+                _check_count(name, value, 1, most.get(field.name, MAX_SIZE))
             values[field.name] = value
         heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
         expected = f"a divisor of {key}.num_attention_heads={heads}"
         _check(f"{key}.num_key_value_heads", kv_heads, expected, is_good=heads % kv_heads == 0)
+        raise_problems(
+            [
+                (f"{key}: {fact}", remedy)
+                for fact, remedy in find_scaling_problems(
+                    values["rotary_scaling"],
+                    rotary_size=values["head_size"],
+                    rotary_base=values["rotary_base"],
+                    max_positions=values["max_position_embeddings"],
+                )
+            ]
+        )
         return cls(**values)
 
 
@@ -267,7 +289,7 @@ class Eagle3Params:
         is_good = is_good and all(type(layer) is int and layer >= 0 for layer in layers)
         is_good = is_good and layers == sorted(set(layers))
         _check(f"{key}.aux_layers", found, "a rising list of layers", is_good=is_good)
-        _check_count(f"{key}.draft_vocab_size", config.get("draft_vocab_size"), lowest=1)
+        _check_count(f"{key}.draft_vocab_size", config.get("draft_vocab_size"), 1, MAX_SIZE)
         normed = config.get("norm_before_residual")
         name = f"{key}.norm_before_residual"
         _check(name, normed, "true or false", is_good=isinstance(normed, bool))
@@ -359,16 +381,24 @@ class EagleParams(_SizedTree):
     def from_checkpoint(cls, config: Mapping[str, Any]) -> EagleParams:
         """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
         for name in cls.NUMBERS:
-            _check_count(name, config.get(name), lowest=1)
-        _check_num_modules("num_eagle_layers", config["num_eagle_layers"], lowest=1)
+            most = MAX_MODULES if name == "num_eagle_layers" else MAX_DRAFT_TOKENS
+            _check_count(name, config.get(name), 1, most)
+        depth, num_inner = config["num_eagle_layers"], config["max_non_leaves_per_layer"]
+        _check_product(
+            f"{depth} EAGLE layers of {num_inner} non-leaves", depth * num_inner, MAX_DRAFT_TOKENS
+        )
         _check_unknown((k for k in config if "eagle" in k), {*cls.NUMBERS, cls.NET, cls.EAGLE3})
         is_third = config.get("architecture") == EAGLE3_ARCHITECTURE
         _check(
             cls.EAGLE3, config.get(cls.EAGLE3), f"what {config.get('architecture')} has",
             is_good=is_third == (config.get(cls.EAGLE3) is not None),
         )  # fmt: skip
+        net = EagleNet.from_checkpoint(cls.NET, config.get(cls.NET))
+        if not is_third:
+            what = f"{depth} EAGLE nets of {net.num_hidden_layers} layers"
+            _check_product(what, depth * net.num_hidden_layers, MAX_MODULES)
         return cls(
-            net=EagleNet.from_checkpoint(cls.NET, config.get(cls.NET)),
+            net=net,
             eagle3=Eagle3Params.from_checkpoint(cls.EAGLE3, config[cls.EAGLE3])
             if is_third
             else None,
@@ -382,19 +412,22 @@ DrafterParams = ReDrafterParams | MedusaParams | EagleParams
 def _check(key: str, value: object, expected: str, *, is_good: bool) -> None:
     if not is_good:
         raise SpecDecError(
-            f"checkpoint config: {key} is {value!r}, not {expected}",
+            f"checkpoint config: {key} is {shorten(value)}, not {expected}",
             "convert the checkpoint again, or mend the key",
         )
 
 
-def _check_count(key: str, value: object, *, lowest: int) -> None:
-    is_good = type(value) is int and value >= lowest
-    _check(key, value, f"a whole number of at least {lowest}", is_good=is_good)
+def _check_count(key: str, value: object, least: int, most: int) -> None:
+    is_good = type(value) is int and least <= value <= most
+    _check(key, value, f"a whole number from {least} to {most}", is_good=is_good)
 
 
-def _check_num_modules(key: str, value: object, *, lowest: int) -> None:
-    is_good = type(value) is int and lowest <= value <= MAX_MODULES
-    _check(key, value, f"a whole number from {lowest} to {MAX_MODULES}", is_good=is_good)
+def _check_product(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise SpecDecError(
+            f"checkpoint config: {what} are {number}, more than {most}",
+            "convert the checkpoint again, or mend the keys",
+        )
 
 
 def _check_unknown(keys: Iterable[str], known: set[str]) -> None:

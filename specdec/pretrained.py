@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from specdec.bounds import check_model_sizes
 from specdec.errors import SpecDecError, UsageError, shorten, summarize
 from specdec.folders import MODEL, TOKENIZER, expect_folder, has_tokenizer, is_hub_id, refuse_absent
 from specdec.logs import get_logger
@@ -76,6 +77,8 @@ def _load(
         if wanted == MODEL and not os.path.lexists(Path(name) / "config.json"):
             raise SpecDecError(f"{flag} {name} has no config.json", _hint(wanted))
         _refuse_foreign_attention(Path(name), flag)
+        if wanted == MODEL:
+            check_model_sizes(read_json(Path(name) / "config.json"), Path(name) / "config.json")
     else:
         options["local_files_only"] = not _is_on_hub(name, flag)
     try:

@@ -21,6 +21,7 @@ class Flag:
     kind: str = "str"  # str, int, float, path, flag, enable (enable|disable), list (several values)
     choices: tuple[str, ...] = ()
     minimum: float | None = None
+    maximum: float | None = None
     metavar: str | None = None
     hidden: bool = False
 
@@ -148,6 +149,8 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
             raise wrong("a whole number" if flag.kind == "int" else "a number") from None
         if flag.minimum is not None and not value >= flag.minimum:
             raise wrong(f"at least {flag.minimum:g}")
+        if flag.maximum is not None and not value <= flag.maximum:
+            raise wrong(f"at most {flag.maximum:g}")
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise wrong("a text")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from specdec.bounds import MAX_MODULES
 from specdec.settings import setting
 
 from .methods import TRAINABLE
@@ -110,10 +111,10 @@ class TrainSettings:
     report_top_k: int = setting(5, help="Report top-1 to top-K accuracy.", kind="int", minimum=1)
     logging_steps: int = setting(10, help="Steps between progress lines.", kind="int", minimum=1)
     redrafter_num_layers: int = setting(
-        2, help="Residual blocks in the drafter's head.", kind="int", minimum=0
+        2, help="Residual blocks in the drafter's head.", kind="int", minimum=0, maximum=MAX_MODULES
     )
     redrafter_predict_n_tokens: int = setting(
-        5, help="Draft tokens that the loss covers.", kind="int", minimum=1
+        5, help="Draft tokens that the loss covers.", kind="int", minimum=1, maximum=MAX_MODULES
     )
     redrafter_exit_dim: int | None = setting(
         help="Width of the residual blocks; default: twice the target's hidden size.",
@@ -128,10 +129,10 @@ class TrainSettings:
         minimum=0,
     )  # fmt: skip
     medusa_num_heads: int = setting(
-        4, help="Medusa heads: draft tokens ahead.", kind="int", minimum=1
+        4, help="Medusa heads: draft tokens ahead.", kind="int", minimum=1, maximum=MAX_MODULES
     )
     medusa_num_layers: int = setting(
-        1, help="Residual blocks of each Medusa head.", kind="int", minimum=0
+        1, help="Residual blocks of each Medusa head.", kind="int", minimum=0, maximum=MAX_MODULES
     )
     medusa_loss_decay: float = setting(
         0.8, help="Weight of each Medusa head's loss relative to the one before.", kind="float",
@@ -142,7 +143,7 @@ class TrainSettings:
         choices=("1", "3"),
     )  # fmt: skip
     eagle_num_layers: int = setting(
-        1, help="Decoder layers of the EAGLE drafter.", kind="int", minimum=1
+        1, help="Decoder layers of the EAGLE drafter.", kind="int", minimum=1, maximum=MAX_MODULES
     )
     eagle_num_steps: int = setting(
         3, help="Draft steps unrolled in training; 1 is EAGLE-1's recipe.", kind="int", minimum=1

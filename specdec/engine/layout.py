@@ -25,6 +25,7 @@ from specdec.quantization import (
     SCALES,
     WEIGHT_SCALE,
 )
+from specdec.rotary_scaling import get_kind
 from specdec.schema import CheckpointConfig, ModelConfig, parse_checkpoint_config
 from specdec.storage import TensorFile, TensorInfo, hash_header, read_json
 from specdec.tensors import (
@@ -261,7 +262,7 @@ def count_positions(model: ModelConfig) -> int:
     """
     scaling, positions = model.rotary_scaling or {}, model.max_position_embeddings
     factor = scaling.get("factor")
-    if scaling.get("rope_type", scaling.get("type")) not in ("linear", "dynamic"):
+    if get_kind(scaling) not in ("linear", "dynamic"):
         return positions
     return math.ceil(positions * factor) if isinstance(factor, (int, float)) else positions
 

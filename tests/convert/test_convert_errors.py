@@ -161,7 +161,8 @@ def test_no_config_and_no_weights(copy: Copy, convert: Converter) -> None:
         ({"vocab_size": 10**20}, "vocab_size is 100000000000000000000, not a number below 2**63"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1, not a positive number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not a boolean"),
-        ({"num_hidden_layers": 10**9}, "is said to have 1000000000 layers, but holds 21 tensors"),
+        ({"num_hidden_layers": 999}, "is said to have 999 layers, but holds 21 tensors"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 1000"),
         ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size 64 is no multiple of"
          " num_attention_heads 7"),
         ({"num_key_value_heads": 3}, "is no multiple of num_key_value_heads=3"),
@@ -529,7 +530,7 @@ def test_base_rank_files_are_checked(base: Path, source: Source, convert: Conver
             lambda c: c.update(architecture="BloomForCausalLM"),
             "'BloomForCausalLM' is not supported",
         ),
-        (lambda c: c.update(num_hidden_layers=10**9), "is said to have 1000000000 layers"),
+        (lambda c: c.update(num_hidden_layers=999), "is said to have 999 layers"),
         (lambda c: c.pop("vocab_size"), "vocab_size is None"),
     ],
 )

@@ -30,6 +30,7 @@ from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import SpecDecError
 from specdec.methods import EAGLE1_TARGETS
+from specdec.rotary_scaling import get_kind
 from specdec.schema import ModelConfig
 
 from ..loss import compute_loss, measure_positions
@@ -353,7 +354,7 @@ def describe_layers(target: Target, num_layers: int) -> ModelConfig:
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     )
     base = rotary.pop("rope_theta", None) or getattr(config, "rope_theta", None) or 10000.0
-    is_steady = rotary.get("rope_type", rotary.get("type")) in STEADY_SCALINGS
+    is_steady = get_kind(rotary) in STEADY_SCALINGS
     return ModelConfig(
         architecture="LlamaForCausalLM",
         dtype="float32",

@@ -14,6 +14,7 @@ from specdec.errors import join_names, suggest
 from specdec.inventory import compare_tensors, describe_rank
 from specdec.methods import EAGLE3_ARCHITECTURE
 from specdec.quantization import FLOAT8_STORAGE
+from specdec.rotary_scaling import get_kind
 from specdec.schema import CheckpointConfig
 from specdec.storage import TensorFile
 from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
@@ -266,7 +267,7 @@ def find_length_problems(build: Build) -> Problems:
         ]
     deduced = deduce_max_seq_len(model, build.label)
     if asked is None and deduced > positions:
-        kind = (model.rotary_scaling or {}).get("rope_type")
+        kind = get_kind(model.rotary_scaling or {})
         return [
             (
                 f"without --max-seq-len trtllm-build takes {deduced}, the model has {positions}"
