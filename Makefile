@@ -8,20 +8,24 @@ TESTS ?= tests
 SIZE ?= full
 PEERS ?= specdec transformers llama.cpp openvino
 PEERS_FLAGS ?=
+KERNELS ?=
 
 # PyTorch publishes its CPU build beside PyPI, which has the one for CUDA (several GB). Whoever has
-# told pip where to look keeps that; `make TORCH_INDEX= ...` takes PyPI's build.
+# told pip where to look keeps that; `make TORCH_INDEX= ...` takes PyPI's build, and so does a machine
+# from which this cannot be reached.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Nothing here needs a hub; a missing file is then an error at once instead of a time-out.
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help dev demo test check fix bench dist clean
+.PHONY: help dev demo test kernels check fix bench dist clean
 
 help:
 	@echo "make demo    convert, build and run the example model"
 	@echo "make test    run the tests (TESTS=tests/core for some of them)"
+	@echo "make kernels the native kernels by all compilers installed, for ARM, and under the"
+	@echo "             sanitizers: up to an hour (KERNELS='--only sanitizers' for a part)"
 	@echo "make check   lint, format and type checks, as in CI"
 	@echo "make fix     mend what the linter and the formatter can"
 	@echo "make bench   run the CPU benchmarks, beside other engines last: hours, 20 GB of memory and"
@@ -33,13 +37,16 @@ help:
 dev: $(READY)
 
 # --no-compile and the imports: byte code for the modules in use, instead of for all 15,000 files.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt .ci/install_torch.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 	@echo "setting up $(VENV) (once, about half a minute plus the download of torch)" >&2
-	@$(PYTHON) -m venv $(VENV)
-	@index='$(TORCH_INDEX:%=--extra-index-url %)'; \
-	case "$$($(BIN)/python -m pip config list)" in *find-links*|*index-url*) index=;; esac; \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$index \
+	@if $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
+	elif ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		echo 'error: this Python has no venv and ensurepip modules, so $(VENV) cannot be made' >&2; \
+		echo 'hint: on Debian and Ubuntu: apt install python3-venv; or with uv: uv venv --seed $(VENV)' >&2; \
+		exit 1; fi
+	@$(BIN)/python .ci/install_torch.py '$(TORCH_INDEX)' "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		-c constraints.txt -e '.[dev]' setuptools
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c \
 		'import click, hypothesis, pytest, torch, yaml, accelerate; from transformers import LlamaForCausalLM, PreTrainedTokenizerFast'
@@ -50,6 +57,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile $(TESTS)
+
+kernels: $(READY)
+	@$(BIN)/python -u -m tests.engine.matrix $(KERNELS)
 
 check: $(READY)
 	@$(BIN)/ruff check

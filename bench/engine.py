@@ -14,8 +14,8 @@ from specdec.decode.loop import Options, Timing, generate
 from specdec.decode.requests import Request, Result
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError
+from specdec.pretrained import load_tokenizer
 from specdec.settings import require
-from specdec.tokenizer import load_tokenizer
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.methods.draft_target import DraftTargetTune
 from specdec.settings import as_options
-from specdec.storage import read_json
+from specdec.storage import place_file, read_json
 
 from .methods.base import Candidate
 from .settings import TuneSettings
@@ -96,7 +96,7 @@ def to_flags(options: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def write_recipe(path: Path, report: dict[str, Any]) -> None:
+def write_recipe(path: Path, report: dict[str, Any], *, force: bool) -> None:
     """Write the recipe, with what it came from as a comment."""
     import yaml
 
@@ -111,6 +111,6 @@ def write_recipe(path: Path, report: dict[str, Any]) -> None:
     partial = Path(f"{path}.partial")
     try:
         partial.write_text("\n".join(lines) + "\n\n" + text, encoding="utf-8")
-        partial.replace(path)
+        place_file(partial, path, force=force)
     finally:
         partial.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
+from specdec.errors import name_extra
 from specdec.storage import stage_folder, write_json
 
 from .engine import PARTS
@@ -117,6 +118,6 @@ def write_report(report: dict[str, Any], folder: Path, *, force: bool) -> None:
             plot_report(report, staged)
         else:
             logger.warning(
-                "no plots: matplotlib is not installed; pip install 'specdec[plot]' brings it"
+                "no plots: matplotlib is not installed; %s installs it", name_extra("plot")
             )
     logger.info("the report is in %s", folder)

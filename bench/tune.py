@@ -87,7 +87,7 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
     best = next((c for c in candidates if c.name == batches[0]["best"]), None)
     report |= describe_best(best, settings, batch_sizes[0])
     if settings.output_file is not None:
-        write_recipe(settings.output_file, report)
+        write_recipe(settings.output_file, report, force=settings.force)
     return report
 
 

@@ -53,12 +53,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from specdec.bench.machine import LoadMeter, describe_machine
     from specdec.bench.steps import time_steps
     from specdec.decode.engine import TorchEngine
     from specdec.decode.requests import Request, sum_stats
+    from specdec.pretrained import load_model, load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         path = make_engine(Path(folder), args.dtype, args.beams, args.length)
@@ -66,8 +65,8 @@ def main() -> None:
             "speculation": TorchEngine(path, device="cpu"),
             "plain": TorchEngine(path, device="cpu", speculate=False),
         }
-    tokenizer = AutoTokenizer.from_pretrained(PYCODE / "target")
-    model = AutoModelForCausalLM.from_pretrained(PYCODE / "target")
+    tokenizer = load_tokenizer(PYCODE / "target")
+    model = load_model(PYCODE / "target")
     model = model.to(getattr(torch, args.dtype)).eval()
     lines = (PYCODE / "prompts.jsonl").read_text().splitlines()[: args.prompts]
     requests = [

@@ -34,10 +34,10 @@ from specdec.engine import int8
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.layout import (
     list_int8,
-    load_weights,
     name_int8_scales,
     read_engine_config,
 )
+from specdec.engine.loading import load_weights
 from specdec.processes import call_stage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -252,9 +252,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    from transformers import AutoTokenizer
+    from specdec.pretrained import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(PYCODE / "target")
+    tokenizer = load_tokenizer(PYCODE / "target")
     lines = (PYCODE / "prompts.jsonl").read_text().splitlines()[: args.prompts]
     requests = [
         Request(

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specdec.command import run_command, stage_command
+from specdec.command import run_command, stage_command, take_sigterm
 
 from .settings import BuildSettings
 
@@ -17,7 +17,8 @@ def command(settings: BuildSettings) -> None:
     """Turn a checkpoint folder into an engine folder."""
     from .pipeline import build_engine
 
-    report = build_engine(settings)
+    with take_sigterm():
+        report = build_engine(settings)
     if settings.json:
         click.echo(json.dumps(report))
     elif settings.dry_run:

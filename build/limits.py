@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
-
+from specdec.bounds import MAX_DRAFT_TOKENS, MAX_ROTARY_ELEMENTS
+from specdec.engine.layout import BuildConfig, count_positions
 from specdec.errors import raise_problems
 from specdec.methods import METHODS
-from specdec.model_config import ModelConfig
 from specdec.schema import CheckpointConfig
 
 from .settings import BuildSettings
-
-if TYPE_CHECKING:
-    from specdec.engine.layout import BuildConfig
 
 DEFAULT_MAX_NUM_TOKENS = 8192
 # Of methods without weights in the checkpoint.
 EXTERNAL_MODES = frozenset(m.mode for m in METHODS.values() if m.params is None)
 
 
-def count_positions(model: ModelConfig) -> int:
-    """The longest sequence a model is for.
-
-    Linear and dynamic scaling extend what max_position_embeddings says; other kinds are counted in
-    it already.
-    """
-    scaling, positions = model.rotary_scaling or {}, model.max_position_embeddings
-    factor = scaling.get("factor")
-    if scaling.get("rope_type", scaling.get("type")) not in ("linear", "dynamic"):
-        return positions
-    return math.ceil(positions * factor) if isinstance(factor, (int, float)) else positions
-
-
 def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> BuildConfig:
     """Fill in what follows from the checkpoint; raise SpecDecError that lists every conflict."""
-    # Here, not above: it brings torch, which a build for TensorRT-LLM has no use for.
-    from specdec.engine.layout import BuildConfig
-
     problems: list[tuple[str, str]] = []
     model, method, drafter = checkpoint.model, checkpoint.method, checkpoint.drafter
     mode = settings.speculative_decoding_mode
@@ -61,6 +40,17 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
                 f"max_seq_len={max_seq_len} exceeds the model's"
                 f" max_position_embeddings={model.max_position_embeddings}{scaled}",
                 f"use --max-seq-len {positions} or less",
+            )
+        )
+    rotary_size = model.rotary_size if model.arithmetic.positions == "rotary" else 0
+    # Room for the tokens of a step beyond the longest sequence; see Decoder.
+    if (max_seq_len + MAX_DRAFT_TOKENS) * rotary_size > MAX_ROTARY_ELEMENTS:
+        problems.append(
+            (
+                f"max_seq_len={max_seq_len} makes rotary tables of more than"
+                f" {MAX_ROTARY_ELEMENTS} elements",
+                f"use --max-seq-len {MAX_ROTARY_ELEMENTS // rotary_size - MAX_DRAFT_TOKENS}"
+                " or less",
             )
         )
     max_input_len = settings.max_input_len or max_seq_len - 1

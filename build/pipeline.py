@@ -20,7 +20,9 @@ logger = logs.get_logger(__name__)
 
 
 # Fields of BuildSettings that belong to the TensorRT-LLM backend, with their defaults.
-TENSORRT_FIELDS = ("workers", "trtllm_version", "emit_script", "launcher", "emit_triton")
+TENSORRT_FIELDS = ("trtllm_version", "emit_script", "launcher", "emit_triton")
+# And those that say how it computes, not what: command lines from its pages have them.
+TENSORRT_MEANS = ("gemm_plugin", "use_paged_context_fmha", "use_fp8_context_fmha", "workers")
 
 
 def build_engine(settings: BuildSettings) -> dict[str, Any]:
@@ -64,7 +66,10 @@ def choose_backend(settings: BuildSettings) -> str:
 
 
 def refuse_foreign(settings: BuildSettings) -> None:
-    """Raise UsageError for what only the TensorRT-LLM backend takes."""
+    """Raise UsageError for what only the TensorRT-LLM backend takes.
+
+    Where nobody asked for torch, what says how TensorRT-LLM computes is named and has no effect.
+    """
     from specdec.trtllm.facts import list_lines_with
 
     for name, other in settings.others.items():
@@ -75,17 +80,27 @@ def refuse_foreign(settings: BuildSettings) -> None:
                 f"leave {shown} out, or give --backend tensorrt-llm",
             )
         raise make_unknown_error(BuildSettings, "build", name, other)
-    for name, (_, default) in get_flags(BuildSettings).items():
-        if name in TENSORRT_FIELDS and getattr(settings, name) != default:
-            shown = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{shown} has no meaning for the torch backend",
-                f"leave {shown} out, or give --backend tensorrt-llm",
-            )
+    flags = get_flags(BuildSettings)
+    given = [
+        name
+        for name in (*TENSORRT_FIELDS, *TENSORRT_MEANS)
+        if getattr(settings, name) != flags[name][1]
+    ]
+    if settings.backend == "auto" and given and set(given) <= set(TENSORRT_MEANS):
+        shown = ", ".join("--" + name.replace("_", "-") for name in given)
+        logger.warning("without effect on the torch backend, which is chosen here: %s", shown)
+    elif given:
+        shown = "--" + given[0].replace("_", "-")
+        raise UsageError(
+            f"{shown} has no meaning for the torch backend",
+            f"leave {shown} out, or give --backend tensorrt-llm",
+        )
 
 
 def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     """Build for the embedded engine."""
+    from specdec.engine.layout import make_build_id
+
     from .backends.torch_engine import describe_plan, plan_build, write_engine
     from .limits import resolve_limits
 
@@ -108,8 +123,9 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
         return {"dry_run": True, **report}
     sources = [describe_file(folder / "config.json")]
     sources += [describe_file(source.path) for source in plan.sources]
+    build_id = make_build_id([source["sha256"] for source in sources], plan.quantization)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
-        hashes = write_engine(plan, checkpoint, limits, staged)
+        hashes, report["native_kernels"] = write_engine(plan, checkpoint, limits, staged, build_id)
         if tokenizer:
             copy_tokenizer(tokenizer, staged)
         write_manifest(
@@ -121,6 +137,6 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
         "engine %s: %s, %d tensors, %.1f MB, %s, %.1f s",
         settings.output_dir, report["method"], report["num_tensors"],
         plan.num_bytes / 1e6,
-        "native kernels" if plan.compile_kernels else "no native kernels", seconds,
+        "native kernels" if report["native_kernels"] else "no native kernels", seconds,
     )  # fmt: skip
     return {"dry_run": False, **report, "build_seconds": seconds}

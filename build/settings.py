@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from specdec.bounds import MAX_DRAFT_TOKENS
 from specdec.methods import list_modes
 from specdec.settings import Other, setting
 from specdec.trtllm.facts import LABELS
@@ -44,7 +45,7 @@ class BuildSettings:
         kind="int", minimum=1, help="Most tokens in one forward pass."
     )
     max_draft_len: int | None = setting(
-        kind="int", minimum=0,
+        kind="int", minimum=0, maximum=MAX_DRAFT_TOKENS,
         help="Most draft tokens a step; for ReDrafter it follows from beams and length.",
     )  # fmt: skip
     max_beam_width: int = setting(
@@ -92,8 +93,15 @@ class BuildSettings:
     triton_tokenizer_dir: str | None = setting(
         metavar="DIR", help="Triton: the tokenizer's folder, as the server sees it."
     )
+    triton_engine_path: str | None = setting(
+        metavar="DIR",
+        help="Triton: the engine's folder, as the server sees it.  [default: its path here]",
+    )
     triton_draft_engine_dir: Path | None = setting(
         kind="path", metavar="DRAFT", help="Triton: the engine that drafts for this one."
+    )
+    triton_draft_engine_path: str | None = setting(
+        metavar="DIR", help="Triton: the draft engine's folder, as the server sees it."
     )
     triton_devices: str | None = setting(
         metavar="N[,N...]", help="Triton: GPUs of the engine, one a rank."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,9 @@ CONTAINER = Path("/app/all_models/inflight_batcher_llm")  # of NVIDIA's image of
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 # A text that is one variable may stay unset; anywhere else the file would not parse.
 TEXT = re.compile(r'string_value:\s*"\$\{(\w+)\}"')
+# Texts, comments and what stands outside of them: there a value is a word or a number.
+PARTS = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*|[^"#]+|"')
+WORD = re.compile(r"[\w.+-]+", re.ASCII)
 
 # The variables of each model's template, as of TensorRT-LLM 2a9abd95, 808059da, 89fd9b74, bff88ea8.
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -98,9 +102,20 @@ CHOSEN = {
         "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size",
     ),
 }  # fmt: skip
+# Variables that both models of a pair would get, with what sets them for each.
+OF_ONE_MODEL = {
+    "engine_dir": "give --triton-engine-path and --triton-draft-engine-path",
+    "gpu_device_ids": "give --triton-devices and --triton-draft-devices",
+    "participant_ids": "leave it out; it is for a server with ranks for each engine",
+    "decoupled_mode": "leave it out; the BLS model refuses to stream drafts",
+    "enable_kv_cache_reuse": "leave it out; drafts need it",
+    "tensorrt_llm_model_name": "leave it out; the models are named here",
+    "tensorrt_llm_draft_model_name": "leave it out; the models are named here",
+}
 FIELDS = (
-    "triton_templates", "triton_tokenizer_dir", "triton_draft_engine_dir", "triton_devices",
-    "triton_draft_devices", "triton_kv_cache_fraction", "triton_streaming", "triton_parameters",
+    "triton_templates", "triton_tokenizer_dir", "triton_engine_path", "triton_draft_engine_dir",
+    "triton_draft_engine_path", "triton_devices", "triton_draft_devices",
+    "triton_kv_cache_fraction", "triton_streaming", "triton_parameters",
 )  # fmt: skip
 
 
@@ -130,10 +145,10 @@ def check_fields(settings: BuildSettings) -> None:
             "--emit-triton needs --triton-tokenizer-dir",
             "give the tokenizer's folder as the server will see it",
         )
-    if settings.triton_draft_engine_dir is None and settings.triton_draft_devices is not None:
-        raise UsageError(
-            "--triton-draft-devices without --triton-draft-engine-dir", "give the draft engine"
-        )
+    for name in ("triton_draft_devices", "triton_draft_engine_path"):
+        if settings.triton_draft_engine_dir is None and getattr(settings, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} without --triton-draft-engine-dir", "give the draft engine")
     if settings.triton_streaming and settings.triton_draft_engine_dir is not None:
         raise UsageError(
             "--triton-streaming with a draft engine: the BLS model refuses to stream drafts",
@@ -193,10 +208,9 @@ def parse_parameters(settings: BuildSettings) -> dict[str, str]:
     chosen: dict[str, str] = {}
     for entry in settings.triton_parameters:
         name, equals, value = entry.partition("=")
-        if not equals or not name or any(c in value for c in '"\\\n$'):
+        if not equals or not name or "$" in value:
             raise UsageError(
-                f"--triton-parameters {entry!r}",
-                "write NAME=VALUE, without quotes, backslashes or dollar signs",
+                f"--triton-parameters {entry!r}", "write NAME=VALUE, without dollar signs"
             )
         if chosen.setdefault(name, value) != value:
             raise UsageError(f"--triton-parameters gives {name} twice", "keep one")
@@ -219,12 +233,14 @@ def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
     logits = {"logits_datatype": "TYPE_FP16" if target.logits_dtype == "float16" else "TYPE_FP32"}
     reuses = target.mode == EXTERNAL or draft is not None
 
-    def describe(engine: EngineFolder, devices: str | None) -> dict[str, str]:
+    target_path = settings.triton_engine_path or str(target.folder.resolve())
+
+    def describe(engine: EngineFolder, path: str, devices: str | None) -> dict[str, str]:
         values = {
             **common, **logits, "triton_backend": "tensorrtllm", "decoupled_mode": streams,
             "max_beam_width": str(engine.max_beam_width),
             "batching_strategy": "inflight_fused_batching",
-            "engine_dir": str(engine.folder.resolve()),
+            "engine_dir": path,
             "enable_kv_cache_reuse": str(reuses), "exclude_input_in_output": "True",
             "encoder_input_features_data_type": "TYPE_FP16",
             "prompt_embedding_table_data_type": "TYPE_FP16", **tokenizer,
@@ -238,9 +254,9 @@ def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
     models = {
         "preprocessing": {
             **common, **tokenizer, "preprocessing_instance_count": "1",
-            "add_special_tokens": "True", "engine_dir": str(target.folder.resolve()), **chosen,
+            "add_special_tokens": "True", "engine_dir": target_path, **chosen,
         },
-        TARGET: describe(target, settings.triton_devices),
+        TARGET: describe(target, target_path, settings.triton_devices),
         "postprocessing": {
             **common, **tokenizer, "postprocessing_instance_count": "1",
             "skip_special_tokens": "True", **chosen,
@@ -254,7 +270,8 @@ def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
         },
     }  # fmt: skip
     if draft is not None:
-        models[DRAFT] = describe(draft, settings.triton_draft_devices)
+        draft_path = settings.triton_draft_engine_path or str(draft.folder.resolve())
+        models[DRAFT] = describe(draft, draft_path, settings.triton_draft_devices)
     return models
 
 
@@ -315,6 +332,10 @@ def find_engine_problems(
             )
     if draft is None:
         return problems
+    for name in sorted(set(OF_ONE_MODEL) & set(chosen)):
+        problems.append(
+            (f"--triton-parameters {name} would be set for both engines", OF_ONE_MODEL[name])
+        )
     if target.mode != EXTERNAL:
         problems.append(
             (
@@ -372,7 +393,38 @@ def fill(text: str, values: Mapping[str, str], path: Path) -> str:
             f"{path} needs a value of {join_names(sorted(unset))}",
             "give --triton-parameters NAME=VALUE",
         )
-    return VARIABLE.sub(lambda match: values.get(match[1], match[0]), text)
+
+    def fill_part(part: re.Match[str]) -> str:
+        if part[0].startswith("#"):
+            return part[0]
+        is_text = part[0].startswith('"')
+
+        def fill_variable(match: re.Match[str]) -> str:
+            value = values.get(match[1])
+            if value is None:
+                return match[0]
+            if is_text:
+                return escape(value)
+            if not WORD.fullmatch(value):
+                raise SpecDecError(
+                    f"{path} takes a word or a number for {match[1]}, not {value!r}",
+                    f"give --triton-parameters {match[1]}=VALUE, or leave it out",
+                )
+            return value
+
+        return VARIABLE.sub(fill_variable, part[0])
+
+    return PARTS.sub(fill_part, text)
+
+
+def escape(value: str) -> str:
+    """Write a value as protobuf's text format has it between quotes."""
+    if "${" in value:
+        raise SpecDecError(f"{value!r} holds '${{'", "Triton takes that for a value not set")
+    return "".join(
+        f"\\{c}" if c in '"\\' else f"\\{ord(c):03o}" if ord(c) < 32 or ord(c) == 127 else c
+        for c in value
+    )
 
 
 def write_repository(settings: BuildSettings, templates: Templates) -> dict[str, Any]:
@@ -404,7 +456,11 @@ def write_repository(settings: BuildSettings, templates: Templates) -> dict[str,
 def make_launch(settings: BuildSettings) -> str:
     """Return the command that serves the repository, in NVIDIA's image of Triton."""
     assert settings.output_dir is not None
-    command = f"python3 /app/scripts/launch_triton_server.py --model_repo={settings.emit_triton}"
+    command = ["python3", "/app/scripts/launch_triton_server.py"]
+    command.append(f"--model_repo={settings.emit_triton}")
     if settings.triton_draft_engine_dir is not None:
-        return f"{command} --tensorrt_llm_model_name {TARGET},{DRAFT} --multi-model"
-    return f"{command} --world_size={read_engine_folder(settings.output_dir).world_size}"
+        command += ["--tensorrt_llm_model_name", f"{TARGET},{DRAFT}", "--multi-model"]
+    else:
+        size = read_engine_folder(settings.output_dir).world_size
+        command.append(f"--world_size={size}")
+    return shlex.join(command)

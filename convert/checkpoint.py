@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from specdec.errors import SpecDecError, join_names, raise_problems
+from specdec.folders import CHECKPOINT, expect_folder
 from specdec.inventory import compare_tensors, find_rank_files
 from specdec.model_config import ModelConfig
 from specdec.quantization import FLOAT8_STORAGE, FP8
@@ -32,10 +33,7 @@ class CheckpointFolder:
     """A plain checkpoint: its config.json as it is, and each rank's file."""
 
     def __init__(self, path: Path) -> None:
-        if not path.is_dir():
-            raise SpecDecError(
-                f"--base-model-checkpoint-dir {path} is not a folder", "check the path"
-            )
+        expect_folder(path, CHECKPOINT, "--base-model-checkpoint-dir")
         self.path = path
         self.config = read_json(path / "config.json")
         shared = find_shared_head(path, self.config)

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from specdec.command import run_command, stage_command
+from specdec.command import run_command, stage_command, take_sigterm
 
 from .settings import ConvertSettings
 
@@ -16,7 +16,8 @@ def command(settings: ConvertSettings) -> None:
     """Turn a Hugging Face model, and its drafter, into a checkpoint folder."""
     from .pipeline import convert_model, format_report
 
-    report = convert_model(settings)
+    with take_sigterm():
+        report = convert_model(settings)
     if settings.json:
         click.echo(json.dumps(report))
     elif settings.dry_run:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from specdec import logs
 from specdec.errors import SpecDecError, UsageError, join_names, raise_problems, shorten
+from specdec.folders import MODEL, expect_folder, is_hub_id, refuse_absent
 from specdec.model_config import FLOAT_DTYPES
 from specdec.storage import MAX_NUMBER, Array, TensorFile, TensorInfo, read_json
 
@@ -29,7 +29,6 @@ WEIGHT_NAMES = (
     "pytorch_model.bin", "pytorch_model.bin" + INDEX_SUFFIX, "model.pt",
 )  # fmt: skip
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 T = TypeVar("T")
 
 
@@ -182,11 +181,6 @@ def _open_weights(path: Path) -> TensorFile | TorchFile:
 
 def _refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
     """Return the error for a folder without weights, or none that can be read."""
-    if "rank0.safetensors" in names:
-        return SpecDecError(
-            f"{place} is a checkpoint, not a Hugging Face folder",
-            "give it as --base-model-checkpoint-dir",
-        )
     others = sorted(name for name in names if name.endswith(WEIGHT_SUFFIXES))
     found = f"; it holds {join_names(others)}" if others else ""
     return SpecDecError(
@@ -196,20 +190,22 @@ def _refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
     )
 
 
-def open_model(name: str, flag: str, *, weight_files: Sequence[str] = ()) -> HfFolder:
+def open_model(
+    name: str, flag: str, kind: str = MODEL, *, weight_files: Sequence[str] = ()
+) -> HfFolder:
     """Open a local folder, or a Hub id whose files are fetched or already cached.
 
-    `weight_files` are read in place of the usual ones where a folder has them.
+    kind: what the folder has to be, of those in specdec/folders.py. `weight_files` are read in
+    place of the usual ones where a folder has them.
     """
     if not name:
         raise UsageError(f"{flag} is empty", "give a folder or Hub id")
     path = Path(name)
     if path.is_dir():
+        expect_folder(path, kind, flag)
         return HfFolder(path, weight_files=weight_files)
-    if path.exists():
-        raise SpecDecError(f"{flag} {name} is a file", "give the folder that holds config.json")
-    if not HUB_ID.fullmatch(name):
-        raise SpecDecError(f"{flag} {name} does not exist", "check the path")
+    if path.exists() or not is_hub_id(name):
+        raise refuse_absent(path, f"{flag} {name}")
     from .hub import fetch_model
 
     def choose(present: Sequence[str]) -> list[str]:

@@ -13,21 +13,12 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError
+from specdec.hub import explain, summarize_answer
 
 logger = logs.get_logger(__name__)
 
 ATTEMPTS = 5  # of a download that is cut off
 TIMEOUT = 10.0  # seconds for an answer about a repository or a file; downloads have the library's
-# What the library raises -> what to say and to do about it, the most special first.
-REFUSALS = (
-    ("GatedRepoError", "access to that model is restricted",
-     "accept its terms on the Hub, and set HF_TOKEN to a token that may read it"),
-    ("RepositoryNotFoundError", "there is no such model, or a private one",
-     "check the spelling; for a private model set HF_TOKEN"),
-    ("RevisionNotFoundError", "that model has no branch main", "download it and give its folder"),
-    ("OfflineModeIsEnabled", "nothing was asked: HF_HUB_OFFLINE is set, and no copy is cached",
-     "unset HF_HUB_OFFLINE, or download the model and give its folder"),
-)  # fmt: skip
 
 
 def fetch_model(
@@ -67,7 +58,7 @@ def fetch_model(
             except Exception as error:
                 if attempt == ATTEMPTS or not _is_interruption(error):
                     raise
-                logger.warning("%s: %s; going on where it stopped", hub_id, _summarize(error))
+                logger.warning("%s: %s; going on where it stopped", hub_id, summarize_answer(error))
                 time.sleep(attempt)
         raise AssertionError("the last attempt returns or raises")
 
@@ -90,7 +81,7 @@ def fetch_model(
         except SpecDecError:
             raise
         except Exception as error:  # noqa: BLE001
-            raise _explain(hub_id, flag, error) from None
+            raise explain(hub_id, flag, error) from None
     return folder
 
 
@@ -99,10 +90,11 @@ def _find_cached(hub_id: str, flag: str, error: Exception, fetch: Callable[..., 
     try:
         folder = fetch([], local_files_only=True)
     except Exception:  # noqa: BLE001
-        raise _explain(hub_id, flag, error) from None
+        raise explain(hub_id, flag, error) from None
     logger.warning(
-        "%s: using the cached copy in %s, since the Hub gave %s", hub_id, folder, _summarize(error)
-    )
+        "%s: using the cached copy in %s, since the Hub gave %s",
+        hub_id, folder, summarize_answer(error),
+    )  # fmt: skip
     return folder
 
 
@@ -110,24 +102,6 @@ def _is_interruption(error: Exception) -> bool:
     """Whether a connection broke, in the words of either HTTP client that the library has had."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return bool(kinds & {"RequestException", "TransportError"}) and "HfHubHTTPError" not in kinds
-
-
-def _explain(hub_id: str, flag: str, error: Exception) -> SpecDecError:
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    for name, fact, remedy in REFUSALS:
-        if name in kinds:
-            return SpecDecError(
-                f"{flag} {hub_id} is no local folder, and at the Hub {fact}", remedy
-            )
-    return SpecDecError(
-        f"{flag} {hub_id} is no local folder, and the Hub gave {_summarize(error)}",
-        "check the spelling and the network and run it again, which goes on where it stopped;"
-        " or download the model and give its folder",
-    )
-
-
-def _summarize(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @contextlib.contextmanager

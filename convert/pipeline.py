@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,8 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         file["bytes"] = (settings.output_dir / file["path"]).stat().st_size
     seconds = round(time.monotonic() - began, 2)
     logger.info(
-        "checkpoint %s: %s, %s, tp_size %d, %d tensors, %.1f MB, %.1f s",
-        settings.output_dir, report["architecture"], plan.dtype, len(plan.ranks),
+        "checkpoint %s: %s, %s, %s, %d tensors, %.1f MB, %.1f s",
+        settings.output_dir, report["architecture"], plan.dtype, _describe_ranks(report),
         report["num_tensors"], report["total_bytes"] / 1e6, seconds,
     )  # fmt: skip
     return {"dry_run": False, **report, "convert_seconds": seconds}
@@ -355,7 +355,10 @@ def open_drafter(settings: ConvertSettings, converter: DrafterConverter) -> HfFo
     option = find_folder(settings)
     assert option is not None
     return open_model(
-        getattr(settings, option), name_flag(option), weight_files=converter.WEIGHT_FILES
+        getattr(settings, option),
+        name_flag(option),
+        FOLDERS[option].name,
+        weight_files=converter.WEIGHT_FILES,
     )
 
 
@@ -372,8 +375,9 @@ def plan_drafter(
     config = converter.add_to_config(
         target.config, params, settings.trtllm_version, is_head_quantized=target.is_head_quantized
     )
-    with collect(problems):
-        parse_checkpoint_config(config)  # whether tp_size divides the drafter's sizes
+    # Whether the drafter is of this target, and tp_size divides its sizes. If not, every one of its
+    # tensors would be told again.
+    parse_checkpoint_config(config)
     dtype = settings.dtype
     if settings.base_model_checkpoint_dir is None or dtype == "auto":
         dtype = model.dtype
@@ -411,6 +415,11 @@ def plan_drafter(
 
 def _is_like(tensor: PlannedTensor | None, info: TensorInfo) -> bool:
     return tensor is not None and tensor.info.shape == info.shape and tensor.info.dtype in FLOATS
+
+
+def _describe_ranks(report: Mapping[str, Any]) -> str:
+    stages = f", pp_size {report['pp_size']}" if report["pp_size"] > 1 else ""
+    return f"tp_size {report['tp_size']}{stages}"
 
 
 def describe_plan(plan: Plan, settings: ConvertSettings) -> dict[str, Any]:
@@ -479,7 +488,7 @@ def format_report(report: dict[str, Any]) -> str:
     lines = [
         f"{report['architecture']} ({report['method']}) for TensorRT-LLM"
         f" {report['trtllm_version']} -> {report['output_dir']}",
-        f"dtype {report['dtype']}{_describe_quantization(report)}, tp_size {report['tp_size']},"
+        f"dtype {report['dtype']}{_describe_quantization(report)}, {_describe_ranks(report)},"
         f" {report['num_tensors']} tensors a rank",
     ]
     lines += [f"  read  {path}" for path in report["sources"]]

@@ -252,7 +252,7 @@ def plan_tensors(
     if misshapen:
         problems.append(
             (
-                f"{source.path}: {join_names(misshapen)}",
+                f"{source.path}: {join_names(list(dict.fromkeys(misshapen)))}",
                 "its config.json and tensors disagree: take both from the same model",
             )
         )
@@ -273,7 +273,7 @@ def collect(problems: Problems) -> Iterator[None]:
     try:
         yield
     except SpecDecError as error:
-        problems.append((error.message, error.hint))
+        problems += error.problems
 
 
 def check_num_layers(num_layers: int, source: TensorSource) -> None:

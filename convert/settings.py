@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from specdec.bounds import MAX_RANKS
 from specdec.methods import list_options
 from specdec.settings import add_options, setting
 
@@ -31,11 +32,11 @@ class ConvertSettings:
         " is the drafter's type.",
     )  # fmt: skip
     tp_size: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
         help="Tensor-parallel ranks; 1, or those of an existing checkpoint, if not given.",
     )  # fmt: skip
     pp_size: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
         help="Pipeline-parallel stages, without a drafter; 1 if not given.",
     )  # fmt: skip
     workers: int | None = setting(

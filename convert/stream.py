@@ -17,7 +17,7 @@ import hashlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -265,10 +265,12 @@ class _Stream:
                     stack.callback(os.close, descriptor)
                     self.descriptors[path] = descriptor
             self.advance = stack.enter_context(logs.track("converting", total=total, of_bytes=True))
-            # Hashers wait for writers, and writers for nobody, so they cannot lock up.
-            hashers = stack.enter_context(ThreadPoolExecutor(self.workers, "hasher"))
-            self.writers = stack.enter_context(ThreadPoolExecutor(self.workers, "writer"))
+            # Hashers wait for writers, and writers for nobody, so they cannot lock up. They end in
+            # that order too: a hasher that stops waits for the jobs that it has given away.
             self.syncer = stack.enter_context(ThreadPoolExecutor(1, "syncer"))
+            self.writers = stack.enter_context(ThreadPoolExecutor(self.workers, "writer"))
+            hashers = stack.enter_context(ThreadPoolExecutor(self.workers, "hasher"))
+            stack.push(self._stop_on_error)
             # A file is one thread's work, so the longest come first: none is left for the end.
             work: list[tuple[int, Callable[..., Any], Any]] = [
                 (size, self._write_rank, rank) for rank, size in enumerate(sizes)
@@ -279,7 +281,12 @@ class _Stream:
             ranks = {name_rank(rank): tasks[rank] for rank in range(len(sizes))}
             sources = [tasks[path] for path in self.plan.source_files]
             others = hashers.submit(self._watch, self._search_unplaced)
-            self._finish([*tasks.values(), others], hashers)
+            waiting = {*tasks.values(), others}
+            while waiting:
+                # Woken up now and then, a main thread takes a signal at once.
+                done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
         for path, state in get_states(self.plan).items():
             if state != self.states[path]:
                 raise SpecDecError(
@@ -298,24 +305,19 @@ class _Stream:
         ]
         return Written({name: task.result() for name, task in ranks.items()}, entries, flaws)
 
-    def _finish(self, tasks: list[Future[Any]], hashers: Executor) -> None:
-        """Wait for the tasks; when one fails, let the others end, and raise its error."""
-        try:
-            # Woken up now and then, a main thread takes Ctrl-C at once.
-            waiting = set(tasks)
-            while waiting:
-                done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-        except BaseException:
+    def _stop_on_error(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let all tasks and jobs end as soon as they look.
+
+        No pool may drop its jobs instead: whoever waits for one that a pool has dropped waits for
+        ever.
+        """
+        if kind is not None:
             self.is_stopping.set()
-            for pool in (hashers, self.writers, self.syncer):
-                pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
     def _watch(self, work: Callable[..., Any], *args: Any) -> Any:
         """Do a task; let it end quietly where its result is no longer wanted."""
         try:
+            self._check()
             return work(*args)
         except Stopped:
             return None
@@ -387,8 +389,12 @@ class _Stream:
     def _bind_job(self, job: Job, descriptor: int, unsynced: _Unsynced) -> Callable[[], Job]:
         def work() -> Job:
             self._check()
-            self._write_job(job, descriptor)
-            unsynced.add(job.num_bytes)
+            try:
+                self._write_job(job, descriptor)
+                unsynced.add(job.num_bytes)
+            except BaseException:
+                self.is_stopping.set()  # the job's turn to be waited for may come late
+                raise
             return job
 
         return work
@@ -524,10 +530,11 @@ class _Unsynced:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return end_all(self._tasks)
         wait(self._tasks)  # the file is closed next
         for task in self._tasks:
-            if kind is None and not task.cancelled():
-                task.result()
+            task.result()
 
 
 def run_ahead(tasks: Iterable[Callable[[], T]], executor: Executor, num_ahead: int) -> Iterator[T]:
@@ -541,9 +548,14 @@ def run_ahead(tasks: Iterable[Callable[[], T]], executor: Executor, num_ahead: i
         while waiting:
             yield waiting.popleft().result()
     finally:  # the file that they write to is closed next
-        for future in waiting:
-            future.cancel()
-        wait(waiting)
+        end_all(waiting)
+
+
+def end_all(futures: Collection[Future[Any]]) -> None:
+    """Cancel what has not begun and wait for the rest, whether it succeeds or not."""
+    for future in futures:
+        future.cancel()
+    wait(futures)
 
 
 def _merge_copies(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from specdec.trtllm.environment import (
@@ -14,6 +15,7 @@ from specdec.trtllm.environment import (
 from specdec.trtllm.facts import LABELS, Facts, find_facts, load_facts, order_release
 
 MIN_TORCH = (2, 6)
+MIN_TRANSFORMERS = (4, 57)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
         else ["trtllm-build is not on PATH"]
     )  # fmt: skip
     launcher = machine["mpi"]["launchers"]
-    no_mpi = [] if {"mpirun", "mpiexec", "srun"} & set(launcher) else ["no mpirun is found"]
+    no_mpi = [] if can_start_ranks(launcher) else ["neither mpirun nor srun is found"]
     few = ["one GPU is visible"] if len(here.gpus) == 1 else []
     return [
         Ability(what="convert checkpoints", reasons=[]),
@@ -55,6 +57,11 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
         Ability(what="run TensorRT-LLM engines", reasons=tensorrt),
         Ability(what="run TensorRT-LLM engines of several ranks", reasons=tensorrt + no_mpi + few),
     ]
+
+
+def can_start_ranks(launchers: Collection[str]) -> bool:
+    """Whether several ranks can be started: specdec-run calls mpirun, or is called by srun."""
+    return bool({"mpirun", "srun"} & set(launchers))
 
 
 def _find_torch_reasons(version: str | None) -> list[str]:
@@ -90,6 +97,8 @@ def _find_tensorrt_reasons(machine: dict[str, Any], here: Environment) -> list[s
         reasons.append("TensorRT-LLM is not installed")
     elif find_facts(here.tensorrt_llm) is None:
         reasons.append(f"TensorRT-LLM {here.tensorrt_llm} is of a line that specdec does not know")
+    if here.tensorrt_llm is not None and machine["packages"].get("mpi4py") is None:
+        reasons.append("mpi4py is not installed, and TensorRT-LLM does not load without it")
     if not here.gpus:
         reasons.append("no GPU is visible")
     reasons += _find_capability_reasons(here, MIN_CAPABILITY)
@@ -107,9 +116,32 @@ def list_pins() -> list[dict[str, Any]]:
         first, end = facts.releases
         rows.append(
             {"tensorrt_llm": label, "releases": f">={first},<{end}", **facts.pins,
-             "source": facts.pins_source}
+             "fits": not find_clashes(facts), "source": facts.pins_source}
         )  # fmt: skip
     return rows
+
+
+def find_clashes(facts: Facts) -> list[str]:
+    """List what a line pins older than specdec asks for: pip cannot install both together."""
+    return [
+        f"{name} {facts.pins[name]}"
+        for name, least in (("torch", MIN_TORCH), ("transformers", MIN_TRANSFORMERS))
+        if order_release(facts.pins[name]) < least
+    ]
+
+
+def list_clashes() -> list[str]:
+    """Say of each line that does not fit into one environment with specdec, why."""
+    asked = " and ".join(
+        f"{name} {'.'.join(map(str, least))}"
+        for name, least in (("torch", MIN_TORCH), ("transformers", MIN_TRANSFORMERS))
+    )
+    return [
+        f"TensorRT-LLM {label} brings {' and '.join(clashes)}, specdec asks for {asked} or newer:"
+        " pip cannot install them together"
+        for label in LABELS
+        if (clashes := find_clashes(load_facts(label)))
+    ]
 
 
 def find_pin_problems(machine: dict[str, Any], here: Environment) -> list[str]:

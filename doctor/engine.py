@@ -6,22 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from specdec.engine.compiler import describe_cpu
+from specdec.engine.kernel_cache import find_kept
+from specdec.engine.layout import find_engine_problems, read_engine_config
 from specdec.errors import SpecDecError, join_names
+from specdec.folders import ENGINE, expect_folder
+from specdec.manifest import CHANGED_HINT, find_changes
 from specdec.schema import CheckpointConfig, parse_checkpoint_config
 from specdec.storage import read_json
 from specdec.trtllm.defects import list_defects
 from specdec.trtllm.environment import Environment, compare_environments
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts, order_release
 
-from .abilities import MIN_TORCH
+from .abilities import MIN_TORCH, can_start_ranks
 
 Problems = list[tuple[str, str]]
 
 
-def check_engine(folder: Path, machine: dict[str, Any], here: Environment) -> dict[str, Any]:
+def check_engine(
+    folder: Path, machine: dict[str, Any], here: Environment, *, verify_hashes: bool = False
+) -> dict[str, Any]:
     """Return what stands in the way of an engine, and what does not but is worth knowing."""
-    if not folder.is_dir():
-        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
+    expect_folder(folder, ENGINE, "--engine-dir")
     document = read_json(folder / "config.json")
     if not isinstance(document.get("build_config"), dict):
         raise SpecDecError(
@@ -33,6 +38,8 @@ def check_engine(folder: Path, machine: dict[str, Any], here: Environment) -> di
     checkpoint = parse_checkpoint_config(pretrained if isinstance(pretrained, dict) else {})
     check = _check_torch if backend == "torch" else _check_tensorrt
     problems, notes = check(folder, document, checkpoint, machine, here)
+    if verify_hashes:
+        problems += [(fact, CHANGED_HINT) for fact in find_changes(folder)]
     return {
         "engine_dir": str(folder),
         "backend": backend,
@@ -60,19 +67,21 @@ def _check_torch(
                 "pip install --upgrade torch",
             )
         )
-    options = document.get("torch_config")
-    kernels = options.get("kernels") if isinstance(options, dict) else None
+    config = read_engine_config(folder)
     on_gpu = bool(here.gpus) and here.cuda is not None
-    if isinstance(kernels, dict) and kernels.get("cpu") != describe_cpu() and not on_gpu:
-        notes.append(
-            "its kernels were compiled for another CPU and will not be used: build it again here"
-            " for full speed"
-        )
-    if kernels is None and not on_gpu:
+    if config.kernels is None and not on_gpu:
         notes.append("it has no native kernels: it runs on torch's own operators")
+    elif config.kernels is not None and not on_gpu:
+        is_kept = config.kernels.get("cpu") == describe_cpu() and find_kept(config.kernels)
+        if not is_kept and machine["compiler"]:
+            notes.append("its native kernels are not kept here: the first run compiles them")
+        elif not is_kept:
+            notes.append(
+                "its native kernels are not kept here and there is no C++ compiler: it runs on"
+                " torch's own operators, slower"
+            )
+    problems += find_engine_problems(folder, config)
     weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        problems.append((f"{folder} holds no weights", "build the engine again"))
     size = sum(path.stat().st_size for path in weights)
     if on_gpu:
         room, where = here.gpus[0].memory_bytes, here.gpus[0].name
@@ -113,10 +122,15 @@ def _check_tensorrt(
     modes = {number: name for name, number in load_facts(DEFAULT_LABEL).modes.items()}
     mode = modes.get(document["build_config"].get("speculative_decoding_mode"))
     notes += list_defects(str(document.get("version")), mode, checkpoint.raw)
-    if num_ranks > 1 and not machine["mpi"]["launchers"]:
+    if num_ranks > 1 and not can_start_ranks(machine["mpi"]["launchers"]):
         problems.append(
             (f"the engine has {num_ranks} ranks and no mpirun is found", "install OpenMPI")
         )
+    if here.tensorrt_llm is not None and machine["packages"].get("mpi4py") is None:
+        problems.append(
+            ("TensorRT-LLM does not load without mpi4py, which is not installed",
+             "pip install mpi4py")
+        )  # fmt: skip
     if here.gpus and not absent:
         largest = max(path.stat().st_size for path in files)
         problems += _check_memory(largest, here.gpus[0].memory_bytes, here.gpus[0].name)

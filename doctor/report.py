@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, UsageError
 
-from .abilities import find_pin_problems, list_abilities, list_pins
+from .abilities import find_pin_problems, list_abilities, list_clashes, list_pins
 from .engine import check_engine
 from .machine import describe_machine
 from .settings import DoctorSettings
@@ -16,6 +16,8 @@ COLUMNS = ("tensorrt_llm", "python", "tensorrt", "cuda", "torch", "transformers"
 
 def examine(settings: DoctorSettings) -> dict[str, Any]:
     """Look at the machine, and at an engine if one is given."""
+    if settings.verify_hashes and settings.engine_dir is None:
+        raise UsageError("--verify-hashes without --engine-dir", "give the engine to compare")
     machine, here = describe_machine()
     report = {
         **machine,
@@ -24,7 +26,9 @@ def examine(settings: DoctorSettings) -> dict[str, Any]:
         "problems": find_pin_problems(machine, here),
     }
     if settings.engine_dir is not None:
-        report["engine"] = check_engine(settings.engine_dir, machine, here)
+        report["engine"] = check_engine(
+            settings.engine_dir, machine, here, verify_hashes=settings.verify_hashes
+        )
     return report
 
 
@@ -76,6 +80,7 @@ def format_report(report: dict[str, Any]) -> str:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  " + "  ".join(cells).rstrip())
+    lines += [f"  {clash}" for clash in list_clashes()]
     lines += [f"problem: {problem}" for problem in report["problems"]]
     if "engine" in report:
         lines += _format_engine(report["engine"])

@@ -15,4 +15,7 @@ class DoctorSettings:
     engine_dir: Path | None = setting(
         kind="path", metavar="ENGINE", help="Also tell whether this engine can run here."
     )
+    verify_hashes: bool = setting(
+        False, kind="flag", help="Also compare every byte of the engine with its manifest."
+    )
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")

@@ -12,6 +12,7 @@ import click
 from specdec import logs
 from specdec.command import run_command, stage_command
 from specdec.errors import SpecDecError
+from specdec.stdout import claim_stdout
 
 from .settings import RunSettings
 
@@ -26,6 +27,8 @@ def command(settings: RunSettings) -> None:
 
         return follow_launcher()
     from .pipeline import run_engine
+
+    claim_stdout()
 
     lines: list[str] = []
 

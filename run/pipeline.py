@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import logs
 from specdec.errors import UsageError
+from specdec.manifest import check_hashes
 from specdec.methods import METHODS
 from specdec.methods.draft_target import DraftOptions, adapts_drafts
 from specdec.methods.draft_target import read_options as read_draft_options
@@ -51,8 +52,13 @@ def run_engine(
         if run_ranks(settings):
             return None
     draft_options = read_draft_options(settings)
+    if settings.verify_hashes:
+        check_hashes(settings.engine_dir)
+        if draft_options is not None:
+            check_hashes(draft_options.engine_dir)
     from specdec.decode.prompts import make_requests
-    from specdec.tokenizer import find_tokenizer, load_tokenizer
+    from specdec.pretrained import load_tokenizer
+    from specdec.tokenizer import find_tokenizer
 
     from .prompts import read_prompts
 
@@ -162,10 +168,9 @@ def load_any_engine(settings: RunSettings, options: DraftOptions | None, tokeniz
             )
         return TensorRTEngine(settings, options, tokenizer)
     if settings.kv_cache_free_gpu_memory_fraction is not None:
-        raise UsageError(
-            "--kv-cache-free-gpu-memory-fraction has no effect with an engine of torch, whose"
-            " cache is as large as the requests need",
-            "leave it out",
+        logger.warning(
+            "--kv-cache-free-gpu-memory-fraction is without effect on an engine of torch, whose"
+            " cache is as large as the requests need"
         )
     from specdec.decode.loading import load_engine
 

@@ -51,6 +51,9 @@ class RunSettings(DecodeSettings, PromptSettings):
     run_profiling: bool = setting(
         False, kind="flag", help="Log the time of draft, verify and the rest of a step."
     )
+    verify_hashes: bool = setting(
+        False, kind="flag", help="Compare every byte of the engine with its manifest first."
+    )
     dry_run: bool = setting(False, kind="flag", help="Check engine and prompts; generate nothing.")
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
 

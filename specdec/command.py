@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,15 @@ import click
 from click.core import ParameterSource
 
 from specdec import __version__, logs
-from specdec.errors import SpecDecError, UsageError, suggest
-from specdec.settings import SECTIONS, Flag, get_flags, resolve_settings, takes_others
+from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
+from specdec.settings import (
+    SECTIONS,
+    Flag,
+    get_flags,
+    resolve_settings,
+    suggest_option,
+    takes_others,
+)
 
 CONTEXT: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
@@ -198,13 +206,39 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
         if "--debug" in arguments:
             traceback.print_exception(error)
         status, message, hint = _explain_error(error)
-        if status == 2 and logs.get_launched_rank():
+        if status == 2 and _is_follower():
             # Rank 0 says the same, and its launcher would cut it short for this one's end.
             time.sleep(1)
         else:
             print_error(message, hint)
     _close_stdout()
     sys.exit(status if isinstance(status, int) else 0)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends the work as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def take_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the body as Ctrl-C does, so that it leaves nothing half-written behind."""
+
+    def end(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _is_follower() -> bool:
+    """Whether a launcher started this process as another rank than 0."""
+    try:
+        return bool(logs.get_launched_rank())
+    except SpecDecError:
+        return False
 
 
 def _close_stdout() -> None:
@@ -222,13 +256,16 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
     if isinstance(error, SpecDecError):
         return (2 if isinstance(error, UsageError) else 1), error.message, error.hint
     if isinstance(error, click.NoSuchOption):
-        known = list(error.possibilities or [])
-        nearest = suggest(error.option_name, known)
+        command = error.ctx.command if error.ctx is not None else None
+        known = [option for param in command.params for option in param.opts] if command else []
+        nearest = suggest_option(error.option_name, known)
         return 2, f"no such option {error.option_name}{nearest}", _HELP_HINT
     if isinstance(error, click.ClickException):
         return 2, error.format_message(), _HELP_HINT
+    if isinstance(error, Terminated) or isinstance(error.__cause__, Terminated):
+        return 143, "ended by SIGTERM", _AGAIN_HINT
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        return 130, "interrupted", "nothing half-written was left behind; run it again"
+        return 130, "interrupted", _AGAIN_HINT
     if isinstance(error, MemoryError):
         return 1, "out of memory", "use a smaller batch, or a machine with more memory"
     if isinstance(error, OSError) and error.errno is not None:
@@ -242,6 +279,8 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
     )
 
 
+_AGAIN_HINT = "nothing half-written was left behind; run it again"
+MAX_LINE = 4000  # characters of an error or hint; names out of files may be of any length
 _HELP_HINT = "--help lists the options"
 _OS_HINT = "check the path, its permissions and the free space; nothing half-written was left"
 
@@ -249,7 +288,7 @@ _OS_HINT = "check the path, its permissions and the free space; nothing half-wri
 def print_error(message: str, hint: str) -> None:
     """Print the two last lines of a failed command on stderr."""
     for label, text in (("error", message), ("hint", hint)):
-        line = " ".join(text.split())
+        line = cut_middle(" ".join(text.split()), MAX_LINE)
         # Names out of a damaged or hostile file may not steer the terminal.
         shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
         click.echo(f"{label}: {shown}", err=True)

@@ -66,9 +66,21 @@ def parse_object(line: bytes) -> dict[str, Any]:
 def read_document(row: dict[str, Any], keys: str = KEYS) -> str | list[Message]:
     """Return an object's text or conversation; ValueError if it has neither."""
     if "messages" in row or "conversations" in row:
-        return parse_messages(row)
+        messages = parse_messages(row)
+        for message in messages:
+            _check_characters(*message.values())
+        return messages
     if isinstance(row.get("text"), str):
+        _check_characters(row["text"])
         return str(row["text"])
     if "text" in row:
         raise ValueError(f"text is a {type(row['text']).__name__}")
     raise ValueError(f"it has none of the keys {keys}, only {', '.join(row) or 'none at all'}")
+
+
+def _check_characters(*texts: str) -> None:
+    """Raise ValueError for half of a character, which no tokenizer takes."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a character, an escape between \\ud800 and \\udfff") from None

@@ -6,27 +6,56 @@ from collections.abc import Sequence
 
 
 class SpecDecError(Exception):
-    """The work could not be done; shown as `error:` and `hint:` lines, exit status 1."""
+    """The work could not be done; shown as `error:` and `hint:` lines, exit status 1.
 
-    def __init__(self, message: str, hint: str) -> None:
+    problems: the (fact, remedy) pairs that the message lists.
+    """
+
+    def __init__(self, message: str, hint: str, problems: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.problems = list(problems) or [(message, hint)]
+
+
+DISTRIBUTION = "specdec-toolchain"  # `specdec` on the package index is another project
+
+
+def name_extra(extra: str) -> str:
+    """Return the command that installs what an optional feature needs, for a hint."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 class UsageError(SpecDecError):
     """The command line or recipe is wrong; exit status 2."""
 
 
+MAX_PROBLEMS = 20  # in one message
+
+
 def raise_problems(problems: Sequence[tuple[str, str]]) -> None:
-    """Raise one error that lists every (fact, remedy) pair; do nothing for an empty list."""
-    if not problems:
+    """Raise one error that lists every (fact, remedy) pair once; do nothing for an empty list.
+
+    A remedy that several share is told once.
+    """
+    different = list(dict.fromkeys(problems))
+    if not different:
         return
-    if len(problems) == 1:
-        raise SpecDecError(*problems[0])
-    facts = "; ".join(f"({i}) {fact}" for i, (fact, _) in enumerate(problems, 1))
-    remedies = "; ".join(f"({i}) {remedy}" for i, (_, remedy) in enumerate(problems, 1))
-    raise SpecDecError(f"{len(problems)} problems: {facts}", remedies)
+    if len(different) == 1:
+        raise SpecDecError(*different[0])
+    shown = different[:MAX_PROBLEMS]
+    facts = [f"({i}) {fact}" for i, (fact, _) in enumerate(shown, 1)]
+    if len(different) > len(shown):
+        facts.append(f"and {len(different) - len(shown)} more")
+    numbers: dict[str, list[str]] = {}
+    for i, (_, remedy) in enumerate(shown, 1):
+        numbers.setdefault(remedy, []).append(str(i))
+    remedies = [f"({', '.join(which)}) {remedy}" for remedy, which in numbers.items()]
+    if len(remedies) == 1:
+        remedies = list(numbers)
+    raise SpecDecError(
+        f"{len(different)} problems: {'; '.join(facts)}", "; ".join(remedies), different
+    )
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
@@ -40,7 +69,16 @@ def suggest(name: str, known: Sequence[str]) -> str:
 def summarize(error: BaseException) -> str:
     """Return the first line of a foreign exception's text, or its type where it has none."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return cut_middle(lines[0], 400) if lines else type(error).__name__
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """Return a text of at most about `limit` characters: its start and its end."""
+    if len(text) <= limit:
+        return text
+    first = 2 * limit // 3
+    last = limit - first
+    return f"{text[:first]} ... [{len(text) - limit} characters] ... {text[-last:]}"
 
 
 MAX_NAMES = 10  # in one message

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from specdec.mpi import find_world
+from specdec.errors import SpecDecError
+from specdec.mpi import find_launch, find_world
 
 T = TypeVar("T")
 
 
 def get_launched_rank() -> int | None:
-    """This process's rank where a launcher such as torchrun started it, else None."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["RANK"])
-    return None
+    """This process's rank where a launcher such as torchrun started it, else None.
+
+    Raises SpecDecError where what the launcher says cannot be.
+    """
+    launch = find_launch()
+    return launch.rank if launch is not None else None
 
 
 def set_up(*, debug: bool = False) -> None:
     """Send log lines to stderr; ranks other than 0 show warnings only, with their number."""
-    world = find_world()
-    rank = get_launched_rank() or (world.rank if world else 0)
+    rank = 0
+    with contextlib.suppress(SpecDecError):  # told by the stages that have ranks
+        world = find_world()
+        rank = get_launched_rank() or (world.rank if world else 0)
     level = logging.DEBUG if debug else logging.INFO if rank == 0 else logging.WARNING
     prefix = f"[rank {rank}] " if rank else ""
     handler = logging.StreamHandler(sys.stderr)

@@ -7,8 +7,23 @@ import math
 from typing import Any
 
 from specdec.architectures import ARCHITECTURES, Architecture
+from specdec.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
+from specdec.errors import shorten
+from specdec.rotary_scaling import find_scaling_problems
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
+_BOUNDS = {
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads",
+         "intermediate_size", "max_position_embeddings", "sliding_window"),
+        (1, MAX_SIZE),
+    ),
+    "num_hidden_layers": (1, MAX_MODULES),
+    "head_size": (1, MAX_HEAD_SIZE),
+    "original_max_position_embeddings": (2, MAX_SIZE),
+    "tp_size": (1, MAX_RANKS),
+    "pp_size": (1, MAX_RANKS),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,18 +89,30 @@ class ModelConfig:
         """K/V heads of one rank; fewer heads than ranks are duplicated."""
         return max(1, self.num_key_value_heads // self.tp_size)
 
+    def find_scaling_problems(self) -> list[tuple[str, str]]:
+        """List what is wrong with the rotary scaling, each with a remedy."""
+        if self.arithmetic.positions != "rotary":
+            return []
+        return find_scaling_problems(
+            self.rotary_scaling,
+            rotary_size=self.rotary_size,
+            rotary_base=self.rotary_base,
+            max_positions=self.max_position_embeddings,
+            original_positions=self.original_max_position_embeddings,
+        )
+
     def find_problems(self) -> list[tuple[str, str]]:
         """List what is inconsistent, each with a remedy."""
         problems = []
         if self.dtype not in FLOAT_DTYPES:
             problems.append((f"dtype {self.dtype!r}", f"use one of {', '.join(FLOAT_DTYPES)}"))
-        for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_size", "intermediate_size", "max_position_embeddings",
-            "tp_size", "pp_size",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                problems.append((f"{name}={getattr(self, name)}", f"{name} must be at least 1"))
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                problems.append((f"{name}={value}", f"{name} must be at least {least}"))
+            elif value is not None and value > most:
+                fact = f"{name}={shorten(value)} is more than {most}"
+                problems.append((fact, "no model has that: copy its config.json again"))
         for name in ("norm_epsilon", "rotary_base"):
             if not 0 < getattr(self, name) < math.inf:
                 problems.append((f"{name}={getattr(self, name)}", f"{name} must be positive"))
@@ -93,8 +120,6 @@ class ModelConfig:
             problems.append((f"embedding_sharding_dim={self.embedding_sharding_dim}", "use 0 or 1"))
         if not 0 < self.rotary_pct <= 1:
             problems.append((f"rotary_pct={self.rotary_pct}", "give a number above 0, at most 1"))
-        if self.sliding_window is not None and self.sliding_window < 1:
-            problems.append((f"sliding_window={self.sliding_window}", "give at least 1, or null"))
         if self.share_embedding_table and self.use_parallel_embedding:
             if self.embedding_sharding_dim == 1 and self.tp_size > 1:
                 problems.append(
@@ -142,6 +167,7 @@ class ModelConfig:
                     "rotary embedding needs pairs",
                 )
             )
+        problems += self.find_scaling_problems()
         if self.hidden_act not in self.arithmetic.activations:
             problems.append(
                 (

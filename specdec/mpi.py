@@ -1,10 +1,12 @@
-"""Ranks that a launcher has started: mpirun of any MPI, or srun."""
+"""Ranks that a launcher has started: torchrun and its like, mpirun of any MPI, or srun."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Mapping
+
+from specdec.errors import SpecDecError, shorten
 
 # Rank and size of a process, by launcher.
 LAUNCHERS = (
@@ -39,5 +41,68 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
             if "SLURM_STEP_ID" not in environ:
                 continue
             size = environ.get("SLURM_STEP_NUM_TASKS", size)
+        if not size.isdecimal() or not int(rank) < int(size):
+            raise SpecDecError(
+                f"{rank_name} is {rank} of {size_name} {shorten(size)}",
+                "start the command with mpirun or srun itself, which set both",
+            )
         return World(int(rank), int(size), size_name)
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What torchrun and its like say of this process; `local_`: among those of this machine."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+_REMEDY = "launch with torchrun, which sets it, or unset RANK and WORLD_SIZE"
+
+
+def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """Return what RANK, WORLD_SIZE and their local counterparts say, None where they are not set.
+
+    Raises SpecDecError where one of the first two is missing or one of them is no such number.
+    """
+    environ = os.environ if environ is None else environ
+    given = {name: environ[name] for name in ("RANK", "WORLD_SIZE") if name in environ}
+    # Of a world of one process either may be left out, as some clusters do.
+    if not given or given in ({"RANK": "0"}, {"WORLD_SIZE": "1"}):
+        return None
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name not in given:
+            raise SpecDecError(
+                f"{other} is {shorten(given[other])}, and {name} is not set", _REMEDY
+            )
+    size = _read_number(environ, "WORLD_SIZE", 1, None)
+    rank = _read_number(environ, "RANK", 0, size)
+    local_size = _read_number(environ, "LOCAL_WORLD_SIZE", 1, size + 1, str(size))
+    local_rank = _read_number(environ, "LOCAL_RANK", 0, local_size, str(rank % local_size))
+    return Launch(rank, size, local_rank, local_size)
+
+
+def check_meeting_place(environ: Mapping[str, str] | None = None) -> str:
+    """Return where the ranks of a launcher meet, host:port; raise SpecDecError if that is unset."""
+    environ = os.environ if environ is None else environ
+    if not environ.get("MASTER_ADDR"):
+        raise SpecDecError("MASTER_ADDR, the machine of rank 0, is not set", _REMEDY)
+    if "MASTER_PORT" not in environ:
+        raise SpecDecError("MASTER_PORT, the port of rank 0, is not set", _REMEDY)
+    port = _read_number(environ, "MASTER_PORT", 1, 65536)
+    return f"{environ['MASTER_ADDR']}:{port}"
+
+
+def _read_number(
+    environ: Mapping[str, str], name: str, least: int, end: int | None, default: str = ""
+) -> int:
+    """A variable as a number from `least` to `end` - 1."""
+    text = environ.get(name, default)
+    value = int(text) if len(text) < 10 and text.isascii() and text.isdecimal() else -1
+    if value < least or end is not None and value >= end:
+        bounds = f"of at least {least}" if end is None else f"from {least} to {end - 1}"
+        raise SpecDecError(f"{name} is {shorten(text)}, not a whole number {bounds}", _REMEDY)
+    return value

@@ -1,9 +1,11 @@
-"""A stage called as its users call it: a process of its own, arguments in, JSON out."""
+"""Processes that we start: a stage called as its users call it, and how one is ended."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +15,8 @@ from typing import Any
 import specdec
 from specdec.errors import SpecDecError
 
+END_SECONDS = 5.0  # that a process has to end after it was told to
+
 
 def call_run(arguments: Sequence[str]) -> dict[str, Any]:
     """Run `specdec run --json ARGUMENTS`; return its object, or raise its error as our own."""
@@ -21,14 +25,19 @@ def call_run(arguments: Sequence[str]) -> dict[str, Any]:
 
 def call_stage(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run `specdec STAGE --json ARGUMENTS`; return its object, or raise its error as our own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec", stage, "--json", *arguments],
-        env=make_environment(), capture_output=True, text=True, encoding="utf-8", check=False,
+    child = subprocess.Popen(
+        [sys.executable, "-m", "specdec", stage, "--json", *arguments], env=make_environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
     )  # fmt: skip
-    if done.returncode == 0:
-        report: dict[str, Any] = json.loads(done.stdout)
+    try:
+        out, err = child.communicate()
+    except BaseException:
+        end_family(child)
+        raise
+    if child.returncode == 0:
+        report: dict[str, Any] = json.loads(out)
         return report
-    lines = done.stderr.rstrip("\n").split("\n")
+    lines = err.rstrip("\n").split("\n")
     found = {
         label: line.removeprefix(label + ": ")
         for line in lines[-2:]
@@ -38,9 +47,56 @@ def call_stage(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
     if len(found) == 2:
         raise SpecDecError(found["error"], found["hint"])
     raise SpecDecError(
-        f"specdec {stage} ended with status {done.returncode}: {lines[-1] or 'it said nothing'}",
+        f"specdec {stage} ended with status {child.returncode}: {lines[-1] or 'it said nothing'}",
         f"call it by itself: specdec {stage} {' '.join(arguments)}",
     )
+
+
+def end_family(child: subprocess.Popen[Any], *, first: int = signal.SIGINT) -> None:
+    """End a process and all that it started: by a signal, and by force after END_SECONDS.
+
+    Its output is read meanwhile and dropped. Where there is no /proc, what it started is its own
+    matter.
+    """
+    family = _list_family(child.pid)
+    try:
+        child.send_signal(first)
+        child.communicate(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # a second Ctrl-C too
+        family |= _list_family(child.pid)
+        child.kill()
+        for pid, started in family.items():
+            if (stat := _read_stat(pid)) is not None and stat[1] == started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        child.wait()
+
+
+def _list_family(pid: int) -> dict[int, str]:
+    """When each process that descends from another one was started, by its number."""
+    stats = {int(path.name): _read_stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    family: dict[int, str] = {}
+    parents = {pid}
+    while parents:
+        found = {
+            other: stat[1]
+            for other, stat in stats.items()
+            if stat is not None and stat[0] in parents
+        }
+        family |= found
+        parents = set(found)
+    return family
+
+
+def _read_stat(pid: int) -> tuple[int, str] | None:
+    """A process's parent and when it was started; None where it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[1]), fields[19]
 
 
 # What launchers of several processes tell each one; a command that one of them calls is none.

@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.architectures import ARCHITECTURES, Architecture
 from specdec.errors import SpecDecError, raise_problems, suggest
+from specdec.folders import CHECKPOINT, expect_folder
 from specdec.methods import METHODS, DrafterParams, Method, find_method
 from specdec.model_config import ModelConfig
 from specdec.quantization import Quantization, parse_quantization
@@ -163,8 +164,7 @@ def find_target_architecture(config: Mapping[str, Any]) -> Any:
 
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:
     """Read and check `config.json` of a checkpoint folder."""
-    if not folder.is_dir():
-        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-convert")
+    expect_folder(folder, CHECKPOINT)
     config = read_json(folder / "config.json")
     return parse_checkpoint_config(config | find_shared_head(folder, config))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.errors import UsageError, suggest
+from specdec.errors import UsageError, shorten, suggest
 
 T = TypeVar("T")
 SECTIONS = ("convert", "build", "run", "train", "data", "verify", "bench")
@@ -21,6 +21,7 @@ class Flag:
     kind: str = "str"  # str, int, float, path, flag, enable (enable|disable), list (several values)
     choices: tuple[str, ...] = ()
     minimum: float | None = None
+    maximum: float | None = None
     metavar: str | None = None
     hidden: bool = False
 
@@ -86,6 +87,43 @@ def name_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+# What other tools call an option -> what it is called here, where a command has one of these.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "max_tokens": ("max_output_len",),
+    "max_new_tokens": ("max_output_len", "max_tokens"),
+    "max_length": ("max_output_len", "model_max_length", "max_seq_len"),
+    "max_model_len": ("max_seq_len",),
+    "prompt": ("input_text", "prompts"),
+    "prompts": ("input_file",),
+    "qformat": ("quantization",),
+    "calib_dataset": ("calibration_data",),
+    "seed": ("random_seed",),
+    "stop": ("stop_words",),
+    "eos_token_id": ("end_id",),
+    "model": ("model_dir", "engine_dir"),
+    "engine": ("engine_dir",),
+    "tokenizer": ("tokenizer_dir",),
+    "draft_model": ("draft_engine_dir", "drafter_model_dir"),
+    "batch_size": ("max_batch_size", "batch_sizes"),
+    "tp": ("tp_size",),
+    "tensor_parallel_size": ("tp_size",),
+    "output": ("output_dir", "output_file"),
+}
+
+
+def suggest_option(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean --X?)` for an option that is not known, or an empty string.
+
+    name, known: options with or without their dashes.
+    """
+    names = [option.lstrip("-").replace("-", "_") for option in known]
+    bare = name.lstrip("-").replace("-", "_")
+    found = next((alias for alias in ALIASES.get(bare, ()) if alias in names), None)
+    if found is None:
+        found = suggest(bare, names).removeprefix(" (did you mean ").removesuffix("?)")
+    return f" (did you mean --{found.replace('_', '-')}?)" if found else ""
+
+
 def takes_others(settings_class: type) -> bool:
     """Whether a settings class has a field `others`, for options that a backend may know."""
     return any(field.name == "others" for field in dataclasses.fields(settings_class))
@@ -101,9 +139,8 @@ def make_unknown_error(
         fact = f"recipe {other.recipe}: unknown key {name!r} in section {section}"
         return UsageError(fact + suggest(name, known), hint)
     shown = "--" + name.replace("_", "-")
-    options = ["--" + option.replace("_", "-") for option in known]
     return UsageError(
-        f"no such option {shown}{suggest(shown, options)}", "--help lists the options"
+        f"no such option {shown}{suggest_option(name, known)}", "--help lists the options"
     )
 
 
@@ -111,7 +148,9 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
     """Return a recipe or command-line value as the flag's type, or raise UsageError."""
 
     def wrong(expected: str) -> UsageError:
-        return UsageError(f"{name}: expected {expected}, got {value!r}", f"give {name} {expected}")
+        return UsageError(
+            f"{name}: expected {expected}, got {shorten(value, 200)}", f"give {name} {expected}"
+        )
 
     if value is None:
         return None
@@ -129,6 +168,10 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
             raise wrong("a text or a list of texts")
+        try:
+            "".join(map(str, values)).encode()
+        except UnicodeEncodeError:  # bytes that the locale cannot read, or a half in a recipe
+            raise wrong("text of whole characters, in UTF-8") from None
         return [str(v) for v in values]
     if flag.kind in ("int", "float"):
         try:
@@ -139,11 +182,13 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
             raise wrong("a whole number" if flag.kind == "int" else "a number") from None
         if flag.minimum is not None and not value >= flag.minimum:
             raise wrong(f"at least {flag.minimum:g}")
+        if flag.maximum is not None and not value <= flag.maximum:
+            raise wrong(f"at most {flag.maximum:g}")
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise wrong("a text")
     text = str(value)
-    if flag.kind == "path" and not text:
+    if flag.kind == "path" and (not text or "\0" in text):
         raise wrong("a path")  # Path("") would be the current folder
     same = {choice.replace("_", "-"): choice for choice in flag.choices}
     text = same.get(text.replace("_", "-"), text)

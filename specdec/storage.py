@@ -11,6 +11,7 @@ import codecs
 import collections
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import hashlib
@@ -22,6 +23,7 @@ import re
 import shutil
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -169,6 +171,12 @@ class TensorFile:
         return SpecDecError(
             f"{self.path} {what}", "the file is truncated or damaged: copy or download it again"
         )
+
+    def hash_header(self) -> str:
+        """Return the sha256 of the header without its metadata, as `hash_header` has it."""
+        header = parse_json(self._map[8 : self._data_start])
+        header.pop("__metadata__", None)
+        return hashlib.sha256(_encode_json(header)).hexdigest()
 
     def read(self, name: str) -> Array:
         """Return a read-only view of a tensor, in its storage type (bfloat16 as uint16)."""
@@ -444,9 +452,25 @@ def measure_tensor_file(
 
 def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None) -> bytes:
     """Return the bytes of a file before its tensors', which follow in the order of their names."""
-    header: dict[str, Any] = {}
+    header = _list_entries(tensors)
     if metadata:
-        header["__metadata__"] = dict(sorted(metadata.items()))
+        header = {"__metadata__": dict(sorted(metadata.items())), **header}
+    text = _encode_json(header)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def hash_header(tensors: Mapping[str, TensorInfo]) -> str:
+    """Return the sha256 of a file's header without its metadata: names, types, shapes, offsets."""
+    return hashlib.sha256(_encode_json(_list_entries(tensors))).hexdigest()
+
+
+def _encode_json(header: Mapping[str, Any]) -> bytes:
+    return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _list_entries(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    header: dict[str, Any] = {}
     position = 0
     for name in sort_tensors(tensors):
         info = tensors[name]
@@ -457,16 +481,16 @@ def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]
             "data_offsets": [position, end],
         }
         position = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return header
 
 
-def hash_file(path: Path) -> str:
-    """Return the sha256 of a file."""
+def hash_file(path: Path, is_ending: threading.Event | None = None) -> str:
+    """Return the sha256 of a file, or anything once `is_ending` is set: nobody asks any more."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
+            if is_ending is not None and is_ending.is_set():
+                break
             digest.update(chunk)
     return digest.hexdigest()
 
@@ -542,8 +566,9 @@ def stage_folder(
 ) -> Iterator[Path]:
     """Yield a hidden folder beside `output_dir`; it takes that name only if the body succeeds.
 
-    A second process that stages the same output is refused; what a killed one left is removed. With
-    `resume` that is yielded instead, and kept when the body fails.
+    What has come under that name meanwhile stays, and SpecDecError is raised, without `force`. A
+    second process that stages the same output is refused; what a killed one left is removed. With
+    `resume` that is yielded instead, and kept when the work fails.
     """
     output_dir = output_dir.resolve()
     output_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -558,9 +583,11 @@ def stage_folder(
                 shutil.rmtree(partial)
             partial.mkdir(exist_ok=True)
             yield partial
+            if not force and output_dir.exists() and _is_in_use(output_dir):
+                raise _refuse_newcomer(output_dir)
             (partial / JOURNAL_NAME).unlink(missing_ok=True)
             _sync_tree(partial)
-            _replace_folder(partial, output_dir, old)
+            _place_folder(partial, output_dir, old, force=force)
             _sync(output_dir.parent)
         finally:
             if not resume:
@@ -606,18 +633,41 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _replace_folder(partial: Path, output_dir: Path, old: Path) -> None:
-    if output_dir.exists():
+def _is_in_use(output_dir: Path) -> bool:
+    return not output_dir.is_dir() or any(output_dir.iterdir())
+
+
+def _refuse_newcomer(output: Path) -> SpecDecError:
+    return SpecDecError(
+        f"{output} was not there at the start, but somebody has made it meanwhile",
+        "move it away, or choose another name, and run this again",
+    )
+
+
+def _place_folder(partial: Path, output_dir: Path, old: Path, *, force: bool) -> None:
+    if force and output_dir.is_dir():
         if old.exists():
             shutil.rmtree(old)
         output_dir.rename(old)
     try:
-        partial.rename(output_dir)
-    except OSError:
-        if old.exists():
+        partial.rename(output_dir)  # an empty folder gives way, nothing else does
+    except OSError as error:
+        if old.exists() and not output_dir.exists():
             old.rename(output_dir)
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise _refuse_newcomer(output_dir) from None
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def place_file(partial: Path, output: Path, *, force: bool) -> None:
+    """Give a finished file its name; without force, raise SpecDecError where that is taken."""
+    if not force:
+        try:  # takes the name, which a rename alone would take from anybody
+            os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+        except FileExistsError:
+            raise _refuse_newcomer(output) from None
+    partial.replace(output)
 
 
 def describe_file(path: Path, sha256: str | None = None) -> dict[str, Any]:

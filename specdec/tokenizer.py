@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, summarize
+from specdec.pretrained import load_tokenizer
 from specdec.vocabulary import read_vocabulary
 
 FOLDER = "tokenizer"  # of an engine
@@ -18,19 +19,6 @@ FILES = (
     "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json",
     "config.json", "generation_config.json",
 )  # fmt: skip
-
-
-def load_tokenizer(directory: str) -> Any:
-    """Load a Hugging Face tokenizer; remote code is never run."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
-        raise SpecDecError(
-            f"no tokenizer in {directory!r}: {summarize(error)}",
-            "give the folder of the Hugging Face base model as --tokenizer-dir",
-        ) from None
 
 
 def find_tokenizer(engine_dir: Path, given: str | None = None) -> str | None:

@@ -8,7 +8,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ import torch
 
 from specdec.decode.accept import Candidates
 from specdec.decode.requests import ActiveRequest
+from specdec.engine.layout import make_metadata
 from specdec.engine.tree import Tree, pack_beams
+from specdec.storage import TensorFile, TensorInfo, write_tensor_file
+from specdec.torch_tensors import to_array
 
 
 def call(stage: str, *args: object) -> None:
@@ -105,6 +108,20 @@ def make_tree_engine(
         "--speculative-decoding-mode", method, "--max-batch-size", 3,
     )  # fmt: skip
     return engine
+
+
+def save_weights(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Give a weight file of an engine other tensors, with all that a build writes about them."""
+    build_id = TensorFile(path).metadata["build_id"]
+    arrays = {name: to_array(tensor) for name, tensor in tensors.items()}
+    infos = {
+        name: TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+    metadata = make_metadata(path.name, build_id, infos)
+    # Not in its place: the tensors may be views of it.
+    write_tensor_file(path.with_suffix(".new"), infos, lambda name: arrays[name], metadata)
+    path.with_suffix(".new").replace(path)
 
 
 def continue_greedily(model: Any, prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:

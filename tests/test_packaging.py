@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from specdec import errors
 from tests.conftest import ROOT
 
 if sys.version_info >= (3, 11):
@@ -61,7 +63,7 @@ def test_wheel_holds_what_it_should(tmp_path: Path) -> None:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("specdec-*.whl")
+    (wheel,) = tmp_path.glob("specdec_toolchain-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     top_level = {name.split("/")[0] for name in names}
@@ -78,6 +80,27 @@ def test_wheel_holds_what_it_should(tmp_path: Path) -> None:
             relative = path.relative_to(ROOT).as_posix()
             expected.add(relative if source == "specdec" else f"specdec/{relative}")
     assert expected - names == set()
+
+
+@pytest.mark.skipif(tomllib is None, reason="reading pyproject.toml needs Python 3.11")
+def test_hints_name_our_own_distribution() -> None:
+    """`pip install specdec` would bring another project's package, so no text may say it."""
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == errors.DISTRIBUTION == "specdec-toolchain"
+    foreign = re.compile(r"pip install[^`\n]*['\" ]specdec(?![-_\w])|['\"]specdec\[")
+    hint = re.compile(r"name_extra\(['\"]([\w-]+)['\"]\)")
+    named = set()
+    files = [
+        path
+        for source in (*SOURCES, "docs", "examples", "benchmarks")
+        for path in (ROOT / source).rglob("*")
+        if path.suffix in (".py", ".md", ".yaml")
+    ]
+    for path in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]:
+        text = path.read_text()
+        assert not foreign.search(text), f"{path}: {foreign.search(text)}"
+        named |= set(hint.findall(text))
+    assert {"train", "plot", "tensorrt-llm"} <= named <= set(project["optional-dependencies"])
 
 
 def test_commands_of_the_wheel_start_without_a_checkout(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from specdec.chat import mask_tokens, render_conversation
 from specdec.documents import name_line, parse_object, read_document, read_lines
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, summarize
 from specdec.logs import get_logger
 
 HELDOUT_PART = 0.02
@@ -60,13 +60,45 @@ class Rows:
 
     @staticmethod
     def load(folder: Path, name: str) -> Rows:
-        """Map the arrays that `save` wrote."""
-        return Rows(
-            *(
-                np.load(folder / f"{name}.{f.name}.npy", mmap_mode="r", allow_pickle=False)
-                for f in dataclasses.fields(Rows)
-            )
-        )
+        """Map the arrays that `save` wrote; raise SpecDecError where they are not such."""
+        arrays = {}
+        for field in dataclasses.fields(Rows):
+            path = folder / f"{name}.{field.name}.npy"
+            try:
+                arrays[field.name] = np.load(path, mmap_mode="r", allow_pickle=False)
+            except Exception as error:  # noqa: BLE001 - numpy raises many kinds of a damaged header
+                raise _refuse_array(path, summarize(error)) from None
+            dtypes = ROW_DTYPES[field.name]
+            array = arrays[field.name]
+            if array.ndim != 1 or array.dtype not in dtypes:
+                raise _refuse_array(path, f"it is {array.dtype} {list(array.shape)}"[:200])
+        rows = Rows(**arrays)
+        bounds = rows.bounds
+        if len(bounds) < 1 or bounds[0] != 0 or (np.diff(bounds) < 1).any():
+            raise _refuse_array(folder / f"{name}.bounds.npy", "its bounds do not rise from 0")
+        for array, part in ((rows.tokens, "tokens"), (rows.mask, "mask")):
+            if len(array) != bounds[-1]:
+                fact = f"it has {len(array)} entries, its rows {int(bounds[-1])}"
+                raise _refuse_array(folder / f"{name}.{part}.npy", fact)
+        return rows
+
+    def check_tokens(self, vocab_size: int, where: Path) -> None:
+        """Raise SpecDecError where a token is beyond a vocabulary; `where` is for the message."""
+        if not len(self.tokens):
+            return
+        least, most = int(self.tokens.min()), int(self.tokens.max())
+        if least < 0 or most >= vocab_size:
+            raise _refuse_array(where, f"tokens {least} to {most}, the target has {vocab_size}")
+
+
+# What `save` writes.
+ROW_DTYPES = {"tokens": (np.uint16, np.int32), "mask": (np.bool_,), "bounds": (np.int64,)}
+
+
+def _refuse_array(path: Path, reason: str) -> SpecDecError:
+    return SpecDecError(
+        f"the tokenized rows {path} are damaged: {reason}", "start anew with --force"
+    )
 
 
 class RowBuilder:

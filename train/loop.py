@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,12 +100,15 @@ class Loop:
         self.num_tokens = 0
 
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint."""
+        """Continue from a checkpoint; raise ValueError where it is not of this drafter."""
         own = self.drafter.state_dict()
         weights = checkpoint["drafter"]
+        check_state(checkpoint, own, list(self.drafter.parameters()))
         self.drafter.load_state_dict({n: scatter(t, own[n]) for n, t in weights.items()})
         parameters = list(self.drafter.parameters())
-        self.optimizer.load_state_dict(scatter_optimizer(checkpoint["optimizer"], parameters))
+        # Of its groups' numbers the settings decide, which are the same.
+        state = {**self.optimizer.state_dict(), "state": checkpoint["optimizer"]["state"]}
+        self.optimizer.load_state_dict(scatter_optimizer(state, parameters))
         self.step = int(checkpoint["step"])
         self.num_tokens = int(checkpoint["num_tokens"])
 
@@ -314,6 +317,26 @@ def _format_accuracies(measured: Mapping[str, Any], rank: int) -> str:
 def _format_time(seconds: float) -> str:
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else "< 1 min"
+
+
+def check_state(
+    checkpoint: Mapping[str, Any], own: Mapping[str, Tensor], parameters: Sequence[Tensor]
+) -> None:
+    """Raise ValueError unless weights and optimizer of a checkpoint have a drafter's shapes.
+
+    torch's optimizers take numbers of any shape, and fail, or spread them, at the next step.
+    """
+    weights = checkpoint["drafter"]
+    if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in own.items()}:
+        raise ValueError("the weights are of another drafter")
+    for index, entry in checkpoint["optimizer"]["state"].items():
+        shapes = {"exp_avg": 1, "exp_avg_sq": 1, "step": 0}
+        if not 0 <= index < len(parameters) or entry.keys() != shapes.keys():
+            raise ValueError("the optimizer is of another drafter")
+        for name, is_whole in shapes.items():
+            wanted = parameters[index].shape if is_whole else torch.Size(())
+            if not isinstance(entry[name], Tensor) or entry[name].shape != wanted:
+                raise ValueError(f"{name} of the optimizer is not {list(wanted)}")
 
 
 def count_steps(settings: TrainSettings, num_rows: int, rows_per_step: int) -> int:

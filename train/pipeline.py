@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.documents import check_data_file
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import SpecDecError, UsageError, name_extra, summarize
 from specdec.logs import get_logger
 from specdec.methods import METHODS
+from specdec.mpi import check_meeting_place, find_launch
 from specdec.settings import list_given, name_flag, require
 from specdec.storage import check_output_dir, describe_file, list_local, stage_folder
 
@@ -141,6 +142,7 @@ def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
     config = load_config(settings.model_dir)
     max_length = choose_max_length(settings, config)
     method = load_method(settings.method)
+    method.check_target(settings, config)
     load = functools.partial(open_target, settings, method, config, dtype, accelerator, split=split)
     target: Target | None = None if settings.hidden_states_dir else load()
     state = TrainingState(settings.output_dir)
@@ -257,7 +259,10 @@ def start_loop(job: Job) -> Loop:
     )
     checkpoint = state.load_checkpoint()
     if checkpoint is not None:
-        loop.restore(checkpoint)
+        try:
+            loop.restore(checkpoint)
+        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError):
+            raise state.refuse_checkpoint() from None
         logger.info("resumed at step %d", loop.step)
     if accelerator.is_main_process:
         state.cut_log(loop.step)
@@ -401,17 +406,28 @@ def start_accelerator(settings: TrainSettings, split: Split) -> Any:
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
     except ImportError:
-        raise SpecDecError("accelerate is not installed", "pip install 'specdec[train]'") from None
+        raise SpecDecError("accelerate is not installed", name_extra("train")) from None
     import torch
 
     has_gpu = torch.cuda.is_available()
     use_bf16 = settings.dtype == "bfloat16" or settings.dtype == "auto" and _has_fast_bf16()
-    accelerator = Accelerator(
-        cpu=not has_gpu and not torch.backends.mps.is_available(),
-        mixed_precision="bf16" if use_bf16 else "no",
-        # The others wait while the main process tokenizes the data and measures an engine.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-    )
+    launch = find_launch()
+    place = check_meeting_place() if launch is not None and launch.size > 1 else ""
+    try:
+        accelerator = Accelerator(
+            cpu=not has_gpu and not torch.backends.mps.is_available(),
+            mixed_precision="bf16" if use_bf16 else "no",
+            # The others wait while the main process tokenizes the data and measures an engine.
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
+    except (RuntimeError, ValueError) as error:
+        if not place:
+            raise
+        raise SpecDecError(
+            f"rank {launch.rank if launch else 0} does not meet the others at {place}:"
+            f" {summarize(error)}",
+            "check MASTER_ADDR and MASTER_PORT, and that every rank has its own RANK",
+        ) from None
     kind = str(accelerator.distributed_type.value)
     if kind not in REPLICATED:
         raise SpecDecError(
@@ -481,4 +497,7 @@ def load_rows(
             f"{state.data_folder} is not there on process {accelerator.process_index}",
             "let --output-dir be in a folder that all machines share",
         )
-    return Rows.load(state.data_folder, "train"), Rows.load(state.data_folder, "heldout")
+    parts = Rows.load(state.data_folder, "train"), Rows.load(state.data_folder, "heldout")
+    for part in parts:
+        part.check_tokens(vocab_size, state.data_folder)
+    return parts

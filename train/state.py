@@ -20,7 +20,7 @@ from typing import Any
 from specdec.errors import SpecDecError
 from specdec.logs import get_logger
 from specdec.settings import to_plain
-from specdec.storage import read_json, write_json
+from specdec.storage import parse_json, read_json, write_json
 
 from .settings import TrainSettings
 
@@ -100,20 +100,20 @@ class TrainingState:
         """Return the checkpoint on the CPU, or None; drop the log lines that came after it."""
         if not self._checkpoint.is_file():
             return None
-        import pickle
-
         import torch
 
         try:
             loaded: dict[str, Any] = torch.load(
                 self._checkpoint, map_location="cpu", weights_only=True
             )
-            loaded["step"], loaded["drafter"], loaded["optimizer"]
-        except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
-            raise SpecDecError(
-                f"{self._checkpoint} is damaged", "start anew with --force"
-            ) from None
+            _check_checkpoint(loaded)
+        except Exception:  # noqa: BLE001 - torch raises whatever a damaged pickle leads to
+            raise self.refuse_checkpoint() from None
         return loaded
+
+    def refuse_checkpoint(self) -> SpecDecError:
+        """The error for a checkpoint that is none of this training's."""
+        return SpecDecError(f"{self._checkpoint} is damaged", "start anew with --force")
 
     def cut_log(self, step: int) -> None:
         """Drop the log lines after `step`, which are about to be written again."""
@@ -127,19 +127,53 @@ class TrainingState:
             file.write(json.dumps(line) + "\n")
 
     def read_log(self) -> list[dict[str, Any]]:
-        """Return the log's lines; a last one that was cut off by a kill is left out."""
-        lines = []
-        if self._log.is_file():
-            for text in self._log.read_text(encoding="utf-8").splitlines():
-                try:
-                    lines.append(json.loads(text))
-                except ValueError:
-                    break
+        """Return the log's lines; a last one that was cut off by a kill is left out.
+
+        Raises SpecDecError for any other line that is none of a training's.
+        """
+        if not self._log.is_file():
+            return []
+        lines: list[dict[str, Any]] = []
+        *whole, _cut_off = self._log.read_bytes().split(b"\n")
+        for number, text in enumerate(whole, 1):
+            try:
+                line = parse_json(text)
+                if not _is_log_line(line):
+                    raise ValueError("it has no step")
+            except ValueError as error:
+                raise SpecDecError(
+                    f"{self._log} line {number} is none of this training: {error}",
+                    "remove the line, or start anew with --force",
+                ) from None
+            lines.append(line)
         return lines
 
     def remove(self) -> None:
         """Remove the folder once the drafter is written."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _is_log_line(line: Any) -> bool:
+    return (
+        isinstance(line, dict)
+        and type(line.get("step")) is int
+        and type(line.get("mean_loss", 0.0)) in (int, float)
+    )
+
+
+def _check_checkpoint(loaded: Any) -> None:
+    """Raise ValueError or KeyError where a checkpoint's parts are of other types."""
+    import torch
+
+    for name in ("step", "num_tokens"):
+        if type(loaded[name]) is not int or loaded[name] < 0:
+            raise ValueError(name)
+    weights, optimizer = loaded["drafter"], loaded["optimizer"]
+    if not all(isinstance(t, torch.Tensor) for t in weights.values()):
+        raise ValueError("drafter")
+    for index, entry in optimizer["state"].items():
+        if type(index) is not int or not isinstance(entry, dict):
+            raise ValueError("optimizer")
 
 
 def refuse_changes(

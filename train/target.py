@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec import pretrained
 from specdec.errors import SpecDecError, summarize
 from specdec.storage import describe_file
 from specdec.torch_tensors import TORCH_DTYPES
@@ -148,30 +149,8 @@ def join_rows(rows: list[Tensor]) -> Tensor:
 
 def load_config(model_dir: str) -> Any:
     """Read the target's configuration; a multimodal target's text part."""
-    from transformers import AutoConfig
-
-    folder = Path(model_dir)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise SpecDecError(
-            f"{folder} has no config.json", "--model-dir takes a Hugging Face model folder"
-        )
-    # A Hub id is `name` or `owner/name`; anything else that is absent can only be a wrong path.
-    if not folder.is_dir() and (len(folder.parts) > 2 or model_dir.startswith((".", "/", "~"))):
-        raise SpecDecError(
-            f"{folder} does not exist", "--model-dir takes a Hugging Face model folder or a Hub id"
-        )
-    try:
-        config = AutoConfig.from_pretrained(model_dir)
-    except (OSError, ValueError, KeyError) as error:
-        raise _cannot_load(model_dir, error) from None
+    config = pretrained.load_config(model_dir)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _cannot_load(model_dir: str, error: Exception) -> SpecDecError:
-    return SpecDecError(
-        f"cannot load the target {model_dir}: {summarize(error)}",
-        "check --model-dir: a folder made by save_pretrained, or a Hub id and a connection",
-    )
 
 
 def get_stored_dtype(config: Any) -> str:
@@ -204,19 +183,18 @@ def load_target(
     mesh: the processes that its layers are split over as `split` says; all call this, and `read`
     afterwards, equally often.
     """
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    loader = transformers.AutoModelForCausalLM if with_head else transformers.AutoModel
+    kind = "AutoModelForCausalLM" if with_head else "AutoModel"
+    model = pretrained.load_model(model_dir, kind, dtype=TORCH_DTYPES[dtype])
     try:
-        model = loader.from_pretrained(model_dir, dtype=TORCH_DTYPES[dtype])
         if mesh is not None:
             assert split is not None
             shard_layers(model, config, mesh, split)
         model = model.to(device)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _cannot_load(model_dir, error) from None
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise SpecDecError(
+            f"cannot put the target {model_dir} onto {device}: {summarize(error)}",
+            "use a device with more memory, or split the target over several: --shard-target",
+        ) from None
     name = get_name(model_dir)
     if not with_head:
         return LiveTarget(model, config, name=name, head=None, aux_layers=aux_layers)
@@ -232,15 +210,7 @@ def get_name(model_dir: str) -> str:
 
 def load_tokenizer(model_dir: str, vocab_size: int) -> Any:
     """Load the target's tokenizer and check that the target knows all of its tokens."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise SpecDecError(
-            f"cannot load the tokenizer of {model_dir}: {summarize(error)}",
-            "save the tokenizer beside the target's weights (tokenizer.json)",
-        ) from None
+    tokenizer = pretrained.load_tokenizer(model_dir, "--model-dir")
     if len(tokenizer) > vocab_size:
         raise SpecDecError(
             f"the tokenizer has {len(tokenizer)} tokens, the target's vocabulary only {vocab_size}",

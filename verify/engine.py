@@ -13,15 +13,17 @@ import torch
 from specdec import logs
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
+from specdec.manifest import check_hashes
 from specdec.methods.draft_target import DraftTargetDraft
+from specdec.pretrained import load_config
 from specdec.settings import as_options
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
 from .greedy import SPACINGS, Comparison, compare_text, find_wrong_end
-from .prompts import Prompts, load_tokenizer, make_prompts
+from .prompts import Prompts, load_model_tokenizer, make_prompts
 from .quantized import Text, compare_with_plain, measure_distance, refuse_sampling
-from .reference import Reference, check_pair, load_reference, read_config, read_end_ids
+from .reference import Reference, check_pair, load_reference, read_end_ids
 from .runner import run_engine
 from .sampling import NUM_PROMPTS, make_requests, verify_sampling
 from .settings import VerifySettings, check_flags
@@ -46,12 +48,15 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
             " that of one built without --speculative-decoding-mode",
         )
     engine = read_engine_config(settings.engine_dir)
-    config = read_config(settings.model_dir)
+    for folder in (settings.engine_dir, as_options(settings, DraftTargetDraft).draft_engine_dir):
+        if folder is not None and settings.verify_hashes:
+            check_hashes(folder)
+    config = load_config(settings.model_dir)
     check_pair(engine, settings.engine_dir, config, settings.model_dir)
     if engine.quantization is not None:
         refuse_sampling(settings, engine.quantization)
     model = engine.checkpoint.model
-    tokenizer = load_tokenizer(settings.model_dir)
+    tokenizer = load_model_tokenizer(settings.model_dir)
     prompts = make_prompts(settings, engine.build, model.vocab_size, tokenizer)
 
     # The engine has its turn first, so that the two never share the memory.

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError
+from specdec.folders import CHECKPOINT, expect_folder
+from specdec.manifest import NAME, Manifest, find_differences, list_surplus, read_manifest
 from specdec.settings import require
 
 from .contents import check_contents
-from .manifest import NAME, Manifest, find_differences, list_surplus, read_manifest
 from .settings import VerifySettings, check_flags
 
 SAME, CHANGED, ABSENT = "same", "changed", "absent"
@@ -23,8 +24,7 @@ def verify_checkpoint(settings: VerifySettings) -> dict[str, Any]:
     require(settings, "checkpoint_dir")
     assert settings.checkpoint_dir is not None
     folder: Path = settings.checkpoint_dir
-    if not folder.is_dir():
-        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-convert")
+    expect_folder(folder, CHECKPOINT, "--checkpoint-dir")
     began = time.monotonic()
     workers = settings.workers or os.cpu_count() or 1
     problems: list[str] = []

@@ -12,6 +12,9 @@ import numpy as np
 
 from specdec.engine.layout import BuildConfig
 from specdec.errors import SpecDecError
+from specdec.folders import has_tokenizer
+from specdec.pretrained import load_tokenizer
+from specdec.storage import parse_json
 
 from .settings import VerifySettings
 
@@ -27,9 +30,6 @@ TEXTS = (
     " to",
 )
 LENGTHS = (1, 4, 11, 24, 8, 47)  # of prompts in token ids, where there is no tokenizer
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
-)  # fmt: skip
 # How a request is decoded is what is under test here, not the file's to say.
 IGNORED_KEYS = ("max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
 
@@ -50,19 +50,12 @@ class Prompts:
         return [line for line in self.lines if line]
 
 
-def load_tokenizer(model_dir: str) -> Any:
-    """Load the model's tokenizer; None where its folder has none. Remote code is never run."""
+def load_model_tokenizer(model_dir: str) -> Any:
+    """Load the model's tokenizer; None where its folder has none."""
     folder = Path(model_dir)
-    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if folder.is_dir() and not has_tokenizer(folder):
         return None
-    from transformers import AutoTokenizer
-
-    from .reference import refuse_model
-
-    try:
-        return AutoTokenizer.from_pretrained(model_dir)
-    except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
-        raise refuse_model(f"the tokenizer of {model_dir}", error) from None
+    return load_tokenizer(model_dir, "--model-dir")
 
 
 def make_prompts(
@@ -134,8 +127,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 def _read_line(where: str, line: str) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        entry = parse_json(line.encode())
+    except ValueError as error:
         raise SpecDecError(f"{where} is not JSON: {error}", "write one object a line") from None
     if not isinstance(entry, dict) or not (set(entry) - set(IGNORED_KEYS)):
         raise SpecDecError(f"{where} holds no prompt", 'write {"prompt": "..."}')

@@ -14,35 +14,14 @@ import torch
 from torch import Tensor
 
 from specdec.engine.layout import EngineConfig
-from specdec.errors import SpecDecError, summarize
+from specdec.errors import SpecDecError
+from specdec.pretrained import load_generation_config, load_model
 from specdec.torch_tensors import TORCH_DTYPES
 
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings",
 )  # fmt: skip
-
-
-def refuse_model(what: str, error: Exception) -> SpecDecError:
-    """The error for what transformers cannot load."""
-    return SpecDecError(
-        f"transformers cannot load {what}: {summarize(error)}",
-        "check --model-dir: a folder made by save_pretrained or a hub id, of an architecture that"
-        " the installed transformers knows; remote code is never run",
-    )
-
-
-def read_config(model_dir: str) -> Any:
-    """Read the model's configuration."""
-    from transformers import AutoConfig
-
-    folder = Path(model_dir)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise SpecDecError(f"{folder} has no config.json", "--model-dir takes a model folder")
-    try:
-        return AutoConfig.from_pretrained(model_dir)
-    except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
-        raise refuse_model(model_dir, error) from None
 
 
 def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: str) -> None:
@@ -66,12 +45,6 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
         raise SpecDecError(
             f"{engine_dir} was not made from {model_dir}: {'; '.join(different)}",
             "give the base model that the engine's checkpoint was converted from",
-        )
-    length, longest = engine.build.max_seq_len, model.max_position_embeddings
-    if length > longest and model.rotary_scaling is None:
-        raise SpecDecError(
-            f"{engine_dir} has max_seq_len {length}, the model max_position_embeddings {longest}",
-            f"build with --max-seq-len {longest} or less",
         )
 
 
@@ -124,17 +97,8 @@ class Reference:
 
 
 def load_reference(model_dir: str, dtype: str, device: str) -> Reference:
-    """Load the model in the engine's type; remote code is never run."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=TORCH_DTYPES[dtype]
-        )
-    except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
-        raise refuse_model(model_dir, error) from None
+    """Load the model in the engine's type."""
+    model = load_model(model_dir, dtype=TORCH_DTYPES[dtype])
     return Reference(model, torch.device(device))
 
 
@@ -143,11 +107,9 @@ def read_end_ids(model_dir: str, config: Any, tokenizer: Any) -> tuple[set[int],
 
     Must: generation_config.json's. May: also the model configuration's and the tokenizer's.
     """
-    from transformers import GenerationConfig
-
     must: set[int] = set()
     if tokenizer is not None and (Path(model_dir) / "generation_config.json").is_file():
-        must = _list_ids(GenerationConfig.from_pretrained(model_dir).eos_token_id)
+        must = _list_ids(load_generation_config(model_dir).eos_token_id)
     own = _list_ids(getattr(tokenizer, "eos_token_id", None))
     return must, must | own | _list_ids(getattr(config, "eos_token_id", None))
 

@@ -37,6 +37,9 @@ class VerifySettings:
     acceptance: str = setting(
         "exact", choices=("exact", "typical"), hidden=True, help="typical is refused: it is lossy."
     )
+    verify_hashes: bool = setting(
+        False, kind="flag", help="Compare every byte of the engine with its manifest first."
+    )
     prompts: Path | None = setting(
         kind="path", metavar="FILE",
         help="Prompts, .txt or .jsonl as for specdec-run; a small set of its own if not given.",

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from .processes import PeerError, run_logged
 
 TORCH = "torch==2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # PyPI has the build for CUDA, several GB
+INSTALL_TORCH = Path(__file__).parents[2] / ".ci" / "install_torch.py"
 LLAMA_CPP = "llama-cpp-python==0.3.36"  # its source archive holds all of llama.cpp
 SOURCE = "vendor/llama.cpp"
 CMAKE_FLAGS = (
@@ -101,8 +101,10 @@ def install_peer(name: str, folder: Path, log: Path) -> Path:
     ready.unlink(missing_ok=True)
     print(f"installing {name} into {folder} (log: {log})", file=sys.stderr, flush=True)
     run_logged([sys.executable, "-m", "venv", folder], log, "making a virtual environment")
+    if TORCH in recipe.packages:
+        run_logged([python, INSTALL_TORCH, TORCH_INDEX, TORCH], log, f"installing {TORCH}")
     run_logged(
-        [python, "-m", "pip", "install", "--no-compile", *list_index_flags(), *recipe.packages],
+        [python, "-m", "pip", "install", "--no-compile", *recipe.packages],
         log, f"installing {' '.join(recipe.packages)}",
     )  # fmt: skip
     if recipe.removed:
@@ -113,13 +115,3 @@ def install_peer(name: str, folder: Path, log: Path) -> Path:
         recipe.finish(folder, log)
     ready.write_text(recipe.describe())
     return python
-
-
-def list_index_flags() -> list[str]:
-    """Where torch's build for CPUs comes from, unless the user has told pip where to look."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    is_told = "index-url" in done.stdout or "find-links" in done.stdout
-    return [] if is_told else ["--extra-index-url", TORCH_INDEX]

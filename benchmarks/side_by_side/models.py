@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.errors import name_extra
 from specdec.processes import call_stage
 
-from .gguf import export_gguf
 from .processes import PeerError, run_logged
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -130,7 +130,11 @@ def build_engines(
 
 
 def make_gguf(models: Models) -> dict[str, Path]:
-    """The target and the draft model as llama.cpp reads them."""
+    """The target and the draft model as llama.cpp reads them; PeerError where gguf is missing."""
+    try:
+        from .gguf import export_gguf
+    except ModuleNotFoundError as error:
+        raise PeerError(f"{error}: {name_extra('dev')}") from None
     return _make_each(models, ".gguf", export_gguf)
 
 
@@ -204,9 +208,9 @@ def make_long_prompt(path: Path, target: Path, length: int) -> list[int]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
+    from specdec import pretrained
 
-    return AutoTokenizer.from_pretrained(folder)
+    return pretrained.load_tokenizer(folder)
 
 
 def read_commit() -> str | None:

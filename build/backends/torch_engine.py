@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,18 +16,16 @@ from specdec.engine.layout import (
     DRAFTER_NAME,
     BuildConfig,
     EngineConfig,
-    add_int8_scales,
-    add_scales,
     check_inventory,
     encode_engine_config,
     list_engine_files,
-    list_int8,
+    make_metadata,
     name_weight_file,
+    plan_int8,
 )
 from specdec.errors import SpecDecError, join_names, raise_problems
 from specdec.inventory import find_rank_files
 from specdec.methods.eagle import EagleParams
-from specdec.model_config import ModelConfig
 from specdec.quantization import (
     ACTIVATION_SCALE,
     FLOAT8,
@@ -61,12 +61,16 @@ logger = logs.get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TorchPlan:
-    """A checked build: the rank files to read, the files to write, whether to compile."""
+    """A checked build: the rank files to read, the files to write, whether to compile.
+
+    needs_kernels: whether the build fails where the compiler does.
+    """
 
     sources: list[TensorFile]
     files: dict[str, dict[str, TensorInfo]]
     prepack: bool
     compile_kernels: bool
+    needs_kernels: bool
     quantization: str | None
 
     @property
@@ -87,10 +91,6 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
 
     model, drafter = checkpoint.model, checkpoint.drafter
     problems: list[tuple[str, str]] = []
-    for flag in ("gemm_plugin", "use_paged_context_fmha", "use_fp8_context_fmha"):
-        if getattr(settings, flag) is not None:
-            name = "--" + flag.replace("_", "-")
-            problems.append((f"{name} has no meaning for the torch backend", f"leave {name} out"))
     if settings.kv_cache_type == "paged":
         problems.append(
             ("the torch backend has a continuous KV cache only", "leave --kv-cache-type out")
@@ -158,6 +158,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         files=files,
         prepack=settings.optimize != "none",
         compile_kernels=compile_kernels,
+        needs_kernels=settings.optimize == "native",
         quantization=settings.quantization,
     )
 
@@ -217,6 +218,25 @@ def check_source(source: TensorFile, checkpoint: CheckpointConfig) -> set[str]:
     return float8
 
 
+def add_scales(
+    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo]
+) -> dict[str, tuple[int, ...]]:
+    """Add the scales that belong to those of the tensors which are stored as float8.
+
+    Scales have one element, the weight's of a stacked gate_up two.
+    """
+    expected = dict(shapes)
+    for name in shapes:
+        if name in stored and stored[name].dtype in FLOAT8_STORAGE:
+            for kind in SCALES:
+                scale = f"{name.removesuffix('.weight')}.{kind}"
+                info = stored.get(scale)
+                is_one = info is not None and math.prod(info.shape) == 1
+                is_pair = kind == WEIGHT_SCALE and ".mlp.gate_up." in name
+                expected[scale] = info.shape if info and is_one else ((2,) if is_pair else (1,))
+    return expected
+
+
 def check_copies(source: TensorFile, names: Iterable[str]) -> None:
     """Raise SpecDecError where EAGLE nets that are to be copies differ: the first alone is run."""
     for name in names:
@@ -267,42 +287,62 @@ def plan_tensors(
     return tensors
 
 
-def plan_int8(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> dict[str, TensorInfo]:
-    """Plan the tensors of a file in which the matrices of the layers are int8."""
-    integers = set(list_int8(model))
-    shapes = {name: info.shape for name, info in tensors.items()}
-    return {
-        name: TensorInfo(INT8, shape)
-        if name in integers
-        else tensors.get(name, TensorInfo("float32", shape))
-        for name, shape in add_int8_scales(shapes, model).items()
-    }
-
-
 def write_engine(
-    plan: TorchPlan, checkpoint: CheckpointConfig, limits: BuildConfig, folder: Path
-) -> dict[str, str]:
-    """Write the engine's files into `folder`; return their sha256 sums by name where known."""
-    from specdec.engine.native import compile_kernels, describe_coverage
+    plan: TorchPlan, checkpoint: CheckpointConfig, limits: BuildConfig, folder: Path, build_id: str
+) -> tuple[dict[str, str], bool]:
+    """Write the engine's files into `folder`.
 
-    kernels: dict[str, str] | None = None
-    if plan.compile_kernels:
-        kernels = compile_kernels(folder)
-        logger.info("native kernels: %s", describe_coverage(checkpoint.model))
+    build_id: of `make_build_id`. Returns their sha256 sums by name where known, and whether it has
+    native kernels.
+    """
+    kernels = write_kernels(plan, checkpoint, folder) if plan.compile_kernels else None
     hashes = {
-        name: write_tensor_file(folder / name, tensors, make_reader(plan, checkpoint, name))
+        name: write_tensor_file(
+            folder / name,
+            tensors,
+            make_reader(plan, checkpoint, name),
+            make_metadata(name, build_id, tensors),
+        )
         for name, tensors in plan.files.items()
     }
     config = EngineConfig(
         version=__version__,
         checkpoint=checkpoint,
         build=limits,
+        build_id=build_id,
         prepack=plan.prepack,
         kernels=kernels,
         quantization=plan.quantization,
     )
     write_json(folder / "config.json", encode_engine_config(config))
-    return hashes
+    return hashes, kernels is not None
+
+
+def write_kernels(
+    plan: TorchPlan, checkpoint: CheckpointConfig, folder: Path
+) -> dict[str, str] | None:
+    """Compile the kernels, into the user's cache and the engine's folder; say what with.
+
+    None where the compiler fails and the kernels are not needed.
+    """
+    from specdec.engine import kernel_cache
+    from specdec.engine.native import LIBRARY_NAME, compile_kernels, describe_coverage
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".kernels-") as workplace:
+        try:
+            kernels = compile_kernels(Path(workplace))
+        except SpecDecError as error:
+            if plan.needs_kernels:
+                raise
+            logger.warning(
+                "no native kernels: %s; the engine will run on torch's own operators, slower on a"
+                " CPU: %s", error.message, error.hint,
+            )  # fmt: skip
+            return None
+        (folder / kernel_cache.FOLDER_NAME).mkdir(mode=0o755)
+        kernel_cache.place(Path(workplace) / LIBRARY_NAME, kernels, folder, mode=0o644)
+    logger.info("native kernels: %s", describe_coverage(checkpoint.model))
+    return kernels
 
 
 def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Callable[[str], Array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.model_config import ModelConfig
+from specdec.rotary_scaling import find_scaling_problems, get_kind, list_kinds
 from specdec.tensors import EMBEDDING, HEAD
 
 from ..hf import ConfigReader, HfFolder
@@ -21,7 +21,6 @@ logger = logs.get_logger(__name__)
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 # What every loader computes anew.
 ROTARY_BUFFERS = ("*.rotary_emb.inv_freq",)
-ROTARY_TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope", "su")
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
@@ -189,10 +188,16 @@ def read_decoder(
         "rotary_scaling": scaling,
         "rotary_pct": _read_rotary_fraction(reader, rotary_fraction),
     }
-    if scaling is not None and get_rotary_type(scaling) == "longrope":
-        num_pairs = int(values["head_size"] * values["rotary_pct"]) // 2
-        _check_longrope(reader, scaling, num_pairs)
+    if scaling is not None and get_kind(scaling) == "longrope":
         values["original_max_position_embeddings"] = _read_original_length(reader, scaling)
+    for fact, remedy in find_scaling_problems(
+        scaling,
+        rotary_size=int(values["head_size"] * values["rotary_pct"]),
+        rotary_base=rotary_base,
+        max_positions=values["max_position_embeddings"],
+        original_positions=values.get("original_max_position_embeddings"),
+    ):
+        reader.refuse(fact, remedy)
     return values
 
 
@@ -270,20 +275,6 @@ def _read_rotary_fraction(reader: ConfigReader, default: float | None) -> float:
     return fraction
 
 
-def _check_longrope(reader: ConfigReader, scaling: Mapping[str, Any], num_pairs: int) -> None:
-    """Note a problem unless there is a short and a long factor for each pair of dimensions."""
-    for name in ("short_factor", "long_factor"):
-        factors = scaling.get(name)
-        numbers = factors if isinstance(factors, list) else []
-        numbers = [n for n in numbers if type(n) in (int, float) and 0 < n < math.inf]
-        if len(numbers) != num_pairs or numbers != factors:
-            found = f"{len(factors)} values" if isinstance(factors, list) else repr(factors)
-            reader.refuse(
-                f"{name} of the longrope scaling is {found}, not {num_pairs} positive numbers",
-                "copy the model's config.json again",
-            )
-
-
 def _read_original_length(reader: ConfigReader, scaling: Mapping[str, Any]) -> int:
     """Length at which longrope switches its factors; in the scaling, or beside it."""
     name = "original_max_position_embeddings"
@@ -295,25 +286,18 @@ def _read_original_length(reader: ConfigReader, scaling: Mapping[str, Any]) -> i
     return length
 
 
-def get_rotary_type(scaling: Mapping[str, Any]) -> str:
-    """Return the type of a rotary scaling, `longrope` also under its first name, `su`."""
-    kind = str(scaling.get("rope_type", scaling.get("type")))
-    return "longrope" if kind == "su" else kind
-
-
 def read_rotary(reader: ConfigReader, default_base: float) -> tuple[float, dict[str, Any] | None]:
     """Return rotary base and scaling from rope_theta and rope_scaling, or rope_parameters.
 
     transformers 5 writes both into `rope_parameters`, earlier versions at the top level.
     """
-    parameters = reader.get_object("rope_parameters")
-    old = _drop_default(reader.get_object("rope_scaling"))
-    new = _drop_default(parameters)
-    if old and new and old != new:
+    parameters, earlier = reader.get_object("rope_parameters"), reader.get_object("rope_scaling")
+    old, new = _drop_default(earlier), _drop_default(parameters)
+    if old != new and (old and new or list_kinds(earlier) and list_kinds(parameters)):
         reader.refuse(
             f"rope_scaling {old} and rope_parameters {new} disagree", "remove the wrong one"
         )
-    nested = parameters.get("rope_theta", reader.get_object("rope_scaling").get("rope_theta"))
+    nested = parameters.get("rope_theta", earlier.get("rope_theta"))
     theta = reader.config.get("rope_theta")
     if theta is not None and nested is not None and theta != nested:
         reader.refuse(
@@ -325,18 +309,12 @@ def read_rotary(reader: ConfigReader, default_base: float) -> tuple[float, dict[
         reader.problems += inner.problems
     else:
         base = reader.get_float("rope_theta", default_base)
-    scaling = new or old or None
-    if scaling is not None and get_rotary_type(scaling) not in ROTARY_TYPES:
-        reader.refuse(
-            f"rotary scaling {get_rotary_type(scaling)!r} is not known",
-            f"the known types are {', '.join(ROTARY_TYPES)}",
-        )
-    return base, scaling
+    return base, new or old or None
 
 
 def _drop_default(scaling: Mapping[str, Any]) -> dict[str, Any]:
     """The scaling alone: transformers 5 keeps base and rotated fraction in the same object."""
-    if scaling.get("rope_type", scaling.get("type")) == "default":
+    if list_kinds(scaling) == ["default"]:
         return {}
     beside = ("rope_theta", "partial_rotary_factor")
     return {key: value for key, value in scaling.items() if key not in beside}

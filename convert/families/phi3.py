@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.model_config import ModelConfig
+from specdec.rotary_scaling import get_kind
 
 from ..hf import ConfigReader
 from ..plan import Part
@@ -12,7 +13,6 @@ from .base import (
     ROTARY_BUFFERS,
     Family,
     Layout,
-    get_rotary_type,
     get_window,
     make_model,
     read_decoder,
@@ -64,7 +64,7 @@ def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
         "rotary_pct": model.rotary_pct,
     }
     scaling = model.rotary_scaling
-    if scaling is not None and get_rotary_type(scaling) == "longrope":
+    if scaling is not None and get_kind(scaling) == "longrope":
         config |= {
             "position_embedding_type": "long_rope",
             "longrope_scaling_short_factors": scaling["short_factor"],

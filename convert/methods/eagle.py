@@ -15,6 +15,7 @@ import numpy as np
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
 from specdec.methods.eagle import (
+    EAGLE1_TARGETS,
     EAGLE3_ARCHITECTURE,
     EAGLE_ARCHITECTURE,
     Eagle3Params,
@@ -43,8 +44,6 @@ WITH_TARGET = "eagle_module."
 IN_TARGET = (f"{WITH_TARGET}*",)
 
 MAX_DRAFT_LEN = 256  # TensorRT-LLM's, of a tree
-# EAGLE-1's targets: TensorRT-LLM makes Llamas of them.
-TARGETS = ("LlamaForCausalLM", "MistralForCausalLM")
 
 LAYER = "layers.0."
 ONLY_LAYER = "midlayer."  # what a drafter of one layer may call it
@@ -334,11 +333,11 @@ def add_to_config(
     if version == "0.14":
         raise SpecDecError("TensorRT-LLM 0.14 has no EAGLE", "convert for 1.2")
     target, combined = config["architecture"], dict(config)
-    if params.eagle3 is None and target not in TARGETS:
+    if params.eagle3 is None and target not in EAGLE1_TARGETS:
         raise SpecDecError(
             f"TensorRT-LLM has no EAGLE-1 for {target}",
-            f"the targets it has one for are {', '.join(TARGETS)}; EAGLE-3, on the torch backend,"
-            " takes any",
+            f"the targets it has one for are {', '.join(EAGLE1_TARGETS)}; EAGLE-3, on the torch"
+            " backend, takes any: specdec-train --method eagle --eagle-version 3 trains one",
         )
     if params.eagle3 is None and is_head_quantized:
         raise SpecDecError(

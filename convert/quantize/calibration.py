@@ -18,7 +18,7 @@ import numpy as np
 from specdec import logs
 from specdec.chat import render_messages
 from specdec.documents import name_line, parse_object, read_document, read_lines
-from specdec.errors import SpecDecError, join_names, summarize
+from specdec.errors import SpecDecError, join_names
 
 from ..plan import count
 
@@ -107,17 +107,16 @@ def _tokenize(tokenizer: Any, document: Any) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def load_tokenizer(model_dir: str) -> Any:
-    """Load the model's tokenizer; remote code is never run."""
-    from transformers import AutoTokenizer
+def load_model_tokenizer(model_dir: str) -> Any:
+    """Load the model's tokenizer for data that holds text."""
+    from specdec.pretrained import load_tokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_dir)
-    except Exception as error:  # noqa: BLE001 - the library raises many kinds
+        return load_tokenizer(model_dir, "--model-dir")
+    except SpecDecError as error:
         raise SpecDecError(
-            f"--calibration-data holds text, but {model_dir} has no tokenizer that loads:"
-            f" {summarize(error)}",
-            "put the model's tokenizer files beside its weights, or give rows of input_ids",
+            f"--calibration-data holds text, and a tokenizer is needed: {error.message}",
+            f"{error.hint}; or give rows of input_ids",
         ) from None
 
 
@@ -246,21 +245,12 @@ def _refuse_nonfinite(largest: Mapping[str, torch.Tensor], model_dir: Path) -> N
 
 
 def _load_model(model_dir: Path, dtype: str) -> Any:
-    import transformers
-
+    from specdec.pretrained import load_model
     from specdec.torch_tensors import TORCH_DTYPES
 
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model, info = transformers.AutoModel.from_pretrained(
-            model_dir, dtype=TORCH_DTYPES[dtype], output_loading_info=True
-        )
-    except Exception as error:  # noqa: BLE001 - the library raises many kinds
-        raise SpecDecError(
-            f"transformers cannot load {model_dir} for the calibration: {summarize(error)}",
-            "check the folder, or the transformers version that the model asks for",
-        ) from None
+    model, info = load_model(
+        model_dir, "AutoModel", dtype=TORCH_DTYPES[dtype], output_loading_info=True
+    )
     if info["missing_keys"]:
         raise SpecDecError(
             f"transformers finds no weights in {model_dir} for"

@@ -10,8 +10,8 @@ A layer that only ever saw zeros has scale 1.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from specdec.quantization import (
 from specdec.sharding import Block
 from specdec.storage import DTYPES, Array, TensorInfo
 from specdec.tensors import list_linears
+from specdec.threads import Pool
 
 from ..plan import Chunk, Part, Piece, PlannedTensor, RankPlan
 from .calibration import Watch
@@ -117,8 +118,11 @@ class Quantizer:
 
     def measure(self, workers: int) -> None:
         """Read all weights, run the calibration, and set every scale."""
-        with ThreadPoolExecutor(workers) as pool:
-            tasks = {name: pool.submit(_measure, w) for name, w in self.weights.items()}
+        with Pool(workers) as pool:
+            tasks = {
+                name: pool.submit(_measure, tensors, pool.is_ending)
+                for name, tensors in self.weights.items()
+            }
             done = logs.show_progress(tasks.values(), label="measuring", total=len(tasks))
             for task in done:
                 task.result()
@@ -155,11 +159,13 @@ def find_group(module: str) -> str:
     return module.removesuffix(".gate") + ".fc" if module.endswith(".mlp.gate") else module
 
 
-def _measure(tensors: Sequence[PlannedTensor]) -> np.float32:
+def _measure(tensors: Sequence[PlannedTensor], is_ending: threading.Event) -> np.float32:
     """Return the largest magnitude of tensors, chunk by chunk."""
     largest = np.float32(0)
     for tensor in tensors:
         for chunk in tensor.list_chunks():
+            if is_ending.is_set():
+                break
             largest = np.maximum(largest, find_amax(chunk.make(), tensor.info.dtype))
     return largest
 

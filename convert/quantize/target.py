@@ -65,7 +65,7 @@ def quantize_target(
     calibration.check_memory(num_bytes, device, folder.path)
     rows = calibration.read_rows(
         settings.calibration_data,
-        functools.partial(calibration.load_tokenizer, settings.model_dir),
+        functools.partial(calibration.load_model_tokenizer, settings.model_dir),
         size=settings.calib_size,
         max_length=min(
             settings.calib_max_seq_length or calibration.DEFAULT_MAX_LENGTH,

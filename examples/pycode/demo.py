@@ -41,10 +41,11 @@ def run_stage(stage: str, *args: str) -> str:
 def generate_with_transformers(prompts: list[str], limit: int) -> list[list[int]]:
     """What the target alone writes: greedy, float32, one prompt at a time."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(HERE / "target")
-    model = AutoModelForCausalLM.from_pretrained(HERE / "target").to(torch.float32).eval()
+    from specdec.pretrained import load_model, load_tokenizer
+
+    tokenizer = load_tokenizer(HERE / "target")
+    model = load_model(HERE / "target", dtype=torch.float32).eval()
     outputs = []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]

@@ -23,6 +23,7 @@ from typing import Any
 
 from examples.pycode.recipe import PROMPTS, Recipe, list_commands, write_recipes
 from specdec.bench.plots import has_matplotlib
+from specdec.errors import name_extra
 from specdec.processes import call_stage
 
 OUTPUT_LENGTHS = (16, 64)
@@ -222,7 +223,7 @@ def write_files(report: dict[str, Any], folder: Path) -> None:
     if has_matplotlib():
         draw(report, plot)
     else:
-        print("no plot: matplotlib is not installed (the extra `plot` brings it)")
+        print(f"no plot: matplotlib is not installed; {name_extra('plot')} installs it")
     print(f"{table}:\n\n{format_table(report)}")
 
 

@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdec.pretrained import load_model, load_tokenizer
 
 SEQUENCE_LENGTH = 1024
 SHAPES: dict[str, dict[str, int]] = {
@@ -118,7 +120,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
 
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_dir)
+    tokenizer = load_tokenizer(args.tokenizer_dir)
     train = pack_tokens(args.corpus_dir / "train.jsonl", tokenizer, args.corpus_dir / "train.npy")
     heldout = pack_tokens(
         args.corpus_dir / "heldout.jsonl", tokenizer, args.corpus_dir / "heldout.npy"
@@ -137,10 +139,10 @@ def main() -> None:
     if args.start_from is None:
         model = LlamaForCausalLM(config).to(device)
     else:
-        model = LlamaForCausalLM.from_pretrained(args.start_from, dtype=torch.float32).to(device)
+        model = load_model(args.start_from, flag="--start-from", dtype=torch.float32).to(device)
     teacher = None
     if args.teacher_dir is not None:
-        teacher = LlamaForCausalLM.from_pretrained(args.teacher_dir, dtype=torch.float32)
+        teacher = load_model(args.teacher_dir, flag="--teacher-dir", dtype=torch.float32)
         teacher = teacher.to(device).eval()
     num_parameters = sum(p.numel() for p in model.parameters())
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -11,8 +12,9 @@ from specdec import logs
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.mpi import find_world
-from specdec.processes import make_environment
+from specdec.processes import end_family, make_environment
 from specdec.settings import as_options, to_arguments
+from specdec.stdout import find_stdout
 from specdec.trtllm.engine_folder import read_engine_folder
 
 from ..settings import RunSettings
@@ -85,8 +87,8 @@ def start_ranks(settings: RunSettings, size: int) -> None:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     logger.info("starting %d ranks with %s", size, launcher)
     child = subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, text=True, encoding="utf-8",
-        errors="replace",
+        command, env=environment, stdout=find_stdout(), stderr=subprocess.PIPE, text=True,
+        encoding="utf-8", errors="replace",
     )  # fmt: skip
     assert child.stderr is not None
     told: dict[str, str] = {}
@@ -99,14 +101,14 @@ def start_ranks(settings: RunSettings, size: int) -> None:
                 told.setdefault(label, line.removeprefix(label).rstrip("\n"))
         status = child.wait()
     except BaseException:
-        child.terminate()  # mpirun then ends its ranks
-        child.wait()
+        end_family(child, first=signal.SIGTERM)  # mpirun then ends its ranks, unless it is stuck
         raise
     if status == 0:
         return
     if len(told) == len(LABELS):
         kind = UsageError if status == 2 else SpecDecError
-        raise kind(*(told[label] for label in LABELS))
+        message, hint = (told[label] for label in LABELS)
+        raise kind(message, hint)
     raise SpecDecError(
         f"mpirun ended with status {status}", "what the ranks and mpirun said is above"
     )

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from specdec.trtllm.engine_folder import EngineFolder
 logger = logs.get_logger(__name__)
 
 NO_END = -1  # an end id that no token has: the runtime then ends at the length alone
+# A runner's executor: `session` in 0.14 and 1.x, another name in some states of 1.x (03832911).
+EXECUTOR_NAMES = ("session", "executor")
 # Parts of the runtime's messages, and what helps.
 REMEDIES = (
     ("incompatible device", "build the engine again on a GPU of the kind that runs it"),
@@ -52,11 +55,20 @@ class Output:
     num_iterations: int | None = None
 
 
+def hush_stdout() -> contextlib.AbstractContextManager[Any]:
+    """Send to stderr what the package prints: its banner, and the lines of its logger.
+
+    What it writes from C++ does not pass here; `specdec.stdout` sees to that.
+    """
+    return contextlib.redirect_stdout(sys.stderr)
+
+
 @contextlib.contextmanager
-def explain_errors(doing: str) -> Iterator[None]:
-    """Turn whatever the runtime raises into an error of ours."""
+def call_runtime(doing: str) -> Iterator[None]:
+    """Keep stdout clean, and turn whatever the runtime raises into an error of ours."""
     try:
-        yield
+        with hush_stdout():
+            yield
     except SpecDecError:
         raise
     except Exception as error:  # the runtime raises anything, from C++ as from asserts
@@ -71,7 +83,8 @@ def explain_errors(doing: str) -> Iterator[None]:
 def import_runtime() -> Any:
     """Import TensorRT-LLM; one clear sentence where it is not installed or does not load."""
     try:
-        return importlib.import_module("tensorrt_llm.runtime").ModelRunnerCpp
+        with hush_stdout():
+            return importlib.import_module("tensorrt_llm.runtime").ModelRunnerCpp
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("tensorrt_llm"):
             raise SpecDecError(
@@ -102,7 +115,10 @@ def has_orchestrator(runtime: Any) -> bool:
 
 
 class Recorder:
-    """Stands for a runner's executor and keeps the number of iterations that responses carry."""
+    """Stands for a runner's executor and keeps the number of iterations that responses carry.
+
+    0.14's carry none; 1.x's `decoding_iter`.
+    """
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
@@ -118,13 +134,15 @@ class Recorder:
         return self._ids
 
     def await_responses(self, *args: Any, **kwargs: Any) -> Any:
-        responses = self._executor.await_responses(*args, **kwargs)
+        found = self._executor.await_responses(*args, **kwargs)
+        # Of several ids, as 0.14's runner asks, they come as a list for each.
+        responses = [one for part in found for one in (part if isinstance(part, list) else [part])]
         for response in responses:
             if not response.has_error() and response.result.is_final:
                 count = getattr(response.result, "decoding_iter", None)
                 if type(count) is int:
                     self._iterations[response.request_id] = count
-        return responses
+        return found
 
     def list_iterations(self) -> list[int | None]:
         """The iterations of the last call's rows, in their order."""
@@ -143,14 +161,17 @@ class Runner:
                 f"this TensorRT-LLM's runner does not know {', '.join(unknown)}",
                 "install the version that the engine was built with",
             )
-        with explain_errors(f"to load {folder.folder}"):
+        with call_runtime(f"to load {folder.folder}"):
             self._runner = runtime.from_dir(engine_dir=str(folder.folder), **options)
         self._takes_logits = (
             "output_generation_logits" in inspect.signature(runtime.generate).parameters
         )
         self._recorder: Recorder | None = None
-        if hasattr(self._runner, "executor"):
-            self._recorder = self._runner.executor = Recorder(self._runner.executor)
+        for name in EXECUTOR_NAMES:
+            if hasattr(self._runner, name):
+                self._recorder = Recorder(getattr(self._runner, name))
+                setattr(self._runner, name, self._recorder)
+                break
 
     def generate(
         self,
@@ -184,7 +205,7 @@ class Runner:
             arguments["draft_logits_list"] = None if draft_logits is None else list(draft_logits)
         if keep_logits and self._takes_logits:
             arguments["output_generation_logits"] = True
-        with explain_errors("to generate"):
+        with call_runtime("to generate"):
             found = self._runner.generate(**arguments)
         tokens = self._read_tokens(found, texts)
         logits = self._read_logits(found, tokens) if keep_logits else [None] * len(texts)
@@ -194,9 +215,14 @@ class Runner:
     def stream(self, texts: Sequence[Sequence[int]], **call: Any) -> Iterator[list[list[int]]]:
         """Yield every row's new tokens so far, whenever some row has more."""
         arguments = self._make_arguments(texts, **call)
-        with explain_errors("to generate"):
-            for found in self._runner.generate(streaming=True, **arguments):
-                yield self._read_tokens(found, texts)
+        with call_runtime("to generate"):
+            steps = iter(self._runner.generate(streaming=True, **arguments))
+        while True:
+            with call_runtime("to generate"):
+                found = next(steps, None)
+            if found is None:
+                return
+            yield self._read_tokens(found, texts)
 
     def widen(self, logits: Tensor) -> Tensor:
         """Logits [tokens, V] in float32 on the CPU, without the padding of the vocabulary."""

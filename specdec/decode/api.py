@@ -28,8 +28,10 @@ from specdec.decode.settings import DecodeSettings
 from specdec.decode.text import decode_text
 from specdec.decode.typical import check_typical
 from specdec.errors import SpecDecError, UsageError, suggest
-from specdec.settings import check_value, get_flags
-from specdec.tokenizer import find_tokenizer, load_tokenizer
+from specdec.methods.draft_target import DraftTargetDraft
+from specdec.pretrained import load_tokenizer
+from specdec.settings import as_options, check_value, get_flags
+from specdec.tokenizer import find_tokenizer
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
@@ -166,7 +168,11 @@ class Engine:
         try:
             core.lower_limits(max_batch_size=max_batch_size, max_seq_len=max_seq_len)
             if settings.acceptance == "typical":
-                check_typical(core.describe(), None, use_logits=settings.use_logits)
+                check_typical(
+                    core.describe(),
+                    None,
+                    use_logits=as_options(settings, DraftTargetDraft).use_logits,
+                )
         except BaseException:
             core.close()
             raise

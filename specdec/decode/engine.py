@@ -20,12 +20,8 @@ from specdec.decode.ranks.processes import open_ranks
 from specdec.decode.requests import Request, Result, find_problems
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
-from specdec.engine.layout import (
-    EngineConfig,
-    load_embedding,
-    load_weights,
-    read_engine_config,
-)
+from specdec.engine.layout import EngineConfig, find_engine_problems, read_engine_config
+from specdec.engine.loading import load_embedding, load_weights
 from specdec.errors import UsageError, raise_problems
 from specdec.methods import METHODS
 from specdec.tensors import EMBEDDING
@@ -56,6 +52,7 @@ class TorchEngine:
         began = time.perf_counter()
         self.folder = folder
         self.config: EngineConfig = read_engine_config(folder)
+        raise_problems(find_engine_problems(folder, self.config))
         model = self.config.checkpoint.model
         self.device = choose_device(device, model.tp_size, devices)
         self._draft: TorchEngine | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +11,12 @@ from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.typical import read_typical_rule
-from specdec.errors import SpecDecError, UsageError, raise_problems, suggest, summarize
+from specdec.errors import SpecDecError, UsageError, raise_problems, shorten, suggest, summarize
+from specdec.storage import parse_json
 
 SOURCE_KEYS = ("prompt", "input_ids", "messages")
 REQUEST_KEYS = (*SOURCE_KEYS, "max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
+MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library takes
 
 
 def read_lines(path: Path, flag: str) -> list[str]:
@@ -35,8 +36,8 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str,
     One of them, `turns`, may stand for the prompt.
     """
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        entry = parse_json(line.encode())
+    except ValueError as error:
         raise SpecDecError(
             f"{where} is not JSON: {error}", "write one JSON object a line"
         ) from None
@@ -47,7 +48,7 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str,
     for key in entry:
         if key not in known:
             raise SpecDecError(
-                f"{where}: unknown key {key!r}{suggest(key, known)}",
+                f"{where}: unknown key {shorten(key)}{suggest(key[:100], known)}",
                 f"this release knows {', '.join(known)}",
             )
     if sum(key in entry for key in sources) != 1:
@@ -62,7 +63,7 @@ def check_values(where: str, entry: Mapping[str, Any]) -> None:
     """Raise SpecDecError that lists the keys of a request object whose values are of no use."""
     raise_problems(
         [
-            (f"{where}: {key} is {entry[key]!r}, not {expected}", f"correct {key}")
+            (f"{where}: {key} is {shorten(entry[key])}, not {expected}", f"give {key} {expected}")
             for key, (is_good, expected) in CHECKS.items()
             if key in entry and not is_good(entry[key])
         ]
@@ -70,7 +71,14 @@ def check_values(where: str, entry: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= MAX_COUNT
 
 
 def _is_text(value: Any) -> bool:
@@ -84,16 +92,16 @@ def _is_message(value: Any) -> bool:
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (_is_text, "a text"),
     "input_ids": (
-        lambda v: isinstance(v, list) and all(type(i) is int for i in v),
-        "a list of whole numbers",
+        lambda v: isinstance(v, list) and all(_is_count(i, 0) for i in v),
+        f"a list of token ids, whole numbers from 0 to {MAX_COUNT}",
     ),
     "messages": (
         lambda v: isinstance(v, list) and bool(v) and all(map(_is_message, v)),
         'a list of {"role", "content"}',
     ),
-    "max_output_len": (lambda v: type(v) is int and v > 0, "a whole number above 0"),
+    "max_output_len": (lambda v: _is_count(v, 1), f"a whole number from 1 to {MAX_COUNT}"),
     "temperature": (lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
-    "top_k": (lambda v: type(v) is int and v >= 0, "a whole number of at least 0"),
+    "top_k": (lambda v: _is_count(v, 0), f"a whole number from 0 to {MAX_COUNT}"),
     "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1"),
     "seed": (lambda v: type(v) is int and 0 <= v < 2**64, "a whole number from 0 to 2**64 - 1"),
     "stop": (
@@ -197,13 +205,26 @@ def read_temperatures(settings: DecodeSettings, num_prompts: int) -> list[float]
     return values * num_prompts if len(values) == 1 else values
 
 
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    """The text of a prompt that was given as token ids, empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    try:
+        return str(tokenizer.decode(ids))
+    except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
+        raise SpecDecError(
+            f"the tokenizer cannot decode input_ids {shorten(ids)}: {summarize(error)}",
+            "use the tokenizer that belongs to the model",
+        ) from None
+
+
 def encode_prompt(
     prompt: dict[str, Any], settings: DecodeSettings, tokenizer: Any
 ) -> tuple[str, list[int]]:
     """Return a prompt as text and as token ids."""
     ids = prompt.get("input_ids")
     if ids is not None:
-        return (tokenizer.decode(ids) if tokenizer is not None else ""), ids
+        return _decode(tokenizer, ids), ids
     if tokenizer is None:
         raise UsageError(
             "text prompts need a tokenizer, and the engine holds none",

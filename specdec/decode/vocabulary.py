@@ -31,14 +31,14 @@ def check_vocabularies(
     known from the tokenizers, or from the vocabularies that the engines' manifests record.
     """
     if draft_tokenizer_dir is not None:
-        from specdec.tokenizer import load_tokenizer
+        from specdec.pretrained import load_tokenizer
 
         if tokenizer is None:
             raise SpecDecError(
                 "--draft-tokenizer-dir is compared with --tokenizer-dir, which is not given",
                 "give both",
             )
-        compare_tokenizers(tokenizer, load_tokenizer(draft_tokenizer_dir))
+        compare_tokenizers(tokenizer, load_tokenizer(draft_tokenizer_dir, "--draft-tokenizer-dir"))
         return
     sizes = target.vocab_size, draft.vocab_size
     known = target.recorded, draft.recorded

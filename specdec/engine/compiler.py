@@ -2,20 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+
+from specdec.errors import SpecDecError
+
+MAX_SECONDS = 900.0  # of one call; the kernels take less than a minute on a slow machine
+MAX_MESSAGE = 600  # characters of a compiler's last lines in an error
 
 
 def find_compiler() -> str | None:
-    """Path of a C++ compiler: $CXX, or the first of g++, c++, clang++ that is installed."""
-    chosen = os.environ.get("CXX")
-    for name in [chosen] if chosen else ["g++", "c++", "clang++"]:
+    """A C++ compiler: $CXX, or the first of g++, c++, clang++ that is installed.
+
+    It is a line as a shell takes it: $CXX may hold arguments besides (`ccache g++`, `g++ -m64`).
+    """
+    if chosen := os.environ.get("CXX", "").strip():
+        if path := shutil.which(chosen):  # also one with spaces in its path
+            return shlex.quote(path)
+        try:
+            program, *arguments = shlex.split(chosen)
+        except ValueError:  # quotes that do not close
+            return None
+        path = shutil.which(program)
+        return shlex.join([path, *arguments]) if path else None
+    for name in ("g++", "c++", "clang++"):
         if path := shutil.which(name):
-            return path
+            return shlex.quote(path)
     return None
+
+
+def call_compiler(command: Sequence[str], *, output: Path | None = None) -> str:
+    """Run a compiler and return what it printed; raise SpecDecError with its last lines.
+
+    output: a file that the call must have written.
+    """
+    hint = "set CXX to a C++ compiler with OpenMP, or build with --optimize none"
+    try:
+        # Of a group of its own, so that what the compiler starts ends with it.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise SpecDecError(f"{command[0]} does not start: {error.strerror}", hint) from None
+    try:
+        printed, told = process.communicate(timeout=MAX_SECONDS)
+    except BaseException as error:  # Ctrl-C too
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise SpecDecError(f"{command[0]} took more than {MAX_SECONDS:g} s", hint) from None
+        raise
+    if process.returncode != 0:
+        lines = told.decode("utf-8", "replace").strip().splitlines()[-3:]
+        message = " | ".join(lines)[-MAX_MESSAGE:] or "it printed no message"
+        status = process.returncode
+        how = f"failed with status {status}" if status > 0 else f"was ended by signal {-status}"
+        raise SpecDecError(f"{command[0]} {how}: {message}", hint)
+    if output is not None and not (output.is_file() and output.stat().st_size):
+        raise SpecDecError(f"{command[0]} ended with status 0 and wrote no {output.name}", hint)
+    return printed.decode("utf-8", "replace")
 
 
 def describe_cpu() -> str:

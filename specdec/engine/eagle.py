@@ -26,11 +26,26 @@ from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Linear, Norm
 from specdec.engine.native import NativeKernels
 from specdec.engine.transfers import to_device
+from specdec.errors import SpecDecError
 from specdec.methods.eagle import EagleParams
 from specdec.model_config import ModelConfig
 from specdec.tensors import EAGLE_NET, EMBEDDING, HEAD
 
 _LAYER0 = "transformer.layers.0."
+
+
+def _check_offsets(offsets: Tensor, vocab_size: int) -> None:
+    """Raise SpecDecError where d2t [V] maps a drafted token beyond the target's vocabulary."""
+    numbers = torch.arange(len(offsets), device=offsets.device)
+    # Compared with bounds, not added: a sum of two large numbers might wrap around.
+    outside = (offsets < -numbers) | (offsets >= vocab_size - numbers)
+    if outside.any():
+        first = int(outside.nonzero()[0])
+        raise SpecDecError(
+            f"d2t maps drafted token {first} to {int(offsets[first]) + first}, the target has"
+            f" vocab_size {vocab_size} ({int(outside.sum())} of {len(offsets)} are outside)",
+            "the drafter's weights are damaged or of another target: convert and build it again",
+        )
 
 
 class EagleNet:
@@ -93,6 +108,8 @@ class EagleNet:
             name = f"{_LAYER0}hidden_norm.weight"
             self.hidden_norm = Norm(decoder[name], None, net.norm_epsilon)
         self.offsets = own.get("d2t")
+        if self.offsets is not None:
+            _check_offsets(self.offsets, model.vocab_size)
 
     @property
     def hidden_size(self) -> int:

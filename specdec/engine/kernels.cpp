@@ -4,6 +4,13 @@
 // machine it runs on, specdec/engine/native.py calls it. Every function exists for float32,
 // bfloat16 and float16; arithmetic is float32, results are rounded to nearest even.
 //
+// In half precision a token's numbers have the same bits whatever is computed beside it, in other
+// copies of a template and by other loops. So each operation is the source's choice, never the
+// compiler's: where a product is added to something, `mul_add` stands, which is one fused operation
+// where the processor has those and two roundings everywhere where it has not; and sums over a row
+// go through `sum_row`, whose order does not depend on how a loop is vectorized. Never write
+// a * b + c here: a compiler may fuse it in one place and not in the next.
+//
 // Legend: B rows, T tokens a row, N query heads, K key/value heads, H head size, S positions,
 // R cache rows, D hidden, I inner size.
 
@@ -19,8 +26,20 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__)
+#error "sums have an order here: compile the kernels without -ffast-math"
+#endif
+// Whether the processor fuses products and sums in one instruction.
+#if defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMAF)
+#define SPECDEC_FUSED 1
+#else
+#define SPECDEC_FUSED 0
 #endif
 
 namespace {
@@ -84,23 +103,152 @@ inline float round_through(float x) {
   return to_float(stored);
 }
 
-// exp with a relative error below 2e-7 on [-87, 0], written so that compilers vectorize it:
-// 2^k * polynomial(r), x = k ln 2 + r with |r| <= ln 2 / 2.
-inline float exp_fast(float x) {
-  x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-  float k = std::nearbyint(x * 1.44269504088896341f);
-  float r = x - k * 0.693359375f;
-  r -= k * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  int32_t exponent = (static_cast<int32_t>(k) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &exponent, sizeof scale);
+// What fits a register: compilers make very slow code of wider vectors. kRows and kMaxRows say how
+// many rows of sums fit into all registers, beside what is multiplied.
+#if defined(__AVX512F__)
+constexpr int64_t kVector = 16;
+constexpr int kRows = 16, kMaxRows = 12;
+#elif defined(__AVX2__)
+constexpr int64_t kVector = 8;
+constexpr int kRows = 8, kMaxRows = 6;
+#elif defined(__aarch64__)
+constexpr int64_t kVector = 4;
+constexpr int kRows = 16, kMaxRows = 12;
+#else
+constexpr int64_t kVector = 4;
+constexpr int kRows = 8, kMaxRows = 6;
+#endif
+typedef float Floats __attribute__((vector_size(4 * kVector)));
+typedef uint32_t Words __attribute__((vector_size(4 * kVector)));
+
+// a * b + c, fused where the processor does that: in one rounding there, else in two.
+inline float mul_add(float a, float b, float c) {
+#if SPECDEC_FUSED
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Floats mul_add(Floats a, Floats b, Floats c) {
+#if !SPECDEC_FUSED
+  return a * b + c;
+#elif defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FMA__)
+  return (Floats)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  for (int64_t j = 0; j < kVector; ++j) c[j] = mul_add(a[j], b[j], c[j]);
+  return c;
+#endif
+}
+
+template <typename V, typename E>
+inline V load(const E *from) {
+  V vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+// The two numbers in each word, as floats.
+inline Floats widen_low(Words words) { return (Floats)(words << 16); }
+
+inline Floats widen_high(Words words) { return (Floats)(words & 0xffff0000u); }
+
+// kVector numbers as floats.
+inline Floats widen(const float *from) { return load<Floats>(from); }
+
+inline Floats widen(const bf16 *from) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kVector)));
+  return widen_low(__builtin_convertvector(load<Halves>(from), Words));
+}
+
+inline Floats widen(const half *from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+#elif defined(__aarch64__)
+  const uint16x4_t bits = vld1_u16(reinterpret_cast<const uint16_t *>(from));
+  return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(bits));
+#else
+  Floats wide;
+  for (int64_t j = 0; j < kVector; ++j) wide[j] = to_float(from[j]);
+  return wide;
+#endif
+}
+
+inline Floats widen(const int8_t *from) {
+  // Compilers make more of it than these two instructions.
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+  Floats wide;
+  for (int64_t j = 0; j < kVector; ++j) wide[j] = from[j];
+  return wide;
+#endif
+}
+
+// One number as a float, or kVector of them: what a loop over a row reads for its sum's type.
+template <typename V, typename E>
+inline V read(const E *from) {
+  if constexpr (std::is_same<V, float>::value)
+    return to_float(*from);
+  else
+    return widen(from);
+}
+
+// The sum over `count` numbers, to which `add` adds that of place i, or kVector from there on. It is
+// taken in kSums parts, each over every kSums-th number in order, whatever a vector holds.
+constexpr int64_t kSums = 16;
+
+template <typename Add>
+inline float sum_row(int64_t count, const Add &add) {
+  Floats parts[kSums / kVector] = {};
+  int64_t i = 0;
+  for (; i + kSums <= count; i += kSums)
+#pragma GCC unroll 4
+    for (int64_t part = 0; part < kSums / kVector; ++part)
+      parts[part] = add(parts[part], i + part * kVector);
+  float sums[kSums];
+  std::memcpy(sums, parts, sizeof sums);
+  for (int64_t part = 0; i < count; ++i, ++part) sums[part] = add(sums[part], i);
+  for (int64_t half = kSums / 2; half > 0; half /= 2)
+    for (int64_t part = 0; part < half; ++part) sums[part] += sums[part + half];
+  return sums[0];
+}
+
+// exp of a float or of each of a vector, with a relative error below 2e-7 on [-87, 0]:
+// 2^k * polynomial(r), x = k ln 2 + r with |r| <= ln 2 / 2. What is added rounds to whole numbers,
+// which are then the last bits of the sum.
+template <typename V>
+inline V exp_fast(V x) {
+  typedef typename std::conditional<std::is_same<V, float>::value, uint32_t, Words>::type Bits;
+  const V least = V{} - 87.0f, most = V{} + 88.0f, rounding = V{} + 12582912.0f;
+  x = x < least ? least : x > most ? most : x;
+  const V rounded = mul_add(x, V{} + 1.44269504088896341f, rounding), k = rounded - rounding;
+  V r = mul_add(k, V{} - 0.693359375f, x);
+  r = mul_add(k, V{} + 2.12194440e-4f, r);
+  V p = V{} + 1.9875691500e-4f;
+  p = mul_add(p, r, V{} + 1.3981999507e-3f);
+  p = mul_add(p, r, V{} + 8.3334519073e-3f);
+  p = mul_add(p, r, V{} + 4.1665795894e-2f);
+  p = mul_add(p, r, V{} + 1.6666665459e-1f);
+  p = mul_add(p, r, V{} + 5.0000001201e-1f);
+  p = mul_add(p * r, r, r) + 1.0f;
+  Bits bits;
+  std::memcpy(&bits, &rounded, sizeof bits);
+  bits = (bits + 127u) << 23;
+  V scale;
+  std::memcpy(&scale, &bits, sizeof scale);
   return p * scale;
 }
 
@@ -113,7 +261,7 @@ inline float silu(float x) { return x * sigmoid(x); }
 
 // 0.5 (1 + tanh u) is sigmoid(2 u), here with u = sqrt(2 / pi) (x + 0.044715 x^3).
 inline float gelu_tanh(float x) {
-  return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
+  return x * sigmoid(1.5957691216057308f * mul_add(0.044715f * x * x, x, x));
 }
 
 // Below this many multiply-adds a thread team costs more than it saves.
@@ -121,13 +269,11 @@ constexpr int64_t kParallelWork = 1 << 15;
 
 template <typename E>
 void rms_norm_row(const E *x, const E *weight, E *out, int64_t D, float epsilon) {
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < D; ++i) {
-    float v = to_float(x[i]);
-    sum += v * v;
-  }
-  float scale = 1.0f / std::sqrt(sum / static_cast<float>(D) + epsilon);
+  const float sum = sum_row(D, [&](auto sums, int64_t i) {
+    const auto v = read<decltype(sums)>(x + i);
+    return mul_add(v, v, sums);
+  });
+  const float scale = 1.0f / std::sqrt(sum / static_cast<float>(D) + epsilon);
 #pragma omp simd
   for (int64_t i = 0; i < D; ++i)
     store(out[i], round_through<E>(to_float(x[i]) * scale) * to_float(weight[i]));
@@ -135,19 +281,18 @@ void rms_norm_row(const E *x, const E *weight, E *out, int64_t D, float epsilon)
 
 template <typename E>
 void layer_norm_row(const E *x, const E *weight, const E *bias, E *out, int64_t D, float epsilon) {
-  float sum = 0.0f, squares = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < D; ++i) sum += to_float(x[i]);
+  const float sum = sum_row(
+      D, [&](auto sums, int64_t i) { return sums + read<decltype(sums)>(x + i); });
   const float mean = sum / static_cast<float>(D);
-#pragma omp simd reduction(+ : squares)
-  for (int64_t i = 0; i < D; ++i) {
-    float v = to_float(x[i]) - mean;
-    squares += v * v;
-  }
+  const float squares = sum_row(D, [&](auto sums, int64_t i) {
+    const auto v = read<decltype(sums)>(x + i) - mean;
+    return mul_add(v, v, sums);
+  });
   const float scale = 1.0f / std::sqrt(squares / static_cast<float>(D) + epsilon);
 #pragma omp simd
   for (int64_t i = 0; i < D; ++i)
-    store(out[i], (to_float(x[i]) - mean) * scale * to_float(weight[i]) + to_float(bias[i]));
+    store(out[i],
+          mul_add((to_float(x[i]) - mean) * scale, to_float(weight[i]), to_float(bias[i])));
 }
 
 // Root-mean-square norm, or layer norm where there is a bias; after adding `delta` to x, if given.
@@ -188,8 +333,8 @@ void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t siz
 #pragma omp simd
   for (int64_t i = 0; i < half; ++i) {
     float a = to_float(from[i]), b = to_float(from[i + half]);
-    store(to[i], a * to_float(cosine[i]) - b * to_float(sine[i]));
-    store(to[i + half], b * to_float(cosine[i + half]) + a * to_float(sine[i + half]));
+    store(to[i], mul_add(a, to_float(cosine[i]), -(b * to_float(sine[i]))));
+    store(to[i + half], mul_add(b, to_float(cosine[i + half]), a * to_float(sine[i + half])));
   }
   if (from != to && size < H) std::memcpy(to + size, from + size, sizeof(E) * (H - size));
 }
@@ -207,23 +352,22 @@ void attend_few(const float *queries, int64_t num_queries, const E *keys, const 
     for (int64_t i = 0; i < H; ++i) row[i] = to_float(from[i]);
     for (int64_t g = 0; g < num_queries; ++g) {
       const float *q = queries + g * H;
-      float dot = 0.0f;
-#pragma omp simd reduction(+ : dot)
-      for (int64_t i = 0; i < H; ++i) dot += q[i] * row[i];
-      scores[g * count + v] = dot;
+      scores[g * count + v] = sum_row(H, [&](auto sums, int64_t i) {
+        typedef decltype(sums) V;
+        return mul_add(read<V>(q + i), read<V>(row + i), sums);
+      });
     }
   }
   for (int64_t g = 0; g < num_queries; ++g) {
     float *s = scores + g * count;
-    float top = s[0], total = 0.0f;
+    float top = s[0];
 #pragma omp simd reduction(max : top)
     for (int64_t v = 0; v < count; ++v) top = s[v] > top ? s[v] : top;
-#pragma omp simd reduction(+ : total)
-    for (int64_t v = 0; v < count; ++v) {
-      s[v] = exp_fast(s[v] - top);
-      total += s[v];
-    }
-    const float inverse = 1.0f / total;
+#pragma omp simd
+    for (int64_t v = 0; v < count; ++v) s[v] = exp_fast(s[v] - top);
+    const float inverse = 1.0f / sum_row(count, [&](auto sums, int64_t v) {
+      return sums + read<decltype(sums)>(s + v);
+    });
 #pragma omp simd
     for (int64_t v = 0; v < count; ++v) s[v] *= inverse;
   }
@@ -235,74 +379,9 @@ void attend_few(const float *queries, int64_t num_queries, const E *keys, const 
       const float weight = scores[g * count + v];
       float *sum = sums + g * H;
 #pragma omp simd
-      for (int64_t i = 0; i < H; ++i) sum[i] += weight * row[i];
+      for (int64_t i = 0; i < H; ++i) sum[i] = mul_add(weight, row[i], sum[i]);
     }
   }
-}
-
-// What fits a register: compilers make very slow code of wider vectors. kRows and kMaxRows say how
-// many rows of sums fit into all registers, beside what is multiplied.
-#if defined(__AVX512F__)
-constexpr int64_t kVector = 16;
-constexpr int kRows = 16, kMaxRows = 12;
-#elif defined(__AVX2__)
-constexpr int64_t kVector = 8;
-constexpr int kRows = 8, kMaxRows = 6;
-#elif defined(__aarch64__)
-constexpr int64_t kVector = 4;
-constexpr int kRows = 16, kMaxRows = 12;
-#else
-constexpr int64_t kVector = 4;
-constexpr int kRows = 8, kMaxRows = 6;
-#endif
-typedef float Floats __attribute__((vector_size(4 * kVector)));
-typedef uint32_t Words __attribute__((vector_size(4 * kVector)));
-
-template <typename V, typename E>
-inline V load(const E *from) {
-  V vector;
-  std::memcpy(&vector, from, sizeof vector);
-  return vector;
-}
-
-// The two numbers in each word, as floats.
-inline Floats widen_low(Words words) { return (Floats)(words << 16); }
-
-inline Floats widen_high(Words words) { return (Floats)(words & 0xffff0000u); }
-
-// kVector numbers as floats.
-inline Floats widen(const float *from) { return load<Floats>(from); }
-
-inline Floats widen(const bf16 *from) {
-  typedef uint16_t Halves __attribute__((vector_size(2 * kVector)));
-  return widen_low(__builtin_convertvector(load<Halves>(from), Words));
-}
-
-inline Floats widen(const half *from) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
-#elif defined(__AVX2__) && defined(__F16C__)
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
-#else
-  Floats wide;
-  for (int64_t j = 0; j < kVector; ++j) wide[j] = to_float(from[j]);
-  return wide;
-#endif
-}
-
-inline Floats widen(const int8_t *from) {
-  // Compilers make more of it than these two instructions.
-#if defined(__AVX512F__)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-#elif defined(__AVX2__)
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-#else
-  Floats wide;
-  for (int64_t j = 0; j < kVector; ++j) wide[j] = from[j];
-  return wide;
-#endif
 }
 
 // Queries side by side in the lanes of a vector: no sums across lanes, keys and values broadcast.
@@ -335,7 +414,8 @@ inline void add_lanes(const float *A, int64_t row, int64_t column, const float *
   for (int64_t i = 0; i < depth; ++i) {
     const Floats b = load<Floats>(B + i * kLanes);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) sums[r] += A[r * row + i * column] * b;
+    for (int r = 0; r < R; ++r)
+      sums[r] = mul_add(A[r * row + i * column] - Floats{}, b, sums[r]);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) std::memcpy(C + r * kLanes, &sums[r], sizeof(Floats));
@@ -394,13 +474,13 @@ void attend_lanes(const float *queries, const E *keys, const E *values, const ui
     const Floats x = load<Floats>(scores + v * kLanes);
     top = x > top ? x : top;
   }
-  for (int64_t v = 0; v < count; ++v)
-#pragma omp simd
-    for (int64_t lane = 0; lane < kLanes; ++lane)
-      scores[v * kLanes + lane] = exp_fast(scores[v * kLanes + lane] - top[lane]);
-  for (int64_t v = 0; v < count; ++v) total += load<Floats>(scores + v * kLanes);
+  for (int64_t v = 0; v < count; ++v) {
+    const Floats weights = exp_fast(load<Floats>(scores + v * kLanes) - top);
+    std::memcpy(scores + v * kLanes, &weights, sizeof weights);
+  }
   // A hidden position's weight is exp(-87) of the largest, not nothing: take it out exactly.
   overwrite_hidden(scores, hidden, num_tree, first, count, 0.0f);
+  for (int64_t v = 0; v < count; ++v) total += load<Floats>(scores + v * kLanes);
   for (int64_t v = 0; v < count; v += kPositions) {
     const int64_t some = std::min(kPositions, count - v);
     const float *V = load_floats(values + v * H, scratch, some * H);
@@ -517,7 +597,8 @@ constexpr int64_t kTurn = 64;             // steps after which two blocks of row
 constexpr int64_t kCacheBytes = 1 << 19;  // of tiles that are kept for more blocks than two
 
 // SPECDEC_PAIRS: as there, in plain code, so that it can be tested where there is no such processor.
-#if defined(__AVX512BF16__) || defined(SPECDEC_PAIRS)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || \
+    defined(SPECDEC_PAIRS)
 constexpr bool kMultipliesPairs = true;
 #else
 constexpr bool kMultipliesPairs = false;
@@ -568,7 +649,7 @@ inline void add_outer(Floats (&sums)[kWords][M], const Floats (&w)[kWords], cons
   for (int m = 0; m < M; ++m) {
     const Floats input = spread<Floats>(x[m]);
 #pragma GCC unroll 2
-    for (int64_t k = 0; k < kWords; ++k) sums[k][m] += w[k] * input;
+    for (int64_t k = 0; k < kWords; ++k) sums[k][m] = mul_add(w[k], input, sums[k][m]);
   }
 }
 
@@ -598,9 +679,11 @@ inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const floa
 inline Floats add_pairs(Floats sums, Words words, Words inputs) {
 #if defined(__AVX512BF16__)
   return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)words, (__m512bh)inputs);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (Floats)vbfdotq_f32((float32x4_t)sums, (bfloat16x8_t)words, (bfloat16x8_t)inputs);
 #else
-  sums += widen_low(words) * widen_low(inputs);
-  return sums + widen_high(words) * widen_high(inputs);
+  sums = mul_add(widen_low(words), widen_low(inputs), sums);
+  return mul_add(widen_high(words), widen_high(inputs), sums);
 #endif
 }
 
@@ -883,9 +966,9 @@ void rank_outputs(const E *x, int64_t M, int64_t depth, const E *head, const E *
     best.reserve(width);
     find_best(row, V, width, best);
     const float top = best[0].first;
-    float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-    for (int64_t v = 0; v < V; ++v) total += exp_fast(row[v] - top);
+    const float total = sum_row(V, [&](auto sums, int64_t v) {
+      return sums + exp_fast(read<decltype(sums)>(row + v) - top);
+    });
     for (int64_t j = 0; j < width; ++j) {
       tokens[m * width + j] = best[j].second;
       scores[m * width + j] = best[j].first - top - std::log(total);
@@ -946,7 +1029,10 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
       multiply(x.data(), M, X, blocks[2 * block], blocks[2 * block + 1], X, first.data());
       for (int64_t m = 0; m < M; ++m)
 #pragma omp simd
-        for (int64_t i = 0; i < X; ++i) x[m * X + i] += silu(first[m * X + i]);
+        for (int64_t i = 0; i < X; ++i) {
+          const float z = first[m * X + i];
+          x[m * X + i] = mul_add(z, sigmoid(z), x[m * X + i]);
+        }
     }
     multiply(x.data(), M, X, lm_head, static_cast<const E *>(nullptr), V, logits.data());
 #pragma omp parallel for if (M * V > kParallelWork)
@@ -1054,8 +1140,9 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
 
 extern "C" {
 
-// Bumped with every change of a signature below; checked when an engine is loaded.
-int64_t specdec_abi_version() { return 8; }
+// Bumped with every change of a signature below, or of the order of packed numbers or of sums;
+// checked when an engine is loaded.
+int64_t specdec_abi_version() { return 9; }
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }

@@ -1,39 +1,40 @@
-"""An engine folder of the torch backend: what build writes and run reads."""
+"""An engine folder of the torch backend: what build writes, run reads and doctor checks.
+
+Needs no torch; loading.py takes weights into memory.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from specdec import logs
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, raise_problems, shorten
+from specdec.folders import ENGINE, expect_folder
 from specdec.methods import DrafterParams
 from specdec.model_config import ModelConfig
 from specdec.quantization import (
     FLOAT8,
-    FLOAT8_STORAGE,
+    FP8,
     INT8,
     INT8_SCALES,
     SCALES,
     WEIGHT_SCALE,
 )
+from specdec.rotary_scaling import get_kind
 from specdec.schema import CheckpointConfig, parse_checkpoint_config
-from specdec.sharding import join
-from specdec.storage import TensorFile, TensorInfo, read_json
+from specdec.storage import TensorFile, TensorInfo, hash_header, read_json
 from specdec.tensors import (
-    EMBEDDING,
     find_first_copy,
     get_rank_shape,
     get_stored_dtype,
     list_target_tensors,
 )
-from specdec.torch_tensors import TORCH_DTYPES, to_tensor, view_tensor
 from specdec.vocabulary import read_recorded
 
 logger = logs.get_logger(__name__)
@@ -60,12 +61,15 @@ class BuildConfig:
 class EngineConfig:
     """An engine's config.json, and what its manifest says of the target's tokens.
 
-    quantization: what the build made of an unquantized checkpoint's linears, INT8 or nothing.
+    build_id: of what the weights were made from; each of their files has it too. kernels: what they
+    were compiled with, None where torch's own operators are to run. quantization: what the build
+    made of an unquantized checkpoint's linears, INT8 or nothing.
     """
 
     version: str
     checkpoint: CheckpointConfig
     build: BuildConfig
+    build_id: str
     prepack: bool
     kernels: dict[str, str] | None
     quantization: str | None = None
@@ -104,6 +108,14 @@ def name_weight_file(model: ModelConfig, rank: int) -> str:
     return WEIGHTS_NAME if model.tp_size == 1 else f"rank{rank}.safetensors"
 
 
+def name_engine_files(model: ModelConfig, drafter: DrafterParams | None) -> list[str]:
+    """The weight files of an engine."""
+    if model.tp_size == 1:
+        return [WEIGHTS_NAME]
+    names = [name_weight_file(model, rank) for rank in range(model.tp_size)]
+    return names if drafter is None else [*names, DRAFTER_NAME]
+
+
 def list_engine_files(
     model: ModelConfig, drafter: DrafterParams | None
 ) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -116,25 +128,6 @@ def list_engine_files(
     if drafter is not None:
         files[DRAFTER_NAME] = {n: everything[n] for n in everything if n not in target}
     return files
-
-
-def add_scales(
-    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo]
-) -> dict[str, tuple[int, ...]]:
-    """Add the scales that belong to those of the tensors which are stored as float8.
-
-    Scales have one element, the weight's of a stacked gate_up two.
-    """
-    expected = dict(shapes)
-    for name in shapes:
-        if name in stored and stored[name].dtype in FLOAT8_STORAGE:
-            for kind in SCALES:
-                scale = f"{name.removesuffix('.weight')}.{kind}"
-                info = stored.get(scale)
-                is_one = info is not None and math.prod(info.shape) == 1
-                is_pair = kind == WEIGHT_SCALE and ".mlp.gate_up." in name
-                expected[scale] = info.shape if info and is_one else ((2,) if is_pair else (1,))
-    return expected
 
 
 def list_int8(model: ModelConfig) -> list[str]:
@@ -153,14 +146,6 @@ def name_int8_scales(name: str) -> str:
     return f"{name.removesuffix('.weight')}.{INT8_SCALES}"
 
 
-def add_int8_scales(
-    shapes: Mapping[str, tuple[int, ...]], model: ModelConfig
-) -> dict[str, tuple[int, ...]]:
-    """Add the scales of those of the tensors that are int8, one a row."""
-    scales = {name_int8_scales(n): shapes[n][:1] for n in list_int8(model) if n in shapes}
-    return {**shapes, **scales}
-
-
 def encode_engine_config(config: EngineConfig) -> dict[str, Any]:
     """Return the JSON form of an engine's config."""
     return {
@@ -172,14 +157,14 @@ def encode_engine_config(config: EngineConfig) -> dict[str, Any]:
             "prepack": config.prepack,
             "kernels": config.kernels,
             "quantization": config.quantization,
+            "build_id": config.build_id,
         },
     }
 
 
 def read_engine_config(folder: Path) -> EngineConfig:
     """Read an engine's config.json; raise SpecDecError if it is none, or of another backend."""
-    if not folder.is_dir():
-        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
+    expect_folder(folder, ENGINE)
     document = read_json(folder / "config.json")
     if "build_config" not in document:
         raise SpecDecError(
@@ -192,41 +177,266 @@ def read_engine_config(folder: Path) -> EngineConfig:
             f"{folder} was built for the backend {backend!r}, not for torch",
             "build it again with --backend torch",
         )
-    names = {field.name for field in dataclasses.fields(BuildConfig)}
-    build, options = document["build_config"], document.get("torch_config")
-    if (
-        not isinstance(build, dict)
-        or set(build) != names
-        or not isinstance(options, dict)
-        or options.get("quantization") not in (None, INT8)
-    ):
-        raise SpecDecError(
-            f"{folder}/config.json is not what this version of specdec writes",
-            "build the engine again",
-        )
+    checkpoint = parse_checkpoint_config(_read_object(folder, document, "pretrained_config"))
+    options = _read_object(folder, document, "torch_config")
+    build = _read_build_config(folder, document, checkpoint)
+    kernels = options.get("kernels")
+    is_right = {
+        "version": isinstance(document.get("version"), str),
+        "torch_config.prepack": isinstance(options.get("prepack"), bool),
+        "torch_config.kernels": kernels is None
+        or (isinstance(kernels, dict) and all(isinstance(v, str) for v in kernels.values())),
+        "torch_config.quantization": options.get("quantization") in (None, INT8),
+        "torch_config.build_id": isinstance(options.get("build_id"), str),
+    }
+    _refuse(folder, document, [name for name in is_right if not is_right[name]])
     return EngineConfig(
-        version=str(document.get("version")),
-        checkpoint=parse_checkpoint_config(document.get("pretrained_config") or {}),
-        build=BuildConfig(**build),
-        prepack=bool(options.get("prepack")),
-        kernels=options.get("kernels"),
+        version=document["version"],
+        checkpoint=checkpoint,
+        build=build,
+        build_id=options["build_id"],
+        prepack=options["prepack"],
+        kernels=kernels,
         quantization=options.get("quantization"),
         vocabulary=read_recorded(folder),
     )
 
 
-def check_inventory(file: TensorFile, expected: Mapping[str, tuple[int, ...]], what: str) -> None:
-    """Raise SpecDecError that names every missing, unknown or misshapen tensor of a file."""
+def _read_object(folder: Path, document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = document.get(name)
+    if not isinstance(value, dict):
+        _refuse(folder, document, [name])
+    return dict(document[name])
+
+
+def _read_build_config(
+    folder: Path, document: Mapping[str, Any], checkpoint: CheckpointConfig
+) -> BuildConfig:
+    values = _read_object(folder, document, "build_config")
+    lowest = {
+        "max_batch_size": 1, "max_input_len": 1, "max_seq_len": 2, "max_num_tokens": 1,
+        "max_draft_len": 0, "max_beam_width": 1,
+    }  # fmt: skip
+    wrong = [
+        name for name, least in lowest.items()
+        if type(values.get(name)) is not int or not least <= values[name] < 2**31
+    ]  # fmt: skip
+    modes: list[str | None] = [checkpoint.mode]
+    if checkpoint.method is None:
+        modes += [method.mode for method in METHODS.values() if method.params is None]
+    if values.get("speculative_decoding_mode", "") not in modes:
+        wrong.append("speculative_decoding_mode")
+    wrong += sorted(set(values) - {field.name for field in dataclasses.fields(BuildConfig)})
+    _refuse(folder, document, [f"build_config.{name}" for name in wrong])
+    build = BuildConfig(**values)
+    raise_problems(
+        [
+            (f"{folder}/config.json: build_config has {fact}", "build the engine again")
+            for fact in _find_contradictions(build, checkpoint)
+        ]
+    )
+    return build
+
+
+def _find_contradictions(build: BuildConfig, checkpoint: CheckpointConfig) -> list[str]:
+    """What no build writes, and what memory would be taken for before a request is there."""
+    drafter, positions = checkpoint.drafter, count_positions(checkpoint.model)
+    is_external = checkpoint.method is None and build.speculative_decoding_mode is not None
+    facts = []
+    if build.max_seq_len > positions:
+        facts.append(f"max_seq_len {build.max_seq_len}, more than the model's {positions}")
+    if build.max_input_len >= build.max_seq_len:
+        facts.append(f"max_input_len {build.max_input_len}, max_seq_len {build.max_seq_len}")
+    if not is_external and build.max_draft_len != (drafter.max_draft_tokens if drafter else 0):
+        facts.append(f"max_draft_len {build.max_draft_len}, which is not the drafter's")
+    elif is_external and not 0 < build.max_draft_len < build.max_num_tokens:
+        facts.append(f"max_draft_len {build.max_draft_len}, max_num_tokens {build.max_num_tokens}")
+    if build.max_beam_width != 1:
+        facts.append(f"max_beam_width {build.max_beam_width}")
+    return facts
+
+
+def count_positions(model: ModelConfig) -> int:
+    """The longest sequence a model is for.
+
+    Linear and dynamic scaling extend what max_position_embeddings says; other kinds are counted in
+    it already.
+    """
+    scaling, positions = model.rotary_scaling or {}, model.max_position_embeddings
+    factor = scaling.get("factor")
+    if get_kind(scaling) not in ("linear", "dynamic"):
+        return positions
+    return math.ceil(positions * factor) if isinstance(factor, (int, float)) else positions
+
+
+def _refuse(folder: Path, document: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise SpecDecError for entries of config.json that are not what a build writes."""
+    problems = []
+    for name in names:
+        value: Any = document
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        problems.append(
+            (
+                f"{folder}/config.json: {name} is {shorten(value)}, which this version of specdec"
+                " does not write",
+                "build the engine again",
+            )
+        )
+    raise_problems(problems)
+
+
+def make_build_id(checkpoint_sums: Sequence[str | None], quantization: str | None) -> str:
+    """What tells an engine's weight files from another's: what they were made from, and how."""
+    text = json.dumps([*checkpoint_sums, quantization])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def make_metadata(name: str, build_id: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """A weight file's metadata: which it is, of which engine, and a sum of its header."""
+    return {"part": name, "build_id": build_id, "header_sha256": hash_header(tensors)}
+
+
+def find_engine_problems(folder: Path, config: EngineConfig) -> list[tuple[str, str]]:
+    """What is wrong with an engine's weight files, each with a remedy: none where it can be run."""
+    model, problems = config.checkpoint.model, []
+    present = sum(1 for _ in folder.glob("*.safetensors"))
+    if model.tp_size > max(1, present):  # before that many names are listed
+        return [
+            (
+                f"{folder} has tp_size {model.tp_size} and {present} weight files",
+                "copy the whole folder, or build the engine again",
+            )
+        ]
+    for name in name_engine_files(model, config.checkpoint.drafter):
+        try:
+            open_engine_file(folder, config, name)
+        except SpecDecError as error:
+            problems.append((error.message, error.hint))
+    return problems
+
+
+def open_engine_file(folder: Path, config: EngineConfig, name: str) -> TensorFile:
+    """Open a weight file; raise SpecDecError unless it is whole, this one, and of this engine.
+
+    Checked are the names, shapes and types of its tensors against config.json, its place among the
+    ranks, and the sum of its header; for the tensors' own bytes there is --verify-hashes.
+    """
+    num_layers = config.checkpoint.model.num_hidden_layers
+    file = TensorFile(folder / name)
+    metadata = file.metadata
+    if metadata.get("build_id") != config.build_id:
+        raise SpecDecError(
+            f"{file.path} belongs to another engine than config.json: their build_id differ",
+            "copy the whole folder from one place, or build the engine again",
+        )
+    if metadata.get("part") != name:
+        raise SpecDecError(
+            f"{file.path} was written as {shorten(metadata.get('part'))}: the files of an engine"
+            " were mixed up",
+            "copy the whole folder again, or build the engine again",
+        )
+    if metadata.get("header_sha256") != file.hash_header():
+        raise SpecDecError(
+            f"{file.path} has a header that is not the one that was written",
+            "the file is damaged: copy it again, or build the engine again",
+        )
+    # Before the names of so many are listed.
+    if name != DRAFTER_NAME and num_layers > len(file.tensors):
+        raise SpecDecError(
+            f"{file.path} holds {len(file.tensors)} tensors, config.json says {num_layers} layers",
+            "make the engine again; config.json and the tensors must come from one run",
+        )
+    expected = describe_tensors(config, name, file.tensors)
+    shapes = {tensor: info.shape for tensor, info in expected.items()}
+    dtypes = {tensor: info.dtype for tensor, info in expected.items()}
+    check_inventory(file, shapes, "engine", dtypes)
+    return file
+
+
+def describe_tensors(
+    config: EngineConfig, name: str, stored: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """The tensors of a weight file as config.json has them.
+
+    stored: what the file holds, which decides what of an FP8 engine is float8.
+    """
+    model, drafter = config.checkpoint.model, config.checkpoint.drafter
+    shapes = list_engine_tensors(model, drafter if name in (WEIGHTS_NAME, DRAFTER_NAME) else None)
+    if name == DRAFTER_NAME:
+        target = list_engine_tensors(model, None)
+        shapes = {own: shape for own, shape in shapes.items() if own not in target}
+    tensors = {n: TensorInfo(get_stored_dtype(n, model.dtype), s) for n, s in shapes.items()}
+    if config.quantization == INT8:
+        return plan_int8(tensors, model)
+    if config.checkpoint.quantization.quant_algo != FP8:
+        return tensors
+    for module in list_matrices(shapes):
+        weight = f"{module}.weight"
+        if weight in stored and stored[weight].dtype == FLOAT8:
+            tensors[weight] = TensorInfo(FLOAT8, shapes[weight])
+            for kind in SCALES:
+                scale = f"{module}.{kind}"
+                # Of stacked halves that were quantized one by one there are two.
+                is_pair = kind == WEIGHT_SCALE and ".mlp.gate_up." in weight
+                info = stored.get(scale)
+                size = 2 if is_pair and info is not None and info.shape == (2,) else 1
+                tensors[scale] = TensorInfo("float32", (size,))
+    return tensors
+
+
+def list_matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The modules that multiply with a matrix, of some tensors."""
+    return [
+        name.removesuffix(".weight") for name, shape in shapes.items()
+        if len(shape) == 2 and "embedding" not in name and name.endswith(".weight")
+    ]  # fmt: skip
+
+
+def plan_int8(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> dict[str, TensorInfo]:
+    """The tensors of a file in which the matrices of the layers are int8."""
+    integers = set(list_int8(model))
+    planned = {
+        name: TensorInfo(INT8, info.shape) if name in integers else info
+        for name, info in tensors.items()
+    }
+    return planned | {
+        name_int8_scales(name): TensorInfo("float32", info.shape[:1])
+        for name, info in tensors.items()
+        if name in integers
+    }
+
+
+def check_inventory(
+    file: TensorFile,
+    expected: Mapping[str, tuple[int, ...]],
+    what: str,
+    dtypes: Mapping[str, str] | None = None,
+) -> None:
+    """Raise SpecDecError that names every missing, unknown or different tensor of a file.
+
+    expected: name -> shape; dtypes: name -> type, where that is to be checked, too.
+    """
     missing = sorted(set(expected) - set(file.tensors))
     unknown = sorted(set(file.tensors) - set(expected))
-    wrong = sorted(
-        f"{name} is {list(file.tensors[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in file.tensors and file.tensors[name].shape != shape
-    )
+    shared = [(name, file.tensors[name]) for name in sorted(expected) if name in file.tensors]
+    misshapen = [
+        f"{name} is {list(info.shape)}, expected {list(expected[name])}"
+        for name, info in shared
+        if info.shape != expected[name]
+    ]
+    mistyped = [
+        f"{name} is {info.dtype}, expected {dtypes[name]}"
+        for name, info in shared
+        if dtypes is not None and info.dtype != dtypes[name]
+    ]
+    kinds = {
+        "missing": missing, "unknown": unknown, "misshapen": misshapen,
+        "of another type": mistyped,
+    }  # fmt: skip
     problems = [
         f"{len(names)} {kind}: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
-        for kind, names in (("missing", missing), ("unknown", unknown), ("misshapen", wrong))
+        for kind, names in kinds.items()
         if names
     ]
     if problems:
@@ -235,118 +445,3 @@ def check_inventory(file: TensorFile, expected: Mapping[str, tuple[int, ...]], w
             + "; ".join(problems),
             f"make the {what} again; config.json and the tensors must come from one run",
         )
-
-
-def check_int8(file: TensorFile, names: Iterable[str], model: ModelConfig) -> None:
-    """Raise SpecDecError where other tensors of a file are int8 than those of an int8 engine."""
-    integers = set(list_int8(model))
-    expected = {n: INT8 if n in integers else get_stored_dtype(n, model.dtype) for n in names}
-    expected |= {name_int8_scales(n): "float32" for n in expected if n in integers}
-    wrong = [
-        f"{name} is {file.tensors[name].dtype}, expected {dtype}"
-        for name, dtype in expected.items()
-        if file.tensors[name].dtype != dtype
-    ]
-    if wrong:
-        raise SpecDecError(
-            f"{file.path} does not hold the int8 engine that config.json describes: {wrong[0]}"
-            + (f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""),
-            "make the engine again; config.json and the tensors must come from one run",
-        )
-
-
-def load_tensors(
-    file: TensorFile,
-    names: list[str],
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    maps_matrices: bool = False,
-) -> dict[str, Tensor]:
-    """Copy tensors from a mapped file to the device.
-
-    maps_matrices: what linears multiply with stays in the file, to be packed from there.
-    Float8 weights stay as they are, their scales beside them, where the device multiplies such;
-    elsewhere they become weights of `dtype`. Int8 weights have their scales beside them.
-    """
-    from specdec.engine.float8 import can_multiply, widen
-    from specdec.engine.int8 import check_scales
-
-    tensors: dict[str, Tensor] = {}
-    num_widened = num_float8 = 0
-    for name in names:
-        info = file.tensors[name]
-        if info.dtype == FLOAT8:
-            weight = to_tensor(file.read(name), info.dtype).to(device)
-            keys = [name.removesuffix("weight") + kind for kind in SCALES]
-            scales = [to_tensor(file.read(key), "float32").to(device) for key in keys]
-            if can_multiply(weight, device):
-                tensors |= {name: weight, **dict(zip(keys, scales, strict=True))}
-                num_float8 += 1
-            else:
-                tensors[name] = widen(weight, scales[0], dtype)
-                num_widened += 1
-            continue
-        if info.dtype == INT8:
-            key = name_int8_scales(name)
-            tensors[key] = to_tensor(file.read(key), "float32")
-            check_scales(tensors[key], f"{file.path}: {key}")
-            tensors[key] = tensors[key].to(device)
-        elif info.dtype not in TORCH_DTYPES and info.dtype != get_stored_dtype(name, ""):
-            raise SpecDecError(
-                f"{file.path}: {name} is stored as {info.dtype}",
-                f"the torch backend reads {', '.join(TORCH_DTYPES)}",
-            )
-        is_mapped = maps_matrices and len(info.shape) == 2 and "embedding" not in name
-        take = view_tensor if is_mapped else to_tensor
-        tensors[name] = take(file.read(name), info.dtype).to(device)
-    if num_float8:
-        logger.info("FP8: %d linears multiply in float8", num_float8)
-    if num_widened:
-        logger.info(
-            "FP8: %d linears have float8 weights widened to %s; their inputs are not rounded",
-            num_widened, str(dtype).removeprefix("torch."),
-        )  # fmt: skip
-    return tensors
-
-
-def load_weights(
-    folder: Path,
-    config: EngineConfig,
-    device: torch.device,
-    *,
-    rank: int = 0,
-    drafts: bool = True,
-    is_packed: bool = False,
-) -> dict[str, Tensor]:
-    """Check and load a rank's files of an engine: its part of the target, on rank 0 the drafter.
-
-    is_packed: linears are about to pack their matrices, which need no copy before that.
-    """
-    model, drafter = config.checkpoint.model, config.checkpoint.drafter
-    wanted = list_engine_tensors(model, drafter if drafts else None)
-    names = [name_weight_file(model, rank)] + ([DRAFTER_NAME] if rank == 0 else [])
-    files = list_engine_files(model, drafter)
-    weights: dict[str, Tensor] = {}
-    for name in names:
-        if name in files:
-            file, shapes = TensorFile(folder / name), files[name]
-            if config.quantization == INT8:
-                check_inventory(file, add_int8_scales(shapes, model), "engine")
-                check_int8(file, shapes, model)
-            else:
-                check_inventory(file, add_scales(shapes, file.tensors), "engine")
-            chosen = [tensor for tensor in shapes if tensor in wanted]
-            weights |= load_tensors(
-                file, chosen, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed
-            )
-    return weights
-
-
-def load_embedding(folder: Path, config: EngineConfig, device: torch.device) -> Tensor:
-    """Load the whole of an embedding that is split over the ranks."""
-    model = config.checkpoint.model
-    files = [TensorFile(folder / name_weight_file(model, rank)) for rank in range(model.tp_size)]
-    parts = [file.read(EMBEDDING) for file in files]
-    whole = join(parts, list_target_tensors(model)[EMBEDDING], model)
-    return to_tensor(whole, files[0].tensors[EMBEDDING].dtype).to(device)

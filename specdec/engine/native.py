@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
-import json
-import os
-import subprocess
+import platform
+import shlex
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from specdec import logs
+from specdec.engine.compiler import call_compiler
 from specdec.engine.compiler import describe_cpu as describe_cpu
 from specdec.engine.compiler import find_compiler as find_compiler
+from specdec.engine.kernel_cache import find_kept, keep
 from specdec.engine.layers import Norm, name_activation
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, IntArray
@@ -29,9 +31,16 @@ from specdec.model_config import ModelConfig
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 8
+ABI_VERSION = 9
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
+# Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
+# -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
+# know, as -mcpu=native would not (Macs under Linux).
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native",
+    *(("-mtune=native",) if platform.machine() in ("aarch64", "arm64") else ()),
+    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
+)  # fmt: skip
 # Activations of a gated MLP, by the kernel that computes them.
 GATES = {
     "silu": "silu", "swiglu": "silu", "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
@@ -62,96 +71,87 @@ def describe_coverage(model: ModelConfig) -> str:
 def compile_kernels(folder: Path) -> dict[str, str]:
     """Compile the kernels into `folder` and return what they were compiled with.
 
-    What this compiler made of this source on this machine before is taken from `find_cache`.
+    What this compiler made of this source on this machine before is taken from the user's cache.
     Raises SpecDecError with the compiler's last lines when there is no compiler or it fails.
     """
-    compiler = find_compiler()
-    if compiler is None:
+    found = find_compiler()
+    if found is None:
         raise SpecDecError(
             "no C++ compiler: neither $CXX nor g++, c++ or clang++ is on the PATH",
             "install one (Debian: apt install g++), or build with --optimize none",
         )
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    compiler = shlex.split(found)
+    version = call_compiler([*compiler, "--version"])
     info = {
-        "compiler": (version.stdout.splitlines() or [compiler])[0],
+        "compiler": " ".join([(version.splitlines() or compiler)[0], *compiler[1:]]),
+        **_describe_kernels(),
+    }
+    library = folder / LIBRARY_NAME
+    if kept := find_kept(info):
+        shutil.copyfile(kept, library)
+        logger.debug("kernels taken from %s", kept)
+        return info
+    logger.info("compiling the native kernels for this CPU with %s: some seconds", info["compiler"])
+    objects = folder / "kernels.o"
+    call_compiler(
+        [*compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)], output=objects
+    )
+    # GCC's OpenMP is loaded with torch, whose threads the kernels then share: two teams would
+    # wait for each other's processors. Clang's kernels bring their own.
+    openmp = ["-fopenmp"] if "clang" in version else []
+    call_compiler([*compiler, "-shared", str(objects), "-o", str(library), *openmp], output=library)
+    objects.unlink()
+    _load_library(library)  # what does not load is not kept
+    keep(library, info)
+    return info
+
+
+def load_kernels(wanted: Mapping[str, str], dtype: torch.dtype) -> NativeKernels:
+    """The kernels of this version for this CPU: those an engine was built with, or made anew.
+
+    wanted: what the engine's were compiled with. They come out of the user's cache; an engine
+    folder's own copy is code of whoever built it, and is not looked at. Raises SpecDecError where
+    they are not in the cache and cannot be compiled.
+    """
+    is_ours = all(wanted.get(key) == value for key, value in _describe_kernels().items())
+    if is_ours and (kept := find_kept(wanted)):
+        return NativeKernels(kept, dtype)
+    try:
+        with tempfile.TemporaryDirectory(prefix="specdec-kernels-") as folder:
+            info = compile_kernels(Path(folder))
+            return NativeKernels(find_kept(info) or Path(folder) / LIBRARY_NAME, dtype)
+    except OSError as error:
+        raise SpecDecError(
+            f"the native kernels cannot be compiled: {error.strerror or error}",
+            "free space in the folder for temporary files, or set TMPDIR to another one",
+        ) from None
+
+
+def _describe_kernels() -> dict[str, str]:
+    """What makes a library right for this machine and this version of specdec."""
+    return {
         "flags": " ".join(FLAGS),
         "cpu": describe_cpu(),
         "source_sha256": hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
     }
-    library = folder / LIBRARY_NAME
-    key = hashlib.sha256(json.dumps([compiler, version.stdout, info]).encode()).hexdigest()
-    cache = find_cache()
-    kept = cache / "kernels" / f"{key[:32]}.so" if cache else None
-    if kept and _take_kept(kept, library):
-        logger.debug("kernels taken from %s", kept)
-        return info
-    objects = folder / "kernels.o"
-    _call_compiler([compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)])
-    # GCC's OpenMP is loaded with torch, whose threads the kernels then share: two teams would
-    # wait for each other's processors. Clang's kernels bring their own.
-    openmp = ["-fopenmp"] if "clang" in version.stdout else []
-    _call_compiler([compiler, "-shared", str(objects), "-o", str(library), *openmp])
-    objects.unlink()
-    if kept:
-        _keep(library, kept)
-    return info
-
-
-def _call_compiler(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        tail = " | ".join(done.stderr.strip().splitlines()[-3:])
-        raise SpecDecError(
-            f"{command[0]} failed with status {done.returncode}: {tail}",
-            "set CXX to a compiler with OpenMP, or build with --optimize none",
-        )
-
-
-def find_cache() -> Path | None:
-    """The user's folder of what can be made again: $SPECDEC_CACHE_DIR, or ~/.cache/specdec.
-
-    None for a user without a home, as containers have them.
-    """
-    if chosen := os.environ.get("SPECDEC_CACHE_DIR"):
-        return Path(chosen)
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return Path(chosen) / "specdec"
-    try:
-        return Path.home() / ".cache" / "specdec"
-    except RuntimeError:
-        return None
-
-
-def _take_kept(kept: Path, library: Path) -> bool:
-    """Copy a library from the cache, where it lies there whole: its sum is in its own name."""
-    for path in kept.parent.glob(f"{kept.stem}-*.so"):
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest()[:32] == path.stem.rpartition("-")[2]:
-            library.write_bytes(content)
-            return True
-    return False
-
-
-def _keep(library: Path, kept: Path) -> None:
-    content = library.read_bytes()
-    name = f"{kept.stem}-{hashlib.sha256(content).hexdigest()[:32]}.so"
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, kept.parent / name)
-    except OSError as error:  # a cache that cannot be written costs time, nothing else
-        logger.debug("kernels are not kept for the next build: %s", error)
 
 
 def _load_library(path: Path) -> ctypes.CDLL:
     try:
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            is_openmp = "undefined symbol: GOMP" in str(error)
+            if not is_openmp and "undefined symbol: omp" not in str(error):
+                raise
+        # Of the compiler; torch has another kind.
+        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path))
     except OSError as error:
-        if "undefined symbol: GOMP" not in str(error) and "undefined symbol: omp" not in str(error):
-            raise
-    ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)  # of the compiler; torch has another kind
-    return ctypes.CDLL(str(path))
+        raise SpecDecError(
+            f"the compiled kernels do not load: {error}",
+            "set CXX to another C++ compiler, or build with --optimize none",
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,26 +163,56 @@ class StepPlan:
     batch: int
     num_tokens: int
     num_newest: int  # tokens that the step's mask is about: its own, and before them others
+    # What the indices reach: rows and positions of a cache, lines of the rotary tables.
+    num_rows: int
+    num_positions: int
+    num_lines: int
+
+
+def get_packed_shape(num_outputs: int, depth: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of a packed matrix [num_outputs, depth], see `NativeKernels.pack_matrix`."""
+    tiles = -(-num_outputs // TILE)
+    if dtype is torch.int8:
+        return tiles, 1 + -(-depth // 4), 4 * TILE
+    pair = 4 // dtype.itemsize
+    return tiles, -(-depth // pair), TILE, pair
+
+
+def _check(what: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
+    """Raise ValueError where a tensor is not what a kernel takes it for: it would reach beyond it.
+
+    What comes from an engine folder was checked when it was loaded; this is the last fence.
+    """
+    if tensor is None:
+        return
+    if (
+        tensor.dtype is not dtype or tensor.shape != shape
+        or not tensor.is_contiguous() or not tensor.is_cpu
+    ):  # fmt: skip
+        raise ValueError(
+            f"{what} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, strides"
+            f" {list(tensor.stride())}; the kernels take {dtype} {list(shape)} on the CPU,"
+            " contiguous"
+        )
 
 
 class NativeKernels:
     """The compiled kernels of an engine, for one dtype; tensors are contiguous, on the CPU."""
 
     def __init__(self, library: Path, dtype: torch.dtype) -> None:
+        self._library = _load_library(library)
         try:
-            self._library = _load_library(library)
-        except OSError as error:
-            raise SpecDecError(
-                f"{library} does not load: {error}", "build the engine again on this machine"
-            ) from None
-        self._library.specdec_abi_version.restype = _INT
-        version = self._library.specdec_abi_version()
+            self._library.specdec_abi_version.restype = _INT
+            version = self._library.specdec_abi_version()
+        except AttributeError:
+            version = 0
         if version != ABI_VERSION:
             raise SpecDecError(
                 f"{library} has kernel interface {version}, this specdec needs {ABI_VERSION}",
-                "build the engine again",
+                "remove the file: it is compiled again",
             )
         suffix = _SUFFIXES[dtype]
+        self.dtype = dtype
         self._add_norm = self._bind(
             f"specdec_add_norm_{suffix}", [_POINTER] * 5 + [_INT] * 2 + [_FLOAT]
         )
@@ -233,9 +263,36 @@ class NativeKernels:
 
         lines: of the rotary tables. tree_mask: of the N newest tokens, the step's own last.
         """
+        batch, num_tokens, num_newest = tree_mask.shape
+        shapes = [(batch,), (batch, num_tokens), (batch, num_tokens), (batch,), tree_mask.shape]
         arrays = tuple(np.ascontiguousarray(a) for a in (rows, positions, lines, past, tree_mask))
+        kinds = [np.int64] * 4 + [np.bool_]
+        if [a.shape for a in arrays] != shapes or [a.dtype for a in arrays] != kinds:
+            raise ValueError(f"a step's indices are {[(a.dtype, a.shape) for a in arrays]}")
+        if num_newest < num_tokens or min(int(a.min()) for a in arrays[:4]) < 0:
+            raise ValueError(f"a step of {num_tokens} tokens has a mask of {num_newest}, or has"
+                             " indices below 0")  # fmt: skip
         pointers = tuple(a.ctypes.data for a in arrays)
-        return StepPlan(arrays, pointers, *tree_mask.shape)
+        return StepPlan(
+            arrays, pointers, batch, num_tokens, num_newest,
+            num_rows=int(rows.max()) + 1,
+            num_positions=int(past.max()) + num_newest,
+            num_lines=int(lines.max()) + 1,
+        )  # fmt: skip
+
+    def _check_step(
+        self, plan: StepPlan, num_rows: int, num_positions: int, table: RotaryTable | None
+    ) -> None:
+        """Raise ValueError where a step reaches beyond its cache or the rotary tables."""
+        num_lines = plan.num_lines
+        if table is not None:
+            num_lines, width = table.cos.shape
+            _check("cos", table.cos, self.dtype, num_lines, width)
+            _check("sin", table.sin, self.dtype, num_lines, width)
+        found = (plan.num_rows, plan.num_positions, plan.num_lines)
+        room = (num_rows, num_positions, num_lines)
+        if any(own > most for own, most in zip(found, room, strict=True)):
+            raise ValueError(f"a step reaches {found} rows, positions and angles of {room}")
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Norm of [..., D]."""
@@ -243,8 +300,12 @@ class NativeKernels:
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """Add `delta` to `x` in place and return the norm of the sum. x, delta: [..., D]."""
-        out = torch.empty_like(x)
         size = x.shape[-1]
+        _check("x", x, self.dtype, *x.shape)
+        _check("delta", delta, self.dtype, *x.shape)
+        _check("a norm's weight", norm.weight, self.dtype, size)
+        _check("a norm's bias", norm.bias, self.dtype, size)
+        out = torch.empty_like(x)
         self._add_norm(
             x.data_ptr(), _get_pointer(delta), norm.weight.data_ptr(), _get_pointer(norm.bias),
             out.data_ptr(), x.numel() // size, size, norm.epsilon,
@@ -253,6 +314,7 @@ class NativeKernels:
 
     def gate_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """[..., 2 I] -> [..., I]: the first half activated times the second."""
+        _check("gate_up", gate_up, self.dtype, *gate_up.shape)
         inner = gate_up.shape[-1] // 2
         out = gate_up.new_empty((*gate_up.shape[:-1], inner))
         self._gate_muls[activation](gate_up.data_ptr(), out.data_ptr(), out.numel() // inner, inner)
@@ -274,13 +336,18 @@ class NativeKernels:
         qkv: [B, T, (N + 2K) H], overwritten; cache: [2, R, K, S, H] of one layer.
         Returns [B, T, N H].
         """
+        width = (num_heads + 2 * num_kv_heads) * head_size
+        _check("qkv", qkv, self.dtype, plan.batch, plan.num_tokens, width)
+        _, num_rows, _, num_positions, _ = cache.shape
+        _check("cache", cache, self.dtype, 2, num_rows, num_kv_heads, num_positions, head_size)
+        self._check_step(plan, num_rows, num_positions, table)
         out = qkv.new_empty((plan.batch, plan.num_tokens, num_heads * head_size))
         cos, sin = (table.cos, table.sin) if table else (None, None)
         self._attend(
             qkv.data_ptr(), cache.data_ptr(), _get_pointer(cos), _get_pointer(sin),
             *plan.pointers, out.data_ptr(),
             plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
-            cache.shape[1], cache.shape[3], 0 if cos is None else cos.shape[1], window or 0,
+            num_rows, num_positions, 0 if cos is None else cos.shape[1], window or 0,
         )  # fmt: skip
         return out
 
@@ -292,8 +359,8 @@ class NativeKernels:
         """
         weight = weight.contiguous()
         num_outputs, depth = weight.shape
-        pair = 4 // weight.element_size()
-        packed = weight.new_empty((-(-num_outputs // TILE), -(-depth // pair), TILE, pair))
+        _check("a matrix", weight, self.dtype, num_outputs, depth)
+        packed = weight.new_empty(get_packed_shape(num_outputs, depth, self.dtype))
         self._set_num_threads(torch.get_num_threads())
         self._pack_matrix(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
         return packed
@@ -305,7 +372,9 @@ class NativeKernels:
         """
         weight, scales = weight.contiguous(), scales.contiguous()
         num_outputs, depth = weight.shape
-        packed = weight.new_empty((-(-num_outputs // TILE), 1 + -(-depth // 4), 4 * TILE))
+        _check("an int8 matrix", weight, torch.int8, num_outputs, depth)
+        _check("its scales", scales, torch.float32, num_outputs)
+        packed = weight.new_empty(get_packed_shape(num_outputs, depth, torch.int8))
         self._set_num_threads(torch.get_num_threads())
         self._pack_int8(weight.data_ptr(), scales.data_ptr(), num_outputs, depth, packed.data_ptr())
         return packed
@@ -319,9 +388,14 @@ class NativeKernels:
         """
         x = x.contiguous()
         depth = x.shape[-1]
+        is_int8 = packed.dtype is torch.int8
+        _check("x", x, self.dtype, *x.shape)
+        kind = torch.int8 if is_int8 else self.dtype
+        _check("a packed matrix", packed, kind, *get_packed_shape(num_outputs, depth, kind))
+        _check("a bias", bias, self.dtype, num_outputs)
         y = x.new_empty((*x.shape[:-1], num_outputs))
         self._set_num_threads(torch.get_num_threads())
-        run = self._multiply_int8 if packed.dtype is torch.int8 else self._multiply
+        run = self._multiply_int8 if is_int8 else self._multiply
         run(
             x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), _get_pointer(bias),
             num_outputs, y.data_ptr(),
@@ -345,9 +419,27 @@ class NativeKernels:
         Returns the last layer's output normed, [B, T, D], and the outputs of `observed_layers`,
         [B, T, n * D].
         """
+        hidden, _, num_kv_heads, head_size, _ = layers.sizes
+        first_depth = hidden if first_input is None else first_input.shape[-1]
+        if layers.dtype is not self.dtype or layers.first_shape != get_packed_shape(
+            layers.num_qkv, first_depth, layers.matrix_dtype
+        ):
+            raise ValueError(
+                f"layers of {layers.dtype}, the first matrix packed as {layers.first_shape}, do not"
+                f" go with {self.dtype} and {first_depth} inputs"
+            )
+        _check("x", x, self.dtype, plan.batch, plan.num_tokens, hidden)
+        _check("the first layer's input", first_input, self.dtype, *x.shape[:2], first_depth)
+        num_rows, num_positions = cache.shape[2], cache.shape[4]
+        _check(
+            "the cache", cache, self.dtype,
+            layers.num_layers, 2, num_rows, num_kv_heads, num_positions, head_size,
+        )  # fmt: skip
+        self._check_step(plan, num_rows, num_positions, table)
+        if any(not 0 <= layer < layers.num_layers for layer in observed_layers):
+            raise ValueError(f"layers {observed_layers} of {layers.num_layers}")
         out = torch.empty_like(x)
         cos, sin = (table.cos, table.sin) if table else (None, None)
-        num_rows, num_positions = cache.shape[2], cache.shape[4]
         observed = x.new_empty((len(observed_layers), *x.shape)) if observed_layers else None
         chosen = np.array(observed_layers, np.int64)
         shape = np.array(
@@ -380,6 +472,12 @@ class NativeKernels:
         """
         x = x.contiguous()
         depth = x.shape[-1]
+        _check("x", x, self.dtype, *x.shape)
+        shape = get_packed_shape(num_outputs, depth, self.dtype)
+        _check("a packed matrix", packed, self.dtype, *shape)
+        _check("a bias", bias, self.dtype, num_outputs)
+        if not 0 < width <= num_outputs:
+            raise ValueError(f"the best {width} of {num_outputs} outputs")
         tokens = x.new_empty((*x.shape[:-1], width), dtype=torch.int64)
         scores = torch.empty_like(tokens, dtype=torch.float32)
         self._set_num_threads(torch.get_num_threads())
@@ -394,9 +492,15 @@ class NativeKernels:
     ) -> Tensor:
         """ReDrafter's beam search in one call: hidden [B, D], tokens [B] -> drafts [B, W, L]."""
         batch = tokens.shape[0]
-        hidden = hidden.contiguous()
-        beams = torch.empty((batch, width, length), dtype=torch.int64)
+        hidden, tokens = hidden.contiguous(), tokens.contiguous()
         vocab_size, size = drafter.embedding.shape
+        if drafter.dtype is not self.dtype:
+            raise ValueError(f"a drafter of {drafter.dtype} for kernels of {self.dtype}")
+        _check("hidden", hidden, self.dtype, batch, size)
+        _check("tokens", tokens, torch.int64, batch)
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+            raise ValueError(f"tokens {tokens.tolist()} of {vocab_size}")
+        beams = torch.empty((batch, width, length), dtype=torch.int64)
         self._set_num_threads(torch.get_num_threads())
         self._search_beams(
             drafter.embedding.data_ptr(), hidden.data_ptr(), tokens.data_ptr(),
@@ -428,14 +532,37 @@ class PackedLayers:
         activation: int, is_gated: bool, window: int | None, epsilon: float,
     ) -> None:  # fmt: skip
         self._kept = (weights, final)
+        norm, qkv = weights[0][0], weights[0][2]
+        assert norm is not None
+        assert qkv is not None
+        self.dtype, self.matrix_dtype = norm.dtype, qkv.dtype
+        self.first_shape = tuple(qkv.shape)  # an EAGLE net's first layer may read more than others
+        self.num_qkv = (num_heads + 2 * num_kv_heads) * head_size
+        matrices = [
+            (self.num_qkv, hidden), (hidden, num_heads * head_size),
+            (inner * (2 if is_gated else 1), hidden), (hidden, inner),
+        ]  # fmt: skip
+        for index, row in enumerate(weights):
+            for at, tensor in enumerate(row):
+                what, place = f"tensor {at} of layer {index}", at // 2
+                if place in (0, 3):  # norms
+                    _check(what, tensor, self.dtype, hidden)
+                    continue
+                num_outputs, depth = matrices[place - 1 if place < 3 else place - 2]
+                if at % 2:
+                    _check(what, tensor, self.dtype, num_outputs)
+                elif (index, at) != (0, 2):
+                    shape = get_packed_shape(num_outputs, depth, self.matrix_dtype)
+                    _check(what, tensor, self.matrix_dtype, *shape)
+        for tensor in final:
+            _check("the last norm", tensor, self.dtype, hidden)
         self.pointers = np.array([_get_pointer(t) or 0 for row in weights for t in row], np.uint64)
         self.final_pointers = np.array([_get_pointer(t) or 0 for t in final], np.uint64)
         self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
         self.num_layers = len(weights)
         self.activation, self.is_gated = activation, int(is_gated)
         self.window, self.epsilon = window or 0, epsilon
-        qkv = weights[0][2]
-        self.is_int8 = int(qkv is not None and qkv.dtype is torch.int8)
+        self.is_int8 = int(qkv.dtype is torch.int8)
 
 
 class PackedDrafter:
@@ -448,6 +575,20 @@ class PackedDrafter:
         self, weights: Mapping[str, Tensor], embedding: Tensor, *, num_layers: int,
         exit_dim: int, num_candidates: int, kernels: NativeKernels,
     ) -> None:  # fmt: skip
+        self.dtype = kernels.dtype
+        vocab_size, size = embedding.shape
+        shapes = {
+            "rnn_w.weight": (size, size), "rnn_u.weight": (size, size), "rnn_u.bias": (size,),
+            "input_proj.weight": (exit_dim, 2 * size), "input_proj.bias": (exit_dim,),
+            "lm_head.weight": (vocab_size, exit_dim),
+        }  # fmt: skip
+        for i in range(num_layers):
+            shapes[f"layers.{i}.linear.weight"] = (exit_dim, exit_dim)
+            shapes[f"layers.{i}.linear.bias"] = (exit_dim,)
+        for name, shape in shapes.items():
+            _check(f"drafter.{name}", weights.get(f"drafter.{name}"), self.dtype, *shape)
+        _check("the embedding", embedding, self.dtype, vocab_size, size)
+
         def pack(name: str) -> Tensor | None:
             weight = weights.get(f"drafter.{name}.weight")
             return None if weight is None else kernels.pack_matrix(weight)

@@ -13,73 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.errors import SpecDecError, suggest
+from specdec.bounds import MAX_ROTARY_ELEMENTS
+from specdec.errors import SpecDecError, raise_problems
 from specdec.model_config import ModelConfig
-
-# Keys of a scaling: those it must have, those it may have.
-_SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "dynamic": (("factor",), ()),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        (),
-    ),
-    "yarn": (
-        ("factor",),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
-}  # fmt: skip
-# Of any scaling: transformers writes them beside a scaling's own keys, and they change nothing.
-_COMMON = (
-    "type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
-    "finetuned",
-)  # fmt: skip
+from specdec.rotary_scaling import get_kind
 
 
 def find_scaling(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Return a model's kind of scaling and its keys; raise SpecDecError for what is not known."""
+    raise_problems(model.find_scaling_problems())
     scaling = model.rotary_scaling or {}
-    named = scaling.get("rope_type", scaling.get("type", "default"))
-    kind = "longrope" if named == "su" else named  # its first name
-    if kind not in _SCALINGS:
-        raise SpecDecError(
-            f"rotary scaling {named!r} is not supported by the torch backend"
-            f"{suggest(str(named), list(_SCALINGS))}",
-            f"the supported kinds are {', '.join(_SCALINGS)}",
-        )
-    required, optional = _SCALINGS[kind]
-    missing = [key for key in required if scaling.get(key) is None]
-    unknown = sorted(set(scaling) - {*required, *optional, *_COMMON})
-    problems = [
-        f"{what} {', '.join(keys)}"
-        for what, keys in (("no", missing), ("unknown", unknown))
-        if keys
-    ]
-    for key in (*required, *optional):
-        value = scaling.get(key)
-        if value is not None and not _is_good(key, value, model.rotary_size // 2):
-            problems.append(f"{key} {value!r}")
-    if problems:
-        raise SpecDecError(
-            f"rotary scaling {named!r} has {'; '.join(problems)}",
-            f"its keys are {', '.join((*required, *optional))}; mend rotary_scaling in config.json",
-        )
-    return kind, scaling
-
-
-def _is_good(key: str, value: Any, num_frequencies: int) -> bool:
-    if key == "truncate":
-        return isinstance(value, bool)
-    if key in ("short_factor", "long_factor"):
-        return (
-            isinstance(value, list)
-            and len(value) == num_frequencies
-            and all(_is_good("", factor, 0) for factor in value)
-        )
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value < math.inf
+    return str(get_kind(scaling)), scaling
 
 
 def find_switch_length(model: ModelConfig) -> int | None:
@@ -176,15 +120,8 @@ def _get_longrope_attention(model: ModelConfig, scaling: dict[str, Any], switch:
     given = scaling.get("attention_factor")
     if given is not None:
         return float(given)
-    ratio, factor = model.max_position_embeddings / switch, scaling.get("factor")
-    if factor is not None and ratio not in (1, factor):
-        # transformers 4 takes the ratio, 5 the factor.
-        raise SpecDecError(
-            f"rotary scaling 'longrope' has factor {factor}, but max_position_embeddings"
-            f" {model.max_position_embeddings} is {ratio:g} times the original {switch}",
-            "remove the wrong one, or give attention_factor",
-        )
-    scale = ratio if factor is None else factor
+    factor = scaling.get("factor")
+    scale = model.max_position_embeddings / switch if factor is None else factor
     return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(switch))
 
 
@@ -204,6 +141,12 @@ class RotaryTable:
         self, model: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.kind, _ = find_scaling(model)
+        if num_positions * model.rotary_size > MAX_ROTARY_ELEMENTS:
+            raise SpecDecError(
+                f"{num_positions} positions of {model.rotary_size} rotated dimensions are"
+                f" {num_positions * model.rotary_size} elements, more than {MAX_ROTARY_ELEMENTS}",
+                "build with a smaller --max-seq-len",
+            )
         self.num_positions = num_positions
         self.max_prompt_len: int | None = None
         self.switch_len = find_switch_length(model)

@@ -8,14 +8,11 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import SpecDecError, UsageError, shorten
 
 if TYPE_CHECKING:
     from specdec.model_config import ModelConfig
     from specdec.tensors import TensorSpec
-
-# Of a drafter's layers or heads. None has nearly as many; a list of far more fills the memory.
-MAX_MODULES = 1000
 
 Choices = tuple[tuple[int, ...], ...]  # a static tree: paths of ranks, as in trees.py
 
@@ -108,21 +105,24 @@ def check(key: str, value: object, expected: str, *, is_good: bool) -> None:
     """Raise SpecDecError that says what a key of a checkpoint's config.json should be."""
     if not is_good:
         raise SpecDecError(
-            f"checkpoint config: {key} is {value!r}, not {expected}",
+            f"checkpoint config: {key} is {shorten(value)}, not {expected}",
             "convert the checkpoint again, or correct the key",
         )
 
 
-def check_count(key: str, value: object, *, lowest: int) -> None:
-    """Raise SpecDecError for anything but a whole number of at least `lowest`."""
-    is_good = type(value) is int and value >= lowest
-    check(key, value, f"a whole number of at least {lowest}", is_good=is_good)
+def check_count(key: str, value: object, least: int, most: int) -> None:
+    """Raise SpecDecError for anything but a whole number from `least` to `most`."""
+    is_good = type(value) is int and least <= value <= most
+    check(key, value, f"a whole number from {least} to {most}", is_good=is_good)
 
 
-def check_num_modules(key: str, value: object, *, lowest: int) -> None:
-    """Raise SpecDecError for anything but a plausible number of layers or heads."""
-    is_good = type(value) is int and lowest <= value <= MAX_MODULES
-    check(key, value, f"a whole number from {lowest} to {MAX_MODULES}", is_good=is_good)
+def check_product(what: str, number: int, most: int) -> None:
+    """Raise SpecDecError for so many modules or tokens that listing them exhausts the machine."""
+    if number > most:
+        raise SpecDecError(
+            f"checkpoint config: {what} are {number}, more than {most}",
+            "convert the checkpoint again, or correct the keys",
+        )
 
 
 def check_unknown(keys: Iterable[str], known: set[str]) -> None:

@@ -10,8 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from specdec.errors import UsageError
+from specdec.bounds import MAX_DRAFT_TOKENS, MAX_HEAD_SIZE, MAX_MODULES, MAX_SIZE
+from specdec.errors import UsageError, raise_problems
 from specdec.model_config import ModelConfig
+from specdec.rotary_scaling import find_scaling_problems
 from specdec.settings import as_options, list_given, name_flag, setting
 from specdec.tensors import (
     EMBEDDING,
@@ -23,13 +25,12 @@ from specdec.tensors import (
 )
 
 from .base import (
-    MAX_MODULES,
     Choices,
     Method,
     SizedTree,
     check,
     check_count,
-    check_num_modules,
+    check_product,
     check_unknown,
     parse_paths,
 )
@@ -37,6 +38,8 @@ from .base import (
 EAGLE_ARCHITECTURE = "EagleForCausalLM"
 # Ours: TensorRT-LLM's engine path has no EAGLE-3, and is to know that it is none of its own.
 EAGLE3_ARCHITECTURE = "Eagle3ForCausalLM"
+# TensorRT-LLM makes Llamas of EAGLE-1's targets.
+EAGLE1_TARGETS = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,14 +89,24 @@ class EagleNet:
                 check(name, value, "an object or null", is_good=is_good)
             elif field.name == "hidden_act":
                 check(name, value, "'silu'", is_good=value == "silu")
-            elif field.name == "num_hidden_layers":
-                check_num_modules(name, value, lowest=1)
             else:
-                check_count(name, value, lowest=1)
+                most = {"num_hidden_layers": MAX_MODULES, "head_size": MAX_HEAD_SIZE}
+                check_count(name, value, 1, most.get(field.name, MAX_SIZE))
             values[field.name] = value
         heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
         expected = f"a divisor of {key}.num_attention_heads={heads}"
         check(f"{key}.num_key_value_heads", kv_heads, expected, is_good=heads % kv_heads == 0)
+        raise_problems(
+            [
+                (f"{key}: {fact}", remedy)
+                for fact, remedy in find_scaling_problems(
+                    values["rotary_scaling"],
+                    rotary_size=values["head_size"],
+                    rotary_base=values["rotary_base"],
+                    max_positions=values["max_position_embeddings"],
+                )
+            ]
+        )
         return cls(**values)
 
 
@@ -125,7 +138,7 @@ class Eagle3Params:
         is_good = is_good and all(type(layer) is int and layer >= 0 for layer in layers)
         is_good = is_good and layers == sorted(set(layers))
         check(f"{key}.aux_layers", found, "a rising list of layers", is_good=is_good)
-        check_count(f"{key}.draft_vocab_size", config.get("draft_vocab_size"), lowest=1)
+        check_count(f"{key}.draft_vocab_size", config.get("draft_vocab_size"), 1, MAX_SIZE)
         normed = config.get("norm_before_residual")
         name = f"{key}.norm_before_residual"
         check(name, normed, "true or false", is_good=isinstance(normed, bool))
@@ -188,7 +201,7 @@ class EagleParams(SizedTree):
                 problems.append(
                     (f"the EAGLE drafter's {name} is {ours}, the target's {targets}", remedy)
                 )
-        if self.draft_vocab_size > vocab_size:
+        if self.draft_vocab_size > vocab_size == self.net.vocab_size:
             problems.append(
                 (
                     f"the EAGLE drafter's draft_vocab_size={self.draft_vocab_size} exceeds the"
@@ -270,16 +283,24 @@ class EagleParams(SizedTree):
     def from_checkpoint(cls, config: Mapping[str, Any]) -> EagleParams:
         """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
         for name in cls.NUMBERS:
-            check_count(name, config.get(name), lowest=1)
-        check_num_modules("num_eagle_layers", config["num_eagle_layers"], lowest=1)
+            most = MAX_MODULES if name == "num_eagle_layers" else MAX_DRAFT_TOKENS
+            check_count(name, config.get(name), 1, most)
+        depth, num_inner = config["num_eagle_layers"], config["max_non_leaves_per_layer"]
+        check_product(
+            f"{depth} EAGLE layers of {num_inner} non-leaves", depth * num_inner, MAX_DRAFT_TOKENS
+        )
         check_unknown((k for k in config if "eagle" in k), {*cls.NUMBERS, cls.NET, cls.EAGLE3})
         is_third = config.get("architecture") == EAGLE3_ARCHITECTURE
         check(
             cls.EAGLE3, config.get(cls.EAGLE3), f"what {config.get('architecture')} has",
             is_good=is_third == (config.get(cls.EAGLE3) is not None),
         )  # fmt: skip
+        net = EagleNet.from_checkpoint(cls.NET, config.get(cls.NET))
+        if not is_third:
+            what = f"{depth} EAGLE nets of {net.num_hidden_layers} layers"
+            check_product(what, depth * net.num_hidden_layers, MAX_MODULES)
         return cls(
-            net=EagleNet.from_checkpoint(cls.NET, config.get(cls.NET)),
+            net=net,
             eagle3=Eagle3Params.from_checkpoint(cls.EAGLE3, config[cls.EAGLE3])
             if is_third
             else None,
@@ -295,15 +316,15 @@ class EagleConvert:
         metavar="DRAFTER", help="EAGLE-1, 2 or 3 drafter: a folder or Hub id."
     )
     max_draft_len: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Most draft tokens of an EAGLE engine's verify step; 63 if not given.",
     )  # fmt: skip
     num_eagle_layers: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_MODULES, metavar="N",
         help="Depth of an EAGLE engine's draft trees; 4 if not given.",
     )  # fmt: skip
     max_non_leaves_per_layer: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Most nodes with children in a level of an EAGLE engine's trees; 10 if not given.",
     )  # fmt: skip
 
@@ -336,7 +357,7 @@ class EagleTrain:
         choices=("1", "3"),
     )  # fmt: skip
     eagle_num_layers: int = setting(
-        1, help="Decoder layers of the EAGLE drafter.", kind="int", minimum=1
+        1, help="Decoder layers of the EAGLE drafter.", kind="int", minimum=1, maximum=MAX_MODULES
     )
     eagle_num_steps: int = setting(
         3, help="Draft steps unrolled in training; 1 is EAGLE-1's recipe.", kind="int", minimum=1

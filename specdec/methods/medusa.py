@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from specdec.bounds import MAX_DRAFT_TOKENS, MAX_MODULES
 from specdec.model_config import ModelConfig
 from specdec.settings import as_options, setting
 from specdec.tensors import Shard, TensorSpec
@@ -15,7 +16,7 @@ from .base import (
     Method,
     SizedTree,
     check_count,
-    check_num_modules,
+    check_product,
     check_unknown,
     parse_paths,
 )
@@ -83,10 +84,13 @@ class MedusaParams(SizedTree):
     def from_checkpoint(cls, config: Mapping[str, Any]) -> MedusaParams:
         """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
         values = {name: config.get(key) for name, key in cls.KEYS.items()}
-        check_num_modules(cls.KEYS["num_heads"], values["num_heads"], lowest=1)
-        check_num_modules(cls.KEYS["num_layers"], values["num_layers"], lowest=0)
-        check_count(cls.KEYS["max_draft_len"], values["max_draft_len"], lowest=1)
+        check_count(cls.KEYS["num_heads"], values["num_heads"], 1, MAX_MODULES)
+        check_count(cls.KEYS["num_layers"], values["num_layers"], 0, MAX_MODULES)
+        check_count(cls.KEYS["max_draft_len"], values["max_draft_len"], 1, MAX_DRAFT_TOKENS)
         check_unknown((k for k in config if "medusa" in k), set(cls.KEYS.values()))
+        num_heads, num_layers = config[cls.KEYS["num_heads"]], config[cls.KEYS["num_layers"]]
+        what = f"{num_heads} Medusa heads of {num_layers} layers"
+        check_product(what, num_heads * num_layers, MAX_MODULES)
         return cls(**{name: config[key] for name, key in cls.KEYS.items()})
 
 
@@ -98,15 +102,15 @@ class MedusaConvert:
         metavar="HEADS", help="Medusa heads, alone or saved with their target: a folder or Hub id."
     )
     num_medusa_heads: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_MODULES, metavar="N",
         help="Medusa heads to take; those that their config.json tells if not given.",
     )  # fmt: skip
     num_medusa_layers: int | None = setting(
-        kind="int", minimum=0, metavar="N",
+        kind="int", minimum=0, maximum=MAX_MODULES, metavar="N",
         help="Residual layers of each Medusa head, where their config.json does not tell.",
     )  # fmt: skip
     max_medusa_token_len: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Most draft tokens of a Medusa engine's verify step; 63 if not given.",
     )  # fmt: skip
 
@@ -125,10 +129,10 @@ class MedusaTrain:
     """Options of specdec-train."""
 
     medusa_num_heads: int = setting(
-        4, help="Medusa heads: draft tokens ahead.", kind="int", minimum=1
+        4, help="Medusa heads: draft tokens ahead.", kind="int", minimum=1, maximum=MAX_MODULES
     )
     medusa_num_layers: int = setting(
-        1, help="Residual blocks of each Medusa head.", kind="int", minimum=0
+        1, help="Residual blocks of each Medusa head.", kind="int", minimum=0, maximum=MAX_MODULES
     )
     medusa_loss_decay: float = setting(
         0.8, help="Weight of each Medusa head's loss relative to the one before.", kind="float",

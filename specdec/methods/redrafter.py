@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from specdec.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
 from specdec.model_config import ModelConfig
 from specdec.settings import setting
 from specdec.tensors import Shard, TensorSpec
 
-from .base import Method, check, check_count, check_num_modules, check_unknown
+from .base import Method, check, check_count, check_product, check_unknown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,13 @@ class ReDrafterParams:
     greedy_search: bool
 
     PREFIX: ClassVar[str] = "redrafter_"
+    BOUNDS: ClassVar[dict[str, tuple[int, int]]] = {
+        "num_layers": (0, MAX_MODULES),
+        "hidden_size": (1, MAX_SIZE),
+        "exit_dim": (1, MAX_SIZE),
+        "num_beams": (1, MAX_DRAFT_TOKENS),
+        "draft_len_per_beam": (1, MAX_DRAFT_TOKENS),
+    }
 
     @property
     def has_input_proj(self) -> bool:
@@ -123,13 +131,15 @@ class ReDrafterParams:
             value = config.get(key)
             if field.name in ("is_rnn", "greedy_search"):
                 check(key, value, "true or false", is_good=isinstance(value, bool))
-            elif field.name == "num_layers":
-                check_num_modules(key, value, lowest=0)
             else:
-                check_count(key, value, lowest=1)
+                check_count(key, value, *cls.BOUNDS[field.name])
             values[field.name] = value
         known = {cls.PREFIX + f.name for f in dataclasses.fields(cls)}
         check_unknown((k for k in config if k.startswith(cls.PREFIX)), known)
+        num_beams, length = values["num_beams"], values["draft_len_per_beam"]
+        check_product(
+            f"{num_beams} beams of {length} draft tokens", num_beams * length, MAX_DRAFT_TOKENS
+        )
         return cls(**values)
 
 
@@ -141,10 +151,14 @@ class ReDrafterConvert:
         metavar="DRAFTER", help="ReDrafter drafter: a folder or Hub id."
     )
     redrafter_num_beams: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="Beams of the drafter's search; 5 if not given."
+        kind="int",
+        minimum=1,
+        maximum=MAX_DRAFT_TOKENS,
+        metavar="N",
+        help="Beams of the drafter's search; 5 if not given.",
     )
     redrafter_draft_len_per_beam: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Tokens drafted per beam, at most those the drafter was trained for; 5 if not given.",
     )  # fmt: skip
     redrafter_no_greedy_search: bool = setting(
@@ -157,10 +171,10 @@ class ReDrafterTrain:
     """Options of specdec-train."""
 
     redrafter_num_layers: int = setting(
-        2, help="Residual blocks in the drafter's head.", kind="int", minimum=0
+        2, help="Residual blocks in the drafter's head.", kind="int", minimum=0, maximum=MAX_MODULES
     )
     redrafter_predict_n_tokens: int = setting(
-        5, help="Draft tokens that the loss covers.", kind="int", minimum=1
+        5, help="Draft tokens that the loss covers.", kind="int", minimum=1, maximum=MAX_MODULES
     )
     redrafter_exit_dim: int | None = setting(
         help="Width of the residual blocks; default: twice the target's hidden size.",

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec.bounds import MAX_DRAFT_TOKENS, MAX_RANKS, MAX_SIZE
 from specdec.errors import SpecDecError, raise_problems
+from specdec.folders import ENGINE, expect_folder
 from specdec.methods import METHODS, find_mode
 from specdec.storage import read_json
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
@@ -87,13 +89,13 @@ class EngineFolder:
 
 def read_backend(folder: Path) -> str:
     """Return the backend that an engine folder was built for."""
-    if not folder.is_dir():
-        raise SpecDecError(f"{folder} is not a folder", "give a folder written by specdec-build")
+    expect_folder(folder, ENGINE)
     return str(read_json(folder / "config.json").get("backend", BACKEND))
 
 
 def read_engine_folder(folder: Path) -> EngineFolder:
     """Read an engine's config.json; raise SpecDecError that lists what is missing or of no use."""
+    expect_folder(folder, ENGINE)
     path = folder / "config.json"
     document = read_json(path)
     reader = _Reader(path)
@@ -122,7 +124,7 @@ def read_engine_folder(folder: Path) -> EngineFolder:
         logits_dtype=str(pretrained.get("logits_dtype", "float32")),
         vocab_size=reader.get(pretrained, "pretrained_config.vocab_size", int, 0),
         tp_size=reader.get(mapping, "pretrained_config.mapping.tp_size", int, 1),
-        pp_size=mapping.get("pp_size", 1),
+        pp_size=reader.get({"pp_size": 1} | mapping, "pretrained_config.mapping.pp_size", int, 1),
         mode=mode,
         max_draft_len=reader.find_draft_len(mode, pretrained, build),
         built_draft_len=build.get("max_draft_len", 0),
@@ -134,6 +136,14 @@ def read_engine_folder(folder: Path) -> EngineFolder:
         manifest=_read_manifest(folder),
         **found,
     )
+    for what, number, most in (
+        ("tp_size x pp_size", engine.world_size, MAX_RANKS),
+        ("draft tokens a step", engine.max_draft_len, MAX_DRAFT_TOKENS),
+    ):
+        if number > most:
+            reader.problems.append(
+                (f"{path}: {what} are {number}, more than {most}", "build the engine again")
+            )
     raise_problems(reader.problems)
     missing = [f"rank{r}.engine" for r in range(engine.world_size)]
     missing = [name for name in missing if not (folder / name).is_file()]
@@ -172,8 +182,8 @@ class _Reader:
 
     def get(self, document: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
         """Return the value of a dotted name's last part, or a default and note the problem."""
-        value = document.get(name.rpartition(".")[2])
-        if type(value) is kind:
+        value: Any = document.get(name.rpartition(".")[2])
+        if type(value) is kind and (kind is not int or 0 <= value <= MAX_SIZE):
             return value
         self.problems.append(
             (f"{self.path}: {name} is {value!r}", "build the engine again with trtllm-build")

@@ -161,21 +161,24 @@ def test_an_environment_is_made_once_and_again_when_its_versions_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[Sequence[Any]] = []
-    monkeypatch.setattr(install, "list_index_flags", lambda: [])
     monkeypatch.setattr(install, "run_logged", lambda words, *_, **__: ran.append(words))
     folder = tmp_path / "openvino"
     folder.mkdir()
     python = install.install_peer("openvino", folder, tmp_path / "log")
     assert python == folder / "bin" / "python"
-    made, installed, removed = ran
+    made, torch, installed, removed = ran
     assert "venv" in made
+    assert torch[0] == python
+    assert Path(torch[1]).is_file()
+    assert torch[2:] == ["https://download.pytorch.org/whl/cpu", "torch==2.13.0"]
+    assert not [word for word in installed if "index" in str(word)], "other packages' is PyPI"
     assert "openvino-genai==2026.4.1.0" in installed
     assert removed[-1] == "torchvision"
     install.install_peer("openvino", folder, tmp_path / "log")
-    assert len(ran) == 3
+    assert len(ran) == 4
     monkeypatch.setitem(install.RECIPES, "openvino", install.Recipe(("openvino-genai==1.0",)))
     install.install_peer("openvino", folder, tmp_path / "log")
-    assert "openvino-genai==1.0" in ran[4]
+    assert "openvino-genai==1.0" in ran[5], "and no torch for whom needs none"
 
 
 # GGUF, read as its specification says, by code that shares none with the exporter.
@@ -279,6 +282,15 @@ def test_gguf(target: Path, tmp_path: Path) -> None:
                 row = 16 * head + channel
                 assert torch.equal(found[16 * head + 2 * channel], expected[row])
                 assert torch.equal(found[16 * head + 2 * channel + 1], expected[row + 8])
+
+
+def test_without_the_package_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only llama.cpp is left out."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.delitem(sys.modules, "benchmarks.side_by_side.gguf")
+    nothing: Any = None
+    with pytest.raises(PeerError, match=r"gguf.*pip install 'specdec-toolchain\[dev\]'"):
+        models.make_gguf(nothing)
 
 
 def test_other_models_are_not_exported(target: Path, tmp_path: Path) -> None:

@@ -249,7 +249,12 @@ def test_a_table_and_its_recipe(
     )  # fmt: skip
     given = TuneSettings(checkpoint_dir=checkpoint, tokenizer_dir="t")
     report |= describe_best(better, given, 1)
-    write_recipe(recipe, report)
+    recipe_before = recipe.read_bytes()
+    with pytest.raises(SpecDecError, match="somebody has made it meanwhile"):
+        write_recipe(recipe, report, force=False)
+    assert recipe.read_bytes() == recipe_before
+    assert list(tmp_path.iterdir()) == [recipe]
+    write_recipe(recipe, report, force=True)
     converted = resolve_settings(ConvertSettings, "convert", {}, recipe)
     assert (converted.redrafter_num_beams, converted.redrafter_draft_len_per_beam) == (1, 2)
     assert converted.model_dir == str(folder / "target")
@@ -271,7 +276,7 @@ def follow_recipe(candidate: Any, checkpoint: Path, tokenizer: Path, method: str
     }
     report = about | describe_best(candidate, given, 1)
     path = checkpoint.parent / "recipe.yaml"
-    write_recipe(path, report)
+    write_recipe(path, report, force=True)
     prompt = checkpoint.parent / "one.jsonl"
     prompt.write_text('{"input_ids": [4, 5, 4]}')
     stages = list(report["recipe"])

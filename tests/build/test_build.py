@@ -71,7 +71,9 @@ def test_engine_folder(checkpoint: Path, tmp_path: Path) -> None:
     manifest = read_json(engine / "manifest.json")
     outputs = {entry["path"]: entry["sha256"] for entry in manifest["outputs"]}
     assert outputs == {
-        path.name: hash_file(path) for path in engine.iterdir() if path.name != "manifest.json"
+        path.relative_to(engine).as_posix(): hash_file(path)
+        for path in engine.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
     }
     assert {Path(entry["path"]).name for entry in manifest["sources"]} == {
         "config.json",
@@ -112,8 +114,18 @@ def test_limits_are_reported_together(checkpoint: Path, tmp_path: Path) -> None:
     ("flags", "match"),
     [
         (["--max-input-len", 512], "leaves no room for output"),
-        (["--gemm-plugin", "float16"], "--gemm-plugin has no meaning for the torch backend"),
-        (["--use-paged-context-fmha", "enable"], "no meaning for the torch backend"),
+        (
+            ["--backend", "torch", "--gemm-plugin", "float16"],
+            "--gemm-plugin has no meaning for the torch backend",
+        ),
+        (
+            ["--backend", "torch", "--use-paged-context-fmha", "enable"],
+            "no meaning for the torch backend",
+        ),
+        (
+            ["--gemm-plugin", "float16", "--trtllm-version", "1.2"],
+            "--trtllm-version has no meaning",
+        ),
         (["--kv-cache-type", "paged"], "continuous KV cache only"),
         (["--backend", "tensorrt-llm"], "TensorRT-LLM is not installed here"),
         (["--max-batch-size", 2, "--max-num-tokens", 25], r"3 x|= 26"),
@@ -123,6 +135,32 @@ def test_refused_flags(checkpoint: Path, tmp_path: Path, flags: list[object], ma
     expect_refusal(
         match, "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine", *flags
     )
+
+
+@pytest.mark.parametrize("way", ["flags", "recipe"])
+def test_a_pasted_command_line_is_no_error(checkpoint: Path, tmp_path: Path, way: str) -> None:
+    """What only says how TensorRT-LLM computes is named; text and engine are the same."""
+    names = ["gemm_plugin", "use_paged_context_fmha", "use_fp8_context_fmha", "workers"]
+    values = ["float16", "enable", "disable", "2"]
+    pairs = list(zip(names, values, strict=True))
+    words: list[object] = [f"--{name}={value}" for name, value in pairs]
+    if way == "recipe":
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text("build:\n" + "".join(f"  {name}: {value}\n" for name, value in pairs))
+        words = ["--config", recipe]
+    common = ["--checkpoint_dir", checkpoint, "--output_dir"]
+    done = run_cli("build", *common, tmp_path / "pasted", *words)
+    assert done.returncode == 0, done.stderr
+    flags = "--gemm-plugin, --use-paged-context-fmha, --use-fp8-context-fmha, --workers"
+    line = f"without effect on the torch backend, which is chosen here: {flags}"
+    assert [text for text in done.stderr.splitlines() if "without effect" in text] == [line]
+    assert run_cli("build", *common, tmp_path / "plain").returncode == 0
+    for path in (tmp_path / "plain").iterdir():
+        if path.name != "manifest.json":
+            assert path.read_bytes() == (tmp_path / "pasted" / path.name).read_bytes(), path
+    refused = run_cli("build", *common, tmp_path / "asked", *words, "--backend", "torch")
+    assert refused.returncode == 2
+    assert not (tmp_path / "asked").exists()
 
 
 def test_mode_without_a_drafter(plain_checkpoint: Path, tmp_path: Path) -> None:
@@ -189,6 +227,7 @@ def test_no_compiler_is_said_and_survived(checkpoint: Path, tmp_path: Path) -> N
     assert done.returncode == 0
     assert "no C++ compiler found" in done.stderr
     options = read_json(tmp_path / "engine" / "config.json")["torch_config"]
+    assert len(options.pop("build_id")) == 32
     assert options == {"prepack": True, "kernels": None, "quantization": None}
     demanded = run_cli(*args, "--force", "--optimize", "native", env={"CXX": "no-such-compiler"})
     assert demanded.returncode == 1

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from specdec.architectures import ARCHITECTURES
-from specdec.build.limits import count_positions
 from specdec.engine.layers import ACTIVATIONS, name_activation
-from specdec.engine.layout import list_engine_tensors
+from specdec.engine.layout import count_positions, list_engine_tensors
 from specdec.engine.native import describe_coverage
 from specdec.errors import SpecDecError
 from specdec.storage import TensorFile, read_json, write_json

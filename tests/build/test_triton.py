@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ BARE = {
     "postprocessing_instance_count": "instance_group [ {{ count: {} kind: KIND_CPU }} ]",
     "bls_instance_count": "instance_group [ {{ count: {} kind: KIND_CPU }} ]",
 }
+
+
+def unescape(match: re.Match[str]) -> str:
+    """Read an escape of protobuf's text format."""
+    return chr(int(match[1], 8)) if len(match[1]) == 3 else match[1]
 
 
 def parse(text: str) -> dict[str, list[Any]]:
@@ -75,7 +81,9 @@ def parse(text: str) -> dict[str, list[Any]]:
         if token == "{":
             return read_message("}")
         assert token not in ("}", "]", ":", ","), token
-        return token.strip('"')
+        if not token.startswith('"'):
+            return token
+        return re.sub(r"\\([0-7]{3}|.)", unescape, token[1:-1])
 
     return read_message(None)
 
@@ -184,6 +192,50 @@ def test_draft_target_is_served_by_the_bls_model(world: World, tmp_path: Path) -
     with pytest.raises(SpecDecError, match=r"is '0,1', the engine has 1 ranks"):
         emit(world, target, tmp_path / "other", **{**settings, "triton_devices": "0,1"})
     assert not (tmp_path / "other").exists()
+
+
+def test_a_pairs_engines_keep_their_own_folders(world: World, tmp_path: Path) -> None:
+    """A variable is of every model that has it: the server would draft with the target."""
+    target = world.engine("target", world.checkpoint("plain"), *EXTERNAL)
+    draft = world.engine("draft", world.draft(), *PAGED)
+    settings: dict[str, Any] = {
+        "triton_draft_engine_dir": draft, "triton_devices": "1", "triton_draft_devices": "0",
+    }  # fmt: skip
+    for parameter, hint in (
+        ("engine_dir=/engines/target", "--triton-draft-engine-path"),
+        ("gpu_device_ids=0", "--triton-draft-devices"),
+        ("decoupled_mode=True", "refuses to stream"),
+    ):
+        with pytest.raises(SpecDecError, match="would be set for both engines") as caught:
+            emit(world, target, tmp_path / "x", triton_parameters=[parameter], **settings)
+        assert hint in caught.value.hint
+    assert not (tmp_path / "x").exists()
+    paths = {"triton_engine_path": "/engines/target", "triton_draft_engine_path": "/engines/draft"}
+    emit(world, target, tmp_path / "repo", **settings, **paths)
+    models = read_models(tmp_path / "repo")
+    found = [list_parameters(models[n])["gpt_model_path"]
+             for n in ("tensorrt_llm", "tensorrt_llm_draft", "preprocessing")]  # fmt: skip
+    assert found == ["/engines/target", "/engines/draft", "/engines/target"]
+    with pytest.raises(UsageError, match="--triton-draft-engine-path without"):
+        emit(world, target, tmp_path / "x", triton_draft_engine_path="/engines/draft")
+
+
+def test_any_character_reaches_the_server(world: World, tmp_path: Path) -> None:
+    engine = world.engine("plain", world.checkpoint("plain"), *PAGED)
+    odd = 'a "b"\\c\n\td # ü'
+    repository = tmp_path / "my repo; $x"
+    report = emit(
+        world, engine, repository, triton_tokenizer_dir=odd, triton_engine_path=f"/{odd}",
+        triton_parameters=[f"lora_prefetch_dir={odd}"],
+    )  # fmt: skip
+    parameters = list_parameters(read_models(repository)["tensorrt_llm"])
+    assert parameters["tokenizer_dir"] == parameters["lora_prefetch_dir"] == odd
+    assert parameters["gpt_model_path"] == f"/{odd}"
+    assert shlex.split(report["launch"])[2] == f"--model_repo={repository}"
+    with pytest.raises(SpecDecError, match="a word or a number for max_queue_size, not '1 }'"):
+        emit(world, engine, tmp_path / "x", triton_parameters=["max_queue_size=1 }"])
+    with pytest.raises(SpecDecError, match=r"holds '\$\{'"):
+        emit(world, engine, tmp_path / "x", triton_tokenizer_dir="/models/${name}")
 
 
 def test_unknown_and_missing_variables_are_errors(world: World, tmp_path: Path) -> None:

@@ -272,6 +272,7 @@ def test_script_is_valid_shell_and_builds(
     assert sorted(p.name for p in engine.iterdir()) == [
         "config.json", "rank0.engine", "rank1.engine",
     ]  # fmt: skip
+    assert not (tmp_path / "model.cache").exists(), "the timing cache is not left behind"
     again = subprocess.run([script], capture_output=True, text=True, check=False,
                            env={**os.environ, **environment})  # fmt: skip
     assert again.returncode == 1
@@ -287,6 +288,24 @@ def test_script_leaves_nothing_of_a_failed_build(store: CheckpointStore, tmp_pat
     assert ran.returncode == 1
     assert "Unsupported model architecture" in ran.stderr
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("engine")]
+
+
+def test_script_keeps_an_engine_that_appears_meanwhile(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    environment = install_double(tmp_path / "double", "1.2", gpus=[H100])
+    script, engine = tmp_path / "build.sh", tmp_path / "engine"
+    build(store.get("plain"), engine, "--emit-script", script)
+    binaries = Path(environment["PATH"].split(os.pathsep)[0])
+    (binaries / "trtllm-build").rename(binaries / "real-build")
+    write_script(
+        binaries / "trtllm-build",
+        f'#!/bin/bash\nmkdir "{engine}"; echo precious > "{engine}/x"; exec real-build "$@"\n',
+    )
+    ran = subprocess.run([script], capture_output=True, text=True, check=False, cwd=tmp_path,
+                         env={**os.environ, **environment})  # fmt: skip
+    assert ran.returncode == 1, ran.stderr
+    assert [path.name for path in engine.iterdir()] == ["x"]
 
 
 def test_script_for_several_nodes(store: CheckpointStore, tmp_path: Path) -> None:

@@ -78,6 +78,23 @@ def test_killed_conversion(
     assert not list(convert.output.parent.glob(".*"))
 
 
+def test_output_that_appears_meanwhile_stays(
+    source: Source, convert: Converter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = pipeline.write_manifest
+
+    def write(*args: Any, **kwargs: Any) -> None:
+        convert.output.mkdir()
+        (convert.output / "precious").write_text("theirs")
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "write_manifest", write)
+    with pytest.raises(SpecDecError, match="out was not there at the start"):
+        convert(model_dir=source("llama_gqa"))
+    assert [path.name for path in convert.output.iterdir()] == ["precious"]
+    assert list(convert.output.parent.iterdir()) == [convert.output]
+
+
 def test_full_disk(source: Source, convert: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's writer fails: the error comes out, the other ranks' files go."""
     real = stream._Stream._write_rank
@@ -91,6 +108,70 @@ def test_full_disk(source: Source, convert: Converter, monkeypatch: pytest.Monke
     error = convert.fail(model_dir=source("llama_gqa"), tp_size=2)
     assert "No space left on device" in error.message
     assert list(convert.output.parent.iterdir()) == []
+
+
+# The command in a process of its own with more jobs waiting than writers, when something ends it.
+CROWDED = """
+import errno, os, sys, threading, time
+from specdec import command
+from specdec.convert import cli, journal, plan, stream
+
+for module in (plan, stream, journal):
+    module.CHUNK_BYTES = 2000
+stream.SYNC_BYTES = 4000
+how, model, output = sys.argv[1:]
+lock, num_begun = threading.Lock(), 0
+real = stream._Stream._write_job
+
+def write(self, job, descriptor):
+    global num_begun
+    with lock:
+        num_begun += 1
+        number = num_begun
+    if number > 20:  # the writers are at work until the stream is told to stop
+        if number == 21:
+            while num_begun < 22 or self.writers._work_queue.qsize() < 10:
+                time.sleep(0.01)
+            print("crowded", flush=True)
+            if how == "full disk":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.is_stopping.wait()
+    real(self, job, descriptor)
+
+stream._Stream._write_job = write
+command.run_command(cli.command, ["--model-dir", model, "--output-dir", output, "--workers", "2"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "message"),
+    [
+        (signal.SIGINT, 130, "error: interrupted"),
+        (signal.SIGTERM, 143, "error: ended by SIGTERM"),
+        ("full disk", 1, "No space left on device"),
+    ],
+)
+def test_jobs_that_wait_for_a_writer_hold_nothing_up(
+    how: signal.Signals | str, status: int, message: str, source: Source, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CROWDED, str(how), str(source("llama_gqa")), str(tmp_path / "out")],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "crowded\n"
+        if isinstance(how, signal.Signals):
+            process.send_signal(how)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == status, stderr
+    assert message in stderr
+    assert "hint: " in stderr
+    assert "Traceback" not in stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 # The conversion in a process of its own that is killed as it starts a certain job.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec import logs
 from specdec.convert import pipeline
+from specdec.convert.plan import Chunk
 from specdec.convert.quantize import calibration
+from specdec.convert.quantize.scales import Quantizer, Scales
 from specdec.errors import SpecDecError
 from specdec.schema import read_checkpoint_config
 from specdec.sharding import join
+from specdec.storage import TensorInfo
 from specdec.tensors import list_linears, list_target_tensors
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.convert.conftest import Converter
@@ -576,7 +582,7 @@ def test_text_needs_a_tokenizer(convert: Converter, tmp_path: Path) -> None:
     data = tmp_path / "lines.txt"
     data.write_text("some text\n")
     error = convert.fail(model_dir=make_llama(tmp_path), **get_flags(data))
-    assert "has no tokenizer that loads" in error.message
+    assert "holds text, and a tokenizer is needed: --model-dir" in error.message
     assert "or give rows of input_ids" in error.hint
 
 
@@ -661,6 +667,23 @@ def test_what_is_fp8_already_is_not_quantized_again(convert: Converter, tmp_path
         drafter_model_dir=make_drafter(tmp_path, vocab=512), **get_flags(data),
     )  # fmt: skip
     assert "takes a Hugging Face target" in error.message
+
+
+def test_interrupted_measuring_ends_amid_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    chunk = Chunk(4, lambda: np.ones(4, np.float32))
+    endless = SimpleNamespace(
+        info=TensorInfo("float32", (4,)), list_chunks=lambda: itertools.repeat(chunk)
+    )
+    quantizer = Quantizer(
+        model_dir=Path(), scales=Scales(Path()), watches=(), calibrate=lambda watches: {},
+        weights={str(i): (endless,) for i in range(3)},  # type: ignore[dict-item]
+    )  # fmt: skip
+    monkeypatch.setattr(logs, "show_progress", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        quantizer.measure(workers=2)
 
 
 def test_a_broken_off_run_goes_on_with_the_same_scales(

@@ -145,8 +145,11 @@ def test_every_architecture_belongs_to_one_method() -> None:
 
 
 def test_folder_is_read(tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="absent is not a folder"):
+    with pytest.raises(SpecDecError, match="absent does not exist"):
         read_checkpoint_config(tmp_path / "absent")
+    with pytest.raises(SpecDecError, match="is an empty folder, not a checkpoint folder"):
+        read_checkpoint_config(tmp_path)
+    (tmp_path / "manifest.json").touch()
     with pytest.raises(SpecDecError, match=r"config.json does not exist"):
         read_checkpoint_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

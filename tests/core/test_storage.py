@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ from specdec.storage import (
     check_output_dir,
     describe_file,
     hash_file,
+    place_file,
     read_json,
     stage_folder,
     write_manifest,
@@ -467,6 +469,61 @@ def test_finished_meanwhile_is_not_overwritten(
     ):
         pytest.fail("entered")
     assert (out / "x").read_text() == "theirs"
+
+
+def make_newcomer(out: Path, is_folder: bool) -> None:
+    if is_folder:
+        out.mkdir()
+    (out / "x" if is_folder else out).write_text("theirs")
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+@pytest.mark.parametrize("moment", ["amid the work", "before the renaming"])
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_appears_meanwhile_stays(
+    moment: str, is_folder: bool, resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    kept = out / "x" if is_folder else out
+    if moment == "before the renaming":
+        monkeypatch.setattr(storage, "_sync_tree", lambda folder: make_newcomer(out, is_folder))
+
+    def work(*, force: bool) -> None:
+        with stage_folder(out, force=force, resume=resume) as partial:
+            (partial / "y").write_text("ours")
+            (partial / storage.JOURNAL_NAME).write_text("")
+            if moment == "amid the work":
+                make_newcomer(out, is_folder)
+
+    with pytest.raises(SpecDecError, match="somebody has made it meanwhile"):
+        work(force=False)
+    assert kept.read_text() == "theirs"
+    assert (tmp_path / ".out.partial" / "y").exists() == resume
+    if resume and moment == "amid the work":
+        assert (tmp_path / ".out.partial" / storage.JOURNAL_NAME).exists(), "can be gone on with"
+    if is_folder:
+        shutil.rmtree(out)
+        work(force=True)
+        assert list_tree(tmp_path) == ["out", "out/y"]
+    else:
+        out.unlink()
+        with pytest.raises(SpecDecError, match="somebody has made it meanwhile"):
+            work(force=True)
+        assert kept.read_text() == "theirs"
+
+
+def test_a_file_takes_its_name_from_none_but_with_force(tmp_path: Path) -> None:
+    out, partial = tmp_path / "out", tmp_path / "partial"
+    partial.write_text("ours")
+    place_file(partial, out, force=False)
+    assert out.read_text() == "ours"
+    partial.write_text("later")
+    with pytest.raises(SpecDecError, match="somebody has made it meanwhile"):
+        place_file(partial, out, force=False)
+    assert (out.read_text(), partial.read_text()) == ("ours", "later")
+    place_file(partial, out, force=True)
+    assert out.read_text() == "later"
+    assert list_tree(tmp_path) == ["out"]
 
 
 def test_many_writers_never_mix(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import pytest
 from specdec.doctor.abilities import find_pin_problems, list_abilities, list_pins
 from specdec.doctor.engine import check_engine
 from specdec.doctor.machine import describe_machine, read_memory
-from specdec.doctor.report import find_error, format_report
+from specdec.doctor.report import examine, find_error, format_report
+from specdec.doctor.settings import DoctorSettings
 from specdec.errors import SpecDecError
 from specdec.storage import read_json, write_json
 from specdec.trtllm.environment import Environment, Gpu
-from tests.conftest import make_llama, read_error_lines, run_cli
+from tests.conftest import ROOT, make_llama, read_error_lines, run_cli
 from tests.engines import call, make_engine
 from tests.trtllm.checkpoints import CheckpointStore
 from tests.trtllm.double import H100, install_double, write_script
@@ -30,7 +32,7 @@ HERE = Environment(
 MACHINE: dict[str, Any] = {
     "python": "3.12.3", "compiler": "/usr/bin/g++", "trtllm_build": "/usr/bin/trtllm-build",
     "packages": {"torch": "2.9.0", "transformers": "4.57.1", "tensorrt": "10.13.3.9",
-                 "tensorrt_llm": "1.2.0", "modelopt": None},
+                 "tensorrt_llm": "1.2.0", "modelopt": None, "mpi4py": "4.1.0"},
     "cuda": {"runtime": "13.0", "driver": "13.0", "driver_version": "580"},
     "mpi": {"launchers": {"mpirun": "/usr/bin/mpirun"}, "version": "mpirun (Open MPI) 4.1"},
     "cpu": {"cores": 8, "memory_bytes": 64 << 30, "available_bytes": 32 << 30},
@@ -125,6 +127,31 @@ def test_what_stands_in_the_way(change: dict[str, Any], ability: str, reason: st
     assert any(reason in text for text in found[ability]), found[ability]
 
 
+@pytest.mark.parametrize(
+    ("change", "abilities", "reason"),
+    [
+        (
+            {"packages": {**MACHINE["packages"], "mpi4py": None}},
+            ["build TensorRT-LLM engines", "run TensorRT-LLM engines"],
+            "mpi4py is not installed",
+        ),
+        # specdec-run starts its ranks with mpirun, not with mpiexec.
+        (
+            {"mpi": {"launchers": {"mpiexec": "/usr/bin/mpiexec"}, "version": None}},
+            ["run TensorRT-LLM engines of several ranks"],
+            "neither mpirun nor srun",
+        ),
+    ],
+)
+def test_mpi_that_is_not_enough(change: dict[str, Any], abilities: list[str], reason: str) -> None:
+    here = dataclasses.replace(HERE, gpus=(H100, H100))
+    found = {one.what: one.reasons for one in list_abilities({**MACHINE, **change}, here)}
+    for ability in abilities:
+        assert any(reason in text for text in found[ability]), found[ability]
+    with_srun = {**MACHINE, "mpi": {"launchers": {"srun": "/usr/bin/srun"}, "version": None}}
+    assert not any(one.reasons for one in list_abilities(with_srun, here))
+
+
 def test_nothing_stands_in_the_way_of_a_whole_machine() -> None:
     here = dataclasses.replace(HERE, gpus=(H100, H100))
     assert [one.what for one in list_abilities(MACHINE, here) if one.reasons] == []
@@ -157,6 +184,27 @@ def test_pins_name_their_source() -> None:
     for row in list_pins():
         assert row["source"]
         assert {"python", "tensorrt", "cuda", "torch", "modelopt"} <= set(row)
+
+
+def test_the_extra_asks_for_a_line_that_can_be_installed() -> None:
+    """Each line of TensorRT-LLM pins torch and transformers; pip knows no way around that."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    project = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(r'^tensorrt-llm = \["(.+)"\]$', project, re.MULTILINE)
+    asked = Requirement(extra).specifier
+    own = {one.name: one.specifier for one in map(Requirement, re.findall(
+        r'^  "((?:torch|transformers)[<>=][^"]+)",$', project, re.MULTILINE))}  # fmt: skip
+    assert set(own) == {"torch", "transformers"}
+    for row in list_pins():
+        fits = all(Version(f"{row[name]}.1") in wanted for name, wanted in own.items())
+        assert row["fits"] == fits == (Version(f"{row['tensorrt_llm']}.0") in asked)
+    assert Version("1.1.0") not in asked
+    assert Version("1.3.0") not in asked
+    report = format_report(examine(DoctorSettings()))
+    assert "TensorRT-LLM 0.14 brings torch 2.4 and transformers 4.42, specdec asks for" in report
+    assert "TensorRT-LLM 1.2 brings" not in report
 
 
 # Engines
@@ -222,7 +270,10 @@ def test_missing_rank_missing_weights_and_little_memory(
     cpu = Environment()
     assert "this machine has 0.0 GB" in check_engine(folder, small, cpu)["problems"][0]["fact"]
     (folder / "weights.safetensors").unlink()
-    assert "holds no weights" in check_engine(folder, MACHINE, cpu)["problems"][0]["fact"]
+    assert (
+        "weights.safetensors does not exist"
+        in check_engine(folder, MACHINE, cpu)["problems"][0]["fact"]
+    )
 
 
 def test_kernels_of_another_cpu_are_noted(engines: dict[str, Path], tmp_path: Path) -> None:
@@ -232,7 +283,10 @@ def test_kernels_of_another_cpu_are_noted(engines: dict[str, Path], tmp_path: Pa
     write_json(folder / "config.json", document)
     found = check_engine(folder, MACHINE, Environment())
     assert found["can_run"]
-    assert "compiled for another CPU" in found["notes"][0]
+    assert "not kept here: the first run compiles them" in found["notes"][0]
+    found = check_engine(folder, {**MACHINE, "compiler": None}, Environment())
+    assert found["can_run"]
+    assert "there is no C++ compiler: it runs on torch's own operators" in found["notes"][0]
 
 
 @pytest.mark.parametrize("content", [None, "{}", "[]", '{"build_config": 3}', "{"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 
 import pytest
@@ -16,6 +17,11 @@ FORMS = {
 }
 if platform.machine() in ("x86_64", "AMD64"):
     FORMS |= {"avx2": ("-mno-avx512f",), "sse2": ("-march=x86-64",)}
+    # Where GCC fuses products and sums in some copies of a template and in others not, if it may.
+    FORMS["znver3"] = ("-mno-avx512f", "-mtune=znver3")
+
+# Such as those of a sanitizer, see matrix.py.
+EXTRA_FLAGS = tuple(os.environ.get("SPECDEC_TEST_KERNEL_FLAGS", "").split())
 
 needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler here")
 in_every_form = pytest.mark.parametrize("library", FORMS, indirect=True)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from specdec.engine import layers, native
+from specdec.engine.compiler import call_compiler
 from specdec.engine.decoder import _build_full_mask
+from specdec.engine.kernel_cache import find_cache
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import SpecDecError
 from tests.engine.kernels import in_every_form, needs_compiler
@@ -246,13 +248,14 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(native, "SOURCE", source)
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     calls: list[list[str]] = []
-    compile_source = native._call_compiler
+    compile_source = call_compiler
 
-    def call(command: list[str]) -> None:
-        calls.append(command)
-        compile_source(command)
+    def call(command: list[str], *, output: Path | None = None) -> str:
+        if output is not None:
+            calls.append(command)
+        return compile_source(command, output=output)
 
-    monkeypatch.setattr(native, "_call_compiler", call)
+    monkeypatch.setattr(native, "call_compiler", call)
     infos, contents = [], []
     for name in ("first", "second", "third"):
         (tmp_path / name).mkdir()
@@ -289,7 +292,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
         for name in ("SPECDEC_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr("os.getuid", lambda: 54321)
-        assert native.find_cache() is None
+        assert find_cache() is None
     (tmp_path / "engine").mkdir()
     native.compile_kernels(tmp_path / "engine")
     assert (tmp_path / "engine" / native.LIBRARY_NAME).is_file()

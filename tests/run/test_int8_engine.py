@@ -28,7 +28,7 @@ from specdec.methods.prompt_lookup import LookupOptions
 from specdec.storage import read_json
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import needs_compiler
-from tests.engines import call, continue_greedily, run_cli_here
+from tests.engines import call, continue_greedily, run_cli_here, save_weights
 from tests.parity.models import make_model
 from tests.parity.test_families import assert_near
 from tests.parity.test_parallel_layers import compute, load_ranks
@@ -68,7 +68,7 @@ def widen_engine(engine: Path, folder: Path) -> Path:
         scales = tensors.pop(name_int8_scales(name))
         assert tensors[name].dtype is torch.int8
         tensors[name] = tensors[name].float() * scales[:, None]
-    save_file(tensors, folder / WEIGHTS_NAME)
+    save_weights(tensors, folder / WEIGHTS_NAME)
     change_config(folder, lambda config: config["torch_config"].update(quantization=None))
     return folder
 
@@ -255,7 +255,7 @@ def set_scale(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
 def test_damaged_engines_are_refused(engine: Path, change: Any, words: str) -> None:
     tensors = load_file(engine / WEIGHTS_NAME)
     change(tensors)
-    save_file(tensors, engine / WEIGHTS_NAME)
+    save_weights(tensors, engine / WEIGHTS_NAME)
     with pytest.raises(SpecDecError, match=words):
         TorchEngine(engine, device="cpu")
 
@@ -263,7 +263,7 @@ def test_damaged_engines_are_refused(engine: Path, change: Any, words: str) -> N
 @pytest.mark.parametrize("value", [None, "int4"])
 def test_a_config_of_another_kind_is_refused(engine: Path, value: str | None) -> None:
     change_config(engine, lambda config: config["torch_config"].update(quantization=value))
-    words = "not what this version" if value else "does not hold the engine"
+    words = "quantization is 'int4', which this version" if value else "does not hold the engine"
     with pytest.raises(SpecDecError, match=words):
         TorchEngine(engine, device="cpu")
 

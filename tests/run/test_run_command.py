@@ -62,6 +62,15 @@ def test_json_report(folder: Path) -> None:
     assert plain["outputs"][0]["stats"]["num_draft_tokens"] == 0
 
 
+def test_a_pasted_share_of_gpu_memory_is_no_error(folder: Path) -> None:
+    done = run_cli_here(
+        "run", "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
+        "--input_text", "def a", "--max_output_len", 5, "--kv_cache_free_gpu_memory_fraction=0.4",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("--kv-cache-free-gpu-memory-fraction is without effect") == 1
+
+
 def test_text_form_and_output_file(folder: Path, tmp_path: Path) -> None:
     """As a process, which the other tests spare."""
     done = run_cli(
@@ -158,7 +167,7 @@ def test_prompt_sources_are_exclusive(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text("a")
     with pytest.raises(SpecDecError, match=r"neither \.txt nor \.jsonl"):
         call("run", *engine, "--input-file", tmp_path / "p.csv")
-    with pytest.raises(SpecDecError, match="no tokenizer in"):
+    with pytest.raises(SpecDecError, match="has no tokenizer"):
         call("run", *engine, "--input-text", "a", "--tokenizer-dir", tmp_path)
 
 
@@ -174,53 +183,27 @@ def damage(folder: Path, name: str) -> None:
     elif name == "truncated weights":
         data = (folder / "weights.safetensors").read_bytes()
         (folder / "weights.safetensors").write_bytes(data[:-1000])
-    elif name == "other layers":
+    else:
         config = read_json(folder / "config.json")
         config["pretrained_config"]["num_hidden_layers"] = 3
         write_json(folder / "config.json", config)
-    elif name == "no kernels":
-        (folder / "kernels.so").unlink()
-    else:
-        (folder / "kernels.so").write_bytes(b"not a library")
 
 
 @pytest.mark.parametrize(
     ("name", "match"),
     [
         ("missing config", "config.json does not exist"),
-        ("a checkpoint", "is not an engine"),
+        ("a checkpoint", "is a checkpoint folder, not an engine folder"),
         ("other backend", "built for the backend 'onnx'"),
         ("truncated weights", "weights.safetensors describes"),
         ("other layers", "missing: transformer.layers.2"),
-        ("no kernels", "kernels.so is missing"),
-        ("bad kernels", "does not load"),
     ],
 )
 def test_damaged_engines(folder: Path, tmp_path: Path, name: str, match: str) -> None:
     shutil.copytree(folder / "engine", tmp_path / "engine")
-    if "kernels" in name and not (tmp_path / "engine" / "kernels.so").exists():
-        pytest.skip("built without a C++ compiler")
     damage(tmp_path / "engine", name)
     with pytest.raises(SpecDecError, match=match):
         call(
             "run", "--engine-dir", tmp_path / "engine", "--tokenizer-dir", folder / "tokenizer",
             "--input-text", "a", "--device", "cpu",
         )  # fmt: skip
-
-
-def test_kernels_of_another_cpu_are_not_used(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copytree(folder / "engine", tmp_path / "engine")
-    config = read_json(tmp_path / "engine" / "config.json")
-    if config["torch_config"]["kernels"] is None:
-        pytest.skip("built without a C++ compiler")
-    config["torch_config"]["kernels"]["cpu"] = "another"
-    write_json(tmp_path / "engine" / "config.json", config)
-    done = run_cli_here(
-        "run", "--engine-dir", tmp_path / "engine", "--tokenizer-dir", folder / "tokenizer",
-        "--input-text", "ab", "--max-output-len", 12, "--json", "--device", "cpu",
-    )  # fmt: skip
-    assert "compiled for another CPU and are not used" in done.stderr
-    expected = run(folder, "--input-text", "ab", "--max-output-len", 12)
-    assert json.loads(done.stdout)["outputs"] == expected["outputs"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -363,6 +365,55 @@ def test_ctrl_c_ends_with_what_was_done(folder: Path, tmp_path: Path) -> None:
     assert report["interrupted"] is True
     assert any(list_texts(report)), "there are tokens"
     wait_for_end(others)
+
+
+@needs_proc
+def test_ctrl_c_while_a_rank_is_stuck(folder: Path, tmp_path: Path) -> None:
+    """Rank 0 waits for it in a library, where Python's handler of Ctrl-C does not run."""
+    process, others = start_command(folder, tmp_path, 4)
+    os.kill(others[1], signal.SIGSTOP)
+    time.sleep(0.5)  # so that all others wait for it
+    os.kill(process.pid, signal.SIGINT)
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        for pid in (process.pid, *filter(is_running, others)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 1
+    assert read_error_lines(err)[0].startswith("interrupted: ")
+    assert any(list_texts(json.loads(out))), "there are tokens"
+    assert not any(map(is_running, others))
+
+
+@needs_proc
+def test_ctrl_c_while_a_rank_never_comes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a second Ctrl-C, while the ranks are given time to end, leave one behind."""
+    monkeypatch.setattr(ranks_module, "END_SECONDS", 3600.0)
+    children: list[subprocess.Popen[bytes]] = []
+    calls = 0
+
+    def interrupt() -> None:
+        os.kill(children[0].pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not all(child.stdin is None or child.stdin.closed for child in children):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def watch_children(self: ranks_module.Ranks) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # of the loop that waits for the others
+            children.extend(self._children)
+            threading.Thread(target=interrupt).start()
+
+    monkeypatch.setattr(ranks_module.Ranks, "_check_children", watch_children)
+    with pytest.raises(KeyboardInterrupt):
+        load(folder, "target", 4)
+    assert children[0].poll() == -signal.SIGKILL
+    assert None not in [child.poll() for child in children]
 
 
 def test_ctrl_c_amid_an_exchange(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

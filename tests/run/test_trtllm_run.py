@@ -13,7 +13,8 @@ from specdec.storage import TensorFile, read_json, write_json
 from specdec.trtllm.facts import LABELS
 from tests.trtllm.worlds import MAX_INPUT, MAX_TOTAL, PAGED, World, make_prompts, make_world
 
-COUNTED = ("num_draft_tokens", "num_accepted", "acceptance_rate", "accepted_histogram")
+UNTOLD = {"num_draft_tokens", "num_accepted", "acceptance_rate", "accepted_histogram"}
+UNTOLD_STEPS = {"num_verify_steps", "acceptance_length"}  # results of 0.14 do not count steps
 
 
 @pytest.fixture(scope="module", params=LABELS)
@@ -61,13 +62,17 @@ def test_redrafter_engine_counts_steps_and_tells_what_it_cannot(
     with caplog.at_level("INFO"):
         report = world.run(redrafter, requests)
     assert list_texts(report) == list_texts(expected)
+    unknown = UNTOLD | (UNTOLD_STEPS if world.label == "0.14" else set())
     for ours, theirs in zip(report["outputs"], expected["outputs"], strict=True):
         for key, value in theirs["stats"].items():
-            assert ours["stats"][key] == (None if key in COUNTED else value), key
+            assert ours["stats"][key] == (None if key in unknown else value), key
     assert report["stats"]["method"] == "redrafter"
-    assert report["stats"]["acceptance_length"] == expected["stats"]["acceptance_length"] > 1
+    length = expected["stats"]["acceptance_length"]
+    assert report["stats"]["acceptance_length"] == (None if world.label == "0.14" else length)
+    assert length > 1
     assert report["stats"]["acceptance_rate"] is None
-    if caplog.records:  # a command that ran before may have taken the logger away
+    # A command that ran before may have taken the logger away.
+    if any(record.name.startswith("specdec") for record in caplog.records):
         assert "does not tell acceptance_rate" in caplog.text
 
 
@@ -77,13 +82,7 @@ def test_steps_are_not_told_without_the_runtimes_count(
     from tests.trtllm import runtime_double
 
     world.run(redrafter, make_prompts(4), max_output_len=3)
-    make = runtime_double.ResultDouble.__init__
-
-    def forget(self: Any, *arguments: Any) -> None:
-        make(self, *arguments)
-        del self.decoding_iter
-
-    monkeypatch.setattr(runtime_double.ResultDouble, "__init__", forget)
+    monkeypatch.setitem(runtime_double.RESULTS, "1.2", runtime_double.ResultDouble)
     report = world.run(redrafter, make_prompts(4), max_output_len=12)
     stats = report["outputs"][0]["stats"]
     assert stats["num_output_tokens"] == 12
@@ -321,7 +320,7 @@ def test_the_runtimes_own_error_becomes_one_line(
     def fail(*_: Any) -> None:
         raise RuntimeError(f"{said}\n1 0x7f somewhere")
 
-    monkeypatch.setattr(runtime_double.RunnerDouble, "check_options", fail)
+    monkeypatch.setattr(runtime_double.EngineDouble, "check_options", fail)
     with pytest.raises(SpecDecError) as caught:
         world.run(plain, make_prompts(4))
     assert said in caught.value.message

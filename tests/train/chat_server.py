@@ -27,7 +27,8 @@ class ChatServer(LoopbackServer):
 
     script: called with the request's number, from 0, and its body; None for the ordinary answer,
     or a dict with any of: status, headers, body (bytes), sleep (seconds before), cut (bytes of the
-    body after which the connection is closed), finish_reason, message (added to the answer's).
+    body after which the connection is closed), finish_reason, message (added to the answer's), or
+    of pieces (all that is sent, byte for byte) and pause (seconds before each of them).
     """
 
     def __init__(self, script: Callable[[int, Any], Reply | None] | None = None) -> None:
@@ -66,6 +67,12 @@ class ChatServer(LoopbackServer):
         if "sleep" in reply:
             time.sleep(reply["sleep"])
         text = reply.get("body", self._write_body(body, reply))
+        if "pieces" in reply:
+            handler.close_connection = True
+            for piece in reply["pieces"](text):
+                threading.Event().wait(reply["pause"])  # tests replace time.sleep
+                handler.wfile.write(piece)
+            return
         handler.send_response(reply.get("status", 200))
         for name, value in reply.get("headers", {}).items():
             handler.send_header(name, value)

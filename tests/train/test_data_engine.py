@@ -149,6 +149,6 @@ def test_an_absent_engine(folder: Path, tmp_path: Path) -> None:
         input=str(path), output=tmp_path / "out.jsonl", engine_dir=tmp_path / "absent",
         tokenizer_dir=str(folder / "target"),
     )  # fmt: skip
-    with pytest.raises(SpecDecError, match="absent is not a folder"):
+    with pytest.raises(SpecDecError, match="absent does not exist"):
         regenerate_data(settings)
     assert [p.name for p in tmp_path.iterdir()] == ["in.txt"]

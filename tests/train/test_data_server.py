@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,24 @@ def test_training_reads_the_output(run_data: RunData, tmp_path: Path, tokenizer:
 
 # ---- A server that fails.
 
+
+def trickle_body(answer: bytes) -> Iterator[bytes]:
+    """A good answer, if one waits ten seconds for it."""
+    yield b"HTTP/1.1 200 OK\r\n\r\n"
+    yield from [b" "] * 100
+    yield answer
+
+
+def trickle_head(answer: bytes) -> Iterator[bytes]:
+    yield b"HTTP/1.1 200 OK\r\nX-Filler: "
+    yield from [b"x"] * 100
+    yield b"\r\n\r\n" + answer
+
+
 FAILURES: dict[str, Reply] = {
+    "trickling body": {"pieces": trickle_body, "pause": 0.1},
+    "trickling head": {"pieces": trickle_head, "pause": 0.1},
+    "long body": {"body": b" " * (client.OTHER_BYTES + 256 * 2048) + b"{}"},
     "500": {"status": 500, "body": b"oops"},
     "503": {"status": 503, "body": b"{}"},
     "429": {"status": 429, "headers": {"Retry-After": "0.3"}, "body": b'{"error": {"message": 1}}'},
@@ -188,13 +205,52 @@ FAILURES: dict[str, Reply] = {
 def test_what_passes_is_tried_again(run_data: RunData, tmp_path: Path, kind: str) -> None:
     path = write_prompts(tmp_path / "in.jsonl", 2)
     with ChatServer(lambda number, body: FAILURES[kind] if number in (1, 2) else None) as server:
-        done = run_data(server, "--input", path, "--concurrency", 1, "--timeout", 0.6)
+        done = run_data(
+            server, "--input", path, "--concurrency", 1, "--timeout", 0.6, "--debug"
+        )  # fmt: skip
     assert done.status == 0, done.err
     expected = [answered(user(f"question {n}")) for n in range(2)]
     assert [row["messages"] for row in read_output(tmp_path)] == expected
     assert len(server.bodies) == 4
+    if kind.startswith(("trickling", "stalls")):
+        assert "no answer within 0.6 s; again in" in done.err
+    if kind == "long body":
+        assert "the answer is longer than 1572864 bytes" in done.err
     if kind == "429":
         assert server.times[2] - server.times[1] >= 0.3, "Retry-After"
+
+
+def test_an_endless_answer_is_no_matter_of_memory(run_data: RunData, tmp_path: Path) -> None:
+    """What is kept of a body is bounded, whatever comes; the server is blamed for it."""
+    num_sent = 0
+
+    def pour(answer: bytes) -> Iterator[bytes]:
+        nonlocal num_sent
+        yield b"HTTP/1.1 200 OK\r\n\r\n"
+        while num_sent < 2**28:  # else this would be the test that fills the memory
+            num_sent += 2**20
+            yield b" " * 2**20
+        yield answer
+
+    with ChatServer(lambda number, body: {"pieces": pour, "pause": 0}) as server:
+        done = run_data(
+            server, "--input", write_prompts(tmp_path / "in.jsonl", 1), "--max-retries", 0,
+            "--max-tokens", 10, "--timeout", 60,
+        )  # fmt: skip
+    assert "the answer is longer than 1051136 bytes" in done.last_lines[0]
+    assert num_sent < 2**27
+
+
+def test_the_status_of_an_error_whose_body_never_ends(run_data: RunData, tmp_path: Path) -> None:
+    def trickle(answer: bytes) -> Iterator[bytes]:
+        yield b"HTTP/1.1 401 Unauthorized\r\n\r\n"
+        yield from [b" "] * 100
+
+    with ChatServer(lambda number, body: {"pieces": trickle, "pause": 0.1}) as server:
+        path = write_prompts(tmp_path / "in.jsonl", 1)
+        done = run_data(server, "--input", path, "--timeout", 0.6)
+    assert done.last_lines[0].endswith("refuses every request: HTTP 401")
+    assert len(server.bodies) == 1
 
 
 def test_waits_grow_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -356,7 +412,8 @@ def test_nobody_listens(run_data: RunData, tmp_path: Path) -> None:
     began = time.monotonic()
     done = run_data(url, "--input", write_prompts(tmp_path / "in.jsonl", 2))
     assert done.status == 1
-    assert f"no server answers at {url}/chat/completions" in done.last_lines[0]
+    assert f"no server answers at {url}/chat/completions: " in done.last_lines[0]
+    assert "refused" in done.last_lines[0]
     assert time.monotonic() - began < 5
     assert list_files(tmp_path) == ["in.jsonl"], "nothing to resume"
 
@@ -400,6 +457,31 @@ def test_the_key_is_sent_and_seen_nowhere_else(
     ]  # fmt: skip
     for file in tmp_path.iterdir():
         assert KEY not in file.read_text(), file
+
+
+def test_a_key_that_no_header_can_carry(
+    run_data: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spaces around it are dropped; what is left is told of without being shown."""
+    path = write_prompts(tmp_path / "in.jsonl", 1)
+    with ChatServer() as server:
+        monkeypatch.setenv("OPENAI_API_KEY", f" {KEY}\n")
+        assert run_data(server, "--input", path).status == 0
+        monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\nX-Other: 1")
+        done = run_data(server, "--input", path, "--force")
+    assert server.keys == {f"Bearer {KEY}"}
+    assert "OPENAI_API_KEY holds characters" in done.last_lines[0]
+    assert KEY not in done.err
+
+
+def test_without_httpx(run_data: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    path = write_prompts(tmp_path / "in.jsonl", 1)
+    done = run_data("http://127.0.0.1:9/v1", "--input", path)
+    assert done.last_lines == [
+        "error: --base-url: httpx is not installed",
+        "hint: pip install 'specdec-toolchain[train]'",
+    ]
 
 
 def test_without_a_key_none_is_sent(run_data: RunData, tmp_path: Path) -> None:
@@ -517,6 +599,30 @@ def test_one_process_at_a_time(run_data: RunData, tmp_path: Path) -> None:
     journal.close()
     Journal(tmp_path / "out.jsonl", {}, resume=True, force=False).remove()
     assert list_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_output_that_appears_meanwhile_stays(
+    run_data: RunData, tmp_path: Path, force: bool
+) -> None:
+    path = write_prompts(tmp_path / "in.jsonl", 3)
+
+    def script(number: int, body: Any) -> Reply | None:
+        (tmp_path / "out.jsonl").write_text("precious")
+        return None
+
+    with ChatServer(script) as server:
+        done = run_data(server, "--input", path, *["--force"][:force])
+        if force:
+            assert done.status == 0, done.err
+            assert len(read_output(tmp_path)) == 3
+            return
+        assert done.status == 1
+        assert "out.jsonl was not there at the start" in done.last_lines[0]
+        assert (tmp_path / "out.jsonl").read_text() == "precious"
+        (tmp_path / "out.jsonl").unlink()
+        done = run_data(server, "--input", path, "--resume", "--json")
+        assert json.loads(done.out)["resumed"] == 3  # nothing was lost
 
 
 def test_ctrl_c_tells_how_to_go_on(run_data: RunData, tmp_path: Path, monkeypatch: Any) -> None:

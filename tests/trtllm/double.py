@@ -10,7 +10,7 @@ variables of a process that is to see it):
   folder/bin/nvidia-smi         answers the query of `specdec.trtllm.environment`
   folder/site/tensorrt_llm/     a package (the runtime's double fills it; here a version alone)
   folder/site/tensorrt_llm-V.dist-info/METADATA    what importlib.metadata reads the version V from
-  folder/site/tensorrt-T.dist-info/METADATA        the same of TensorRT
+  folder/site/tensorrt-T.dist-info/METADATA        the same of TensorRT, and of mpi4py
   PATH gets folder/bin, PYTHONPATH gets folder/site (and the checkout).
 Version labels are "1.2" and "0.14", as `--trtllm-version` has them; V is 1.2.0 or 0.14.0.
 
@@ -114,6 +114,7 @@ def install_double(
     if has_package:
         write_distribution(site, "tensorrt_llm", version)
         write_distribution(site, "tensorrt", TENSORRT[label])
+        write_distribution(site, "mpi4py", "4.1.0")
         package = site / "tensorrt_llm"
         package.mkdir()
         (package / "__init__.py").write_text(f"__version__ = {version!r}\n")
@@ -386,13 +387,17 @@ def make_engine_config(command: Command, version: str) -> dict[str, Any]:
                 plugins[name] = value == "enable"
             else:
                 plugins[name] = None if value == "disable" else value
+    plugins["nccl_plugin"] = command.config["dtype"] if command.world_size > 1 else None
+    plugins["paged_state"] = False
     build: dict[str, Any] = {name: values.get(name) for name in facts.build_config_keys}
+    if build["opt_num_tokens"] is None:
+        build["opt_num_tokens"] = values["max_batch_size"] * values["max_beam_width"]
     build |= {
         "kv_cache_type": "PAGED",
         "speculative_decoding_mode": facts.modes[command.mode or "none"],
         "plugin_config": plugins,
         "lora_config": {"lora_dir": values["lora_dir"] or [], "lora_ckpt_source": "hf"},
-        "opt_batch_size": 8,
+        "opt_batch_size": None,
         "strongly_typed": True,
         "use_refit": False,
         "use_strip_plan": False,

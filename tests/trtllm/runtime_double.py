@@ -6,10 +6,15 @@ ReDrafter, choices for an engine without heads) or bends (lengths that it cuts, 
 turns off). Its tokens are the torch engine's on the checkpoint that the engine file names.
 
 What the real one does, and this does likewise:
+* the package prints its banner and its logger's lines on stdout, through Python and from C++, in
+  every rank and up to the end of the process;
+* a runner has the attributes of the real one and its executor is `session`; fields of results that
+  a line lacks are lacking here too, and answers to several ids come as lists in 0.14;
 * the end id is not part of the output, which merely ends short of max_new_tokens;
 * non-streaming responses hold prompt and output, rows are padded with the end id to max_seq_len;
-* responses come in another order than the requests;
-* with drafts, generation logits are a list in the order of the responses, else a tensor;
+* 1.x: responses come in another order than the requests;
+* with drafts, generation logits are a list in the order of the responses, else a tensor, in 0.14
+  of max_new_tokens rows;
 * an engine with external drafts ends every request after one step, drafts or none;
 * ranks other than 0 return nothing.
 `SPECDEC_DOUBLE_KEEPS_END=1` makes the output hold the end id. Calls are appended to the file that
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +41,22 @@ from specdec.trtllm.facts import Facts, load_facts
 from tests.engines import call
 from tests.trtllm.double import Refusal, check_engine_config, read_engine_file
 
+BANNER = """
+import atexit, logging, os, sys
+def mpi_rank():
+    return int(os.environ.get('OMPI_COMM_WORLD_RANK', '0'))
+def mpi_world_size():
+    return int(os.environ.get('OMPI_COMM_WORLD_SIZE', '1'))
+print(f"[TensorRT-LLM] TensorRT-LLM version: {__version__}")
+sys.stdout.flush()
+logger = logging.getLogger("TRT-LLM")
+logger.propagate = False
+logger.setLevel("INFO")
+logger.handlers[:] = [logging.StreamHandler(sys.stdout)]
+os.write(1, b"[TensorRT-LLM][INFO] Refreshed the MPI local session\\n")
+if "pytest" not in sys.modules:
+    atexit.register(os.write, 1, b"[TensorRT-LLM][INFO] Executor shutdown\\n")
+"""
 SIGNATURES = {"from_dir": "runner_from_dir", "generate": "runner_generate"}
 TORCH_LOGITS = {"float16": torch.float16, "float32": torch.float32}
 TYPES = {
@@ -52,11 +74,7 @@ def install_runtime(folder: Path, label: str) -> None:
     package = folder / "site" / "tensorrt_llm"
     root = Path(__file__).resolve().parents[2]
     with (package / "__init__.py").open("a") as file:
-        file.write(
-            "import os\n"
-            "def mpi_rank():\n    return int(os.environ.get('OMPI_COMM_WORLD_RANK', '0'))\n"
-            "def mpi_world_size():\n    return int(os.environ.get('OMPI_COMM_WORLD_SIZE', '1'))\n"
-        )
+        file.write(BANNER)
     (package / "runtime.py").write_text(
         f"import sys\nsys.path.append({str(root)!r})\n"
         "from tests.trtllm.runtime_double import make_runner_class\n"
@@ -110,13 +128,111 @@ def log_call(name: str, **details: Any) -> None:
             file.write(json.dumps({"call": name, "pid": os.getpid(), **details}) + "\n")
 
 
+def say(text: str) -> None:
+    """Log a line through the package's logger, and another from C++."""
+    logging.getLogger("TRT-LLM").info("[TRT-LLM] [I] %s", text)
+    os.write(1, f"[TensorRT-LLM][INFO] {text}\n".encode())
+
+
 class RunnerDouble:
-    """What the class of every line has in common."""
+    """What the class of every line has in common; public attributes are those of the real one."""
 
     facts: Facts
 
-    def __init__(self, engine_dir: Path, options: dict[str, Any]) -> None:
-        self.folder = engine_dir
+    def __init__(self, engine: EngineDouble) -> None:
+        self._engine = engine
+        self.session = ExecutorDouble(engine)
+        build = engine.build
+        self.max_batch_size, self.max_input_len = build["max_batch_size"], build["max_input_len"]
+        self.max_seq_len, self.max_beam_width = build["max_seq_len"], build["max_beam_width"]
+        self.use_kv_cache, self.lora_manager = True, None
+
+    @classmethod
+    def load(cls, engine_dir: str, options: dict[str, Any]) -> RunnerDouble:
+        refuse_if(type(engine_dir) is not str, "engine_dir is a str")
+        unknown = set(options) - set(cls.facts.runner_from_dir)
+        if unknown:
+            raise TypeError(f"from_dir() got an unexpected keyword argument {unknown}")
+        log_call("from_dir", engine_dir=engine_dir, options=options)
+        engine = EngineDouble(Path(engine_dir), options, cls.facts)
+        check_engine_config(engine.document)
+        engine.check_types()
+        engine.check_options()
+        say("Load engine takes: 0.1 sec")
+        return cls(engine)
+
+    def start(self, texts: Any, options: dict[str, Any]) -> Any:
+        known = {*self.facts.runner_generate, *self.facts.runner_generate_kwargs}
+        known |= {"draft_tokens_list", "draft_logits_list"}
+        refuse_if(set(options) - known, f"ignored in silence: {set(options) - known}")
+        if not self.session.can_enqueue_requests():
+            return []
+        is_good = isinstance(texts, list) and all(
+            isinstance(t, torch.Tensor) and t.dtype is torch.int32 and t.dim() == 1 for t in texts
+        )
+        refuse_if(not is_good, "batch_input_ids is a list of int32 tensors")
+        prompts = [text.tolist() for text in texts]
+        self._engine.check_call(prompts, options)
+        log_call("generate", folder=self._engine.folder.name, prompts=prompts, options=options | {
+            "draft_logits_list": options.get("draft_logits_list") is not None
+        })  # fmt: skip
+        say("Generating")
+        ids = self.session.enqueue_requests([(prompt, options, at)
+                                             for at, prompt in enumerate(prompts)])  # fmt: skip
+        if options.get("streaming"):
+            return self._fill(ids, prompts, options)
+        return next(self._fill(ids, prompts, options))
+
+    def _await(self, ids: list[int], is_streaming: bool) -> list[Any]:
+        if self.facts.label == "0.14" and not is_streaming:
+            return [one for part in self.session.await_responses(ids) for one in part]
+        return self.session.await_responses()
+
+    def _fill(
+        self, ids: list[int], prompts: list[list[int]], options: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        """Collect responses; yield the output once, or after each group of them."""
+        streaming = bool(options.get("streaming"))
+        rows: list[list[int]] = [list(p) if streaming else [] for p in prompts]
+        waiting, logits = set(ids), []
+        while waiting:
+            for response in self._await(ids, streaming):
+                rows[ids.index(response.request_id)] += response.result.output_token_ids[0]
+                if response.result.generation_logits is not None:
+                    logits.append((ids.index(response.request_id), response.result))
+                if response.result.is_final:
+                    waiting.discard(response.request_id)
+            if streaming or not waiting:
+                yield self._pack(rows, logits, options)
+
+    def _pack(
+        self, rows: list[list[int]], logits: list[Any], options: dict[str, Any]
+    ) -> dict[str, Any]:
+        end_id, width = options["end_id"], self.max_seq_len
+        padded = [[row + [end_id] * (width - len(row))] for row in rows]
+        found: dict[str, Any] = {
+            "output_ids": torch.tensor(padded, dtype=torch.int32),
+            "sequence_lengths": torch.tensor([[len(row)] for row in rows], dtype=torch.int32),
+        }
+        if logits and options.get("draft_tokens_list") is not None:
+            found["generation_logits"] = [result.generation_logits for _, result in logits]
+        elif logits:
+            longest = max(result.generation_logits.shape[1] for _, result in logits)
+            if self.facts.label == "0.14":
+                longest = options["max_new_tokens"]
+            shape = (len(rows), 1, longest, logits[0][1].generation_logits.shape[2])
+            tensor = torch.zeros(shape, dtype=self._engine.logits_dtype)
+            for at, result in logits:
+                tensor[at, 0, : result.generation_logits.shape[1]] = result.generation_logits[0]
+            found["generation_logits"] = tensor
+        return found
+
+
+class EngineDouble:
+    """A loaded engine, and what loading and calling it bends or refuses."""
+
+    def __init__(self, engine_dir: Path, options: dict[str, Any], facts: Facts) -> None:
+        self.folder, self.facts = engine_dir, facts
         self.document = json.loads((engine_dir / "config.json").read_text())
         self.build = self.document["build_config"]
         self.pretrained = self.document["pretrained_config"]
@@ -131,20 +247,6 @@ class RunnerDouble:
         self.gathers = bool(
             self.build["gather_generation_logits"] or options.get("gather_generation_logits")
         )
-        self.executor = ExecutorDouble(self, options.get("rank") or 0)
-
-    @classmethod
-    def load(cls, engine_dir: str, options: dict[str, Any]) -> RunnerDouble:
-        refuse_if(type(engine_dir) is not str, "engine_dir is a str")
-        unknown = set(options) - set(cls.facts.runner_from_dir)
-        if unknown:
-            raise TypeError(f"from_dir() got an unexpected keyword argument {unknown}")
-        log_call("from_dir", engine_dir=engine_dir, options=options)
-        runner = cls(Path(engine_dir), options)
-        check_engine_config(runner.document)
-        runner.check_types()
-        runner.check_options()
-        return runner
 
     def check_options(self) -> None:
         options, mapping = self.options, self.pretrained["mapping"]
@@ -231,65 +333,6 @@ class RunnerDouble:
             kind = TYPES.get(name)
             refuse_if(kind is not None and type(value) is not kind, f"{name} is {value!r}")
 
-    def start(self, texts: Any, options: dict[str, Any]) -> Any:
-        known = {*self.facts.runner_generate, *self.facts.runner_generate_kwargs}
-        known |= {"draft_tokens_list", "draft_logits_list"}
-        refuse_if(set(options) - known, f"ignored in silence: {set(options) - known}")
-        if not self.executor.can_enqueue_requests():
-            return []
-        is_good = isinstance(texts, list) and all(
-            isinstance(t, torch.Tensor) and t.dtype is torch.int32 and t.dim() == 1 for t in texts
-        )
-        refuse_if(not is_good, "batch_input_ids is a list of int32 tensors")
-        prompts = [text.tolist() for text in texts]
-        self.check_call(prompts, options)
-        log_call("generate", folder=self.folder.name, prompts=prompts, options=options | {
-            "draft_logits_list": options.get("draft_logits_list") is not None
-        })  # fmt: skip
-        ids = self.executor.enqueue_requests([(prompt, options, at)
-                                              for at, prompt in enumerate(prompts)])  # fmt: skip
-        if options.get("streaming"):
-            return self.fill(ids, prompts, options)
-        return next(self.fill(ids, prompts, options))
-
-    def fill(
-        self, ids: list[int], prompts: list[list[int]], options: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        """Collect responses; yield the output once, or after each group of them."""
-        streaming = bool(options.get("streaming"))
-        rows: list[list[int]] = [list(p) if streaming else [] for p in prompts]
-        waiting, logits = set(ids), []
-        while waiting:
-            responses = self.executor.await_responses()
-            for response in responses:
-                rows[ids.index(response.request_id)] += response.result.output_token_ids[0]
-                if response.result.generation_logits is not None:
-                    logits.append((ids.index(response.request_id), response.result))
-                if response.result.is_final:
-                    waiting.discard(response.request_id)
-            if streaming or not waiting:
-                yield self.pack(rows, logits, options)
-
-    def pack(
-        self, rows: list[list[int]], logits: list[Any], options: dict[str, Any]
-    ) -> dict[str, Any]:
-        end_id, width = options["end_id"], self.build["max_seq_len"]
-        padded = [[row + [end_id] * (width - len(row))] for row in rows]
-        found: dict[str, Any] = {
-            "output_ids": torch.tensor(padded, dtype=torch.int32),
-            "sequence_lengths": torch.tensor([[len(row)] for row in rows], dtype=torch.int32),
-        }
-        if logits and options.get("draft_tokens_list") is not None:
-            found["generation_logits"] = [result.generation_logits for _, result in logits]
-        elif logits:
-            longest = max(result.generation_logits.shape[1] for _, result in logits)
-            shape = (len(rows), 1, longest, logits[0][1].generation_logits.shape[2])
-            tensor = torch.zeros(shape, dtype=self.logits_dtype)
-            for at, result in logits:
-                tensor[at, 0, : result.generation_logits.shape[1]] = result.generation_logits[0]
-            found["generation_logits"] = tensor
-        return found
-
     def check_call(self, prompts: list[list[int]], options: dict[str, Any]) -> None:
         build, new = self.build, options.get("max_new_tokens")
         if len(prompts) > build["max_batch_size"]:
@@ -371,68 +414,95 @@ class RunnerDouble:
 
 
 class ResultDouble:
-    """Fields of tensorrt_llm.bindings.executor.Result."""
+    """Fields of tensorrt_llm.bindings.executor.Result in 0.14; like it, it takes no others."""
+
+    __slots__ = (
+        "context_logits", "cum_log_probs", "encoder_output", "finish_reasons", "generation_logits",
+        "is_final", "is_sequence_final", "log_probs", "output_token_ids", "sequence_index",
+    )  # fmt: skip
 
     def __init__(
-        self, tokens: list[int], is_final: bool, count: int, logits: torch.Tensor | None
+        self, tokens: list[int], is_final: bool, num_steps: int, logits: torch.Tensor | None
     ) -> None:
         self.output_token_ids = [tokens]
-        self.is_final = is_final
+        self.is_final = self.is_sequence_final = is_final
         self.sequence_index = 0
-        self.decoding_iter = count
         self.generation_logits = logits
+
+
+class CountedResult(ResultDouble):
+    """Fields that 1.x adds."""
+
+    __slots__ = ("avg_decoded_tokens_per_iter", "decoding_iter")
+
+    def __init__(
+        self, tokens: list[int], is_final: bool, num_steps: int, logits: torch.Tensor | None
+    ) -> None:
+        super().__init__(tokens, is_final, num_steps, logits)
+        self.decoding_iter = num_steps
+        self.avg_decoded_tokens_per_iter = len(tokens) / num_steps
+
+
+RESULTS = {"0.14": ResultDouble, "1.2": CountedResult}
 
 
 class ResponseDouble:
     """One of tensorrt_llm.bindings.executor's Responses."""
 
+    __slots__ = ("request_id", "result")
+
     def __init__(self, request_id: int, result: ResultDouble) -> None:
         self.request_id, self.result = request_id, result
-        self.error_msg = ""
 
     def has_error(self) -> bool:
         return False
 
 
 class ExecutorDouble:
-    """Computes at once what is enqueued, then answers in another order."""
+    """Computes at once what is enqueued, then answers; 1.x's in another order."""
 
-    def __init__(self, runner: RunnerDouble, rank: int) -> None:
-        self._runner, self._rank = runner, rank
+    __slots__ = ("_engine", "_groups", "_next_id")
+
+    def __init__(self, engine: EngineDouble) -> None:
+        self._engine = engine
         self._next_id = 1
         self._groups: list[list[ResponseDouble]] = []
 
     def can_enqueue_requests(self) -> bool:
-        return self._rank == 0
+        return not self._engine.options.get("rank")
 
     def enqueue_requests(self, requests: list[Any]) -> list[int]:
         ids = list(range(self._next_id, self._next_id + len(requests)))
         self._next_id += len(requests)
         options = requests[0][1]
-        run = Run(self._runner, [prompt for prompt, _, _ in requests], options)
+        run = Run(self._engine, [prompt for prompt, _, _ in requests], options)
         self._groups = run.answer(ids)
         return ids
 
-    def await_responses(self) -> list[ResponseDouble]:
-        return self._groups.pop(0)
+    def await_responses(self, ids: list[int] | None = None) -> list[Any]:
+        """The responses that are there; of several ids, a list for each."""
+        group = self._groups.pop(0)
+        if ids is None:
+            return group
+        return [[one for one in group if one.request_id == number] for number in ids]
 
 
 class Run:
     """The requests of one call, decoded by the torch engine."""
 
     def __init__(
-        self, runner: RunnerDouble, prompts: list[list[int]], options: dict[str, Any]
+        self, engine: EngineDouble, prompts: list[list[int]], options: dict[str, Any]
     ) -> None:
-        self.runner, self.prompts, self.options = runner, prompts, options
-        self.is_external = runner.mode == 2
+        self.engine, self.prompts, self.options = engine, prompts, options
+        self.is_external = engine.mode == 2
         self.drafts = options.get("draft_tokens_list")
         self.keeps_end = os.environ.get("SPECDEC_DOUBLE_KEEPS_END") == "1"
         self.wants_logits = bool(options.get("output_generation_logits")) or bool(
-            runner.build["gather_generation_logits"]
+            engine.build["gather_generation_logits"]
         )
 
     def answer(self, ids: list[int]) -> list[list[ResponseDouble]]:
-        engine = get_engine(self.runner)
+        decoder = get_engine(self.engine)
         end_id, top_k = self.options["end_id"], self.options["top_k"]
         sampling = SamplingParams(
             temperature=0.0 if top_k == 1 else self.options["temperature"],
@@ -451,14 +521,14 @@ class Run:
         def watch(active: Sequence[ActiveRequest]) -> None:
             shown.append([(r.request.index, len(r.output_ids)) for r in active])
 
-        results = engine.generate(requests, Options(on_progress=watch, keep_logits=True))
+        results = decoder.generate(requests, Options(on_progress=watch, keep_logits=True))
         rows = [self.cut(at, result) for at, result in enumerate(results)]
         if not self.options.get("streaming"):
             final = [
                 self.respond(ids[at], self.prompts[at] + tokens, True, results[at], len(tokens))
                 for at, tokens in enumerate(rows)
             ]
-            return [final[::-1]]
+            return [final if self.engine.facts.label == "0.14" else final[::-1]]
         groups, sent = [], [0] * len(rows)
         for group in shown:
             responses = []
@@ -502,18 +572,19 @@ class Run:
         logits = None
         if self.wants_logits and num_logits and result.logits is not None:
             kept = num_logits + (result.finish_reason == "eos" and not self.is_external)
-            logits = result.logits[None, :kept].to(self.runner.logits_dtype)
+            logits = result.logits[None, :kept].to(self.engine.logits_dtype)
         # The prompt's own step is one of those counted.
         count = result.stats.num_verify_steps + 1
-        return ResponseDouble(number, ResultDouble(tokens, is_final, count, logits))
+        make = RESULTS[self.engine.facts.label]
+        return ResponseDouble(number, make(tokens, is_final, count, logits))
 
 
-def get_engine(runner: RunnerDouble) -> TorchEngine:
+def get_engine(engine: EngineDouble) -> TorchEngine:
     """The torch engine of an engine file's checkpoint, built beside it when first needed.
 
     One of several ranks is represented by the checkpoint of one rank that lies beside it.
     """
-    content = read_engine_file(runner.folder / "rank0.engine")
+    content = read_engine_file(engine.folder / "rank0.engine")
     checkpoint = Path(content["checkpoint_dir"])
     if content["tp_size"] > 1:
         checkpoint = checkpoint.with_name(checkpoint.name + "-whole")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.trtllm.double import Refusal
-from tests.trtllm.runtime_double import free_memory
+from tests.trtllm.runtime_double import RESULTS, free_memory
 from tests.trtllm.worlds import (
     EXTERNAL,
     LOOKAHEAD,
@@ -177,3 +177,19 @@ def test_two_engines_do_not_share_a_gpu_unless_told_how(world: World) -> None:
     runner = importlib.import_module("tensorrt_llm.runtime").ModelRunnerCpp
     with pytest.raises(RuntimeError, match="CUDA out of memory"):
         runner.from_dir(engine_dir=str(make_engine(world, "plain")), rank=0)
+
+
+def test_the_executor_is_the_session(world: World) -> None:
+    """As in 0.14 and 1.x; and a binding's object takes no attribute that it does not have."""
+    runner = load(world, "plain")
+    assert runner.session.can_enqueue_requests()
+    assert not hasattr(runner, "executor")
+    with pytest.raises(AttributeError):
+        runner.session.decoding_iter = 1
+
+
+def test_fields_of_results_are_those_of_the_line() -> None:
+    for label, counts in (("0.14", False), ("1.2", True)):
+        result = RESULTS[label]([5, 6], True, 2, None)
+        for name in ("decoding_iter", "avg_decoded_tokens_per_iter"):
+            assert hasattr(result, name) == counts, (label, name)

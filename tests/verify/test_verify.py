@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec import logs
 from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.storage import TensorFile, read_json, write_json, write_tensor_file
+from specdec.verify.manifest import Entry, find_differences
 from specdec.verify.pipeline import verify_checkpoint
 from specdec.verify.settings import VerifySettings
 from tests.conftest import read_error_lines, run_cli
@@ -24,6 +26,21 @@ from tests.convert.golden_models import make_source
 MODELOPT = Path(__file__).parent.parent / "golden" / "modelopt" / "trtllm"
 LN_F = "transformer.ln_f.weight"
 QKV = "transformer.layers.0.attention.qkv"
+
+
+def test_interrupted_hashing_ends_amid_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "endless"
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(logs, "show_progress", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        find_differences([(path, Entry("endless", 1 << 40, "0"))] * 3, workers=2, label="hashing")
 
 
 def verify(folder: Path, **flags: Any) -> dict[str, Any]:
@@ -322,7 +339,7 @@ def test_the_command(copy: Path, tmp_path: Path) -> None:
 def test_wrong_usage(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="missing --checkpoint-dir"):
         verify_checkpoint(VerifySettings())
-    with pytest.raises(SpecDecError, match="is not a folder"):
+    with pytest.raises(SpecDecError, match="nowhere does not exist"):
         verify(tmp_path / "nowhere")
     done = run_cli("verify", "--checkpoint-dir", tmp_path, "--convert-dir", "x")
     assert done.returncode == 2

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.storage import TensorFile, read_json, write_json, write_tensor_file
@@ -28,7 +29,7 @@ from tests.conftest import (
     read_error_lines,
     run_cli,
 )
-from tests.engines import call, make_engine, run_cli_here, run_here
+from tests.engines import call, make_engine, run_cli_here, run_here, save_weights
 
 Report = dict[str, Any]
 CALL_RUN = runner.call_run
@@ -236,11 +237,11 @@ def test_prompts_of_a_file(plain: Path, parent: Path, tmp_path: Path) -> None:
 def test_one_changed_weight_is_found(parent: Path, tmp_path: Path) -> None:
     engine = make_engine(tmp_path, parent / "target", optimize="none")
     path = engine / "weights.safetensors"
-    file = TensorFile(path)
-    tensors = {name: file.read(name).copy() for name in file.tensors}
-    name = "transformer.layers.1.attention.dense.weight"
-    tensors[name][5, 7] += 20
-    write_tensor_file(path, dict(file.tensors), lambda key: tensors[key])
+    tensors = load_file(path)
+    tensors["transformer.layers.1.attention.dense.weight"][5, 7] += 20
+    save_weights(tensors, path)
+    with pytest.raises(SpecDecError, match=r"weights\.safetensors has sha256 .*, not "):
+        verify(engine, parent / "target", verify_hashes=True)
     report = verify(engine, parent / "target")
     assert report["verdict"] == "differs"
     wrong = [found for found in report["divergences"] if not found["near_tie"]]
@@ -352,8 +353,9 @@ def test_quantized_and_too_long_engines(parent: Path, tmp_path: Path) -> None:
     config = read_json(engine / "config.json")
     config["build_config"]["max_seq_len"] = 513
     write_json(engine / "config.json", config)
-    with pytest.raises(SpecDecError, match="max_seq_len 513, the model max_position_embeddings"):
+    with pytest.raises(SpecDecError, match="max_seq_len 513, more than the model's 512"):
         verify(engine, parent / "target")
+    config["build_config"]["max_seq_len"] = 512
     config["pretrained_config"]["quantization"]["quant_algo"] = "FP8"
     write_json(engine / "config.json", config)
     with pytest.raises(SpecDecError, match=r"quantized \(FP8\)"):
@@ -489,7 +491,7 @@ def test_the_command(plain: Path, parent: Path, tmp_path: Path) -> None:
 
 
 def test_a_failing_process_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="is not a folder") as caught:
+    with pytest.raises(SpecDecError, match="none does not exist") as caught:
         CALL_RUN(["--engine-dir", str(tmp_path / "none"), "--input-text", "a", "--tokenizer-dir",
                   str(make_tokenizer(tmp_path / "tokenizer"))])  # fmt: skip
     assert "specdec-build" in caught.value.hint

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.chat import render_messages
-from specdec.errors import SpecDecError
+from specdec.pretrained import load_tokenizer
 from specdec.processes import call_run
 
 from .rows import Dialogue, RowError
@@ -23,20 +23,13 @@ class EngineRunner:
     """Answers rows by an engine folder, turn by turn, each call all rows of a group."""
 
     def __init__(self, settings: DataSettings) -> None:
-        from transformers import AutoTokenizer
-
         from specdec.engine.layout import read_engine_config
 
         assert settings.engine_dir is not None
         self.settings = settings
         self._limits = read_engine_config(settings.engine_dir).build
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_dir)
-        except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
-            raise SpecDecError(
-                f"no tokenizer in {settings.tokenizer_dir!r}: {error}",
-                "give the folder of the Hugging Face base model as --tokenizer-dir",
-            ) from None
+        assert settings.tokenizer_dir is not None
+        self._tokenizer = load_tokenizer(settings.tokenizer_dir)
 
     def answer(self, dialogues: Iterable[Dialogue]) -> Iterator[tuple[Dialogue, RowError | None]]:
         """Yield each row when it is done, or with what it failed of."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specdec.errors import SpecDecError
+from specdec.storage import place_file
 
 
 class Journal:
@@ -23,6 +24,7 @@ class Journal:
         self, output: Path, facts: Mapping[str, Any], *, resume: bool, force: bool
     ) -> None:
         self.output = output
+        self.force = force
         self.path = output.parent / f".{output.name}.partial"
         self.facts = json.loads(json.dumps(facts))
         self.failures: dict[int, dict[str, Any]] = {}
@@ -72,7 +74,7 @@ class Journal:
                     file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(self.output)
+            place_file(partial, self.output, force=self.force)
         finally:
             partial.unlink(missing_ok=True)
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from specdec import __version__, logs
 from specdec.errors import SpecDecError, UsageError
+from specdec.folders import ENGINE, expect_folder
 from specdec.settings import require, to_plain
 from specdec.storage import describe_file, write_json
 
@@ -84,10 +85,8 @@ def check_settings(settings: DataSettings) -> None:
             "give --base-url and --model, or --engine-dir and --tokenizer-dir",
         )
     require(settings, *(ENGINE_FLAGS if is_engine else SERVER_FLAGS))
-    if settings.engine_dir is not None and not settings.engine_dir.is_dir():
-        raise SpecDecError(
-            f"{settings.engine_dir} is not a folder", "give a folder written by specdec-build"
-        )
+    if settings.engine_dir is not None:
+        expect_folder(settings.engine_dir, ENGINE, "--engine-dir")
     if settings.base_url is not None:
         check_url(settings.base_url)
     if not 0 < settings.top_p <= 1:

@@ -29,8 +29,9 @@ from torch.nn.functional import silu, smooth_l1_loss
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import SpecDecError
-from specdec.methods.eagle import EagleTrain
+from specdec.methods.eagle import EAGLE1_TARGETS, EagleTrain
 from specdec.model_config import ModelConfig
+from specdec.rotary_scaling import get_kind
 from specdec.settings import as_options
 
 from ..loss import compute_loss, measure_positions
@@ -355,7 +356,7 @@ def describe_layers(target: Target, num_layers: int) -> ModelConfig:
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     )
     base = rotary.pop("rope_theta", None) or getattr(config, "rope_theta", None) or 10000.0
-    is_steady = rotary.get("rope_type", rotary.get("type")) in STEADY_SCALINGS
+    is_steady = get_kind(rotary) in STEADY_SCALINGS
     return ModelConfig(
         architecture="LlamaForCausalLM",
         dtype="float32",
@@ -371,6 +372,21 @@ def describe_layers(target: Target, num_layers: int) -> ModelConfig:
         rotary_base=float(base),
         rotary_scaling=rotary if is_steady else None,
     )
+
+
+def check_target(settings: TrainSettings, config: Any) -> None:
+    """Raise SpecDecError for a target that no engine has EAGLE-1 for."""
+    names = getattr(config, "architectures", None) or []
+    if (
+        as_options(settings, EagleTrain).eagle_version == "1"
+        and names
+        and names[0] not in EAGLE1_TARGETS
+    ):
+        raise SpecDecError(
+            f"--method eagle is EAGLE version 1, which no engine runs for {names[0]}: its targets"
+            f" are {', '.join(EAGLE1_TARGETS)}",
+            "give --eagle-version 3, which the torch engine runs for any target",
+        )
 
 
 def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
@@ -440,6 +456,7 @@ METHOD = TrainingMethod(
     describe=describe_eagle,
     convert_folder="--eagle-model-dir",
     choose_layers=choose_layers,
+    check_target=check_target,
     list_shared=list_shared,
     needs_head=True,
 )

@@ -9,16 +9,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.engine.layout import count_positions
 from specdec.errors import join_names, suggest
 from specdec.inventory import compare_tensors, describe_rank
 from specdec.methods.eagle import EAGLE3_ARCHITECTURE
 from specdec.quantization import FLOAT8_STORAGE
+from specdec.rotary_scaling import get_kind
 from specdec.schema import CheckpointConfig
 from specdec.storage import TensorFile
 from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
 from specdec.trtllm.facts import LABELS, Facts, load_facts
 
-from ...limits import count_positions
 from .record import Record, deduce_max_seq_len
 
 Problems = list[tuple[str, str]]
@@ -266,7 +267,7 @@ def find_length_problems(build: Build) -> Problems:
         ]
     deduced = deduce_max_seq_len(model, build.label)
     if asked is None and deduced > positions:
-        kind = (model.rotary_scaling or {}).get("rope_type")
+        kind = get_kind(model.rotary_scaling or {})
         return [
             (
                 f"without --max-seq-len trtllm-build takes {deduced}, the model has {positions}"

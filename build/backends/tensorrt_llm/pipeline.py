@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.errors import SpecDecError, join_names, raise_problems
+from specdec.errors import SpecDecError, join_names, name_extra, raise_problems
 from specdec.schema import read_checkpoint_config
 from specdec.settings import to_plain
 from specdec.storage import (
@@ -91,8 +91,8 @@ def check_installed(here: Environment) -> None:
     if missing is not None:
         raise SpecDecError(
             f"{missing} is not installed here, and nothing else can build its engines",
-            "run this in NVIDIA's container, or pip install 'specdec[tensorrt-llm]'; --dry-run"
-            " and --emit-script FILE write the build down for another machine, and --backend"
+            f"run this in NVIDIA's container, or {name_extra('tensorrt-llm')}; --dry-run and"
+            " --emit-script FILE write the build down for another machine, and --backend"
             " torch builds for this one",
         )
 

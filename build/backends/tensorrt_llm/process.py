@@ -125,16 +125,17 @@ def run_child(
 
 def _end(child: subprocess.Popen[str]) -> None:
     """End the child and all that it started, politely first."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(END_SECONDS)
+                break
+    finally:  # a second Ctrl-C too; and workers may have outlived it
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)
-        try:
-            child.wait(END_SECONDS)
-            break
-        except subprocess.TimeoutExpired:
-            continue
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # workers that outlived it
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def _explain(status: int, lines: list[str], log_path: Path) -> SpecDecError:

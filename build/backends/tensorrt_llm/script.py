@@ -32,12 +32,13 @@ mkdir -p "$partial"
 trap 'rm -rf "$partial"' EXIT
 {exports}
 {command}
+rm -f "$partial/model.cache"
 
 for rank in $(seq 0 {last_rank}); do
   [ -s "$partial/rank$rank.engine" ] || \\
     {{ echo "error: rank$rank.engine was not written" >&2; exit 1; }}
 done
-mv "$partial" "$engine"
+mv -T "$partial" "$engine"
 trap - EXIT
 echo "engine: $engine" >&2
 """
@@ -81,8 +82,11 @@ def format_script(plan: Plan, launcher: str) -> str:
     from specdec import __version__
 
     words = plan.make_argv(Path("$checkpoint"), Path("$partial"))
+    if "output_timing_cache" not in plan.given:  # else it would be left where the script is called
+        words += ["--output_timing_cache", "$partial/model.cache"]
     command = " ".join(
-        f'"{word}"' if word in ("$checkpoint", "$partial") else shlex.quote(word) for word in words
+        f'"{word}"' if word.startswith(("$checkpoint", "$partial")) else shlex.quote(word)
+        for word in words
     )
     nodes = count_nodes(plan)
     per_node = math.ceil(plan.num_ranks / nodes)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from specdec import logs
 from specdec.decode.ranks.processes import LOST_STATUS, exchange_status, join_group, open_store
 from specdec.errors import SpecDecError, summarize
+from specdec.mpi import find_launch
 
 if TYPE_CHECKING:
     from specdec.decode.ranks.messages import Message
@@ -81,15 +82,18 @@ class Follower:
 
 def follow_launcher() -> None:
     """Be a launcher's rank until rank 0 is done; end with a status where it ends otherwise."""
-    _follow(int(os.environ["RANK"]), None)
+    launch = find_launch()
+    assert launch is not None
+    _follow(launch.rank, None)
 
 
 def _follow(rank: int, store_path: str | None) -> None:
     from specdec.engine.group import PeerLost
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    size = int(os.environ["WORLD_SIZE"])
-    store = None
+    launch = find_launch()
+    assert launch is not None
+    size, store = launch.size, None
     if store_path is not None:
         store = open_store(store_path, size)
         store.set(f"rank{rank}", "here")

@@ -12,9 +12,11 @@ from specdec import logs
 from specdec.decode.ranks.processes import count_local_ranks
 from specdec.engine.decoder import Decoder
 from specdec.engine.group import Group
+from specdec.engine.kernel_cache import find_fault, list_entries
 from specdec.engine.layers import can_prepack
-from specdec.engine.layout import EngineConfig, load_weights, read_engine_config
-from specdec.engine.native import LIBRARY_NAME, NativeKernels, describe_cpu
+from specdec.engine.layout import EngineConfig, read_engine_config
+from specdec.engine.loading import load_weights
+from specdec.engine.native import NativeKernels, load_kernels
 from specdec.errors import SpecDecError
 from specdec.quantization import INT8
 from specdec.torch_tensors import TORCH_DTYPES
@@ -87,13 +89,17 @@ def choose_device(name: str, num_ranks: int, devices: Sequence[int] | None = Non
 def _load_kernels(config: EngineConfig, folder: Path, device: torch.device) -> NativeKernels | None:
     if device.type != "cpu" or config.kernels is None:
         return None
-    if config.kernels.get("cpu") != describe_cpu():
+    try:
+        return load_kernels(config.kernels, TORCH_DTYPES[config.checkpoint.model.dtype])
+    except SpecDecError as error:
+        hint = error.hint
+        if any(find_fault(path) is None for path in list_entries(folder, config.kernels)):
+            hint = (
+                f"install g++, or set SPECDEC_CACHE_DIR={folder} to take the engine's own copy,"
+                " which is code of whoever built it"
+            )
         logger.warning(
-            "the engine's kernels were compiled for another CPU and are not used:"
-            " build the engine again on this machine for full speed"
-        )
+            "native kernels: %s; torch's own operators run in their place, slower: %s",
+            error.message, hint,
+        )  # fmt: skip
         return None
-    library = folder / LIBRARY_NAME
-    if not library.is_file():
-        raise SpecDecError(f"{library} is missing", "build the engine again")
-    return NativeKernels(library, TORCH_DTYPES[config.checkpoint.model.dtype])

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import logs
 from specdec.command import print_error
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, summarize
+from specdec.mpi import check_meeting_place, find_launch
 from specdec.processes import make_environment
 
 if TYPE_CHECKING:
@@ -38,13 +40,17 @@ logger = logs.get_logger(__name__)
 LONGEST_WAIT = timedelta(days=7)
 # A rank that ended breaks the exchange that the others are in; on GPUs it may hang instead.
 GRACE_SECONDS = 10.0
+INTERRUPT_SECONDS = 2.0  # from Ctrl-C until ranks that rank 0 still waits for are ended by force
+END_SECONDS = 5.0  # that ranks have to end after they were told to
 STATUS_BYTES = 2048  # of a rank's report on what it loaded
 LOST_STATUS = 76  # of a rank that ends because another one has; EX_PROTOCOL in sysexits.h
 
 
 def count_local_ranks() -> int:
     """How many of a launcher's ranks are on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    launch = find_launch()
+    assert launch is not None
+    return launch.local_size
 
 
 def open_store(path: str, size: int) -> Any:
@@ -64,13 +70,21 @@ def join_group(rank: int, size: int, store: Any) -> Group:
 
     has_cuda = torch.cuda.is_available()
     if has_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    torch.distributed.init_process_group(
-        # Messages go between CPUs, sums between the devices that computed them.
-        "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
-        rank=rank, world_size=size, store=store, timeout=LONGEST_WAIT,
-        init_method=None if store else "env://",
-    )  # fmt: skip
+        launch = find_launch()
+        torch.cuda.set_device(launch.local_rank if launch is not None else rank)
+    place = "their store" if store else check_meeting_place()
+    try:
+        torch.distributed.init_process_group(
+            # Messages go between CPUs, sums between the devices that computed them.
+            "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
+            rank=rank, world_size=size, store=store, timeout=LONGEST_WAIT,
+            init_method=None if store else "env://",
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        raise SpecDecError(
+            f"rank {rank} of {size} does not meet the others at {place}: {summarize(error)}",
+            "check MASTER_ADDR and MASTER_PORT, and that every rank has its own RANK",
+        ) from None
     group = Group(rank, size)
     # Beyond this nobody reads the store, which rank 0 may then remove.
     exchange_status(group, None)
@@ -93,6 +107,7 @@ class Ranks:
         self._entered: float | None = None  # when the exchange began that rank 0 is in
         self._children: list[subprocess.Popen[bytes]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._signals: int | None = None  # where the numbers of signals are read from
         self._num_threads: int | None = None  # of this process, when it had the machine to itself
         if not self.is_launched:
             self._start()
@@ -119,6 +134,7 @@ class Ranks:
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
             self._children.append(child)
+        self._signals = _open_signals()
         threading.Thread(target=self._watch, daemon=True).start()
 
     @property
@@ -193,12 +209,13 @@ class Ranks:
         self._entered = time.monotonic()
         try:
             yield
-        except PeerLost as error:
-            explained = self._explain(error)
-            self.end()
-            raise explained from None
-        except BaseException:  # Ctrl-C too: the others still are where rank 0 was
-            self.end()
+        except BaseException as error:  # Ctrl-C too: the others still are where rank 0 was
+            try:
+                explained = self._explain(error) if isinstance(error, PeerLost) else None
+            finally:
+                self.end()
+            if explained is not None:
+                raise explained from None
             raise
         finally:
             self._entered = None
@@ -235,15 +252,21 @@ class Ranks:
             self._folder.cleanup()
 
     def _end_children(self) -> None:
+        deadline = time.monotonic() + END_SECONDS
+        try:
+            for child in self._children:
+                if child.stdin is not None:
+                    child.stdin.close()
+            for child in self._children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(max(0.0, deadline - time.monotonic()))
+        finally:  # a second Ctrl-C too
+            self._kill_children()
+
+    def _kill_children(self) -> None:
         for child in self._children:
-            if child.stdin is not None:
-                child.stdin.close()
-        for child in self._children:
-            try:
-                child.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            child.kill()
+            child.wait()
 
     def _check_children(self) -> None:
         if any(child.poll() is not None for child in self._children):
@@ -279,19 +302,59 @@ class Ranks:
         return min(ended, key=lambda one: one[1] == LOST_STATUS, default=None)
 
     def _watch(self) -> None:
-        """End this process where it hangs in an exchange with a rank that has ended."""
+        """Free this process where it hangs in an exchange: a rank has ended, or is stuck at Ctrl-C.
+
+        Ctrl-C becomes an exception only when the exchange is over: killing the ranks ends it.
+        """
+        self._take_interrupt()  # of ranks before these
         while not self.is_ended:
             time.sleep(0.25)
-            entered = self._entered
-            if entered is None or not self._find_ended():
+            entered, is_interrupted = self._entered, self._take_interrupt()
+            if entered is None or not (is_interrupted or self._find_ended()):
                 continue
+            if is_interrupted:
+                time.sleep(INTERRUPT_SECONDS)
+                if self._entered != entered or self.is_ended:
+                    continue
+                self._kill_children()
             time.sleep(GRACE_SECONDS)
             if self._entered == entered and not self.is_ended:
                 explained = self._explain(None)
+                if is_interrupted:
+                    explained = SpecDecError("interrupted", "run it again")
                 print_error(explained.message, explained.hint)
-                for child in self._children:
-                    child.kill()
-                os._exit(1)
+                self._kill_children()
+                os._exit(130 if is_interrupted else 1)
+
+    def _take_interrupt(self) -> bool:
+        """Whether Ctrl-C has come since the last call."""
+        if self._signals is None:
+            return False
+        try:
+            return signal.SIGINT in os.read(self._signals, 4096)
+        except BlockingIOError:  # nothing has come
+            return False
+
+
+_signal_pipe: tuple[int, int] | None = None
+
+
+def _open_signals() -> int | None:
+    """Where the number of each signal can be read at once, whatever the main thread is in.
+
+    None where this is not the main thread, or another reader has them already. Never closed.
+    """
+    global _signal_pipe
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    reader, writer = _signal_pipe = _signal_pipe or os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if before not in (-1, writer):
+        signal.set_wakeup_fd(before)
+        return None
+    return reader
 
 
 def exchange_status(group: Group, problem: tuple[str, str] | None) -> list[str]:
@@ -319,7 +382,8 @@ def open_ranks(size: int) -> Ranks | None:
     global _ranks
     is_open = _ranks is not None and not _ranks.is_ended
     if logs.get_launched_rank() is not None and not (size == 1 and is_open):
-        world_size = int(os.environ["WORLD_SIZE"])
+        launch = find_launch()
+        world_size = launch.size if launch is not None else 1
         if world_size != size:
             raise SpecDecError(
                 f"WORLD_SIZE is {world_size}, the engine's tp_size is {size}",

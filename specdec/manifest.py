@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import stat
+import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, shorten
 from specdec.storage import FORMAT_VERSION, hash_file, read_json
+from specdec.threads import Pool
 
+logger = logs.get_logger(__name__)
 NAME = "manifest.json"
-_AGAIN = "copy or convert the folder again"
+CHANGED_HINT = "the folder is not what was built: copy it again, or build the engine again"
+_AGAIN = "copy the folder again, or make it again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,26 +94,53 @@ def find_differences(
     places: Iterable[tuple[Path, Entry]], *, workers: int, label: str
 ) -> list[str | None]:
     """Return, for every file, in what it differs from its entry; None where it does not."""
-    with ThreadPoolExecutor(workers) as pool:
-        found = [pool.submit(_find_difference, path, entry) for path, entry in places]
+    with Pool(workers) as pool:
+        found = [pool.submit(_find_difference, *place, pool.is_ending) for place in places]
         shown = logs.show_progress(found, label=label, total=len(found))
         return [difference.result() for difference in shown]
 
 
-def _find_difference(path: Path, entry: Entry) -> str | None:
+def _find_difference(path: Path, entry: Entry, is_ending: threading.Event) -> str | None:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return "is no file"
         if status.st_size != entry.num_bytes:
             return f"has {status.st_size} bytes, not {entry.num_bytes}"
-        if entry.sha256 is not None and (sha256 := hash_file(path)) != entry.sha256:
+        if entry.sha256 is not None and (sha256 := hash_file(path, is_ending)) != entry.sha256:
             return f"has sha256 {sha256[:16]}..., not {entry.sha256[:16]}..."
     except (FileNotFoundError, NotADirectoryError):
         return "is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None
+
+
+def check_hashes(folder: Path) -> None:
+    """Raise SpecDecError where a byte of an engine folder is not what its manifest says."""
+    if problems := find_changes(folder):
+        more = f", and {len(problems) - 1} more problems" if len(problems) > 1 else ""
+        raise SpecDecError(f"{problems[0]}{more}", CHANGED_HINT)
+
+
+def find_changes(folder: Path) -> list[str]:
+    """Compare every byte of an engine folder with its manifest; return all that differs.
+
+    Every weight file must be in the manifest, with its sum.
+    """
+    manifest = read_manifest(folder, "engine")
+    places = [(folder / entry.path, entry) for entry in manifest.outputs]
+    summed = {path for path, entry in places if entry.sha256 is not None}
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.engine"), folder / "config.json"]
+    problems = [f"{path} has no sha256 in {NAME}" for path in sorted(weights) if path not in summed]
+    logger.info("comparing %d files of %s with their sha256", len(places), folder)
+    differences = find_differences(places, workers=os.cpu_count() or 1, label="hashing")
+    problems += [
+        f"{path} {difference}"
+        for (path, _), difference in zip(places, differences, strict=True)
+        if difference is not None
+    ]
+    return problems
 
 
 def list_surplus(folder: Path, manifest: Manifest) -> list[str]:

@@ -1,0 +1,51 @@
+"""The largest numbers that a configuration may name.
+
+They lie far above any model's, and below what fills a memory or a day: readers check them before
+anything is listed or allocated by such a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specdec.errors import raise_problems
+
+MAX_MODULES = 1000  # layers of a model, layers and heads of a drafter: each is a list of tensors
+MAX_RANKS = 1024
+MAX_DRAFT_TOKENS = 4096  # of a verify step, whose mask has the square of that
+MAX_HEAD_SIZE = 1 << 16
+MAX_SIZE = (1 << 31) - 1  # any other number; TensorRT-LLM too counts in 32 bits
+MAX_ROTARY_ELEMENTS = 1 << 28  # rotated dimensions x positions: two tables of 1 GiB in float32
+
+# Fields of a Hugging Face config.json, any family's, by which transformers makes modules or tables.
+_HF_BOUNDS = (
+    (re.compile(r"(^|_)(n_)?(layers?|blocks)$"), MAX_MODULES),
+    (re.compile(r"(^|_)experts$"), 10 * MAX_MODULES),
+    (re.compile(r"(^|_)head_dim$"), MAX_HEAD_SIZE),
+    (re.compile(r"^(num|n|max)_|(^|_)(size|dim|embd|inner|positions)$"), MAX_SIZE),
+)
+
+
+def check_model_sizes(config: Mapping[str, Any], where: object) -> None:
+    """Raise SpecDecError for a Hugging Face config.json of sizes that no model has.
+
+    For what transformers is to load: it makes every layer before it looks at the weights.
+    """
+    raise_problems(
+        [
+            (f"{where}: {name} is {value}, more than {most}", "copy the model's config.json again")
+            for name, value, most in _find_large(config)
+        ]
+    )
+
+
+def _find_large(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int, int]]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _find_large(value, f"{prefix}{name}.")
+        elif type(value) is int:
+            most = next((most for known, most in _HF_BOUNDS if known.search(name)), None)
+            if most is not None and value > most:
+                yield prefix + name, value, most

@@ -1,0 +1,161 @@
+"""Where compiled kernels are kept: they are code, so nothing is taken that others can have written.
+
+An entry's name is the sum of what it was compiled from, and its own; needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from specdec import logs
+
+logger = logs.get_logger(__name__)
+FOLDER_NAME = "kernels"  # of the cache; an engine's copy, which only a user lets be loaded
+_SUM_CHARACTERS = 32
+_told: set[str] = set()
+
+
+def find_cache() -> Path | None:
+    """The user's folder of what can be made again: $SPECDEC_CACHE_DIR, or ~/.cache/specdec.
+
+    None for a user without a home, as containers have them.
+    """
+    if chosen := os.environ.get("SPECDEC_CACHE_DIR"):
+        return Path(chosen)
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "specdec"
+    try:
+        return Path.home() / ".cache" / "specdec"
+    except RuntimeError:
+        return None
+
+
+def find_kept(info: Mapping[str, str]) -> Path | None:
+    """Return the library that was compiled as `info` says, if the cache has it whole and safe."""
+    cache = find_cache()
+    if cache is None or not os.path.lexists(cache / FOLDER_NAME):
+        return None
+    if fault := _find_folder_fault(cache):
+        _warn(f"kept kernels are not used: {fault}")
+        return None
+    for path in list_entries(cache, info):
+        if fault := find_fault(path):
+            _warn(f"{path} {fault}: it is not loaded")
+        else:
+            return path
+    return None
+
+
+def list_entries(cache: Path, info: Mapping[str, str]) -> list[Path]:
+    """Entries of a cache by their name alone, or of an engine folder, which is laid out alike."""
+    try:
+        names = os.listdir(cache / FOLDER_NAME)
+    except OSError:
+        return []
+    key = _name_key(info)
+    return [
+        cache / FOLDER_NAME / name for name in sorted(names)
+        if name.startswith(f"{key}-") and name.endswith(".so")
+    ]  # fmt: skip
+
+
+def keep(library: Path, info: Mapping[str, str]) -> None:
+    """Put a library into the cache; warn where that cannot be."""
+    cache = find_cache()
+    try:
+        if cache is None:
+            raise OSError("there is no home folder")
+        cache.mkdir(parents=True, mode=0o700, exist_ok=True)
+        (cache / FOLDER_NAME).mkdir(mode=0o700, exist_ok=True)
+        if fault := _find_folder_fault(cache):
+            raise OSError(fault)
+        place(library, info, cache)
+    except OSError as error:
+        _warn(
+            f"the compiled kernels cannot be kept: {error.strerror or error}; they are compiled"
+            " again each time an engine is built or loaded: set SPECDEC_CACHE_DIR to a folder that"
+            " you own"
+        )
+
+
+def place(library: Path, info: Mapping[str, str], folder: Path, mode: int = 0o600) -> None:
+    """Copy a library into `folder`/kernels, all of it or nothing; raise OSError."""
+    content = library.read_bytes()
+    name = f"{_name_key(info)}-{_make_sum(content)}.so"
+    descriptor, partial = tempfile.mkstemp(dir=folder / FOLDER_NAME, prefix=".partial-")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.chmod(partial, mode)
+        os.replace(partial, folder / FOLDER_NAME / name)
+    except BaseException:  # Ctrl-C too
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def find_fault(path: Path) -> str | None:
+    """Say why an entry is not to be loaded: damaged, or not surely the user's own."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return "is a link" if path.is_symlink() else f"cannot be read: {error.strerror}"
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return "is not a file"
+        if fault := _find_owner_fault(status):
+            return fault
+        with open(descriptor, "rb", closefd=False) as file:
+            if _make_sum(file.read()) != path.stem.rpartition("-")[2]:
+                return "is damaged: its sum is not the one in its name"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _find_folder_fault(cache: Path) -> str | None:
+    """Say why nothing in a cache is to be trusted; take others' right to write to our own away."""
+    for folder in (cache, cache / FOLDER_NAME):
+        try:
+            status = folder.stat() if folder == cache else folder.lstat()
+            if not stat.S_ISDIR(status.st_mode):
+                return f"{folder} is not a folder"
+            if status.st_uid == os.geteuid() and status.st_mode & 0o022:
+                os.chmod(folder, stat.S_IMODE(status.st_mode) & ~0o022)
+                continue
+        except OSError as error:
+            return f"{folder}: {error.strerror}"
+        is_sticky = folder == cache and status.st_mode & stat.S_ISVTX  # /tmp: only ours is taken
+        if not is_sticky and (fault := _find_owner_fault(status)):
+            return f"{folder} {fault}"
+    return None
+
+
+def _find_owner_fault(status: os.stat_result) -> str | None:
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to another user ({status.st_uid})"
+    return "can be written by other users" if status.st_mode & 0o022 else None
+
+
+def _name_key(info: Mapping[str, str]) -> str:
+    return _make_sum(json.dumps(dict(sorted(info.items()))).encode())
+
+
+def _make_sum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_SUM_CHARACTERS]
+
+
+def _warn(message: str) -> None:
+    if message not in _told:  # once a process, however many engines it loads
+        _told.add(message)
+        logger.warning("%s", message)

@@ -1,0 +1,127 @@
+"""An engine's weights, from its checked files into memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec import logs
+from specdec.engine.float8 import can_multiply, widen
+from specdec.engine.int8 import check_scales
+from specdec.engine.layout import (
+    DRAFTER_NAME,
+    EngineConfig,
+    list_engine_tensors,
+    name_engine_files,
+    name_int8_scales,
+    name_weight_file,
+    open_engine_file,
+)
+from specdec.errors import SpecDecError
+from specdec.quantization import FLOAT8, INT8, SCALES
+from specdec.sharding import join
+from specdec.storage import TensorFile
+from specdec.tensors import EAGLE_OFFSETS, EMBEDDING, list_target_tensors
+from specdec.torch_tensors import TORCH_DTYPES, to_tensor, view_tensor
+
+logger = logs.get_logger(__name__)
+
+
+def load_tensors(
+    file: TensorFile,
+    names: list[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    maps_matrices: bool = False,
+) -> dict[str, Tensor]:
+    """Copy tensors from a mapped file to the device.
+
+    maps_matrices: what linears multiply with stays in the file, to be packed from there.
+    Float8 weights stay as they are, their scales beside them, where the device multiplies such;
+    elsewhere they become weights of `dtype`. Int8 weights have their scales beside them.
+    """
+    tensors: dict[str, Tensor] = {}
+    num_widened = num_float8 = 0
+    for name in names:
+        info = file.tensors[name]
+        if info.dtype == FLOAT8:
+            weight = to_tensor(file.read(name), info.dtype).to(device)
+            keys = [name.removesuffix("weight") + kind for kind in SCALES]
+            scales = [to_tensor(file.read(key), "float32").to(device) for key in keys]
+            if can_multiply(weight, device):
+                tensors |= {name: weight, **dict(zip(keys, scales, strict=True))}
+                num_float8 += 1
+            else:
+                tensors[name] = widen(weight, scales[0], dtype)
+                num_widened += 1
+            continue
+        if info.dtype == INT8:
+            key = name_int8_scales(name)
+            tensors[key] = to_tensor(file.read(key), "float32")
+            check_scales(tensors[key], f"{file.path}: {key}")
+            tensors[key] = tensors[key].to(device)
+        is_mapped = maps_matrices and len(info.shape) == 2 and "embedding" not in name
+        take = view_tensor if is_mapped else to_tensor
+        tensors[name] = take(file.read(name), info.dtype).to(device)
+    if num_float8:
+        logger.info("FP8: %d linears multiply in float8", num_float8)
+    if num_widened:
+        logger.info(
+            "FP8: %d linears have float8 weights widened to %s; their inputs are not rounded",
+            num_widened, str(dtype).removeprefix("torch."),
+        )  # fmt: skip
+    return tensors
+
+
+def load_weights(
+    folder: Path,
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    drafts: bool = True,
+    is_packed: bool = False,
+) -> dict[str, Tensor]:
+    """Check and load a rank's files of an engine: its part of the target, on rank 0 the drafter.
+
+    is_packed: linears are about to pack their matrices, which need no copy before that.
+    """
+    model, drafter = config.checkpoint.model, config.checkpoint.drafter
+    wanted = list_engine_tensors(model, drafter if drafts else None)
+    names = [name_weight_file(model, rank)] + ([DRAFTER_NAME] if rank == 0 else [])
+    weights: dict[str, Tensor] = {}
+    for name in name_engine_files(model, drafter):
+        if name in names:
+            file = open_engine_file(folder, config, name)
+            chosen = [tensor for tensor in file.tensors if tensor in wanted]
+            weights |= load_tensors(
+                file, chosen, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed
+            )
+    if EAGLE_OFFSETS in weights:
+        check_offsets(weights[EAGLE_OFFSETS], model.vocab_size, folder)
+    return weights
+
+
+def check_offsets(offsets: Tensor, vocab_size: int, folder: Path) -> None:
+    """Raise SpecDecError where a reduced vocabulary's tokens are not the target's: offsets [V]."""
+    tokens = torch.arange(len(offsets), device=offsets.device) + offsets
+    wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero().flatten().tolist()
+    if wrong:
+        raise SpecDecError(
+            f"{folder}: {EAGLE_OFFSETS} makes {len(wrong)} of {len(offsets)} drafted tokens others"
+            f" than the {vocab_size} of the target, the first is {wrong[0]}",
+            "the drafter belongs to another model, or the file is damaged: build the engine again",
+        )
+
+
+def load_embedding(folder: Path, config: EngineConfig, device: torch.device) -> Tensor:
+    """Load the whole of an embedding that is split over the ranks."""
+    model = config.checkpoint.model
+    names = [name_weight_file(model, rank) for rank in range(model.tp_size)]
+    files = [open_engine_file(folder, config, name) for name in names]
+    parts = [file.read(EMBEDDING) for file in files]
+    whole = join(parts, list_target_tensors(model)[EMBEDDING], model)
+    return to_tensor(whole, files[0].tensors[EMBEDDING].dtype).to(device)

@@ -1,0 +1,177 @@
+"""Tokenizers and models out of Hugging Face folders: the one place that lets transformers load.
+
+A folder may name Python of its own (`auto_map`). transformers asks on stdin whether to run it, and
+asks on stdout, unless it is told: here it is told no, always. Nothing else of specdec may call
+`from_pretrained`; tests/core/test_pretrained.py looks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from specdec.bounds import check_model_sizes
+from specdec.errors import SpecDecError, UsageError, shorten, summarize
+from specdec.folders import MODEL, TOKENIZER, expect_folder, has_tokenizer, is_hub_id, refuse_absent
+from specdec.logs import get_logger
+from specdec.storage import read_json
+
+# Files that may name Python to run, and the keys by which they do.
+CODE_FILES = ("config.json", "tokenizer_config.json", "processor_config.json")
+ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+TIMEOUT = 10.0  # seconds for the Hub to answer
+
+logger = get_logger(__name__)
+
+
+def load_tokenizer(source: str | Path, flag: str = "--tokenizer-dir") -> Any:
+    """Return the tokenizer of a folder or Hub id; the folder's own code is never run.
+
+    flag: the option that named it, for messages. Raises SpecDecError where there is none.
+    """
+    from transformers import AutoTokenizer
+
+    return _load(AutoTokenizer.from_pretrained, source, flag, TOKENIZER, "tokenizer")
+
+
+def load_config(source: str | Path, flag: str = "--model-dir") -> Any:
+    """Return a model's configuration as transformers reads it."""
+    from transformers import AutoConfig
+
+    return _load(AutoConfig.from_pretrained, source, flag, MODEL, "model")
+
+
+def load_model(
+    source: str | Path, kind: str = "AutoModelForCausalLM", flag: str = "--model-dir",
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Return a model, made by a class of transformers; `options` are for its from_pretrained."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    loader = getattr(transformers, kind).from_pretrained
+    return _load(loader, source, flag, MODEL, "model", **options)
+
+
+def load_generation_config(source: str | Path, flag: str = "--model-dir") -> Any:
+    """Return what a folder's generation_config.json says."""
+    from transformers import GenerationConfig
+
+    return _load(GenerationConfig.from_pretrained, source, flag, MODEL, "generation_config.json")
+
+
+def _load(
+    load: Callable[..., Any], source: str | Path, flag: str, wanted: str, what: str, **options: Any
+) -> Any:
+    """Let a class of transformers load from a folder or Hub id, and say what keeps it from it."""
+    name = str(source)
+    if not name:
+        raise UsageError(f"{flag} is empty", "give a folder or Hub id")
+    is_local = Path(name).is_dir()
+    if is_local:
+        expect_folder(name, wanted, flag)
+        if wanted == MODEL and not os.path.lexists(Path(name) / "config.json"):
+            raise SpecDecError(f"{flag} {name} has no config.json", _hint(wanted))
+        _refuse_foreign_attention(Path(name), flag)
+        if wanted == MODEL:
+            check_model_sizes(read_json(Path(name) / "config.json"), Path(name) / "config.json")
+    else:
+        options["local_files_only"] = not _is_on_hub(name, flag)
+    try:
+        return load(name, trust_remote_code=False, **options)
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
+        code = _list_code(Path(name)) if is_local else []
+        if code or "trust_remote_code" in str(error):
+            raise _refuse_code(name, flag, wanted, code) from None
+        if wanted == TOKENIZER and is_local and not has_tokenizer(Path(name)):
+            raise SpecDecError(f"{flag} {name} has no tokenizer", _hint(wanted)) from None
+        raise SpecDecError(
+            f"{flag} {name}: transformers cannot load its {what}: {summarize(error)}",
+            _hint(wanted),
+        ) from None
+
+
+def _hint(wanted: str) -> str:
+    if wanted == TOKENIZER:
+        return "give the Hugging Face folder of the model, with its tokenizer's files"
+    return (
+        "give a folder made by save_pretrained, or a Hub id, of an architecture that the installed"
+        " transformers has"
+    )
+
+
+def _refuse_code(name: str, flag: str, wanted: str, code: list[str]) -> SpecDecError:
+    """The error for a folder whose own Python would have to run."""
+    shown = f" ({shorten(', '.join(code), 200)[1:-1]})" if code else ""
+    remedy = "use a model of an architecture that transformers has itself"
+    if wanted == TOKENIZER:
+        remedy = (
+            "use a tokenizer that transformers has itself: where its code is trusted, load it"
+            " elsewhere and save it with save_pretrained, which writes tokenizer.json"
+        )
+    return SpecDecError(
+        f"{flag} {name} asks to run its own Python code{shown}, which specdec never does", remedy
+    )
+
+
+def _list_code(folder: Path) -> list[str]:
+    """What a folder's files name as Python to run, `module.Class`."""
+    found: list[str] = []
+    for file in CODE_FILES:
+        try:
+            named = read_json(folder / file).get("auto_map")
+        except (OSError, SpecDecError):
+            continue
+        values = named.values() if isinstance(named, dict) else [named] if named else []
+        for value in values:
+            found += [str(v) for v in (value if isinstance(value, list) else [value]) if v]
+    return list(dict.fromkeys(found))
+
+
+def _refuse_foreign_attention(folder: Path, flag: str) -> None:
+    """Raise SpecDecError where config.json names attention code of the Hub, `owner/name`."""
+    try:
+        config = read_json(folder / "config.json")
+    except (OSError, SpecDecError):
+        return  # whoever loads it says what is wrong
+    for key in ATTENTION_KEYS:
+        value = config.get(key)
+        for name in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(name, str) and "/" in name:
+                raise SpecDecError(
+                    f"{flag} {folder}: {key} in config.json is {shorten(name)}, code of the Hub,"
+                    " which specdec never runs",
+                    f"remove {key} from config.json",
+                )
+
+
+def _is_on_hub(name: str, flag: str) -> bool:
+    """Ask the Hub once for a model that is no local folder; False where only a copy is there.
+
+    transformers would ask again and again, for minutes, and log each time.
+    """
+    from specdec.hub import explain, find_cached
+
+    path = Path(name)
+    if path.exists() or not is_hub_id(name):
+        raise refuse_absent(path, f"{flag} {name}")
+    import huggingface_hub
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    for library in ("huggingface_hub.utils._http", "urllib3", "httpx"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    token = os.environ.get("HF_TOKEN") or None
+    try:
+        huggingface_hub.HfApi(token=token).model_info(name, timeout=TIMEOUT)
+    except Exception as error:  # noqa: BLE001 - the library raises many kinds
+        if not find_cached(name):
+            raise explain(name, flag, error) from None
+        logger.warning("%s %s: using the cached copy: the Hub was not reached", flag, name)
+        return False
+    return True

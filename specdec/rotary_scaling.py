@@ -1,0 +1,156 @@
+"""Rotary scaling as config.json has it: its kinds, and what each one's object must hold.
+
+The names are transformers'. 4.57 writes the object as `rope_scaling`, 5.x as `rope_parameters`,
+with the rotary base in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.errors import shorten, suggest
+
+# Kind -> keys that it must have, keys that it may have.
+SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (
+        ("factor",),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
+}  # fmt: skip
+TYPE_KEYS = ("rope_type", "type")
+# Of any scaling: transformers writes them beside a scaling's own keys, and they change nothing.
+COMMON_KEYS = (
+    *TYPE_KEYS, "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
+    "finetuned",
+)  # fmt: skip
+# Beyond these a number is a mistake, and the tables would have infinities.
+LEAST, MOST = 1e-6, 1e9
+
+
+def list_kinds(scaling: Mapping[str, Any]) -> list[Any]:
+    """The kinds that an object names, under either key; `su` is longrope's first name."""
+    named = [scaling[key] for key in TYPE_KEYS if scaling.get(key) is not None]
+    kinds = ["longrope" if kind == "su" else kind for kind in named]
+    return kinds[:1] if kinds[:1] == kinds[1:] else kinds
+
+
+def get_kind(scaling: Mapping[str, Any]) -> Any:
+    """The kind of a scaling, `default` where the object names none."""
+    return (list_kinds(scaling) or ["default"])[0]
+
+
+def find_scaling_problems(
+    scaling: Mapping[str, Any] | None,
+    *,
+    rotary_size: int,
+    rotary_base: float,
+    max_positions: int,
+    original_positions: int | None = None,
+) -> list[tuple[str, str]]:
+    """What is wrong with a scaling, with a remedy; nothing where there is none.
+
+    rotary_size: rotated dimensions of a head. original_positions: the length at which longrope
+    switches, where config.json has it beside the scaling.
+    """
+    if not scaling:
+        return []
+    kinds = list_kinds(scaling)
+    if len(kinds) > 1:
+        given = " and ".join(f"{key} {shorten(scaling[key])}" for key in TYPE_KEYS)
+        return [(f"rotary scaling has {given}, which disagree", "remove the wrong one")]
+    kind = get_kind(scaling)
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        return [
+            (
+                f"rotary scaling {shorten(kind)} is not supported{suggest(str(kind), [*SCALINGS])}",
+                f"the supported kinds are {', '.join(SCALINGS)}",
+            )
+        ]
+    required, optional = SCALINGS[kind]
+    given_keys = {key for key, value in scaling.items() if value is not None}
+    missing = [key for key in required if key not in given_keys]
+    unknown = sorted(given_keys - {*required, *optional, *COMMON_KEYS})
+    facts = [
+        f"{what} {shorten(', '.join(keys), 200)[1:-1]}"
+        for what, keys in (("no", missing), ("unknown", unknown))
+        if keys
+    ]
+    for key in (*required, *optional, "original_max_position_embeddings"):
+        if key in given_keys and (fact := _find_fault(key, scaling[key], rotary_size // 2)):
+            facts.append(fact)
+    if not facts:
+        positions = (max_positions, original_positions)
+        facts = _find_contradictions(kind, scaling, rotary_size, rotary_base, positions)
+    if not facts:
+        return []
+    keys = ", ".join((*required, *optional)) or "none"
+    return [
+        (
+            f"rotary scaling {kind!r} has {'; '.join(facts)}",
+            f"its keys are {keys}; copy the model's config.json again, or mend it",
+        )
+    ]
+
+
+def _find_fault(key: str, value: Any, num_pairs: int) -> str | None:
+    """What is wrong with a key's value by itself."""
+    if key in ("short_factor", "long_factor"):
+        numbers = value if isinstance(value, list) else []
+        if len(numbers) == num_pairs and all(_is_number(number) for number in numbers):
+            return None
+        found = f"of {len(value)} values" if isinstance(value, list) else shorten(value)
+        return f"{key} {found}, not {num_pairs} positive numbers"
+    if key == "truncate":
+        is_good = isinstance(value, bool)
+    elif key == "original_max_position_embeddings":
+        is_good = type(value) is int and 2 <= value <= MOST
+    else:
+        # 0 of these two is what their absence is.
+        is_good = _is_number(value) or (key in ("mscale", "mscale_all_dim") and value == 0)
+    return None if is_good else f"{key} {shorten(value)}"
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and LEAST <= value <= MOST
+
+
+def _find_contradictions(
+    kind: str,
+    scaling: Mapping[str, Any],
+    rotary_size: int,
+    rotary_base: float,
+    positions: tuple[int, int | None],
+) -> list[str]:
+    """What is wrong with values beside one another."""
+    if kind == "dynamic" and rotary_size <= 2:
+        return [f"{rotary_size} rotated dimensions, and needs more than 2"]
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        return [f"high_freq_factor {high}, not more than low_freq_factor {low}"]
+    if kind == "yarn":
+        fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
+        if fast < slow:
+            return [f"beta_fast {fast}, less than beta_slow {slow}"]
+        if rotary_base <= 1:
+            return [f"the rotary base {rotary_base:g}, and needs more than 1"]
+    if kind == "longrope" and scaling.get("attention_factor") is None:
+        most, original = positions
+        switch = original or scaling.get("original_max_position_embeddings") or most
+        ratio, factor = most / switch, scaling.get("factor")
+        if factor is not None and ratio not in (1, factor):
+            # transformers 4 takes the ratio, 5 the factor.
+            return [
+                f"factor {factor}, but max_position_embeddings {most} is {ratio:g} times the"
+                f" original {switch}"
+            ]
+    return []

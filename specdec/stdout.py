@@ -1,0 +1,40 @@
+"""Standard output, kept for what a command itself has to say."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import sys
+
+
+def claim_stdout() -> None:
+    """From now on only `sys.stdout` writes to standard output; descriptor 1 leads to stderr.
+
+    Libraries write to descriptor 1 from C++, some of them while the process ends, so this is not
+    undone. Nothing changes where sys.stdout is something else: closed, or replaced by a test.
+    """
+    old = sys.stdout
+    if find_stdout() != 1 or not isinstance(old, io.TextIOWrapper):
+        return
+    old.flush()
+    kept = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)
+    sys.stdout = io.TextIOWrapper(
+        open(kept, "wb", 0 if old.write_through else -1),
+        encoding=old.encoding,
+        errors=old.errors,
+        line_buffering=old.line_buffering,
+        write_through=old.write_through,
+    )
+    try:
+        os.dup2(2, 1)
+    except OSError:  # stderr is closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def find_stdout() -> int | None:
+    """Return the descriptor of `sys.stdout`, for a child whose output is ours; None without one."""
+    try:
+        return sys.stdout.fileno() if sys.stdout is not None else None
+    except (OSError, ValueError):
+        return None

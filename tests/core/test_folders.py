@@ -1,0 +1,165 @@
+"""A folder given in another's place is called what it is, and the message says where it belongs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specdec.errors import SpecDecError
+from specdec.folders import (
+    ADAPTER,
+    CHECKPOINT,
+    EAGLE,
+    EMPTY,
+    ENGINE,
+    GGUF,
+    MEDUSA,
+    MODEL,
+    REDRAFTER,
+    TOKENIZER,
+    expect_folder,
+    identify_folder,
+)
+from tests.conftest import make_drafter, make_llama, make_tokenizer
+
+Store = Callable[[str], Path]
+PYCODE = Path(__file__).resolve().parents[2] / "examples" / "pycode"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Folders of every kind."""
+    from specdec.build.pipeline import build_engine
+    from specdec.build.settings import BuildSettings
+    from specdec.convert.pipeline import convert_model
+    from specdec.convert.settings import ConvertSettings
+
+    root = tmp_path_factory.mktemp("folders")
+    make_llama(root, name=MODEL)
+    make_drafter(root, name=REDRAFTER)
+    make_tokenizer(root / TOKENIZER)
+    for name in (MEDUSA, EAGLE):
+        shutil.copytree(PYCODE / name, root / name)
+    convert_model(ConvertSettings(model_dir=str(root / MODEL), output_dir=root / CHECKPOINT))
+    build_engine(
+        BuildSettings(checkpoint_dir=root / CHECKPOINT, output_dir=root / ENGINE, backend="torch")
+    )
+    for name, file in ((ADAPTER, "adapter_config.json"), (GGUF, "model.Q4_0.gguf")):
+        (root / name).mkdir()
+        (root / name / file).write_text("{}")
+    (root / EMPTY).mkdir()
+    return lambda name: root / name
+
+
+KINDS = (ENGINE, CHECKPOINT, MODEL, REDRAFTER, MEDUSA, EAGLE, TOKENIZER, ADAPTER, GGUF, EMPTY)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_known(store: Store, kind: str) -> None:
+    assert identify_folder(store(kind)) == kind
+
+
+@pytest.mark.parametrize("wanted", [ENGINE, CHECKPOINT, MODEL, REDRAFTER, MEDUSA, EAGLE, TOKENIZER])
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_wanted_kind_passes(store: Store, kind: str, wanted: str) -> None:
+    if kind == wanted:
+        expect_folder(store(kind), wanted)
+        return
+    with pytest.raises(SpecDecError) as caught:
+        expect_folder(store(kind), wanted, "--some-dir")
+    assert caught.value.message.startswith(f"--some-dir {store(kind)} is ")
+    assert "{" not in caught.value.hint
+
+
+def test_folders_that_pass_for_more_than_one_kind(store: Store, tmp_path: Path) -> None:
+    """A target saved with its tokenizer, and one saved with Medusa heads."""
+    from safetensors.torch import load_file, save_file
+
+    both = tmp_path / "both"
+    shutil.copytree(store(MODEL), both)
+    shutil.copy(store(TOKENIZER) / "tokenizer.json", both)
+    expect_folder(both, MODEL)
+    expect_folder(both, TOKENIZER)
+    tensors = load_file(both / "model.safetensors")
+    heads = load_file(store(MEDUSA) / "medusa_lm_head.safetensors")
+    tensors |= {f"medusa_heads.{name}": tensor for name, tensor in heads.items()}
+    save_file(tensors, both / "model.safetensors")
+    expect_folder(both, MODEL)
+    expect_folder(both, MEDUSA)
+
+
+def test_what_cannot_be_told_passes(tmp_path: Path) -> None:
+    """Whoever reads the folder then says what is missing, or wrong."""
+    (tmp_path / "config.json").write_text("no JSON")
+    for wanted in KINDS:
+        expect_folder(tmp_path, wanted)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    assert identify_folder(tmp_path) is None
+
+
+def test_a_mistyped_path_is_told_its_neighbour(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match=r"does not exist \(did you mean engine\?\)"):
+        expect_folder(store("engin"), ENGINE, "--engine-dir")
+    with pytest.raises(SpecDecError, match="absent/engine does not exist, nor does .*absent"):
+        expect_folder(tmp_path / "absent" / "engine", ENGINE)
+    with pytest.raises(SpecDecError, match="is a file") as caught:
+        expect_folder(store(MODEL) / "config.json", ENGINE)
+    assert caught.value.hint == "give the folder that holds it"
+
+
+def test_commands_refuse_by_name(store: Store, tmp_path: Path) -> None:
+    """One wrong folder for every flag that takes one."""
+    from specdec.build.pipeline import build_engine
+    from specdec.build.settings import BuildSettings
+    from specdec.convert.pipeline import convert_model
+    from specdec.convert.settings import ConvertSettings
+    from specdec.doctor.engine import check_engine
+    from specdec.pretrained import load_model, load_tokenizer
+    from specdec.run.pipeline import run_engine
+    from specdec.run.settings import RunSettings
+    from specdec.verify.pipeline import verify_checkpoint
+    from specdec.verify.settings import VerifySettings
+
+    out = tmp_path / "out"
+
+    def convert(**flags: object) -> Callable[[], object]:
+        return lambda: convert_model(ConvertSettings(output_dir=out, **flags))  # type: ignore[arg-type]
+
+    target = str(store(MODEL))
+    calls: list[tuple[Callable[[], object], str, str]] = [
+        (lambda: build_engine(BuildSettings(checkpoint_dir=store(MODEL), output_dir=out)),
+         "is a Hugging Face model folder, not a checkpoint", "specdec-convert --model-dir"),
+        (lambda: build_engine(BuildSettings(checkpoint_dir=store(ENGINE), output_dir=out)),
+         "is an engine folder, not a checkpoint", "specdec-run takes it as --engine-dir"),
+        (lambda: run_engine(RunSettings(engine_dir=store(CHECKPOINT), input_text=["a"])),
+         "is a checkpoint folder, not an engine", "specdec-build --checkpoint-dir"),
+        (convert(model_dir=str(store(REDRAFTER))),
+         "is the folder of a ReDrafter drafter, not a Hugging Face model", "--drafter-model-dir"),
+        (convert(model_dir=str(store(ENGINE))), "is an engine folder, not", "converted from"),
+        (convert(model_dir=target, drafter_model_dir=str(store(MEDUSA))),
+         "is a folder of Medusa heads, not the folder of a ReDrafter", "--medusa-model-dir"),
+        (convert(model_dir=target, medusa_model_dir=str(store(EAGLE))),
+         "is the folder of an EAGLE drafter, not a folder of Medusa heads", "--eagle-model-dir"),
+        (convert(model_dir=target, eagle_model_dir=target), "is a Hugging Face model folder, not",
+         "specdec-convert --model-dir"),
+        (convert(base_model_checkpoint_dir=store(MODEL), drafter_model_dir=str(store(REDRAFTER))),
+         "--base-model-checkpoint-dir", "convert it first"),
+        (lambda: verify_checkpoint(VerifySettings(checkpoint_dir=store(ENGINE))),
+         "--checkpoint-dir", "built already"),
+        (lambda: load_tokenizer(store(ENGINE)), "is an engine folder, and has no tokenizer",
+         "the target"),
+        (lambda: load_model(store(CHECKPOINT)), "is a checkpoint folder, not", "converted from"),
+        (lambda: check_engine(store(MODEL), {}, None),  # type: ignore[arg-type]
+         "--engine-dir", "convert it first"),
+    ]  # fmt: skip
+    for call, fact, remedy in calls:
+        with pytest.raises(SpecDecError) as caught:
+            call()
+        assert fact in caught.value.message
+        assert remedy in caught.value.hint
+        assert not out.exists()

@@ -1,0 +1,140 @@
+"""Error lines: of bounded length, each fact and remedy once, options of other tools understood."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec.command import MAX_LINE, print_error
+from specdec.errors import SpecDecError, cut_middle, raise_problems, summarize
+from tests.conftest import (
+    ROOT,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+    read_error_lines,
+)
+
+
+def test_a_long_line_keeps_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error("the start " + "x" * 100_000 + " the end", "remedy " + "y" * 100_000)
+    fact, hint = read_error_lines(capsys.readouterr().err)
+    for line in (fact, hint):
+        assert len(line) < MAX_LINE + 100
+    assert "the start x" in fact
+    assert fact.endswith("x the end")
+    assert "[96018 characters]" in fact
+
+
+def test_texts_are_cut_only_where_they_are_long() -> None:
+    assert cut_middle("a" * 50, 50) == "a" * 50
+    assert cut_middle("a" * 60 + "b" * 40, 30) == "a" * 20 + " ... [70 characters] ... " + "b" * 10
+    assert len(summarize(ValueError("z" * 10_000))) < 500
+
+
+def test_problems_and_remedies_are_told_once() -> None:
+    with pytest.raises(SpecDecError) as caught:
+        raise_problems([("a", "mend it"), ("b", "mend it"), ("a", "mend it"), ("c", "leave it")])
+    assert caught.value.message == "3 problems: (1) a; (2) b; (3) c"
+    assert caught.value.hint == "(1, 2) mend it; (3) leave it"
+    assert caught.value.problems == [("a", "mend it"), ("b", "mend it"), ("c", "leave it")]
+    with pytest.raises(SpecDecError) as caught:
+        raise_problems([(str(n), "mend it") for n in range(1000)])
+    assert caught.value.message.endswith("(20) 19; and 980 more")
+    assert caught.value.hint == "mend it"
+    with pytest.raises(SpecDecError) as caught:
+        raise_problems([("a", "mend it")] * 7)
+    assert caught.value.message == "a"
+
+
+@pytest.mark.parametrize("kind", ["redrafter", "medusa", "eagle", "eagle3"])
+def test_a_wrong_vocabulary_is_told_once(kind: str, tmp_path: Path) -> None:
+    from specdec.convert.pipeline import convert_model
+    from specdec.convert.settings import ConvertSettings
+
+    flag, folder = {
+        "redrafter": lambda: ("drafter_model_dir", make_drafter(tmp_path, vocab=200)),
+        "medusa": lambda: ("medusa_model_dir", make_medusa_heads(tmp_path, vocab=200)),
+        "eagle": lambda: ("eagle_model_dir", make_eagle_drafter(tmp_path, vocab=200)),
+        "eagle3": lambda: ("eagle_model_dir", make_eagle_drafter(tmp_path, vocab=200, version=3)),
+    }[kind]()
+    settings = ConvertSettings(
+        model_dir=str(make_llama(tmp_path)), output_dir=tmp_path / "out", **{flag: str(folder)}
+    )  # type: ignore[arg-type]
+    with pytest.raises(SpecDecError) as caught:
+        convert_model(settings)
+    assert caught.value.message.count("200") == 1
+    assert "vocab_size is 200, the target's 128" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("stage", "option", "meant"),
+    [
+        ("run", "--max_tokens", "--max-output-len"),
+        ("run", "--max-new-tokens", "--max-output-len"),
+        ("run", "--prompt", "--input-text"),
+        ("run", "--prompts", "--input-file"),
+        ("run", "--engine-dri", "--engine-dir"),
+        ("convert", "--qformat", "--quantization"),
+        ("convert", "--tp", "--tp-size"),
+        ("build", "--max-model-len", "--max-seq-len"),
+        ("bench", "--prompt", "--prompts"),
+    ],
+)
+def test_options_of_other_tools(stage: str, option: str, meant: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec", stage, option, "1"]
+        + (["--checkpoint-dir", "c", "--output-dir", "o"] if stage == "build" else []),
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    fact, _ = read_error_lines(done.stderr)
+    assert f"(did you mean {meant}?)" in fact
+
+
+def test_stages_of_a_pipeline_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import logging
+
+    from specdec.convert.pipeline import convert_model
+    from specdec.convert.settings import ConvertSettings
+
+    monkeypatch.setattr(logging.getLogger("specdec"), "propagate", True)
+    model = make_llama(tmp_path, layers=2)
+    with caplog.at_level(logging.INFO):
+        convert_model(
+            ConvertSettings(model_dir=str(model), output_dir=tmp_path / "ck", tp_size=2, pp_size=2)
+        )
+    assert "tp_size 2, pp_size 2" in caplog.text
+
+
+@pytest.mark.parametrize("sanity", [False, True])
+def test_eagle_1_for_another_architecture_is_refused_before_it_is_loaded(
+    sanity: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Qwen2Config
+
+    from specdec.train.pipeline import train_drafter
+    from specdec.train.settings import TrainSettings
+
+    folder = tmp_path / "qwen"
+    Qwen2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, vocab_size=128, architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    data = tmp_path / "d.txt"
+    data.write_text("text")
+    settings = TrainSettings(
+        method="eagle", model_dir=str(folder), data=data, sanity=sanity, max_steps=1,
+        output_dir=None if sanity else tmp_path / "out",
+    )  # fmt: skip
+    with pytest.raises(SpecDecError, match="EAGLE version 1, .* Qwen2ForCausalLM") as caught:
+        train_drafter(settings)
+    assert "--eagle-version 3" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.training").exists()

@@ -1,0 +1,478 @@
+// Holds a library of kernels to the rule of bits, and tells what it computes.
+//
+//     kernel_bits LIBRARY
+//
+// The rule: in half precision a token's numbers have the same bits whatever is computed beside it.
+// Status 1 and a line on stderr for each place where they have not. On stdout a line for each kernel
+// and type: its name and a sum of the bits of its results for fixed inputs, so that libraries of
+// other compilers, tunings and processors can be compared. Needs no Python: it runs under an
+// emulator too.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <dlfcn.h>
+
+namespace {
+
+void *library;
+int failures = 0;
+
+template <typename F>
+F *find(const std::string &name) {
+  void *symbol = dlsym(library, name.c_str());
+  if (symbol == nullptr) {
+    std::fprintf(stderr, "%s is missing\n", name.c_str());
+    std::exit(2);
+  }
+  return reinterpret_cast<F *>(symbol);
+}
+
+void expect(bool holds, const std::string &what) {
+  if (holds) return;
+  std::fprintf(stderr, "other bits: %s\n", what.c_str());
+  ++failures;
+}
+
+// Types are known by their bits alone: numbers are made of random ones, and never computed with.
+struct Float32 {
+  typedef uint32_t Bits;
+  static constexpr int kMantissa = 23, kBias = 127;
+  static constexpr const char *kSuffix = "f32";
+};
+struct Bfloat16 {
+  typedef uint16_t Bits;
+  static constexpr int kMantissa = 7, kBias = 127;
+  static constexpr const char *kSuffix = "bf16";
+};
+struct Float16 {
+  typedef uint16_t Bits;
+  static constexpr int kMantissa = 10, kBias = 15;
+  static constexpr const char *kSuffix = "f16";
+};
+
+uint64_t state;
+
+uint32_t draw() {
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return static_cast<uint32_t>(state >> 32);
+}
+
+// Numbers of either sign of 2^lowest to 2^(lowest + 4).
+template <typename T>
+std::vector<typename T::Bits> make(int64_t count, int lowest) {
+  std::vector<typename T::Bits> numbers(count);
+  for (auto &number : numbers) {
+    const uint32_t random = draw();
+    const uint32_t exponent = static_cast<uint32_t>(T::kBias + lowest) + (random >> 1) % 4;
+    const uint32_t mantissa = draw() >> 5 & ((1u << T::kMantissa) - 1);
+    const uint32_t sign = (random & 1u) << (8 * sizeof(number) - 1);
+    number = static_cast<typename T::Bits>(sign | exponent << T::kMantissa | mantissa);
+  }
+  return numbers;
+}
+
+uint64_t add_bits(uint64_t sum, const void *data, size_t size) {
+  const unsigned char *bytes = static_cast<const unsigned char *>(data);
+  for (size_t i = 0; i < size; ++i) sum = (sum ^ bytes[i]) * 1099511628211u;
+  return sum;
+}
+
+template <typename Number>
+uint64_t add_bits(uint64_t sum, const std::vector<Number> &numbers) {
+  return add_bits(sum, numbers.data(), numbers.size() * sizeof(Number));
+}
+
+constexpr uint64_t kStart = 14695981039346656037u;
+
+template <typename T>
+struct Checks {
+  typedef typename T::Bits E;
+  typedef std::vector<E> Numbers;
+  static constexpr bool kIsHalf = sizeof(E) == 2;
+
+  static std::string name(const std::string &kernel) { return kernel + "_" + T::kSuffix; }
+
+  static void tell(const std::string &kernel, uint64_t sum) {
+    std::printf("%s %016llx\n", name(kernel).c_str(), static_cast<unsigned long long>(sum));
+  }
+
+  static Numbers pack(const Numbers &weight, int64_t N, int64_t depth) {
+    const int64_t pair = 4 / sizeof(E);
+    Numbers packed((N + 31) / 32 * ((depth + pair - 1) / pair) * 32 * pair);
+    find<void(const E *, int64_t, int64_t, E *)>("specdec_pack_matrix_" + std::string(T::kSuffix))(
+        weight.data(), N, depth, packed.data());
+    return packed;
+  }
+
+  static std::vector<int8_t> pack_int8(int64_t N, int64_t depth) {
+    std::vector<int8_t> weight(N * depth);
+    for (auto &number : weight) number = static_cast<int8_t>(draw() >> 24);
+    std::vector<float> scales(N);
+    const auto bits = make<Float32>(N, -10);
+    std::memcpy(scales.data(), bits.data(), N * sizeof(float));
+    std::vector<int8_t> packed((N + 31) / 32 * (1 + (depth + 3) / 4) * 128);
+    find<void(const int8_t *, const float *, int64_t, int64_t, int8_t *)>(
+        "specdec_pack_matrix_int8")(weight.data(), scales.data(), N, depth, packed.data());
+    return packed;
+  }
+
+  static void pointwise() {
+    uint64_t norms = kStart, gates = kStart;
+    const auto add_norm =
+        find<void(E *, const E *, const E *, const E *, E *, int64_t, int64_t, float)>(
+            name("specdec_add_norm"));
+    for (int64_t size : {1, 8, 40, 321, 1024})
+      for (bool has_delta : {false, true})
+        for (bool has_bias : {false, true}) {
+          const Numbers start = make<T>(7 * size, -2), delta = make<T>(7 * size, -2);
+          const Numbers weight = make<T>(size, -2), bias = make<T>(size, -2);
+          const auto run = [&](int64_t first, int64_t count, Numbers &x, Numbers &out) {
+            x.assign(start.begin() + first * size, start.begin() + (first + count) * size);
+            out.resize(count * size);
+            add_norm(x.data(), has_delta ? delta.data() + first * size : nullptr, weight.data(),
+                     has_bias ? bias.data() : nullptr, out.data(), count, size, 1e-5f);
+          };
+          Numbers x, out, one, alone;
+          run(0, 7, x, out);
+          norms = add_bits(add_bits(norms, x), out);
+          for (int64_t r = 0; r < 7; ++r) {
+            run(r, 1, one, alone);
+            expect(std::equal(alone.begin(), alone.end(), out.begin() + r * size),
+                   name("add_norm"));
+          }
+        }
+    for (const char *kernel : {"specdec_silu_mul", "specdec_gelu_mul"}) {
+      const auto gate_mul = find<void(const E *, E *, int64_t, int64_t)>(name(kernel));
+      for (int lowest : {-12, -4, 0, 4})
+        for (int64_t size : {1, 40, 321}) {
+          const Numbers gate_up = make<T>(3 * 2 * size, lowest);
+          Numbers out(3 * size);
+          gate_mul(gate_up.data(), out.data(), 3, size);
+          gates = add_bits(gates, out);
+        }
+    }
+    tell("add_norm", norms);
+    tell("gate_mul", gates);
+  }
+
+  // Any rows among any others.
+  template <typename W>
+  static uint64_t products(const char *kernel, int64_t N, int64_t depth, const Numbers &x,
+                           const std::vector<W> &packed, const Numbers &bias) {
+    const auto multiply =
+        find<void(const E *, int64_t, int64_t, const W *, const E *, int64_t, E *)>(name(kernel));
+    const int64_t M = static_cast<int64_t>(x.size()) / depth;
+    Numbers whole(M * N), part;
+    multiply(x.data(), M, depth, packed.data(), bias.data(), N, whole.data());
+    for (int64_t count = 1; count < M; ++count) {
+      const int64_t first = M - count;
+      part.assign(count * N, 0);
+      multiply(x.data() + first * depth, count, depth, packed.data(), bias.data(), N, part.data());
+      expect(std::equal(part.begin(), part.end(), whole.begin() + first * N), name(kernel));
+    }
+    part.assign(M * N, 0);
+    multiply(x.data(), M, depth, packed.data(), nullptr, N, part.data());
+    return add_bits(add_bits(kStart, whole), part);
+  }
+
+  static void all_products() {
+    uint64_t plain = kStart, int8 = kStart;
+    const int64_t sizes[][2] = {{1, 1}, {33, 7}, {96, 40}, {200, 321}};
+    for (const auto &size : sizes) {
+      const int64_t N = size[0], depth = size[1];
+      const Numbers x = make<T>(41 * depth, -2), weight = make<T>(N * depth, -4);
+      const Numbers bias = make<T>(N, -2);
+      plain ^= products<E>("specdec_multiply", N, depth, x, pack(weight, N, depth), bias);
+      int8 ^= products<int8_t>("specdec_multiply_int8", N, depth, x, pack_int8(N, depth), bias);
+    }
+    // Sums that cancel out but for what was rounded, so that no rounding hides behind the result's.
+    const int64_t N = 64, depth = 320;
+    Numbers x = make<T>(14 * depth, -2), weight = make<T>(N * depth, -4);
+    for (int64_t m = 0; m < 14; ++m) cancel(&x[m * depth], depth / 2, 1, true);
+    for (int64_t n = 0; n < N; ++n) cancel(&weight[n * depth], depth / 2, 1, false);
+    plain ^= products<E>("specdec_multiply", N, depth, x, pack(weight, N, depth), Numbers(N));
+    tell("multiply", plain);
+    tell("multiply_int8", int8);
+  }
+
+  // The second half of 2 * count vectors becomes the first, with another sign where asked for.
+  static void cancel(E *numbers, int64_t count, int64_t size, bool is_negated) {
+    for (int64_t i = 0; i < count * size; ++i)
+      numbers[count * size + i] =
+          static_cast<E>(numbers[i] ^ (is_negated ? E(1) << (8 * sizeof(E) - 1) : E(0)));
+  }
+
+  // Attention whose results are what was rounded and nothing else: equal keys have opposite values,
+  // the newest tokens none.
+  static uint64_t attention(int64_t N, int64_t K, int64_t H, int64_t window) {
+    const int64_t past = 38, S = 64, stride = (N + 2 * K) * H;
+    const std::vector<int64_t> parents = {-1, 0, 0, 1, 3, 3, 4, 4, 7}, chain = {0, 1, 3, 4, 7};
+    Numbers cache = make<T>(2 * K * S * H, -3), qkv = make<T>(9 * stride, -2);
+    const Numbers large = make<T>(K * S * H, 6);
+    std::copy(large.begin(), large.end(), cache.begin() + K * S * H);
+    for (int64_t k = 0; k < K; ++k) {
+      cancel(&cache[k * S * H], past / 2, H, false);
+      cancel(&cache[(K + k) * S * H], past / 2, H, true);
+    }
+    for (int64_t t = 0; t < 9; ++t)
+      std::fill_n(qkv.begin() + t * stride + (N + K) * H, K * H, E(0));
+    const auto attend = find<void(E *, E *, const E *, const E *, const int64_t *, const int64_t *,
+                                  const int64_t *, const int64_t *, const uint8_t *, E *, int64_t,
+                                  int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                                  int64_t, int64_t)>(name("specdec_attend"));
+    const auto run = [&](Numbers &to, Numbers tokens, const std::vector<int64_t> &positions,
+                         const std::vector<uint8_t> &mask, int64_t before) {
+      const int64_t n = static_cast<int64_t>(positions.size()), row = 0;
+      Numbers out(n * N * H);
+      attend(tokens.data(), to.data(), nullptr, nullptr, &row, positions.data(), positions.data(),
+             &before, mask.data(), out.data(), 1, n, n, N, K, H, 1, S, 0, window);
+      return out;
+    };
+    std::vector<uint8_t> mask(81);
+    std::vector<int64_t> positions(9);
+    for (int64_t t = 0; t < 9; ++t) {
+      int64_t depth = 0;
+      for (int64_t at = t; at >= 0; at = parents[at], ++depth) mask[t * 9 + at] = 1;
+      positions[t] = past + depth - 1;
+    }
+    Numbers tree_cache = cache;
+    const Numbers tree = run(tree_cache, qkv, positions, mask, past);
+    for (int64_t i = 0; i < 5; ++i) {
+      const auto from = qkv.begin() + chain[i] * stride;
+      const Numbers alone = run(cache, Numbers(from, from + stride), {past + i}, {1}, past + i);
+      if (kIsHalf)
+        expect(std::equal(alone.begin(), alone.end(), tree.begin() + chain[i] * N * H),
+               name("attend") + ", " + std::to_string(N) + " heads, " + std::to_string(K) +
+                   " kv heads, size " + std::to_string(H) + ", window " + std::to_string(window) +
+                   ", token " + std::to_string(i) + " in a tree");
+    }
+    return add_bits(kStart, tree);
+  }
+
+  static void all_attention() {
+    uint64_t sum = kStart;
+    const int64_t heads[][3] = {{6, 6, 64}, {6, 2, 64}, {12, 1, 32}, {8, 2, 40}, {2, 2, 128}};
+    for (const auto &head : heads)
+      for (int64_t window : {0, 8}) sum ^= attention(head[0], head[1], head[2], window);
+    tell("attend", sum);
+  }
+
+  // Two layers of a decoder over random caches.
+  struct Layers {
+    int64_t N, K, H, I, window, activation, is_gated, is_int8;
+    bool has_bias;
+    int64_t D = N * H, R = 3, S = 96, rotated = H;
+    std::vector<Numbers> kept;
+    std::vector<std::vector<int8_t>> kept_int8;
+    std::vector<const void *> pointers, final_norm;
+    Numbers embedding, row, cosine, sine;
+
+    const void *keep(const Numbers &numbers) {
+      kept.push_back(numbers);
+      return kept.back().data();
+    }
+
+    const void *matrix(int64_t outputs, int64_t depth) {
+      if (!is_int8) return keep(pack(make<T>(outputs * depth, -7), outputs, depth));
+      kept_int8.push_back(pack_int8(outputs, depth));
+      return kept_int8.back().data();
+    }
+
+    void fill() {
+      kept.reserve(64);
+      kept_int8.reserve(64);
+      const auto vector = [&](int64_t size) { return keep(make<T>(size, -3)); };
+      const auto bias = [&](int64_t size) { return has_bias ? vector(size) : nullptr; };
+      for (int layer = 0; layer < 2; ++layer)
+        for (const void *pointer : {
+                 vector(D), bias(D), matrix((N + 2 * K) * H, D), bias((N + 2 * K) * H),
+                 matrix(D, D), bias(D), vector(D), bias(D), matrix(I * (1 + is_gated), D),
+                 bias(I * (1 + is_gated)), matrix(D, I), bias(D)})
+          pointers.push_back(pointer);
+      final_norm = {vector(D), bias(D)};
+      embedding = make<T>(64 * D, -2);
+      row = make<T>(2 * 2 * K * S * H, -2);
+      cosine = make<T>(S * H, -3);
+      sine = make<T>(S * H, -3);
+    }
+
+    // Every row of the cache holds the same numbers.
+    Numbers make_cache() const {
+      Numbers cache;
+      for (int64_t part = 0; part < 4; ++part)  // keys and values of each layer
+        for (int64_t r = 0; r < R; ++r)
+          cache.insert(cache.end(), row.begin() + part * K * S * H,
+                       row.begin() + (part + 1) * K * S * H);
+      return cache;
+    }
+
+    // The states [B, T, D] after tokens on top of past[b] others.
+    Numbers step(Numbers &cache, const std::vector<int64_t> &past,
+                 const std::vector<int64_t> &tokens, const std::vector<int64_t> &parents) const {
+      const int64_t B = static_cast<int64_t>(past.size());
+      const int64_t n = static_cast<int64_t>(tokens.size());
+      std::vector<uint8_t> mask(B * n * n);
+      std::vector<int64_t> positions(B * n), rows(B);
+      Numbers x, out(B * n * D);
+      for (int64_t b = 0; b < B; ++b) {
+        rows[b] = b;
+        for (int64_t t = 0; t < n; ++t) {
+          int64_t depth = 0;
+          for (int64_t at = t; at >= 0; at = parents[at], ++depth) mask[(b * n + t) * n + at] = 1;
+          positions[b * n + t] = past[b] + depth - 1;
+          x.insert(x.end(), embedding.begin() + tokens[t] * D,
+                   embedding.begin() + (tokens[t] + 1) * D);
+        }
+      }
+      const int64_t shape[] = {B, n, n, 0, D, N, K, H, I, R, S, rotated, window, 2, activation,
+                               is_gated, 0, is_int8};
+      find<void(E *, const E *, E *, const void *const *, const void *const *, E *, const E *,
+                const E *, const int64_t *, const int64_t *, const int64_t *, const int64_t *,
+                const uint8_t *, const int64_t *, E *, const int64_t *, float)>(
+          name("specdec_run_layers"))(
+          x.data(), nullptr, out.data(), pointers.data(), final_norm.data(), cache.data(),
+          cosine.data(), sine.data(), rows.data(), positions.data(), positions.data(), past.data(),
+          mask.data(), nullptr, nullptr, shape, 1e-5f);
+      return out;
+    }
+  };
+
+  // A chain of tokens: alone, in a tree beside others, in a batch, at the front of a prompt.
+  static uint64_t steps(Layers layers, const std::string &what) {
+    const int64_t past = 37;
+    const std::vector<int64_t> chain = {5, 9, 2, 30, 41};
+    layers.fill();
+    Numbers cache = layers.make_cache(), expected;
+    for (size_t at = 0; at < chain.size(); ++at) {
+      const int64_t before = past + static_cast<int64_t>(at);
+      const Numbers state = layers.step(cache, {before}, {chain[at]}, {-1});
+      expected.insert(expected.end(), state.begin(), state.end());
+    }
+    uint64_t sum = add_bits(kStart, expected);
+    const auto compare = [&](const std::vector<int64_t> &pasts, const std::vector<int64_t> &tokens,
+                             const std::vector<int64_t> &parents,
+                             const std::vector<int64_t> &nodes, const std::string &where) {
+      Numbers fresh = layers.make_cache();
+      const Numbers states = layers.step(fresh, pasts, tokens, parents);
+      sum = add_bits(sum, states);
+      for (size_t i = 0; i < nodes.size() && kIsHalf; ++i)
+        expect(std::equal(states.begin() + nodes[i] * layers.D,
+                          states.begin() + (nodes[i] + 1) * layers.D,
+                          expected.begin() + static_cast<int64_t>(i) * layers.D),
+               what + ", token " + std::to_string(i) + where);
+    };
+    const std::vector<int64_t> tokens = {5, 9, 8, 2, 30, 17, 23, 41, 50};
+    const std::vector<int64_t> parents = {-1, 0, 0, 1, 3, 3, 4, 4, 7}, nodes = {0, 1, 3, 4, 7};
+    compare({past}, tokens, parents, nodes, " in a tree");
+    compare({past, 21, 60}, tokens, parents, nodes, " in a batch of trees");
+    compare({past, 60}, chain, {-1, 0, 1, 2, 3}, {0, 1, 2, 3, 4}, " in a batch of chains");
+    std::vector<int64_t> prompt = chain, before = {-1, 0, 1, 2, 3};
+    for (int64_t t = 5; t < 23; ++t) {
+      prompt.push_back(t);
+      before.push_back(t - 1);
+    }
+    compare({past}, prompt, before, {0, 1, 2, 3, 4}, " in a prompt");
+    return sum;
+  }
+
+  static void all_steps() {
+    const int64_t heads[][3] = {{3, 3, 64}, {4, 2, 64}, {6, 1, 32}, {4, 2, 40}, {1, 1, 128}};
+    uint64_t plain = kStart, int8 = kStart;
+    int64_t at = 0;
+    for (const auto &head : heads)
+      for (int64_t window : {0, 7}) {
+        const int64_t N = head[0], K = head[1], H = head[2], is_gated = at % 2;
+        const int64_t activation = is_gated ? at / 2 % 2 : at % 4 == 0 ? 1 : 3;
+        const std::string what = name("run_layers") + ", " + std::to_string(N) + " heads, " +
+                                 std::to_string(K) + " kv heads, size " + std::to_string(H) +
+                                 ", window " + std::to_string(window);
+        Layers layers{N, K, H, 48, window, activation, is_gated, 0, at % 3 == 0};
+        plain ^= steps(layers, what);
+        if (at % 3 == 1) {
+          layers.is_int8 = 1;
+          int8 ^= steps(layers, what + ", int8");
+        }
+        ++at;
+      }
+    tell("run_layers", plain);
+    tell("run_layers_int8", int8);
+    tell("run_layers_erf", steps({4, 2, 40, 48, 0, 2, 0, 0, true}, name("run_layers") + ", erf"));
+  }
+
+  static void drafting() {
+    const int64_t V = 96, D = 64, W = 3, L = 4, B = 2;
+    const Numbers weight = make<T>(V * D, -4), bias = make<T>(V, -2), x = make<T>(6 * D, -2);
+    const Numbers head = pack(weight, V, D);
+    const auto rank = find<void(const E *, int64_t, int64_t, const E *, const E *, int64_t, int64_t,
+                                int64_t *, float *)>(name("specdec_rank_outputs"));
+    std::vector<int64_t> tokens(6 * 5), alone(5);
+    std::vector<float> scores(6 * 5), alone_scores(5);
+    rank(x.data(), 6, D, head.data(), bias.data(), V, 5, tokens.data(), scores.data());
+    for (int64_t m = 0; m < 6; ++m) {
+      rank(x.data() + m * D, 1, D, head.data(), bias.data(), V, 5, alone.data(),
+           alone_scores.data());
+      expect(std::equal(alone.begin(), alone.end(), tokens.begin() + m * 5) &&
+                 std::memcmp(alone_scores.data(), &scores[m * 5], 5 * sizeof(float)) == 0,
+             name("rank_outputs"));
+    }
+    tell("rank_outputs", add_bits(kStart, tokens));
+    tell("rank_scores", add_bits(kStart, scores));
+
+    const auto square = [&] { return pack(make<T>(D * D, -6), D, D); };
+    const Numbers embedding = make<T>(V * D, -2), hidden = make<T>(B * D, -2);
+    const Numbers rnn_w = square(), rnn_u = square(), rnn_u_bias = make<T>(D, -3);
+    const Numbers context = square(), recurrent = square(), input_bias = make<T>(D, -3);
+    const Numbers block = square(), block_bias = make<T>(D, -3);
+    const E *blocks[] = {block.data(), block_bias.data()};
+    const int64_t last[] = {3, 70};
+    const auto search = find<void(const E *, const E *, const int64_t *, const E *, const E *,
+                                  const E *, const E *, const E *, const E *, const E *const *,
+                                  int64_t, const E *, int64_t *, int64_t, int64_t, int64_t, int64_t,
+                                  int64_t, int64_t, int64_t)>(name("specdec_search_beams"));
+    const auto run = [&](int64_t first, int64_t count) {
+      std::vector<int64_t> beams(count * W * L);
+      search(embedding.data(), hidden.data() + first * D, last + first, rnn_w.data(), rnn_u.data(),
+             rnn_u_bias.data(), context.data(), recurrent.data(), input_bias.data(), blocks, 1,
+             head.data(), beams.data(), count, W, L, V, D, D, 10);
+      return beams;
+    };
+    const std::vector<int64_t> beams = run(0, B);
+    for (int64_t b = 0; b < B; ++b) {
+      const std::vector<int64_t> one = run(b, 1);
+      expect(std::equal(one.begin(), one.end(), beams.begin() + b * W * L), name("search_beams"));
+    }
+    tell("search_beams", add_bits(kStart, beams));
+  }
+
+  static void run() {
+    state = 1;
+    pointwise();
+    all_products();
+    all_attention();
+    all_steps();
+    drafting();
+  }
+};
+
+}  // namespace
+
+int main(int count, char **arguments) {
+  if (count == 2 && (library = dlopen(arguments[1], RTLD_NOW)) == nullptr) {
+    dlopen("libgomp.so.1", RTLD_NOW | RTLD_GLOBAL);  // which specdec takes from torch
+    library = dlopen(arguments[1], RTLD_NOW);
+  }
+  if (library == nullptr) {
+    std::fprintf(stderr, "%s\n", count == 2 ? dlerror() : "usage: kernel_bits LIBRARY");
+    return 2;
+  }
+  Checks<Float16>::run();
+  Checks<Bfloat16>::run();
+  Checks<Float32>::run();
+  return failures == 0 ? 0 : 1;
+}

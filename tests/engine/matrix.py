@@ -1,0 +1,357 @@
+"""The kernels by many compilers, tunings and forms, held to the rule of bits: `make kernels`.
+
+Each library is run by kernel_bits.cpp, which checks that a token's numbers have the same bits
+whatever is beside them, and tells what the library computes. Libraries of the same arithmetic must
+compute the same, to the last bit. Then the tests of the engine run under the sanitizers. What is
+not installed is named and left out. Libraries are kept in .build/kernels for the next time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from specdec.engine import native
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = Path(__file__).with_name("kernel_bits.cpp")
+CACHE = ROOT / ".build" / "kernels"
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+# Debian 12 has all of these.
+COMPILERS = (
+    "g++-11", "g++-12", "clang++-13", "clang++-14", "clang++-15", "clang++-16", "clang++-19",
+)  # fmt: skip
+CROSS_COMPILERS = ("aarch64-linux-gnu-g++-11", "aarch64-linux-gnu-g++-12", "clang++-16")
+EMULATOR = "qemu-aarch64"
+CROSS_ROOT = "/usr/aarch64-linux-gnu"
+TUNINGS = ("haswell", "skylake-avx512", "znver2", "znver3", "znver4", "znver5")
+SANITIZERS = (
+    "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What the kernels are compiled as, and so which arithmetic they have."""
+
+    name: str
+    flags: tuple[str, ...]
+    cpu_flags: tuple[str, ...] = ()  # of /proc/cpuinfo, without which it cannot run here
+    is_fused: bool = True
+    pairs: str = "none"  # how pairs of bfloat16 are multiplied
+    width: int = 8  # floats in a vector
+
+
+X86_FORMS = (
+    Form("AVX512-BF16", ("-march=x86-64-v4", "-mavx512bf16"), ("avx512vl", "avx512_bf16"),
+         pairs="avx512", width=16),
+    Form("AVX-512", ("-march=x86-64-v4",), ("avx512vl",), width=16),
+    Form("AVX2", ("-march=x86-64-v3",), ("avx2", "fma")),
+    Form("SSE2", ("-march=x86-64",), is_fused=False, width=4),
+)  # fmt: skip
+ARM_FORMS = (
+    Form("NEON", ("-mcpu=generic",), width=4),
+    Form("Graviton 2", ("-mcpu=neoverse-n1",), width=4),
+    Form("Graviton 3", ("-mcpu=neoverse-v1",), pairs="arm", width=4),
+    Form("Apple M1", ("-mcpu=apple-m1",), width=4),
+    Form("ARMv8.6 (Apple M2)", ("-march=armv8.6-a",), pairs="arm", width=4),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """One library: a form by a compiler with more flags, for this machine or for aarch64."""
+
+    compiler: str
+    form: Form
+    extra: tuple[str, ...]
+    is_cross: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.compiler} {self.form.name} {' '.join(self.extra)}"
+
+    @property
+    def is_clang(self) -> bool:
+        return "clang" in describe_compiler(self.compiler)
+
+
+@lru_cache
+def describe_compiler(compiler: str) -> str:
+    """First line of its --version."""
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[0]
+
+
+@lru_cache
+def knows(compiler: str, flags: tuple[str, ...]) -> bool:
+    """Tell whether a compiler takes these flags."""
+    command = [compiler, *flags, "-x", "c++", "-c", "-o", "/dev/null", "-"]
+    return subprocess.run(command, input=b"int x;", capture_output=True).returncode == 0
+
+
+def read_cpu_flags() -> set[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return set(line.split(":", 1)[1].split())
+    return set()
+
+
+@lru_cache
+def find_openmp() -> tuple[str, ...]:
+    """Flags with which any clang finds OpenMP's header and library, those of one installed."""
+    headers = sorted(Path("/usr/lib").glob("llvm-*/lib/clang/*/include/omp.h"))
+    if not headers:
+        return ()
+    folder = CACHE / "include"  # the header alone: beside it lie those of one compiler
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(headers[-1], folder)
+    libraries = headers[-1].parents[3]
+    return ("-idirafter", str(folder), f"-L{libraries}", f"-Wl,-rpath,{libraries}")
+
+
+def write_stub() -> Path:
+    """A folder with an omp.h for compilers without OpenMP."""
+    folder = CACHE / "single"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "omp.h").write_text(
+        "inline void omp_set_num_threads(int) {}\n"
+        "inline int omp_get_thread_num() { return 0; }\n"
+        "inline int omp_get_num_threads() { return 1; }\n"
+    )
+    return folder
+
+
+def compile_shared(build: Build, source: Path = native.SOURCE) -> Path:
+    """Compile a library, or take the one kept. Raises CalledProcessError."""
+    flags = [flag for flag in native.FLAGS if not flag.endswith("=native")]
+    if build.is_clang and build.is_cross:  # there is no libomp for it: one thread
+        flags.remove("-fopenmp")
+        flags += ["--target=aarch64-linux-gnu", f"-I{write_stub()}"]
+    command = [build.compiler, *flags, *build.form.flags, *build.extra, "-fPIC", "-shared"]
+    if build.is_clang:
+        command += ["-Wno-pass-failed", *(() if build.is_cross else find_openmp())]
+    content = [describe_compiler(build.compiler), *command, source.read_text()]
+    library = CACHE / f"{hashlib.sha256(chr(0).join(content).encode()).hexdigest()[:32]}.so"
+    if not library.is_file():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        made = library.with_suffix(f".{os.getpid()}")
+        subprocess.run([*command, str(source), "-o", str(made)], capture_output=True, check=True)
+        os.replace(made, library)
+    return library
+
+
+def compile_driver(compiler: str, *flags: str) -> Path:
+    """Compile kernel_bits.cpp, or take the one kept."""
+    command = [compiler, "-std=c++17", "-O1", *flags]
+    content = "\0".join([describe_compiler(compiler), *command, DRIVER.read_text()])
+    program = CACHE / hashlib.sha256(content.encode()).hexdigest()[:32]
+    if not program.is_file():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        made = program.with_suffix(f".{os.getpid()}")
+        subprocess.run(
+            [*command, str(DRIVER), "-ldl", "-o", str(made)], capture_output=True, check=True
+        )
+        os.replace(made, program)
+    return program
+
+
+def run_driver(command: list[str]) -> tuple[dict[str, str], list[str]]:
+    """What a library computes, by kernel and type; and where it breaks the rule."""
+    # Two threads, so that work is divided; waiting ones leave the processor to others.
+    environ = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    lines = done.stderr.splitlines()
+    if done.returncode not in (0, 1) or (done.returncode == 1 and not lines):
+        lines = [f"status {done.returncode}", *lines[-3:]]
+    return dict(line.split() for line in done.stdout.splitlines()), lines
+
+
+def group(build: Build, kernel: str) -> tuple[object, ...]:
+    """Builds that have this in common must compute the same bits."""
+    form = build.form
+    return (
+        kernel,
+        form.is_fused,
+        form.pairs if kernel.endswith("bf16") else "",
+        # Attention in float32 sums by vectors.
+        form.width if kernel.startswith(("attend", "run_layers")) and kernel.endswith("f32") else 0,
+        # The C library's own erf and log.
+        build.is_cross if "erf" in kernel or "scores" in kernel else False,
+    )
+
+
+def list_builds(compilers: Iterable[str]) -> Iterator[Build]:
+    """All that can run here, those first that are likeliest to break the rule."""
+    has = read_cpu_flags()
+    forms = [form for form in X86_FORMS if has.issuperset(form.cpu_flags)] if IS_X86 else []
+    if not forms:
+        return
+    own = [flag for flag in native.FLAGS if flag.endswith("=native")]
+    plain = dataclasses.replace(forms[-2], name="AVX2 pairs", pairs="plain")
+    extras = [
+        # Whatever a compiler chooses to fuse must make no difference.
+        ("-O3", "-mtune=znver3", "-ffp-contract=fast"),
+        ("-O3", "--param=avoid-fma-max-bits=512", "-ffp-contract=fast"),
+        ("-O3", "--param=avoid-fma-max-bits=512"),
+        *[("-O3", f"-mtune={tuning}") for tuning in TUNINGS],
+        *[("-O2", f"-mtune={tuning}") for tuning in TUNINGS],
+    ]
+    for extra in extras:
+        for form in reversed(forms):
+            for compiler in compilers:
+                yield Build(compiler, form, extra)
+    for compiler in compilers:
+        yield Build(compiler, dataclasses.replace(forms[0], name="own", flags=(*own,)), ("-O3",))
+        yield Build(compiler, plain, ("-O3", "-mtune=znver3", "-DSPECDEC_PAIRS"))
+
+
+def list_chosen_builds(compiler: str) -> list[Build]:
+    """Those that broke the rule once, or would where the source left the compiler a choice."""
+    has = read_cpu_flags()
+    chosen = {
+        "AVX-512": [("-O3", "--param=avoid-fma-max-bits=512", "-ffp-contract=fast")],
+        "AVX2": [("-O3", "-mtune=znver3", "-ffp-contract=fast")],
+        "SSE2": [("-O2", "-mtune=haswell")],
+    }
+    return [
+        Build(compiler, form, extra)
+        for form in (X86_FORMS if IS_X86 else ())
+        if has.issuperset(form.cpu_flags)
+        for extra in chosen.get(form.name, [])
+    ]
+
+
+def list_cross_builds(compilers: Iterable[str]) -> Iterator[Build]:
+    for compiler in compilers:
+        for form in ARM_FORMS:
+            for extra in (("-O3",), ("-O2",), ("-O3", "-ffp-contract=fast")):
+                yield Build(compiler, form, extra, is_cross=True)
+
+
+def run_matrix(builds: Iterable[Build], jobs: int) -> int:
+    """Compile, run and compare; returns the number of faults, which it prints."""
+    target = ("--target=aarch64-linux-gnu",)
+
+    def run(build: Build) -> tuple[Build, dict[str, str], list[str]] | None:
+        flags = (*build.form.flags, *build.extra)
+        if not knows(build.compiler, (*target, *flags) if build.is_cross and build.is_clang
+                     else flags):  # fmt: skip
+            return None
+        try:
+            library = str(compile_shared(build))
+        except subprocess.CalledProcessError as error:
+            return build, {}, [f"does not compile: {error.stderr.decode()[-300:]}"]
+        command = [str(drivers[build.is_cross]), library]
+        if build.is_cross:
+            command = [EMULATOR, "-cpu", "max", "-L", CROSS_ROOT, *command]
+        return build, *run_driver(command)
+
+    builds = list(builds)
+    if not builds:
+        return 0
+    drivers = {
+        is_cross: compile_driver(
+            next((b.compiler for b in builds if b.is_cross and not b.is_clang), "")
+            if is_cross else builds[0].compiler
+        )
+        for is_cross in {build.is_cross for build in builds}
+    }  # fmt: skip
+    faults, found = 0, defaultdict[tuple[object, ...], dict[Build, str]](dict)
+    counts = Counter[tuple[str, str]]()
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for result in pool.map(run, builds):
+            if result is None:
+                continue
+            build, sums, lines = result
+            counts[build.compiler, build.form.name] += 1
+            faults += bool(lines)
+            print("  fault" if lines else "  ok   ", build, flush=True)
+            for line in lines[:5]:
+                print(f"          {line}", flush=True)
+            for kernel, value in sums.items():
+                found[group(build, kernel)][build] = value
+    for key, values in found.items():
+        ((usual, _),) = Counter(values.values()).most_common(1)
+        for build, value in values.items():
+            if value != usual:
+                faults += 1
+                print(f"  fault {build}: other bits of {key[0]} than most")
+    for (compiler, form), count in counts.items():
+        print(f"{count:4} libraries: {describe_compiler(compiler)}, {form}")
+    print(f"{sum(counts.values())} libraries, {len(found)} results compared, {faults} faults")
+    return faults
+
+
+def run_sanitized() -> int:
+    """Run kernel_bits and the engine's tests on libraries with the sanitizers in them."""
+    compiler = native.find_compiler()
+    assert compiler is not None
+    if "clang" in describe_compiler(compiler):
+        print("sanitizers: left out, they are run with GCC")
+        return 0
+    faults = 0
+    driver = compile_driver(compiler, *SANITIZERS)
+    environ = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    os.environ.update(environ)
+    has = read_cpu_flags()
+    for form in [form for form in X86_FORMS if IS_X86 and has.issuperset(form.cpu_flags)]:
+        library = compile_shared(Build(compiler, form, SANITIZERS))
+        _, lines = run_driver([str(driver), str(library)])
+        faults += bool(lines)
+        print("sanitizers,", form.name, "fault" if lines else "ok", *lines[:12], sep="\n  ")
+    preload = []
+    for name in ("libasan.so", "libubsan.so"):
+        command = [compiler, f"-print-file-name={name}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        preload.append(done.stdout.strip())
+    environ |= {"LD_PRELOAD": " ".join(preload), "SPECDEC_TEST_KERNEL_FLAGS": " ".join(SANITIZERS)}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/engine"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, check=False)
+    return faults + bool(done.returncode)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--only", choices=("matrix", "aarch64", "sanitizers"))
+    parser.add_argument("--compilers", nargs="*", help="some of them")
+    options = parser.parse_args()
+    faults = 0
+    if options.only in (None, "matrix"):
+        wanted = options.compilers or COMPILERS
+        compilers = [name for name in wanted if shutil.which(name)]
+        for name in sorted(set(wanted) - set(compilers)):
+            print(f"left out, not installed: {name}")
+        if any("clang" in name for name in compilers) and not find_openmp():
+            print("left out, no OpenMP for clang (Debian: apt install libomp-16-dev)")
+            compilers = [name for name in compilers if "clang" not in name]
+        faults += run_matrix(list_builds(compilers), options.jobs)
+    if options.only in (None, "aarch64"):
+        compilers = [name for name in CROSS_COMPILERS if shutil.which(name)]
+        for name in sorted(set(CROSS_COMPILERS) - set(compilers)):
+            print(f"left out, not installed: {name}")
+        if not shutil.which(EMULATOR):
+            print(f"aarch64 left out: no {EMULATOR} (Debian: apt install qemu-user)")
+        elif not any(name.startswith("aarch64") for name in compilers):
+            print("aarch64 left out: no compiler (Debian: apt install g++-aarch64-linux-gnu)")
+        else:
+            faults += run_matrix(list_cross_builds(compilers), options.jobs)
+    if options.only in (None, "sanitizers"):
+        faults += run_sanitized()
+    return min(faults, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""Compiled kernels are code: where they come from, what is refused; compilers that fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.engine import compiler, kernel_cache, native
+from specdec.errors import SpecDecError
+from tests.engine.kernels import needs_compiler
+
+INFO = {"cpu": "this one"}
+
+
+@pytest.fixture(autouse=True)
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been told before, and the log is read whatever a command set up earlier."""
+    monkeypatch.setattr(kernel_cache, "_told", set())
+    monkeypatch.setattr(logging.getLogger("specdec"), "propagate", True)
+    caplog.set_level(logging.INFO)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache that keeps a library, and lies in a folder of its own."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "library").write_bytes(b"code")
+    kernel_cache.keep(tmp_path / "library", INFO)
+    yield tmp_path / "cache"
+    for path in (tmp_path / "cache", tmp_path / "cache" / "kernels"):
+        if path.is_dir():
+            path.chmod(0o700)
+
+
+def get_entry(cache: Path) -> Path:
+    (entry,) = (cache / "kernels").iterdir()
+    return entry
+
+
+def write_compiler(folder: Path, script: str) -> Path:
+    path = folder / "compiler"
+    path.write_text("#!/bin/sh\n" + script)
+    path.chmod(0o755)
+    return path
+
+
+def test_what_is_kept_is_the_users_alone(cache: Path) -> None:
+    entry = get_entry(cache)
+    assert kernel_cache.find_kept(INFO) == entry
+    assert kernel_cache.find_kept({"cpu": "another"}) is None
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (cache, cache / "kernels", entry)]
+    assert modes == [0o700, 0o700, 0o600]
+
+
+def spoil_bytes(entry: Path) -> None:
+    entry.write_bytes(b"cod")
+
+
+def allow_group(entry: Path) -> None:
+    entry.chmod(0o660)
+
+
+def put_folder(entry: Path) -> None:
+    entry.unlink()
+    entry.mkdir()
+
+
+def put_pipe(entry: Path) -> None:
+    entry.unlink()
+    os.mkfifo(entry)
+
+
+def put_link(entry: Path) -> None:
+    target = entry.parent.parent / "elsewhere"
+    entry.rename(target)
+    entry.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault"),
+    [
+        (spoil_bytes, "is damaged: its sum is not the one in its name"),
+        (allow_group, "can be written by other users"),
+        (put_folder, "is not a file"),
+        (put_pipe, "is not a file"),
+        (put_link, "is a link"),
+    ],
+)
+def test_entries_that_are_refused(
+    cache: Path, caplog: pytest.LogCaptureFixture, spoil: object, fault: str
+) -> None:
+    entry = get_entry(cache)
+    assert callable(spoil)
+    spoil(entry)
+    for _ in range(2):
+        assert kernel_cache.find_kept(INFO) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{entry} {fault}: it is not loaded"
+    ]
+
+
+def test_entries_of_other_users_are_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if os.getuid() == 0:
+        os.chown(get_entry(cache), 54321, 54321)
+        assert kernel_cache.find_kept(INFO) is None
+        assert "belongs to another user (54321)" in caplog.text
+        os.chown(cache / "kernels", 54321, 54321)
+    else:
+        monkeypatch.setattr("os.geteuid", lambda: 54321)
+    assert kernel_cache.find_kept(INFO) is None
+    assert "kept kernels are not used: " in caplog.text
+    kernel_cache.keep(cache.parent / "library", INFO)
+    assert "the compiled kernels cannot be kept: " in caplog.text
+
+
+def test_others_lose_the_right_to_write_to_the_cache(cache: Path) -> None:
+    entry = get_entry(cache)
+    (cache / "kernels").chmod(0o777)
+    cache.chmod(0o775)
+    assert kernel_cache.find_kept(INFO) == entry
+    assert stat.S_IMODE((cache / "kernels").stat().st_mode) == 0o755
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("name", ["", "kernels"])
+def test_a_link_or_file_in_place_of_the_cache(
+    cache: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = cache / name
+    place.rename(cache.parent / "moved")
+    place.write_text("")
+    assert kernel_cache.find_kept(INFO) is None
+    kernel_cache.keep(cache.parent / "library", INFO)
+    assert "set SPECDEC_CACHE_DIR to a folder that you own" in caplog.text
+    if name:
+        place.unlink()
+        place.symlink_to(cache.parent / "moved")
+        assert kernel_cache.find_kept(INFO) is None
+        assert f"{place} is not a folder" in caplog.text
+
+
+def test_a_full_disk_leaves_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    entry = get_entry(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        kernel_cache.keep(cache.parent / "library", {"cpu": "another"})
+    assert get_entry(cache) == entry
+    assert "cannot be kept: No space left on device" in caplog.text
+
+
+def test_a_folder_in_place_of_what_is_kept(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put_folder(get_entry(cache))
+    kernel_cache.keep(cache.parent / "library", INFO)
+    assert get_entry(cache).is_dir()
+    assert "cannot be kept: Is a directory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 0", r"compiler ended with status 0 and wrote no kernels\.o$"),
+        ("exit 1", r"compiler failed with status 1: it printed no message$"),
+        ("kill -9 $$", r"compiler was ended by signal 9: it printed no message$"),
+        ("printf 'no \\377 such' >&2; exit 1", "compiler failed with status 1: no \ufffd such$"),
+        ("yes long | head -c 100000 | tr -d '\\n' >&2; exit 1", "status 1: (long){150}$"),
+    ],
+)
+def test_compilers_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
+    monkeypatch.setenv("CXX", str(write_compiler(tmp_path, script)))
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(SpecDecError, match=message):
+        native.compile_kernels(tmp_path)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_compiler_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "compiler"
+    path.write_bytes(b"\0\1\2")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    with pytest.raises(SpecDecError, match="compiler does not start: Exec format error"):
+        native.compile_kernels(tmp_path)
+
+
+def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"sleep 1000 & echo $! > {tmp_path}/child; wait"
+    monkeypatch.setenv("CXX", str(write_compiler(tmp_path, script)))
+    monkeypatch.setattr(compiler, "MAX_SECONDS", 1.0)
+    with pytest.raises(SpecDecError, match="compiler took more than 1 s"):
+        native.compile_kernels(tmp_path)
+    child = (tmp_path / "child").read_text().strip()
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+@pytest.mark.parametrize(
+    ("cxx", "expected"),
+    [
+        ("sh", ["{sh}"]),
+        ("sh -c 'a b'", ["{sh}", "-c", "a b"]),
+        ("{folder}/a b/compiler", ["{folder}/a b/compiler"]),
+        ("sh 'open", None),
+        ("no-such-compiler", None),
+        (" ", ...),
+    ],
+)
+def test_arguments_in_cxx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cxx: str, expected: Any
+) -> None:
+    import shlex
+    import shutil
+
+    (tmp_path / "a b").mkdir()
+    write_compiler(tmp_path / "a b", "exit 0")
+    names = {"folder": tmp_path, "sh": shutil.which("sh")}
+    monkeypatch.setenv("CXX", cxx.format(**names))
+    found = compiler.find_compiler()
+    if expected is ...:  # as if it were not set
+        monkeypatch.delenv("CXX")
+        assert found == compiler.find_compiler()
+    elif expected is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert shlex.split(found) == [word.format(**names) for word in expected]
+
+
+SOURCE = 'extern "C" long specdec_abi_version() {{ return {answer}; }}\n'
+
+
+@needs_compiler
+def test_what_compiling_takes_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once with a cache; each time, and with what to do about it, without one."""
+    source = tmp_path / "kernels.cpp"
+    source.write_text(SOURCE.format(answer="ANSWER"))
+    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", f"{compiler.find_compiler()} -DANSWER=1")
+    began = "compiling the native kernels for this CPU"
+    for count in (1, 1):
+        info = native.compile_kernels(tmp_path)
+        assert caplog.text.count(began) == count
+    assert info["compiler"].endswith(" -DANSWER=1")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(source))
+    assert "cannot be kept" not in caplog.text
+    for count in (2, 3):
+        native.compile_kernels(tmp_path)
+        assert caplog.text.count(began) == count
+    assert "they are compiled again each time an engine is built or loaded" in caplog.text
+
+
+@needs_compiler
+def test_kernels_follow_the_machine_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of another CPU, source or compiler has no effect but another library."""
+    source = tmp_path / "kernels.cpp"
+    source.write_text(SOURCE.format(answer=-5))
+    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "build").mkdir()
+    info = native.compile_kernels(tmp_path / "build")
+    wrong = "has kernel interface -5, this specdec needs"
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "no-such-compiler")
+        with pytest.raises(SpecDecError, match=wrong):  # which tells that it was loaded
+            native.load_kernels(info, torch.float32)
+        for change in ({"cpu": "another"}, {"source_sha256": ""}, {"flags": "-O0"}):
+            with pytest.raises(SpecDecError, match=r"no C\+\+ compiler"):
+                native.load_kernels(info | change, torch.float32)
+    for change in ({"cpu": "another"}, {"compiler": "another"}, {}):
+        with pytest.raises(SpecDecError, match=wrong):
+            native.load_kernels(info | change, torch.float32)
+    assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 1
+
+
+@needs_compiler
+def test_what_does_not_load_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_compiler(tmp_path, 'for last; do :; done; echo no > "$last"')
+    monkeypatch.setenv("CXX", str(path))
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(SpecDecError, match="the compiled kernels do not load"):
+        native.compile_kernels(tmp_path)
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,156 @@
+"""What is not as the kernels take it is refused before they touch it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.engine.compiler import call_compiler, find_compiler
+from specdec.engine.layers import Norm
+from specdec.engine.native import NativeKernels, PackedDrafter, PackedLayers, get_packed_shape
+from specdec.errors import SpecDecError
+from tests.engine.kernels import needs_compiler
+
+pytestmark = needs_compiler
+SINGLE, HALF, DOUBLE = torch.float32, torch.float16, torch.float64
+ROWS, POSITIONS, LAYERS, HIDDEN, HEADS, SIZE, INNER = 2, 64, 2, 32, 4, 8, 48
+QKV = 3 * HEADS * SIZE
+
+
+def zeros(*shape: int, dtype: torch.dtype = SINGLE) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def plan(kernels: NativeKernels, *, rows: int = 2, past: int = 0, line: int = 0) -> Any:
+    """A step of three tokens in each of two rows."""
+    return kernels.plan_step(
+        np.array([0, rows - 1]), np.zeros((2, 3), np.int64), np.full((2, 3), line),
+        np.array([0, past]), np.ones((2, 3, 3), np.bool_),
+    )  # fmt: skip
+
+
+def make_layers(dtype: torch.dtype = SINGLE, **changed: torch.Tensor) -> PackedLayers:
+    def packed(num_outputs: int, depth: int) -> torch.Tensor:
+        return zeros(*get_packed_shape(num_outputs, depth, dtype), dtype=dtype)
+
+    norm = zeros(HIDDEN, dtype=dtype)
+    row = {
+        "norm": norm, "norm_bias": None, "qkv": packed(QKV, HIDDEN), "qkv_bias": None,
+        "dense": packed(HIDDEN, HEADS * SIZE), "dense_bias": None, "post": norm, "post_bias": None,
+        "up": packed(2 * INNER, HIDDEN), "up_bias": None, "down": packed(HIDDEN, INNER),
+        "down_bias": None,
+    }  # fmt: skip
+    return PackedLayers(
+        [list(row.values()), list((row | changed).values())], (norm, None), hidden=HIDDEN,
+        num_heads=HEADS, num_kv_heads=HEADS, head_size=SIZE, inner=INNER, activation=0,
+        is_gated=True, window=None, epsilon=1e-5,
+    )  # fmt: skip
+
+
+def run_layers(kernels: NativeKernels, **changed: Any) -> None:
+    arguments = {
+        "x": zeros(2, 3, HIDDEN), "layers": make_layers(), "table": None, "plan": plan(kernels),
+        "cache": zeros(LAYERS, 2, ROWS, HEADS, POSITIONS, SIZE), "observed_layers": (),
+    }  # fmt: skip
+    kernels.run_layers(**(arguments | changed))
+
+
+def make_drafter(kernels: NativeKernels, **changed: torch.Tensor) -> PackedDrafter:
+    weights = {
+        "drafter.input_proj.weight": zeros(12, 2 * HIDDEN), "drafter.input_proj.bias": zeros(12),
+        "drafter.lm_head.weight": zeros(50, 12), "drafter.rnn_w.weight": zeros(HIDDEN, HIDDEN),
+        "drafter.rnn_u.weight": zeros(HIDDEN, HIDDEN), "drafter.rnn_u.bias": zeros(HIDDEN),
+    }  # fmt: skip
+    changed = dict(changed)
+    embedding = changed.pop("embedding", zeros(50, HIDDEN))
+    weights |= {f"drafter.{name.replace('__', '.')}": value for name, value in changed.items()}
+    return PackedDrafter(
+        weights, embedding, num_layers=0, exit_dim=12, num_candidates=5, kernels=kernels
+    )
+
+
+def search(kernels: NativeKernels, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
+    kernels.search_beams(make_drafter(kernels), hidden, tokens, 2, 2)
+
+
+def test_what_is_right_passes(library: Path) -> None:
+    kernels = NativeKernels(library, SINGLE)
+    run_layers(kernels)
+    run_layers(kernels, plan=plan(kernels, past=POSITIONS - 3))
+    search(kernels, zeros(1, HIDDEN), torch.tensor([49]))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda k: k.pack_matrix(zeros(5, 6, dtype=HALF)),
+        lambda k: k.pack_matrix(zeros(5, 6, dtype=torch.int32)),
+        lambda k: k.pack_int8(zeros(5, 6), zeros(5)),
+        lambda k: k.pack_int8(zeros(5, 6, dtype=torch.int8), zeros(5, dtype=DOUBLE)),
+        lambda k: k.pack_int8(zeros(5, 6, dtype=torch.int8), zeros(4)),
+        lambda k: k.norm(zeros(3, 8), Norm(zeros(8, dtype=HALF), None, 1e-5)),
+        lambda k: k.norm(zeros(3, 8), Norm(zeros(7), None, 1e-5)),
+        lambda k: k.norm(zeros(3, 8), Norm(zeros(8), zeros(4), 1e-5)),
+        lambda k: k.norm(zeros(8, 3).T, Norm(zeros(8), None, 1e-5)),
+        lambda k: k.add_norm(zeros(3, 8), zeros(2, 8), Norm(zeros(8), None, 1e-5)),
+        lambda k: k.gate_mul(zeros(3, 8, dtype=HALF), "silu"),
+        lambda k: k.multiply(zeros(3, 6), k.pack_matrix(zeros(5, 7)), None, 5),
+        lambda k: k.multiply(zeros(3, 6), k.pack_matrix(zeros(5, 6)), None, 50),
+        lambda k: k.multiply(zeros(3, 6), k.pack_matrix(zeros(5, 6)), zeros(4), 5),
+        lambda k: k.multiply(zeros(3, 6, dtype=HALF), k.pack_matrix(zeros(5, 6)), None, 5),
+        lambda k: k.rank_outputs(zeros(3, 6), k.pack_matrix(zeros(5, 6)), None, 5, 6),
+        lambda k: k.attend(zeros(2, 3, QKV), zeros(2, ROWS, HEADS, POSITIONS, SIZE, dtype=HALF),
+                           None, plan(k), HEADS, HEADS, SIZE, None),
+        lambda k: k.attend(zeros(2, 3, QKV), zeros(2, ROWS, HEADS, POSITIONS, SIZE), None,
+                           plan(k, past=POSITIONS - 2), HEADS, HEADS, SIZE, None),
+        lambda k: run_layers(k, x=zeros(2, 3, HIDDEN, dtype=HALF)),
+        lambda k: run_layers(k, x=zeros(2, 2, HIDDEN)),
+        lambda k: run_layers(k, cache=zeros(LAYERS - 1, 2, ROWS, HEADS, POSITIONS, SIZE)),
+        lambda k: run_layers(k, plan=plan(k, rows=ROWS + 1)),
+        lambda k: run_layers(k, plan=plan(k, past=POSITIONS - 2)),
+        lambda k: run_layers(k, plan=plan(k, past=-1)),
+        lambda k: run_layers(k, observed_layers=(LAYERS,)),
+        lambda k: run_layers(k, layers=make_layers(HALF)),
+        lambda k: run_layers(k, first_input=zeros(2, 3, HIDDEN + 1)),
+        lambda k: make_layers(norm=zeros(HIDDEN, dtype=HALF)),
+        lambda k: make_layers(norm_bias=zeros(HIDDEN - 1)),
+        lambda k: make_layers(qkv=zeros(*get_packed_shape(QKV, HIDDEN - 1, SINGLE))),
+        lambda k: make_layers(down=zeros(*get_packed_shape(HIDDEN, INNER - 1, SINGLE))),
+        lambda k: make_layers(up_bias=zeros(INNER)),
+        lambda k: make_drafter(k, embedding=zeros(50, HIDDEN, dtype=HALF)),
+        lambda k: make_drafter(k, rnn_u__bias=zeros(HIDDEN - 1)),
+        lambda k: make_drafter(k, lm_head__weight=zeros(49, 12)),
+        lambda k: search(k, zeros(1, HIDDEN, dtype=HALF), torch.tensor([1])),
+        lambda k: search(k, zeros(1, HIDDEN), torch.tensor([50])),
+        lambda k: search(k, zeros(1, HIDDEN), torch.tensor([-1])),
+        lambda k: search(k, zeros(1, HIDDEN), torch.tensor([1], dtype=torch.int32)),
+    ],
+)  # fmt: skip
+def test_what_is_refused(library: Path, call: Any) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        call(NativeKernels(library, SINGLE))
+
+
+def test_angles_beyond_the_table(library: Path) -> None:
+    kernels = NativeKernels(library, SINGLE)
+    table: Any = type("Table", (), {"cos": zeros(9, SIZE), "sin": zeros(9, SIZE)})()
+    run_layers(kernels, table=table, plan=plan(kernels, line=8))
+    with pytest.raises(ValueError, match="angles"):
+        run_layers(kernels, table=table, plan=plan(kernels, line=9))
+    table.sin = zeros(8, SIZE)
+    with pytest.raises(ValueError, match="sin is"):
+        run_layers(kernels, table=table)
+
+
+def test_a_library_without_our_kernels(library: Path, tmp_path: Path) -> None:
+    compiler = shlex.split(find_compiler() or "")
+    call_compiler(
+        [*compiler, "-shared", "-x", "c++", "/dev/null", "-o", str(tmp_path / "empty.so")]
+    )
+    with pytest.raises(SpecDecError, match="has kernel interface 0"):
+        NativeKernels(tmp_path / "empty.so", SINGLE)

@@ -1,0 +1,191 @@
+"""Rules at the very place where they turn: broken by a hair, each of these tests fails."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.decode.engine import TorchEngine
+from specdec.engine.decoder import Step
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.tree import pack_beams
+from specdec.run.prefill import fill_cache
+from specdec.run.prompts import make_requests, read_line
+from specdec.run.sampling import ACCEPT, CHOICE, DRAFT, Sampler, SamplingParams, process_logits
+from specdec.run.settings import RunSettings
+from specdec.run.verify import Candidates, accept_at_once, accept_batch
+from tests.engines import make_engine
+from tests.parity.models import SWITCH, make_model
+
+SHORT, LONG = SWITCH - 10, SWITCH + 12  # prompts on the two sides of longrope's switch
+
+
+@pytest.fixture(scope="module")
+def longrope(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    """An engine whose requests have one of two rotary tables, by the length of the prompt."""
+    parent = tmp_path_factory.mktemp("longrope")
+    target = make_model(parent / "target", "Phi3ForCausalLM-longrope")
+    return TorchEngine(make_engine(parent, target), device="cpu")
+
+
+def fill(engine: TorchEngine, cache: KVCache, row: int, prompt: list[int]) -> Tensor:
+    return fill_cache(engine.decoder, cache, [row], [prompt], 4096)
+
+
+@pytest.mark.parametrize("before", [SHORT, LONG])
+@pytest.mark.parametrize("source", [SHORT, LONG])
+@pytest.mark.parametrize("after", [SHORT, LONG])
+@torch.inference_mode()
+def test_a_reused_prefix_brings_its_rotary_table(
+    before: int, source: int, after: int, longrope: TorchEngine
+) -> None:
+    """Row 1 had a request of its own, and now takes a prefix of row 0 for a third one.
+
+    Where prefix and request have one table, the prefix is used; where not, it is dropped; the
+    result is that of an empty cache either way.
+    """
+    generator = np.random.default_rng(0)
+    shared = generator.integers(3, 90, SHORT // 2).tolist()
+    own, first, third = (
+        head + generator.integers(3, 90, size - len(head)).tolist()
+        for head, size in (([], before), (shared, source), (shared, after))
+    )
+    cache = longrope.decoder.make_cache(2, 128)
+    fill(longrope, cache, 1, own)
+    fill(longrope, cache, 0, first)
+    cache.copy_prefix(0, 1, len(shared))
+    assert cache.rotary_starts[1] == cache.rotary_starts[0]
+    longrope.decoder.start_row(cache, 1, len(third))
+    assert cache.past_lens[1] == (len(shared) if (source > SWITCH) == (after > SWITCH) else 0)
+    found = fill(longrope, cache, 1, third)
+    expected = fill(longrope, longrope.decoder.make_cache(1, 128), 0, third)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class Recorder:
+    """Stands in for a decoder, and keeps the rows and the size of every pass."""
+
+    max_chunk_tokens = 4
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[list[int], int]] = []
+
+    def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None:
+        return None
+
+    def forward(self, step: Step, cache: KVCache) -> Tensor:
+        assert step.positions.max() < cache.num_positions, "a pass leaves the cache"
+        self.passes.append((step.rows.tolist(), step.tokens.shape[1]))
+        return torch.zeros(*step.tokens.shape, 2)
+
+
+@pytest.mark.parametrize(
+    ("room", "passes"),
+    [
+        (4, [([0, 1], 4)]),  # the padded row just fits
+        (3, [([1], 4), ([0], 2)]),  # one position too few
+        (2, [([1], 4), ([0], 2)]),
+    ],
+)
+def test_rows_share_a_pass_only_inside_of_the_cache(
+    room: int, passes: list[tuple[list[int], int]]
+) -> None:
+    """Row 0 has two tokens left and is padded to the four of row 1, up to the cache's end."""
+    num_positions = 16
+    cache = KVCache(
+        num_layers=1, num_rows=2, num_heads=1, num_positions=num_positions, head_size=2,
+        dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+    cache.past_lens[0] = num_positions - room
+    prompts = [list(range(num_positions - room + 2)), list(range(4))]
+    recorder = Recorder()
+    fill_cache(recorder, cache, [0, 1], prompts, max_num_tokens=64)
+    assert recorder.passes == passes
+
+
+class FixedSampler(Sampler):
+    """Gives one number wherever it is asked whether a draft is kept."""
+
+    def __init__(self, uniform: float) -> None:
+        super().__init__(SamplingParams(temperature=1.0), 8)
+        self.uniform = uniform
+
+    def get_uniform(self, stream: int, position: int) -> float:
+        return self.uniform if stream == ACCEPT else super().get_uniform(stream, position)
+
+
+# Probabilities of the drafted token by target and draft.
+RATIOS = ((0.25, 0.5), (0.3, 0.7), (0.05, 0.9), (0.59, 0.6), (0.004, 0.5))
+
+
+@pytest.mark.parametrize("accept", [accept_batch, accept_at_once])
+@pytest.mark.parametrize(("target", "draft"), RATIOS)
+def test_a_draft_is_kept_up_to_the_ratio_of_probabilities(
+    accept: object, target: float, draft: float
+) -> None:
+    """Kept for every number below p / q, and none above: a hair to each side decides."""
+    assert callable(accept)
+    token = 2
+    p = torch.tensor([0.4 * (1 - target), 0.6 * (1 - target), target])
+    q = torch.tensor([0.7 * (1 - draft), 0.3 * (1 - draft), draft])
+    chain = [Candidates(pack_beams(0, np.array([[token]])), [q])]
+    logits = p.log().expand(1, 2, 3)
+    ratio = target / draft
+    for hair, num_accepted in ((-1e-5, 1), (1e-5, 0)):
+        ((path, bonus),) = accept(chain, logits, [FixedSampler(ratio * (1 + hair))], [0])
+        assert len(path) - 1 == num_accepted
+        assert num_accepted or bonus != token, "what is left has nothing of this token"
+
+
+@pytest.mark.parametrize("accept", [accept_batch, accept_at_once])
+def test_at_the_ratio_itself_a_draft_is_rejected(accept: object) -> None:
+    """Numbers are drawn from [0, 1), so those below p / q are just its share."""
+    assert callable(accept)
+    q = torch.tensor([0.25, 0.75])
+    chain = [Candidates(pack_beams(0, np.array([[1]])), [q])]
+    logits = torch.zeros(1, 2, 2)  # exactly 0.5 each, and 0.5 / 0.75 * 0.75 is 0.5 again
+    assert 0.5 / 0.75 * 0.75 == 0.5
+    for uniform, num_accepted in ((0.5 / 0.75, 0), (math.nextafter(0.5 / 0.75, 0), 1)):
+        ((path, _),) = accept(chain, logits, [FixedSampler(uniform)], [0])
+        assert len(path) - 1 == num_accepted
+
+
+@pytest.mark.parametrize("bit", [0, 8, 15, 16, 17, 31, 32, 47, 48, 62, 63])
+def test_every_bit_of_a_seed_counts(bit: int) -> None:
+    def draw(seed: int) -> list[float]:
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), 4)
+        return [sampler.get_uniform(s, n) for s in (CHOICE, DRAFT, ACCEPT) for n in range(4)]
+
+    for seed in (0, 12345):
+        assert not set(draw(seed)) & set(draw(seed ^ 1 << bit))
+
+
+@pytest.mark.parametrize("seed", [2**16, 2**32 + 5, 2**64 - 1])
+def test_a_seed_arrives_whole(seed: int) -> None:
+    """By the flag, and by a request of its own."""
+    prompts = [{"input_ids": [5]}, read_line("l", json.dumps({"input_ids": [5], "seed": seed - 1}))]
+    requests = make_requests(prompts, RunSettings(random_seed=seed), None)
+    assert [request.sampling.seed for request in requests] == [seed, seed - 1]
+
+
+def keep(logits: list[float], top_p: float) -> list[float]:
+    params = SamplingParams(temperature=1.0, top_p=top_p)
+    kept: list[float] = process_logits(torch.tensor([logits]), [params])[0].tolist()
+    return kept
+
+
+def test_top_p_at_equality_takes_no_token_more() -> None:
+    """The smallest set whose probabilities sum to top_p or more: the first token alone is 0.5."""
+    logits = [-math.log(2.0), -math.log(4.0), -math.log(4.0)]
+    assert torch.tensor(logits).softmax(-1).tolist() == [0.5, 0.25, 0.25]
+    assert keep(logits, 0.5) == [1.0, 0.0, 0.0]
+    assert keep(logits[::-1], 0.5) == [0.0, 0.0, 1.0]
+    above = float(np.nextafter(np.float32(0.5), np.float32(1)))
+    assert sum(value > 0 for value in keep(logits, above)) == 2
+    assert sum(value > 0 for value in keep(logits, 0.75)) == 2
+    assert keep([0.0] * 4, 0.5).count(0.5) == 2
