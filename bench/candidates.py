@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class Candidate:
 
 def list_redrafter(bench: Bench, beams: Sequence[int], max_length: int) -> list[Candidate]:
     """Every number of beams with every length; all share the engine's network."""
-    head = bench.engine.proposer.head
+    head = cast(ReDrafterProposer, bench.engine.proposer).head
     candidates = []
     for num_beams in beams:
         for length in range(1, max_length + 1):
@@ -90,7 +90,7 @@ def list_redrafter(bench: Bench, beams: Sequence[int], max_length: int) -> list[
 
 def list_draft_target(bench: Bench, max_length: int) -> list[Candidate]:
     """Every draft length, of one draft model."""
-    drafter = bench.engine.proposer.decoder
+    drafter = cast(DraftTargetProposer, bench.engine.proposer).decoder
     config = bench.engine.config
     return [
         Candidate(
@@ -109,7 +109,7 @@ def list_draft_target(bench: Bench, max_length: int) -> list[Candidate]:
 
 def list_medusa(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate]:
     """Trees of rising size, each of the paths that are likeliest by the heads' accuracy here."""
-    heads = bench.engine.proposer.heads
+    heads = cast(MedusaProposer, bench.engine.proposer).heads
     accuracies = measure_accuracies(heads, recordings)
     found: dict[str, Candidate] = {}
     for size in TREE_SIZES:
@@ -134,12 +134,12 @@ def list_eagle(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate]
 
 def list_static(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate]:
     """The likeliest trees of rising size, each down to every depth."""
-    engine = bench.engine
-    params = engine.proposer.params
+    engine, drafter = bench.engine, cast(EagleProposer, bench.engine.proposer)
+    params = drafter.params
     num_ranks = min(NUM_RANKS, params.draft_vocab_size)
     chain = TextChain(params.max_draft_depth, num_ranks)
     positions = count_positions(recordings, 0)
-    ranks = rehearse(engine.proposer, engine.decoder, recordings, chain, positions)
+    ranks = rehearse(drafter, engine.decoder, recordings, chain, positions)
     accuracies = measure_ranks(ranks, num_ranks)
     found: dict[str, Candidate] = {}
     for max_depth in range(1, params.max_draft_depth + 1):
@@ -153,7 +153,7 @@ def list_static(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate
             name = f"static {len(choices)}, {depth} deep"
             if name in found:
                 continue
-            proposer = EagleProposer(engine.proposer.net, engine.decoder)
+            proposer = EagleProposer(drafter.net, engine.decoder)
             proposer.use_choices(choices)
             accepted = count_static(ranks, choices)
             found[name] = Candidate(
@@ -167,19 +167,19 @@ def list_static(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate
 
 def list_dynamic(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate]:
     """Trees that grow where the drafter is sure; at least as large as a level is wide."""
-    engine = bench.engine
-    params = engine.proposer.params
+    engine, drafter = bench.engine, cast(EagleProposer, bench.engine.proposer)
+    params = drafter.params
     most = count_top_k(params)
     candidates = []
     for top_k in [k for k in TOP_KS if k <= most] or [most]:
         tree = TextTree(top_k=top_k, depth=params.max_draft_depth)
         positions = count_positions(recordings, 0)
-        places = rehearse(engine.proposer, engine.decoder, recordings, tree, positions)
+        places = rehearse(drafter, engine.decoder, recordings, tree, positions)
         for depth in range(2, params.max_draft_depth + 1):
             for size in TREE_SIZES:
                 if not max(top_k, depth) <= size <= min(params.max_draft_len, tree.num_tokens):
                     continue
-                proposer = EagleProposer(engine.proposer.net, engine.decoder)
+                proposer = EagleProposer(drafter.net, engine.decoder)
                 # A dynamic tree is as deep as the checkpoint says.
                 proposer.params = dataclasses.replace(params, num_eagle_layers=depth)
                 proposer.use_dynamic_tree(top_k, size)
