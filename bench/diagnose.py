@@ -118,7 +118,7 @@ def watch(bench: Bench, observed: Observed) -> Iterator[None]:
                 observed.largest = find_largest(observed.largest, own, logits)
         honest(requests, states, paths)
 
-    proposer.observe = observe
+    proposer.observe = observe  # type: ignore[method-assign]
     try:
         yield
     finally:

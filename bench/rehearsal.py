@@ -60,7 +60,7 @@ class TextChain:
         return [make_root(int(token)) for token in draft.roots]
 
 
-class TextTree(DynamicTree):  # type: ignore[misc]
+class TextTree(DynamicTree):
     """Grows EAGLE-2's tree whole; notes where the text's tokens stand in the drafter's order.
 
     found: [B, L, L]. Of a tree of at most n + 1 levels, found[b, n, i] is the place of the token of
@@ -92,7 +92,7 @@ class TextTree(DynamicTree):  # type: ignore[misc]
         return [make_root(int(token)) for token in roots]
 
 
-class Rehearsal(EagleProposer):  # type: ignore[misc]
+class Rehearsal(EagleProposer):
     """Drafts at every place of known texts, and proposes nothing."""
 
     def __init__(
@@ -103,7 +103,8 @@ class Rehearsal(EagleProposer):  # type: ignore[misc]
         tree: TextChain | TextTree,
     ) -> None:
         super().__init__(net, decoder)
-        self._use(tree)
+        self._use(tree)  # type: ignore[arg-type]  # a chain is used as a tree is
+        self._watched = tree
         shape = tree.found.shape[1:]
         self._texts = {r.request.index: r.output_ids for r in recordings}
         self.found = {
@@ -113,10 +114,10 @@ class Rehearsal(EagleProposer):  # type: ignore[misc]
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Tell the tree what comes, and keep what it found."""
         places = [(r.request.index, len(r.output_ids)) for r in requests]
-        depth = self.tree.depth
-        self.tree.following = [self._texts[index][at : at + depth] for index, at in places]
+        depth = self._watched.depth
+        self._watched.following = [self._texts[index][at : at + depth] for index, at in places]
         candidates: list[Candidates] = super().propose(requests)
-        for (index, at), found in zip(places, self.tree.found, strict=True):
+        for (index, at), found in zip(places, self._watched.found, strict=True):
             self.found[index][at] = found
         return candidates
 
@@ -182,7 +183,7 @@ def count_dynamic(places: Mapping[int, IntArray], depth: int, num_tokens: int) -
     }
 
 
-class Rehearsed(PlainProposer):  # type: ignore[misc]
+class Rehearsed(PlainProposer):
     """Proposes what a tree would have accepted, and wrong tokens up to the tree's size."""
 
     def __init__(

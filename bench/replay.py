@@ -62,7 +62,7 @@ class Replay:
         return self.num_emitted / self.num_row_steps if self.num_row_steps else 0.0
 
 
-class Recorder(PlainProposer):  # type: ignore[misc]
+class Recorder(PlainProposer):
     """Drafts nothing and keeps what the target computed at every token."""
 
     def __init__(self, decoder: Decoder) -> None:

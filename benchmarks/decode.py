@@ -106,7 +106,7 @@ def main() -> None:
                 results = [engines[name].generate([request])[0] for request in requests]
                 texts[name] = [result.output_ids for result in results]
                 if name == "speculation":
-                    acceptance = sum_stats(results)["acceptance_length"]
+                    acceptance = sum_stats(results)["acceptance_length"] or 0.0
             seconds = time.perf_counter() - began
             if index:  # the first round warms up
                 rates[name].append(sum(map(len, texts[name])) / seconds)

@@ -215,7 +215,7 @@ def measure_acceptance(folder: Path, requests: Sequence[Request]) -> list[dict[s
     """Tokens a verify step by method, and how many texts are those of the unquantized engine."""
 
     def average(results: Sequence[Result]) -> float:
-        return round(float(sum_stats(results)["acceptance_length"]), 4)
+        return round(sum_stats(results)["acceptance_length"] or 0.0, 4)
 
     rows = []
     for method in (*DRAFTERS, "draft_target"):

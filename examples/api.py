@@ -20,7 +20,10 @@ def main(engine_dir: str) -> None:
         print(f"{engine.describe()['method']}, up to {engine.max_seq_len} tokens a request")
 
         # Several prompts at once, one of them with settings of its own.
-        prompts = ["def read(path):", Prompt(text="class Stack:", temperature=0.7, seed=1)]
+        prompts: list[str | Prompt] = [
+            "def read(path):",
+            Prompt(text="class Stack:", temperature=0.7, seed=1),
+        ]
         for output in engine.generate(prompts, max_output_len=24):
             accepted = output.origins.count("draft")
             print(f"{output.prompt!r} -> {output.text!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.pacing import DraftLength
@@ -42,7 +42,7 @@ def list_candidates(
 
 def list_lengths(bench: Bench, max_length: int) -> list[Candidate]:
     """Every draft length, of one draft model."""
-    drafter = bench.engine.proposer.decoder
+    drafter = cast(DraftTargetProposer, bench.engine.proposer).decoder
     config = bench.engine.config
     return [
         Candidate(

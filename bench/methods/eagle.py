@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from specdec.decode.drafters.eagle import EagleProposer, count_top_k
 from specdec.decode.drafters.trees import grow_choices
@@ -41,12 +41,12 @@ def list_candidates(
 
 def list_static(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate]:
     """The likeliest trees of rising size, each down to every depth."""
-    engine = bench.engine
-    params = engine.proposer.params
+    engine, drafter = bench.engine, cast(EagleProposer, bench.engine.proposer)
+    params = drafter.params
     num_ranks = min(NUM_RANKS, params.draft_vocab_size)
     chain = TextChain(params.max_draft_depth, num_ranks)
     positions = count_positions(recordings, 0)
-    ranks = rehearse(engine.proposer, engine.decoder, recordings, chain, positions)
+    ranks = rehearse(drafter, engine.decoder, recordings, chain, positions)
     accuracies = measure_ranks(ranks, num_ranks)
     found: dict[str, Candidate] = {}
     for max_depth in range(1, params.max_draft_depth + 1):
@@ -60,7 +60,7 @@ def list_static(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate
             name = f"static {len(choices)}, {depth} deep"
             if name in found:
                 continue
-            proposer = EagleProposer(engine.proposer.net, engine.decoder)
+            proposer = EagleProposer(drafter.net, engine.decoder)
             proposer.use_choices(choices)
             accepted = count_static(ranks, choices)
             found[name] = Candidate(
@@ -74,19 +74,19 @@ def list_static(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate
 
 def list_dynamic(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate]:
     """Trees that grow where the drafter is sure; at least as large as a level is wide."""
-    engine = bench.engine
-    params = engine.proposer.params
+    engine, drafter = bench.engine, cast(EagleProposer, bench.engine.proposer)
+    params = drafter.params
     most = count_top_k(params)
     candidates = []
     for top_k in [k for k in TOP_KS if k <= most] or [most]:
         tree = TextTree(top_k=top_k, depth=params.max_draft_depth)
         positions = count_positions(recordings, 0)
-        places = rehearse(engine.proposer, engine.decoder, recordings, tree, positions)
+        places = rehearse(drafter, engine.decoder, recordings, tree, positions)
         for depth in range(2, params.max_draft_depth + 1):
             for size in TREE_SIZES:
                 if not max(top_k, depth) <= size <= min(params.max_draft_len, tree.num_tokens):
                     continue
-                proposer = EagleProposer(engine.proposer.net, engine.decoder)
+                proposer = EagleProposer(drafter.net, engine.decoder)
                 # A dynamic tree is as deep as the checkpoint says.
                 proposer.params = dataclasses.replace(params, num_eagle_layers=depth)
                 proposer.use_dynamic_tree(top_k, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ def list_candidates(
     bench: Bench, recordings: Sequence[Recording], settings: TuneSettings | None = None
 ) -> list[Candidate]:
     """Trees of rising size, each of the paths that are likeliest by the heads' accuracy here."""
-    heads = bench.engine.proposer.heads
+    heads = cast(MedusaProposer, bench.engine.proposer).heads
     accuracies = measure_accuracies(heads, recordings)
     found: dict[str, Candidate] = {}
     for size in TREE_SIZES:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from specdec.decode.drafters.redrafter import ReDrafterProposer
 from specdec.methods.redrafter import ReDrafterTune
@@ -51,7 +51,7 @@ def list_candidates(
 
 def list_searches(bench: Bench, beams: Sequence[int], max_length: int) -> list[Candidate]:
     """Every number of beams with every length; all share the engine's network."""
-    head = bench.engine.proposer.head
+    head = cast(ReDrafterProposer, bench.engine.proposer).head
     candidates = []
     for num_beams in beams:
         for length in range(1, max_length + 1):

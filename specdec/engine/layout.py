@@ -16,7 +16,7 @@ from typing import Any
 from specdec import logs
 from specdec.errors import SpecDecError, raise_problems, shorten
 from specdec.folders import ENGINE, expect_folder
-from specdec.methods import DrafterParams
+from specdec.methods import METHODS, DrafterParams
 from specdec.model_config import ModelConfig
 from specdec.quantization import (
     FLOAT8,

@@ -59,7 +59,7 @@ def test_the_same_text_and_the_same_drafts(grow: ModuleType, small: Path, tmp_pa
     assert report["float32"]["max_difference"] < 1e-4
     config = json.loads((tmp_path / "target" / "config.json").read_text())
     assert (config["hidden_size"], config["head_dim"], config["num_hidden_layers"]) == (96, 24, 3)
-    found = []
+    found: list[Any] = []
     for parent in (small, tmp_path):
         engine = make_engine(
             tmp_path / parent.name, parent / "target", parent / "drafter", beams=2, length=3,

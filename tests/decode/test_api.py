@@ -36,9 +36,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parent, target, drafter, beams=3, length=4, optimize="none", build=["--max-batch-size", 2]
     ).rename(parent / "redrafter")  # fmt: skip
     call("convert", "--model-dir", target, "--output-dir", parent / "ckpt")
-    external = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
+    external = (
+        "--speculative-decoding-mode",
+        "draft_tokens_external",
+        "--max-draft-len",
+        4,
+    )
     lookahead = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
-    for name, flags in (("pair", external), ("draft", ()), ("lookahead", lookahead)):
+    plain: list[tuple[str, Any]] = [("pair", external), ("draft", ()), ("lookahead", lookahead)]
+    for name, flags in plain:
         call(
             "build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / name,
             "--optimize", "none", "--max-batch-size", 3, *flags,
@@ -149,9 +155,10 @@ def test_origins_of_sampled_texts(folder: Path, options: dict[str, Any]) -> None
 
 def test_prompts_have_their_own_settings(engine: Engine) -> None:
     """And get in a batch what they get alone."""
-    prompts = [
+    ids: Any = np.array([5, 9])
+    prompts: list[Any] = [
         Prompt(text="def a", max_output_len=5),
-        Prompt(token_ids=np.array([5, 9]), temperature=0.8, seed=7),
+        Prompt(token_ids=ids, temperature=0.8, seed=7),
         "return",
         Prompt(text="x", temperature=1.0, top_k=5, top_p=0.9, seed=2**63, end_ids=[3, 4]),
     ]
@@ -197,7 +204,7 @@ def test_an_abandoned_stream_frees_its_row(engine: Engine, expected: list[list[i
     gc.collect()
     assert engine.step()
     assert fourth.take() is not None
-    assert third.close() is None
+    third.close()
     list(fourth)
     assert fourth.output.token_ids == expected[3]
     assert not engine.step()
@@ -300,7 +307,7 @@ def test_prompts_are_checked_before_anything_is_decoded(folder: Path) -> None:
         with pytest.raises(SpecDecError, match="not exactly one of text, token_ids and messages"):
             engine.generate(Prompt(text="a", token_ids=[1]))
         with pytest.raises(SpecDecError, match=r"input_ids is \[5, 'a'\]"):
-            engine.generate([5, "a"])  # type: ignore[list-item]
+            engine.generate(Prompt(token_ids=[5, "a"]))  # type: ignore[list-item]
         assert len(engine.generate([5], max_output_len=3)[0].token_ids) == 3
 
 

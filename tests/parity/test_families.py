@@ -154,12 +154,12 @@ def test_logits_equal_transformers(
         positions=cache.past_lens[:, None] + TREE.depths,
         tree_mask=np.stack([build_tree_mask(TREE)] * 2),
     )
-    logits = decoder.compute_logits(decoder.forward(step, cache))
-    assert logits.shape == (2, count, VOCAB)
+    of_tree = decoder.compute_logits(decoder.forward(step, cache))
+    assert of_tree.shape == (2, count, VOCAB)
     for row, text in enumerate(texts):
         for path in list_paths(TREE):
             expected = compute_reference(target, text + TREE.tokens[path].tolist())
-            assert_near(logits[row, path], expected[len(text) :], f"row {row}, nodes {path}")
+            assert_near(of_tree[row, path], expected[len(text) :], f"row {row}, nodes {path}")
 
 
 @pytest.mark.parametrize("optimize", ["none", "auto"])

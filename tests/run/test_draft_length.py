@@ -115,7 +115,7 @@ def test_never_slower_than_plain(
 def test_texts_that_end_early_lose_no_more_than_was_staked() -> None:
     """2000 tokens may come, and 20 do: the share is taken of 128 steps at most."""
 
-    class Hopeful(DraftLength):  # type: ignore[misc]
+    class Hopeful(DraftLength):
         def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> Plan:
             plan: Plan = super().plan(lags, [n + 1980 for n in remaining])
             return plan
@@ -201,12 +201,12 @@ def test_a_stopped_draft_is_tried_on_one_request_only() -> None:
     plans: list[list[int]] = []
     honest = length.plan
 
-    def watch(lags: list[int], remaining: list[int]) -> Plan:
+    def watch(lags: Sequence[int], remaining: Sequence[int]) -> Plan:
         plan = honest(lags, remaining)
         plans.append(plan.counts)
         return plan
 
-    length.plan = watch
+    length.plan = watch  # type: ignore[method-assign]
     Machine(STEEP, CHEAP, 0.01, 0.1).run(length, 8, [400] * 8)
     assert plans[:2] == [[0] * 8] * 2, "plain steps first"
     assert all(sum(n > 0 for n in plan) <= 1 for plan in plans if len(plan) > 1)

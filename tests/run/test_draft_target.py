@@ -114,7 +114,7 @@ def test_greedy_text_is_the_targets(
             assert emitted == len(result.output_ids)
 
 
-class Erratic(DraftLength):  # type: ignore[misc]
+class Erratic(DraftLength):
     """Drafts for some, lets the draft model run pieces of the texts of others, as dice fall."""
 
     def __init__(self, maximum: int) -> None:
@@ -145,6 +145,7 @@ def test_texts_may_be_run_by_pieces(folder: Path) -> None:
     requests = make_requests(11)
     expected = [r.output_ids for r in load(folder).generate(requests)]
     engine = load(folder, "target-itself", 4)
+    assert isinstance(engine.proposer, DraftTargetProposer)
     engine.proposer.draft_length = erratic = Erratic(4)
     results = generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=3))
     assert [r.output_ids for r in results] == expected

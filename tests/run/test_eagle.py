@@ -74,7 +74,7 @@ class Case:
         self.proposer: EagleProposer = self.engine.proposer
 
     def use(self, tree: str) -> None:
-        self.proposer.__init__(self.proposer.net, self.engine.decoder)
+        self.proposer.__init__(self.proposer.net, self.engine.decoder)  # type: ignore[misc]
         TREES[tree](self.proposer)
 
 
@@ -122,10 +122,11 @@ class Recorder:
 
 
 def record(case: Case, requests: Sequence[Request], **options: Any) -> Recorder:
-    recorder: Any = Recorder(case.proposer)
+    recorder = Recorder(case.proposer)
+    proposer: Any = recorder
     assert isinstance(recorder, PromptFollower)
     with torch.inference_mode():
-        generate(case.engine.decoder, recorder, requests, Options(**options))
+        generate(case.engine.decoder, proposer, requests, Options(**options))
     return recorder
 
 
@@ -175,7 +176,7 @@ def test_reused_prefixes_are_not_run_again(case: Case) -> None:
         return forward(step, features, cache)
 
     requests = make_requests([[*stem, 5], [*stem, 9]], limit=2)
-    case.proposer.net.forward = count
+    case.proposer.net.forward = count  # type: ignore[method-assign]
     try:
         record(case, requests, max_batch_size=1, reuse_blocks=True)
     finally:
@@ -213,6 +214,7 @@ def test_native_kernels(version: int, target: Path, tmp_path: Path, expected: An
     drafts = []
     for folder in folders:
         engine = TorchEngine(folder, device="cpu")
+        assert isinstance(engine.proposer, EagleProposer)
         recorder: Any = Recorder(engine.proposer)
         with torch.inference_mode():
             results = generate(engine.decoder, recorder, make_requests(), Options())

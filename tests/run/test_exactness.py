@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -277,7 +278,7 @@ def test_accepting_a_wrong_token_is_noticed(
     """A deliberate break of the accept rule: one draft token too many is taken."""
     prompts, expected = reference(target)
     proposer = OracleProposer(expected, beams=2, length=4, quality=0.6, seed=4)
-    honest = verify.accept
+    honest: Any = verify.accept
 
     def accept_one_more(tree: Tree, choices: np.ndarray) -> tuple[list[int], int]:
         path, bonus = honest(tree, choices)

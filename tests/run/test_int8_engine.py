@@ -152,7 +152,8 @@ def load(parent: Path, method: str) -> TorchEngine:
     has_drafter = name in ("redrafter", "medusa", "eagle")
     engine = TorchEngine(parent / f"{name if has_drafter else 'pair'}-engine", device="cpu")
     if method == "eagle, dynamic":
-        engine.proposer.use_dynamic_tree(3, 8)
+        eagle: Any = engine.proposer
+        eagle.use_dynamic_tree(3, 8)
     elif name.startswith("draft"):
         draft = TorchEngine(parent / ("wide" if "wide" in method else "draft"), device="cpu")
         engine.attach_draft(draft, draft_len=3, use_logits=False)

@@ -306,7 +306,7 @@ def test_window_rows_are_the_targets_own_choices(
             path = [*before[0][1 : column + 1], *(row[column] for row in before[1:])]
             checked.append(([*text, *path], token))
 
-    proposer.observe = watch
+    proposer.observe = watch  # type: ignore[method-assign]
     request = Request(index=0, input_ids=PROMPTS[0], max_output_len=12, end_ids=frozenset())
     # Not the last step: there the output is cut.
     generate(engine.decoder, proposer, [request], Options())

@@ -93,7 +93,8 @@ def engines(folder: Path) -> dict[str, TorchEngine]:
     for name in ("medusa", "eagle", "eagle3"):
         made[name] = TorchEngine(folder / f"{name}-engine", device="cpu")
     made["eagle, dynamic"] = TorchEngine(folder / "eagle-engine", device="cpu")
-    made["eagle, dynamic"].proposer.use_dynamic_tree(3, 8)
+    eagle: Any = made["eagle, dynamic"].proposer
+    eagle.use_dynamic_tree(3, 8)
     for name, use_logits in (("draft_target", False), ("draft_target, logits", True)):
         made[name] = TorchEngine(folder / "pair", device="cpu")
         draft = TorchEngine(folder / "draft", device="cpu")

@@ -195,7 +195,9 @@ def test_dropped_engines_and_caches_are_dropped_everywhere(folder: Path) -> None
     engine = load(folder, "target", 2)
     ranks = ranks_module._ranks
     assert ranks is not None
-    handle = engine.decoder._handle
+    decoder: Any = engine.decoder
+    handle = decoder._handle
+    del decoder
     engine.generate(make_requests(10)[:1])
     del engine
     gc.collect()
