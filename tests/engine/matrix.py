@@ -325,8 +325,7 @@ def run_sanitized() -> int:
         preload.append(done.stdout.strip())
     environ |= {"LD_PRELOAD": " ".join(preload), "SPECDEC_TEST_KERNEL_FLAGS": " ".join(SANITIZERS)}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/engine"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, check=False)
-    return faults + bool(done.returncode)
+    return faults + bool(subprocess.call(command, cwd=ROOT, env={**os.environ, **environ}))
 
 
 def main() -> int:
