@@ -498,6 +498,6 @@ def load_rows(
             "let --output-dir be in a folder that all machines share",
         )
     parts = Rows.load(state.data_folder, "train"), Rows.load(state.data_folder, "heldout")
-    for rows in parts:
-        rows.check_tokens(vocab_size, state.data_folder)
+    for part in parts:
+        part.check_tokens(vocab_size, state.data_folder)
     return parts
