@@ -11,7 +11,9 @@ class SpecDecError(Exception):
     problems: the (fact, remedy) pairs that the message lists.
     """
 
-    def __init__(self, message: str, hint: str, problems: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self, message: str, hint: str, *, problems: Sequence[tuple[str, str]] = ()
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -54,7 +56,7 @@ def raise_problems(problems: Sequence[tuple[str, str]]) -> None:
     if len(remedies) == 1:
         remedies = list(numbers)
     raise SpecDecError(
-        f"{len(different)} problems: {'; '.join(facts)}", "; ".join(remedies), different
+        f"{len(different)} problems: {'; '.join(facts)}", "; ".join(remedies), problems=different
     )
 
 

@@ -71,17 +71,18 @@ def keep(library: Path, info: Mapping[str, str]) -> None:
     cache = find_cache()
     try:
         if cache is None:
-            raise OSError("there is no home folder")
+            raise OSError("there is none")
         cache.mkdir(parents=True, mode=0o700, exist_ok=True)
         (cache / FOLDER_NAME).mkdir(mode=0o700, exist_ok=True)
         if fault := _find_folder_fault(cache):
             raise OSError(fault)
         place(library, info, cache)
     except OSError as error:
+        place_name = cache or "a home folder"
         _warn(
-            f"the compiled kernels cannot be kept: {error.strerror or error}; they are compiled"
-            " again each time an engine is built or loaded: set SPECDEC_CACHE_DIR to a folder that"
-            " you own"
+            f"the compiled kernels cannot be kept in {place_name}: {error.strerror or error}; they"
+            " are compiled again each time an engine is built or loaded: set SPECDEC_CACHE_DIR to a"
+            " folder that you own"
         )
 
 

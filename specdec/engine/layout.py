@@ -16,6 +16,7 @@ from typing import Any
 from specdec import logs
 from specdec.errors import SpecDecError, raise_problems, shorten
 from specdec.folders import ENGINE, expect_folder
+from specdec.inventory import find_rank_files
 from specdec.methods import METHODS, DrafterParams
 from specdec.model_config import ModelConfig
 from specdec.quantization import (
@@ -299,15 +300,12 @@ def make_metadata(name: str, build_id: str, tensors: Mapping[str, TensorInfo]) -
 
 def find_engine_problems(folder: Path, config: EngineConfig) -> list[tuple[str, str]]:
     """What is wrong with an engine's weight files, each with a remedy: none where it can be run."""
-    model, problems = config.checkpoint.model, []
-    present = sum(1 for _ in folder.glob("*.safetensors"))
-    if model.tp_size > max(1, present):  # before that many names are listed
-        return [
-            (
-                f"{folder} has tp_size {model.tp_size} and {present} weight files",
-                "copy the whole folder, or build the engine again",
-            )
-        ]
+    model = config.checkpoint.model
+    if model.tp_size > 1:
+        _, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")
+        if problems:
+            return problems
+    problems = []
     for name in name_engine_files(model, config.checkpoint.drafter):
         try:
             open_engine_file(folder, config, name)

@@ -91,7 +91,10 @@ def compile_kernels(folder: Path) -> dict[str, str]:
         shutil.copyfile(kept, library)
         logger.debug("kernels taken from %s", kept)
         return info
-    logger.info("compiling the native kernels for this CPU with %s: some seconds", info["compiler"])
+    logger.info(
+        "compiling the native kernels for this CPU with %s; this can take a minute",
+        info["compiler"],
+    )
     objects = folder / "kernels.o"
     call_compiler(
         [*compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)], output=objects

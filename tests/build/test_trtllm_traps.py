@@ -208,10 +208,9 @@ def test_max_seq_len_beyond_the_positions_is_only_warned_of(store: CheckpointSto
 def test_deduced_max_seq_len_takes_the_rotary_factor_twice(
     store: CheckpointStore, tmp_path: Path, label: str, kind: str, taken: int
 ) -> None:
-    scaling = {
-        "rope_type": kind, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }  # fmt: skip
+    scaling = {"rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 64}
+    if kind == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     checkpoint = store.copy(tmp_path / "ckpt", "plain", label, rotary_scaling=scaling)
     expect(f"trtllm-build takes {taken}, the model has 512", checkpoint, label)
     assert plan(checkpoint, label, max_seq_len=512).record.values["max_seq_len"] == 512

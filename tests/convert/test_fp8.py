@@ -679,7 +679,7 @@ def test_interrupted_measuring_ends_amid_a_tensor(monkeypatch: pytest.MonkeyPatc
     )
     quantizer = Quantizer(
         model_dir=Path(), scales=Scales(Path()), watches=(), calibrate=lambda watches: {},
-        weights={str(i): (endless,) for i in range(3)},  # type: ignore[dict-item]
+        weights={str(i): (endless,) for i in range(3)},
     )  # fmt: skip
     monkeypatch.setattr(logs, "show_progress", interrupt)
     with pytest.raises(KeyboardInterrupt):

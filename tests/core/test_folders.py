@@ -128,7 +128,7 @@ def test_commands_refuse_by_name(store: Store, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def convert(**flags: object) -> Callable[[], object]:
-        return lambda: convert_model(ConvertSettings(output_dir=out, **flags))  # type: ignore[arg-type]
+        return lambda: convert_model(ConvertSettings(output_dir=out, **flags))
 
     target = str(store(MODEL))
     calls: list[tuple[Callable[[], object], str, str]] = [
@@ -154,7 +154,7 @@ def test_commands_refuse_by_name(store: Store, tmp_path: Path) -> None:
         (lambda: load_tokenizer(store(ENGINE)), "is an engine folder, and has no tokenizer",
          "the target"),
         (lambda: load_model(store(CHECKPOINT)), "is a checkpoint folder, not", "converted from"),
-        (lambda: check_engine(store(MODEL), {}, None),  # type: ignore[arg-type]
+        (lambda: check_engine(store(MODEL), {}, None),
          "--engine-dir", "convert it first"),
     ]  # fmt: skip
     for call, fact, remedy in calls:

@@ -57,6 +57,11 @@ def test_the_target_is_found_in_either_lines_config(
         ({"num_medusa_heads": 10**9}, "num_medusa_heads is 1000000000, not a whole number from 1"),
         ({"num_medusa_layers": -1}, "num_medusa_layers is -1, not a whole number from 0 to 1000"),
         ({"max_draft_len": True}, "max_draft_len is True"),
+        ({"max_draft_len": 10**9}, "max_draft_len is 1000000000, not a whole number from 1"),
+        (
+            {"num_medusa_heads": 1000, "num_medusa_layers": 1000},
+            "1000 Medusa heads of 1000 layers are 1000000, more than 1000",
+        ),
         ({"medusa_hidden_act": "gelu"}, "unknown keys medusa_hidden_act"),
         ({"base_architecture": "MedusaFalcon"}, "'Falcon' is not supported"),
         ({"base_architecture": 7}, "7 is not supported"),

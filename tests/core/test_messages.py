@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,15 +57,17 @@ def test_a_wrong_vocabulary_is_told_once(kind: str, tmp_path: Path) -> None:
     from specdec.convert.pipeline import convert_model
     from specdec.convert.settings import ConvertSettings
 
-    flag, folder = {
-        "redrafter": lambda: ("drafter_model_dir", make_drafter(tmp_path, vocab=200)),
-        "medusa": lambda: ("medusa_model_dir", make_medusa_heads(tmp_path, vocab=200)),
-        "eagle": lambda: ("eagle_model_dir", make_eagle_drafter(tmp_path, vocab=200)),
-        "eagle3": lambda: ("eagle_model_dir", make_eagle_drafter(tmp_path, vocab=200, version=3)),
-    }[kind]()
+    makers: dict[str, tuple[str, Callable[[], Path]]] = {
+        "redrafter": ("drafter_model_dir", lambda: make_drafter(tmp_path, vocab=200)),
+        "medusa": ("medusa_model_dir", lambda: make_medusa_heads(tmp_path, vocab=200)),
+        "eagle": ("eagle_model_dir", lambda: make_eagle_drafter(tmp_path, vocab=200)),
+        "eagle3": ("eagle_model_dir", lambda: make_eagle_drafter(tmp_path, vocab=200, version=3)),
+    }
+    flag, make = makers[kind]
+    folder = make()
     settings = ConvertSettings(
         model_dir=str(make_llama(tmp_path)), output_dir=tmp_path / "out", **{flag: str(folder)}
-    )  # type: ignore[arg-type]
+    )
     with pytest.raises(SpecDecError) as caught:
         convert_model(settings)
     assert caught.value.message.count("200") == 1

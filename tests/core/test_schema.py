@@ -78,7 +78,15 @@ def test_input_projection_is_there_unless_sizes_agree() -> None:
         ({"head_size": "16"}, ["head_size is '16'"]),
         ({"attn_bias": 1}, ["attn_bias is 1"]),
         ({"rotary_scaling": "linear"}, ["rotary_scaling is 'linear'"]),
+        ({"rotary_scaling": {"rope_type": "llama3"}}, ["'llama3' has no factor, low_freq_factor"]),
         ({"embedding_sharding_dim": 2}, ["embedding_sharding_dim=2"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000 is more than 1000"]),
+        ({"head_size": 10**9}, ["head_size=1000000000 is more than 65536"]),
+        ({"vocab_size": 2**62}, ["vocab_size=4611686018427387904 is more than 2147483647"]),
+        ({"max_position_embeddings": 2**31}, ["max_position_embeddings=2147483648 is more than"]),
+        ({"original_max_position_embeddings": 1}, ["original_max_position_embeddings=1"]),
+        ({"mapping": {"tp_size": 10**9}, "num_attention_heads": 10**9}, ["tp_size=1000000000 is"]),
+        ({"mapping": {"pp_size": 10**9}}, ["pp_size=1000000000 is more than 1024"]),
         ({"mapping": 4}, ["mapping is 4, not an object"]),
         ({"mapping": {"tp_size": "2"}}, ["mapping.tp_size is '2'"]),
         ({"mapping": {"tp_size": 0}}, ["tp_size=0"]),
@@ -116,6 +124,12 @@ def test_inconsistent_target_is_refused_with_its_numbers(
         ({"redrafter_hidden_size": 32}, ["hidden_size=32 differs from the target's 64"]),
         ({"redrafter_exit_dim": 97, "mapping": {"tp_size": 2}}, ["exit_dim=97", "tp_size=2"]),
         ({"base_model_architecture": "Falcon"}, ["'Falcon' is not supported"]),
+        ({"redrafter_num_layers": 10**9}, ["num_layers is 1000000000, not a whole number from 0"]),
+        ({"redrafter_draft_len_per_beam": 100_000}, ["is 100000, not a whole number from 1 to"]),
+        (
+            {"redrafter_num_beams": 65, "redrafter_draft_len_per_beam": 64},
+            ["65 beams of 64 draft tokens are 4160, more than 4096"],
+        ),
     ],
 )
 def test_inconsistent_drafter_is_refused_with_its_numbers(

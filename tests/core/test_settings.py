@@ -130,6 +130,13 @@ def test_numbers_that_are_none(value: Any) -> None:
         check_value("rate", value, flag)
 
 
+def test_largest_number() -> None:
+    flag = dataclasses.replace(get_flags(ToySettings)["max_len"][0], maximum=4096)
+    assert check_value("max_len", "4096", flag) == 4096
+    with pytest.raises(UsageError, match="max_len: expected at most 4096, got 4097"):
+        check_value("max_len", 4097, flag)
+
+
 def test_require_names_every_missing_flag() -> None:
     require(ToySettings(texts=["a"]), "texts", "max_len")
     with pytest.raises(UsageError, match="missing --output-dir, --texts$"):

@@ -167,3 +167,10 @@ def test_bad_scaling_is_refused(scaling: dict[str, Any], messages: list[str]) ->
     for message in messages:
         assert message in caught.value.message
     assert caught.value.hint
+
+
+def test_a_table_beyond_all_memory_is_refused() -> None:
+    model = make_model(max_position_embeddings=2**31 - 1)
+    with pytest.raises(SpecDecError, match="more than 268435456") as caught:
+        RotaryTable(model, 2**31 - 1, torch.float32, CPU)
+    assert "--max-seq-len" in caught.value.hint

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.decode.accept import Candidates, accept_at_once, accept_batch
 from specdec.decode.engine import TorchEngine
+from specdec.decode.prefill import fill_cache
+from specdec.decode.sampling import ACCEPT, CHOICE, DRAFT, Sampler, SamplingParams, process_logits
 from specdec.engine.decoder import Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.tree import pack_beams
-from specdec.run.prefill import fill_cache
 from specdec.run.prompts import make_requests, read_line
-from specdec.run.sampling import ACCEPT, CHOICE, DRAFT, Sampler, SamplingParams, process_logits
 from specdec.run.settings import RunSettings
-from specdec.run.verify import Candidates, accept_at_once, accept_batch
 from tests.engines import make_engine
 from tests.parity.models import SWITCH, make_model
 
@@ -108,7 +108,7 @@ def test_rows_share_a_pass_only_inside_of_the_cache(
     assert recorder.passes == passes
 
 
-class FixedSampler(Sampler):
+class FixedSampler(Sampler):  # type: ignore[misc]
     """Gives one number wherever it is asked whether a draft is kept."""
 
     def __init__(self, uniform: float) -> None:

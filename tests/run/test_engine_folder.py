@@ -210,7 +210,7 @@ def test_files_of_ranks_are_not_mixed_up(tmp_path: Path) -> None:
     shutil.copyfile(engine / "rank0.safetensors", engine / "rank1.safetensors")
     assert "rank1.safetensors was written as 'rank0.safetensors'" in find_fault(engine)
     (engine / "rank1.safetensors").unlink()
-    assert "has tp_size 2 and 1 weight files" in find_fault(engine)
+    assert "has tp_size=2 but lacks rank1.safetensors" in find_fault(engine)
 
 
 def test_one_bit_is_found_where_hashes_are_asked_for(engine: Path) -> None:

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decode.requests import Request
+from specdec.decode.requests import Request, find_problems
 from specdec.errors import SpecDecError, UsageError
 from specdec.run.prompts import make_requests, read_line, read_prompts
-from specdec.run.requests import find_problems
 from specdec.run.settings import RunSettings
 from specdec.verify import prompts as verify_prompts
 from tests.conftest import make_tokenizer
@@ -53,8 +52,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @st.composite
 def make_entry(draw: st.DrawFn) -> dict[str, Any]:
     """A good request with some of its values, or keys, replaced."""
-    source = draw(st.sampled_from([{"prompt": "t a"}, {"input_ids": [3, 4, 5]}]))
-    entry = {**source, **GOOD}
+    sources: list[dict[str, Any]] = [{"prompt": "t a"}, {"input_ids": [3, 4, 5]}]
+    source = draw(st.sampled_from(sources))
+    entry: dict[str, Any] = {**source, **GOOD}
     for key in draw(st.lists(st.sampled_from([*source, *KEYS]), min_size=1, max_size=3)):
         if draw(st.booleans()):
             entry[key] = draw(ANYTHING)

@@ -442,10 +442,16 @@ def test_ctrl_c_amid_an_exchange(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list_outputs(load(folder, "target", 2).generate(make_requests())) == expected
 
 
-def test_a_rank_tells_what_is_wrong_with_its_file(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_seen_by_rank_0", [True, False])
+def test_a_rank_tells_what_is_wrong_with_its_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen_by_rank_0: bool
+) -> None:
+    """Rank 0 looks at all files, which on another machine may be others."""
+    if not is_seen_by_rank_0:
+        monkeypatch.setattr(torch_engine, "find_engine_problems", lambda *_: [])
     engine = tmp_path / "engine"
     engine.mkdir()
-    for path in (folder / "target-tp2").iterdir():
+    for path in (folder / "target-tp2").glob("*.*"):
         (engine / path.name).write_bytes(path.read_bytes())
     damaged = engine / "rank1.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-64])

@@ -122,7 +122,7 @@ def save_array(path: Path, array: Any) -> None:
     np.save(path, array)
 
 
-ARRAYS: dict[str, tuple[str, Callable[[Path], None], str]] = {
+ARRAYS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "half of the tokens": ("train.tokens", halve, "has 6 entries, its rows 12"),
     "half of the mask": ("heldout.mask", halve, "has 6 entries, its rows 12"),
     "half of the bounds": ("train.bounds", halve, "entries, its rows 0"),

@@ -57,6 +57,10 @@ def make_engine(world: World, name: str) -> Path:
         ("plain", "build_config.max_num_tokens", None, "max_num_tokens is None"),
         ("plain", "pretrained_config.mapping.tp_size", None, "mapping.tp_size is None"),
         ("plain", "build_config.plugin_config", None, "plugin_config is None"),
+        ("plain", "pretrained_config.mapping.tp_size", 10**9, "are 1000000000, more than 1024"),
+        ("plain", "pretrained_config.mapping.pp_size", "2", "mapping.pp_size is '2'"),
+        ("plain", "build_config.max_seq_len", 2**62, "max_seq_len is 4611686018427387904"),
+        ("redrafter", "pretrained_config.redrafter_draft_len_per_beam", 10**5, "more than 4096"),
     ],
 )
 def test_missing_key_that_the_runtime_takes_for_something_else(

@@ -344,3 +344,30 @@ def test_wrong_usage(tmp_path: Path) -> None:
     done = run_cli("verify", "--checkpoint-dir", tmp_path, "--convert-dir", "x")
     assert done.returncode == 2
     assert "no such option --convert-dir" in read_error_lines(done.stderr)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than 1000"),
+        ({"text_config": {"n_layer": 10**6}}, "text_config.n_layer is 1000000, more than 1000"),
+        ({"num_local_experts": 10**6}, "num_local_experts is 1000000, more than 10000"),
+        ({"head_dim": 10**9}, "head_dim is 1000000000, more than 65536"),
+        ({"hidden_size": 2**62}, "hidden_size is 4611686018427387904, more than 2147483647"),
+    ],
+)
+def test_sizes_that_transformers_would_make_are_refused_first(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Of a model that transformers loads, by verify and by train: its classes list every layer."""
+    from specdec.train.target import load_config
+    from specdec.verify.reference import read_config
+
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "eos_token_id": 2**40}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_config(str(tmp_path)).model_type == read_config(str(tmp_path)).model_type
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    for load in (load_config, read_config):
+        with pytest.raises(SpecDecError) as caught:
+            load(str(tmp_path))
+        assert message in caught.value.message
