@@ -250,8 +250,9 @@ class Engine:
                     core.decoder, core.proposer, requests, self._make_options(core), core.timing
                 )
             active = [batch.submit(request) for request in requests]
-            while any(request.finish_reason is None for request in active):
-                self._step(batch)
+            for request in active:
+                while request.finish_reason is None:
+                    self._step(batch)
         return [_describe(request.make_result(), self.tokenizer) for request in active]
 
     def stream(

@@ -366,6 +366,9 @@ class Batch:
         return row
 
     def _retire(self) -> None:
+        for request in self.active:
+            if request.finish_reason is not None:
+                request.release()
         self.active = [r for r in self.active if r.finish_reason is None]
 
 

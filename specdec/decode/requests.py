@@ -132,6 +132,10 @@ class ActiveRequest:
         # One more than the limit: the token after a full block is chosen, then cut.
         return Sampler(self.request.sampling, self.request.max_output_len + self._max_depth + 1)
 
+    def release(self) -> None:
+        """Forget what only further tokens would need: a run may have many requests."""
+        self.__dict__.pop("sampler", None)
+
     @property
     def remaining(self) -> int:
         """Tokens that may still be emitted."""

@@ -14,7 +14,7 @@ import torch
 from specdec.decode import engine as torch_engine
 from specdec.decode.drafters.base import PlainProposer
 from specdec.decode.engine import TorchEngine
-from specdec.decode.loop import Options, Timing, fit_batch, generate
+from specdec.decode.loop import Batch, Options, Timing, fit_batch, generate
 from specdec.decode.plain_ahead import PlainAhead
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
@@ -210,6 +210,52 @@ def test_a_second_cache_is_not_the_first(folders: dict[str, Path]) -> None:
     assert [request.output_ids for request in active] == expected
     assert engine.graphs.num_eager["another cache"] > 20
     assert engine.graphs.num_replayed > 20
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_requests_join_and_leave_between_steps(
+    folders: dict[str, Path], *, speculate: bool
+) -> None:
+    """Greedy ones run ahead of the host until a sampled one joins, and again once it has left."""
+    greedy, sampled = make_requests(4), make_requests(2, limit=15, temperature=0.9)[::-1]
+    eager = load(folders, "redrafter", with_graphs=False, speculate=speculate)
+    expected = [run(eager, [request])[0] for request in (*greedy, *sampled)]
+    engine = load(folders, "redrafter", with_graphs=True, speculate=speculate)
+    batch = Batch(
+        engine.decoder, engine.proposer, engine.fill_options(Options()), Timing(),
+        num_rows=3, max_seq_len=engine.max_seq_len,
+    )  # fmt: skip
+    assert not batch.is_busy
+    batch.step()  # with nothing to do
+    active = [batch.submit(request) for request in greedy[:2]]
+    ways = []
+
+    def step(count: int) -> None:
+        for _ in range(count):
+            batch.step()
+            ways.append(batch._ahead.is_flying)
+
+    step(3)
+    active.append(batch.submit(sampled[0]))
+    step(2)
+    batch.cancel(active[1])
+    active += [batch.submit(request) for request in (*greedy[2:], sampled[1])]
+    assert active[1].finish_reason == "cancelled"
+    step(1)
+    assert len(batch.active) == 3
+    batch.cancel(active[-1])  # which still waits
+    left = active[0], active[2], active[3], active[4]
+    while any(request.finish_reason is None for request in left):
+        step(1)
+    assert not batch.is_busy
+    outputs = [request.output_ids for request in active]
+    assert [outputs[0], *outputs[2:5]] == [expected[0], expected[4], *expected[2:4]]
+    assert 3 <= len(outputs[1]) < len(expected[1])
+    assert outputs[1] == expected[1][: len(outputs[1])]
+    assert outputs[5] == []
+    # Ahead, not with the sampled one, ahead again.
+    changes = [way for at, way in enumerate(ways) if at == 0 or way != ways[at - 1]]
+    assert changes[:3] == ([False] if speculate else [True, False, True])
 
 
 def test_no_more_graphs_than_allowed(folders: dict[str, Path]) -> None:
