@@ -31,6 +31,8 @@ class StageCommand(click.Command):
     Where the first word names a subcommand, that takes the others.
     """
 
+    settings_class: type
+    work: Callable[[Any], None]  # takes settings of that class
     list_options: frozenset[str] = frozenset()
     subcommands: Mapping[str, click.Command] = {}
 
@@ -72,7 +74,9 @@ class StageCommand(click.Command):
         raise AssertionError("the loop ends at --")
 
 
-def _build_option(name: str, flag: Flag, default: Any) -> click.Option:
+def _build_parameter(name: str, flag: Flag, default: Any) -> click.Parameter:
+    if flag.is_argument:
+        return click.Argument([name], nargs=-1, metavar=f"[{flag.metavar or 'TEXT'}]...")
     declaration = "--" + name.replace("_", "-")
     text = flag.help
     shown = default is not None and default is not False and default != []
@@ -115,6 +119,7 @@ def stage_command(
                 key: value
                 for key, value in values.items()
                 if ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE
+                and value != ()  # no words
             }
             logs.set_up(debug=debug)
             recipe = Path(config) if config else None
@@ -122,7 +127,7 @@ def stage_command(
             work(resolve_settings(settings_class, section or name, typed, recipe, others))
 
         params: list[click.Parameter] = [
-            _build_option(key, flag, default) for key, (flag, default) in flags.items()
+            _build_parameter(key, flag, default) for key, (flag, default) in flags.items()
         ]
         if (section or name) in SECTIONS:
             text = f"YAML recipe; its `{section or name}:` section."
@@ -140,8 +145,11 @@ def stage_command(
             | ({"ignore_unknown_options": True, "allow_extra_args": True}
                if takes_others(settings_class) else {}),
         )  # fmt: skip
+        command.settings_class, command.work = settings_class, work
         command.list_options = frozenset(
-            "--" + key.replace("_", "-") for key, (flag, _) in flags.items() if flag.kind == "list"
+            "--" + key.replace("_", "-")
+            for key, (flag, _) in flags.items()
+            if flag.kind == "list" and not flag.is_argument
         )
         return command
 
@@ -256,6 +264,7 @@ def print_error(message: str, hint: str) -> None:
 
 
 STAGES = {
+    "generate": ("specdec.generate.cli", "Hugging Face folders -> text, in one command"),
     "convert": ("specdec.convert.cli", "Hugging Face base and drafter -> checkpoint folder"),
     "build": ("specdec.build.cli", "checkpoint folder -> engine folder"),
     "run": ("specdec.run.cli", "engine folder -> text, tokens, statistics"),
@@ -268,6 +277,14 @@ STAGES = {
 }
 
 
+def load_command(name: str) -> StageCommand:
+    """Import a stage's command; nothing of it is imported before it is called."""
+    import importlib
+
+    command: StageCommand = importlib.import_module(STAGES[name][0]).command
+    return command
+
+
 class StageGroup(click.Group):
     """`specdec STAGE`: imports a stage only when it is called."""
 
@@ -275,12 +292,7 @@ class StageGroup(click.Group):
         return list(STAGES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in STAGES:
-            return None
-        import importlib
-
-        command: click.Command = importlib.import_module(STAGES[cmd_name][0]).command
-        return command
+        return load_command(cmd_name) if cmd_name in STAGES else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -23,6 +23,7 @@ class Flag:
     minimum: float | None = None
     metavar: str | None = None
     hidden: bool = False
+    is_argument: bool = False  # the words that belong to no option; a list
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
