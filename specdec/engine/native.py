@@ -86,7 +86,9 @@ def compile_kernels(folder: Path) -> dict[str, str]:
         logger.debug("kernels taken from %s", kept)
         return info
     objects = folder / "kernels.o"
-    _call_compiler([compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)])
+    label = f"compiling kernels for this processor with {Path(compiler).name}, once"
+    with logs.show_waiting(label, logger):
+        _call_compiler([compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)])
     # GCC's OpenMP is loaded with torch, whose threads the kernels then share: two teams would
     # wait for each other's processors. Clang's kernels bring their own.
     openmp = ["-fopenmp"] if "clang" in version.stdout else []
