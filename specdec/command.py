@@ -339,8 +339,12 @@ class StageGroup(click.Group):
             ])  # fmt: skip
 
 
+def _complete_stage(_: object, __: object, incomplete: str) -> list[str]:
+    return [name for name in STAGES if name.startswith(incomplete)]
+
+
 @click.command("help", context_settings=dict(CONTEXT))
-@click.argument("words", nargs=-1, metavar="[CMD]")
+@click.argument("words", nargs=-1, metavar="[CMD]", shell_complete=_complete_stage)
 @click.pass_context
 def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
     """Explain all options of a command, such as `specdec help run`."""

@@ -271,6 +271,7 @@ def test_version(args: list[str]) -> None:
         (["run", "--input-text"], "", []),
         (["run", "--device"], "c", ["cpu", "cuda"]),
         (["build", "--use-paged-context-fmha"], "d", ["disable"]),
+        (["help"], "di", ["diagnose"]),
         (["train", "data"], "--dataset", ["--dataset-split"]),
     ],
 )
