@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -253,6 +254,13 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         compile_source(command)
 
     monkeypatch.setattr(native, "_call_compiler", call)
+    told: list[str] = []
+
+    def show_waiting(label: str, logger: object) -> contextlib.AbstractContextManager[None]:
+        told.append(label)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(native.logs, "show_waiting", show_waiting)
     infos, contents = [], []
     for name in ("first", "second", "third"):
         (tmp_path / name).mkdir()
@@ -272,6 +280,8 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     source.write_text('extern "C" int answer() { return 43; }\n')
     native.compile_kernels(tmp_path / "first")
     assert len(calls) == 6
+    assert len(told) == 3, "one line for each time that there is a wait"
+    assert told[0].startswith("compiling kernels")
 
 
 @needs_compiler
