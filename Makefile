@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM = false
 .PHONY: help dev demo test check fix bench dist clean
 
 help:
-	@echo "make demo    convert, build and run the example model"
+	@echo "make demo    drafted tokens marked in a text, and where speculation pays: some minutes"
 	@echo "make test    run the tests (TESTS=tests/core for some of them)"
 	@echo "make check   lint, format and type checks, as in CI"
 	@echo "make fix     mend what the linter and the formatter can"

@@ -118,8 +118,8 @@ PAGES: Mapping[str, Page] = {
                 "workers", "trtllm_version", "emit_script", "launcher",
             ),
             "Triton": (
-                "emit_triton", "triton_templates", "triton_tokenizer_dir",
-                "triton_draft_engine_dir", "triton_devices", "triton_draft_devices",
+                "emit_triton", "triton_templates", "triton_tokenizer_dir", "triton_engine_path",
+                "triton_draft_engine_dir", "triton_draft_engine_path", "triton_devices", "triton_draft_devices",
                 "triton_kv_cache_fraction", "triton_streaming", "triton_parameters",
             ),
         },
@@ -145,7 +145,7 @@ PAGES: Mapping[str, Page] = {
             "Machine": (
                 "device", "kv_cache_enable_block_reuse", "kv_cache_free_gpu_memory_fraction",
             ),
-            "Measurement": ("run_profiling", "output_generation_logits"),
+            "Measurement": ("run_profiling", "output_generation_logits", "verify_hashes"),
         },
     ),
     "train": Page(
@@ -196,6 +196,7 @@ PAGES: Mapping[str, Page] = {
         {
             "An engine's text": (
                 "engine_dir", "model_dir", "prompts", "max_output_len", "num_alone", "device",
+                "verify_hashes",
             ),
             "Its sampling": ("sampling", "num_samples", "temperature", "top_k", "random_seed"),
             "A checkpoint's files": ("checkpoint_dir", "workers"),
@@ -239,7 +240,7 @@ PAGES: Mapping[str, Page] = {
     "doctor": Page(
         ("specdec doctor", "specdec doctor --engine-dir engine"),
         "docs/doctor.md",
-        {"Engine": ("engine_dir",)},
+        {"Engine": ("engine_dir", "verify_hashes")},
     ),
 }  # fmt: skip
 

@@ -219,7 +219,11 @@ def test_groups_name_options_that_exist() -> None:
     listed = {name for names in METHODS.values() for name in names}
     for page in PAGES.values():
         listed |= {name for names in (*page.groups.values(), *page.more.values()) for name in names}
-    assert listed | set(GENERAL) <= known | {"show_drafts", "tokenizer_dir"}
+    assert listed | set(GENERAL) <= known | COMING
+
+
+# Options that are on their way into commands; a name leaves this list when it is there.
+COMING = {"show_drafts", "triton_engine_path", "triton_draft_engine_path", "verify_hashes"}
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "train data"])
