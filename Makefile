@@ -22,7 +22,7 @@ export TOKENIZERS_PARALLELISM = false
 .PHONY: help dev demo test kernels check fix bench dist clean
 
 help:
-	@echo "make demo    convert, build and run the example model"
+	@echo "make demo    drafted tokens marked in a text, and where speculation pays: some minutes"
 	@echo "make test    run the tests (TESTS=tests/core for some of them)"
 	@echo "make kernels the native kernels by all compilers installed, for ARM, and under the"
 	@echo "             sanitizers: up to an hour (KERNELS='--only sanitizers' for a part)"

@@ -86,7 +86,7 @@ def run_engine(
         longest = max(len(r.input_ids) for r in requests)
         return {"dry_run": True, **about, "num_prompts": len(requests), "longest": longest}
     engine.load()
-    logger.info("generating for %d prompts", len(requests))
+    logger.info("generating for %d prompt%s", len(requests), "" if len(requests) == 1 else "s")
     began = time.perf_counter()
     results, is_interrupted = generate(engine, requests, settings, tokenizer, write)
     seconds = time.perf_counter() - began

@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from specdec import __version__, logs
+from specdec import __version__, help, logs
 from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
 from specdec.settings import (
     SECTIONS,
@@ -39,8 +39,24 @@ class StageCommand(click.Command):
     Where the first word names a subcommand, that takes the others.
     """
 
+    settings_class: type
+    work: Callable[[Any], None]  # takes settings of that class
     list_options: frozenset[str] = frozenset()
     subcommands: Mapping[str, click.Command] = {}
+    is_help_long = False
+
+    @property
+    def stage(self) -> str:
+        """Its name behind `specdec`."""
+        return str(self.name).removeprefix("specdec-")
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_help_text(ctx, formatter)
+        help.write_examples(self.stage, formatter)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        help.write_options(self.stage, ctx, formatter, is_long=self.is_help_long)
+        help.write_link(self.stage, formatter, is_long=self.is_help_long)
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None,
@@ -56,15 +72,15 @@ class StageCommand(click.Command):
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, self._repeat_list_options(args))
+        return super().parse_args(ctx, self._repeat_list_options(ctx, args))
 
-    def _repeat_list_options(self, args: list[str]) -> list[str]:
+    def _repeat_list_options(self, ctx: click.Context, args: list[str]) -> list[str]:
         expanded: list[str] = []
         current = ""  # the list option that takes the next words, if any
         is_waiting = False  # it has had none yet
         for i, arg in enumerate([*args, "--"]):
             is_option = arg.startswith("--") or arg == "-h"
-            if is_option and is_waiting:
+            if is_option and is_waiting and not ctx.resilient_parsing:
                 raise click.BadOptionUsage(current, f"Option '{current}' requires an argument.")
             if arg == "--":  # what follows are no options
                 return expanded + args[i:]
@@ -80,7 +96,9 @@ class StageCommand(click.Command):
         raise AssertionError("the loop ends at --")
 
 
-def _build_option(name: str, flag: Flag, default: Any) -> click.Option:
+def _build_parameter(name: str, flag: Flag, default: Any) -> click.Parameter:
+    if flag.is_argument:
+        return click.Argument([name], nargs=-1, metavar=f"[{flag.metavar or 'TEXT'}]...")
     declaration = "--" + name.replace("_", "-")
     text = flag.help
     shown = default is not None and default is not False and default != []
@@ -104,9 +122,20 @@ def _build_option(name: str, flag: Flag, default: Any) -> click.Option:
             options["metavar"] = flag.metavar or "TEXT..."
         else:
             options["type"] = {"int": int, "float": float}.get(flag.kind, str)
-            options["metavar"] = flag.metavar or {"path": "PATH"}.get(flag.kind)
+            options["metavar"] = flag.metavar or {"path": "PATH", "int": "N", "float": "X"}.get(
+                flag.kind
+            )
         text += f"  [default: {default}]" if shown else ""
-    return click.Option([declaration], help=text, **options)
+
+    def complete(_: object, __: object, incomplete: str) -> list[Any]:
+        from click.shell_completion import CompletionItem
+
+        if flag.kind == "path":
+            return [CompletionItem(incomplete, type="file")]
+        choices = ("enable", "disable") if flag.kind == "enable" else flag.choices
+        return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
+
+    return click.Option([declaration], help=text, shell_complete=complete, **options)
 
 
 def stage_command(
@@ -123,6 +152,7 @@ def stage_command(
                 key: value
                 for key, value in values.items()
                 if ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE
+                and value != ()  # no words
             }
             logs.set_up(debug=debug)
             recipe = Path(config) if config else None
@@ -130,7 +160,7 @@ def stage_command(
             work(resolve_settings(settings_class, section or name, typed, recipe, others))
 
         params: list[click.Parameter] = [
-            _build_option(key, flag, default) for key, (flag, default) in flags.items()
+            _build_parameter(key, flag, default) for key, (flag, default) in flags.items()
         ]
         if (section or name) in SECTIONS:
             text = f"YAML recipe; its `{section or name}:` section."
@@ -148,8 +178,11 @@ def stage_command(
             | ({"ignore_unknown_options": True, "allow_extra_args": True}
                if takes_others(settings_class) else {}),
         )  # fmt: skip
+        command.settings_class, command.work = settings_class, work
         command.list_options = frozenset(
-            "--" + key.replace("_", "-") for key, (flag, _) in flags.items() if flag.kind == "list"
+            "--" + key.replace("_", "-")
+            for key, (flag, _) in flags.items()
+            if flag.kind == "list" and not flag.is_argument
         )
         return command
 
@@ -176,7 +209,7 @@ def _group_others(ctx: click.Context) -> dict[str, list[str]]:
 
 def _make_version_option() -> click.Option:
     return click.Option(
-        ["--version"],
+        ["-V", "--version"],
         is_flag=True,
         is_eager=True,
         expose_value=False,
@@ -295,6 +328,7 @@ def print_error(message: str, hint: str) -> None:
 
 
 STAGES = {
+    "generate": ("specdec.generate.cli", "Hugging Face folders -> text, in one command"),
     "convert": ("specdec.convert.cli", "Hugging Face base and drafter -> checkpoint folder"),
     "build": ("specdec.build.cli", "checkpoint folder -> engine folder"),
     "run": ("specdec.run.cli", "engine folder -> text, tokens, statistics"),
@@ -307,19 +341,24 @@ STAGES = {
 }
 
 
+def load_command(name: str) -> StageCommand:
+    """Import a stage's command; nothing of it is imported before it is called."""
+    import importlib
+
+    command: StageCommand = importlib.import_module(STAGES[name][0]).command
+    return command
+
+
 class StageGroup(click.Group):
     """`specdec STAGE`: imports a stage only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(STAGES)
+        return [*STAGES, "help"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in STAGES:
-            return None
-        import importlib
-
-        command: click.Command = importlib.import_module(STAGES[cmd_name][0]).command
-        return command
+        if cmd_name == "help":
+            return help_command
+        return load_command(cmd_name) if cmd_name in STAGES else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -333,7 +372,35 @@ class StageGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in STAGES.items()])
+            formatter.write_dl([
+                *((name, text) for name, (_, text) in STAGES.items()),
+                ("help CMD", "all options of a command, explained"),
+            ])  # fmt: skip
+
+
+def _complete_stage(_: object, __: object, incomplete: str) -> list[str]:
+    return [name for name in STAGES if name.startswith(incomplete)]
+
+
+@click.command("help", context_settings=dict(CONTEXT))
+@click.argument("words", nargs=-1, metavar="[CMD]", shell_complete=_complete_stage)
+@click.pass_context
+def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
+    """Explain all options of a command, such as `specdec help run`."""
+    parent = ctx.find_root()
+    if not words:
+        click.echo(parent.get_help())
+        return
+    name, command, _ = group.resolve_command(parent, list(words))
+    assert name is not None
+    assert isinstance(command, StageCommand)
+    for word in words[1:]:
+        if word not in command.subcommands:
+            raise click.UsageError(f"specdec {name} has no subcommand {word!r}")
+        name, command = f"{name} {word}", command.subcommands[word]
+        assert isinstance(command, StageCommand)
+    command.is_help_long = True
+    click.echo(command.get_help(click.Context(command, parent=parent, info_name=name)))
 
 
 group = StageGroup(

@@ -58,6 +58,33 @@ def show_progress(items: Iterable[T], *, label: str, total: int) -> Iterator[T]:
 
 
 @contextlib.contextmanager
+def show_waiting(label: str, logger: logging.Logger) -> Iterator[None]:
+    """Say what is being waited for; on a terminal, also count the seconds."""
+    if not sys.stderr.isatty():
+        logger.info("%s ...", label)
+        yield
+        return
+    done = threading.Event()
+    began = time.monotonic()
+
+    def count() -> None:
+        while True:
+            sys.stderr.write(f"\r{label} ... {time.monotonic() - began:.0f} s")
+            sys.stderr.flush()
+            if done.wait(1.0):
+                return
+
+    counter = threading.Thread(target=count, daemon=True)
+    counter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        counter.join()
+        sys.stderr.write("\n")
+
+
+@contextlib.contextmanager
 def track(label: str, *, total: int, of_bytes: bool = False) -> Iterator[Callable[[int], None]]:
     """Yield a function that moves a progress bar on; there is one on a terminal only.
 

@@ -24,6 +24,7 @@ class Flag:
     maximum: float | None = None
     metavar: str | None = None
     hidden: bool = False
+    is_argument: bool = False  # the words that belong to no option; a list
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +212,7 @@ def read_recipe(path: Path, section: str) -> dict[str, Any]:
         raise UsageError(f"recipe {path} does not exist", "check the path after --config") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise UsageError(f"recipe {path} is not readable: {reason}", "mend the file") from None
+        raise UsageError(f"recipe {path} is not readable: {reason}", "correct the file") from None
     if document is None:
         return {}
     if not isinstance(document, dict):

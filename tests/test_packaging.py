@@ -22,7 +22,10 @@ if sys.version_info >= (3, 11):
 else:
     tomllib = None
 
-SOURCES = ("specdec", "convert", "build", "run", "train", "verify", "doctor", "bench", "configs")
+SOURCES = (
+    "specdec", "convert", "build", "run", "generate", "train", "verify", "doctor", "bench",
+    "configs",
+)  # fmt: skip
 
 
 def list_package_folders() -> dict[str, str]:

@@ -33,7 +33,6 @@ def data_command(settings: DataSettings) -> None:
 
 
 command.subcommands = {"data": data_command}
-command.epilog = "`data` as the first word makes training data: specdec-train data --help."
 
 
 def main() -> None:

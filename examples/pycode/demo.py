@@ -1,44 +1,200 @@
 #!/usr/bin/env python3
-"""`make demo`: convert, build and run the pycode model with its ReDrafter drafter.
+"""`make demo`: what speculation does, and where it pays, in a few minutes.
 
-Runs the three commands as a user would type them, shows a continuation, and measures the same
-prompts with and without speculation on the same engine, by turns, for two beam shapes. Texts must
-be equal, and equal to what transformers writes; the script fails if they are not.
+Converts, builds and runs the pycode model with its ReDrafter drafter, as a user would type it, with
+the drafted tokens marked. Then measures plain decoding and three methods by turns, on the 10M model
+and on its grown twin: the same model inside large matrices (benchmarks/grow.py), which writes the
+same text at the cost of a model of some 300M parameters. Every figure is measured here. With and
+without speculation the texts must be equal, and the 10M model's equal to what transformers writes;
+the script fails if they are not.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SAMPLE = 'def read_lines(path):\n    """Return the lines of a file."""'
-TARGET, DRAFTER = "examples/pycode/target", "examples/pycode/redrafter"
-NUM_PROMPTS, NUM_CHECKED, OUTPUT_LEN, REPEATS = 12, 3, 120, 3
-# (beams, tokens a beam): the published kind of shape, and the one that pays best at this size.
-BEAM_SHAPES = ((4, 5), (1, 3))
+TARGET, DRAFTER, DRAFT = (f"examples/pycode/{name}" for name in ("target", "redrafter", "draft"))
+NUM_CHECKED = 2  # prompts that transformers continues, too
+ROUNDS = 3
+BEAM_SHAPE = ("--redrafter-num-beams", "1", "--redrafter-draft-len-per-beam", "3")
+EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", "8")
+TWIN_SHAPE = (
+    "--layers", "12", "--hidden", "1536", "--intermediate", "4096", "--heads", "24",
+    "--kv-heads", "4", "--exit-dim", "1024",
+)  # fmt: skip
+PLAIN = "plain decoding"
 
 
-def run_stage(stage: str, *args: str) -> str:
-    """Run one specdec command, shown as typed; return its stdout."""
-    print(f"$ specdec-{stage} {shlex.join(args)}", flush=True)
-    command = [sys.executable, "-m", "specdec", stage, *args]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A target to measure: where it and its drafter lie, and how much of its text is written."""
+
+    folder: str
+    drafter: str
+    dtype: str
+    num_prompts: int
+    max_output_len: int
+
+
+@dataclasses.dataclass
+class Figures:
+    """What was measured of one way to decode, round after round."""
+
+    speeds: list[float] = dataclasses.field(default_factory=list)  # tokens a second
+    acceptance_length: float = 0.0
+    output_ids: list[list[int]] = dataclasses.field(default_factory=list)
+
+
+def call_program(words: Sequence[str], *, is_shown: bool = True, **options: Any) -> str:
+    """Run a command from the project's root, shown as typed; end with it where it fails."""
+    if is_shown:
+        print(f"\n$ {shlex.join(words)}", flush=True)
+    name, *arguments = words
+    program = [sys.executable]
+    if name.startswith("specdec-"):
+        program += ["-m", "specdec", name.removeprefix("specdec-")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*program, *(arguments if len(program) > 1 else words)],
+        cwd=ROOT, env=environment, text=True, check=False, **options,
+    )  # fmt: skip
     if done.returncode != 0:
-        sys.exit(f"specdec-{stage} failed with status {done.returncode}")
-    return done.stdout
+        sys.exit(f"FAILED: {name} ended with status {done.returncode}\n{done.stderr or ''}")
+    return done.stdout or ""
 
 
-def generate_with_transformers(prompts: list[str], limit: int) -> list[list[int]]:
+def make_engine(folder: str, model: str, dtype: str, *flags: str, build: Sequence[str] = ()) -> str:
+    """Convert and build; return the engine's folder."""
+    checkpoint, engine = f"{folder}-checkpoint", f"{folder}-engine"
+    call_program([
+        "specdec-convert", "--model-dir", model, *flags, "--dtype", dtype,
+        "--output-dir", checkpoint, "--force",
+    ])  # fmt: skip
+    # One request at a time is what speculation is for.
+    call_program([
+        "specdec-build", "--checkpoint-dir", checkpoint, "--output-dir", engine,
+        "--max-batch-size", "1", *build, "--force",
+    ])  # fmt: skip
+    return engine
+
+
+def make_redrafter(model: Model, folder: str) -> str:
+    """Make the engine of a model and its ReDrafter drafter."""
+    flags = ["--drafter-model-dir", model.drafter, *BEAM_SHAPE]
+    return make_engine(f"{folder}/redrafter", model.folder, model.dtype, *flags)
+
+
+def show_text(engine: str) -> None:
+    """Continue a prompt, with the tokens marked by where they come from."""
+    words = ["specdec-run", "--engine-dir", engine, "--tokenizer-dir", TARGET]
+    # This checkout's specdec-run may not have the flag yet.
+    if "--show-drafts" in call_program(["specdec-run", "--help"], is_shown=False, stdout=-1):
+        words.append("--show-drafts")
+    call_program([*words, "--max-output-len", "80", "--input-text", SAMPLE])
+
+
+def grow_twin(folder: str) -> Model:
+    """Make the large model that computes what the small one does, and its drafter."""
+    twin = Model(f"{folder}/model", f"{folder}/drafter", "bfloat16", 3, 48)
+    for path in (twin.folder, twin.drafter):
+        shutil.rmtree(ROOT / path, ignore_errors=True)  # of an earlier demo
+    call_program([
+        "benchmarks/grow.py", "--model-dir", TARGET, "--output-dir", twin.folder,
+        "--drafter-model-dir", DRAFTER, "--drafter-output-dir", twin.drafter, *TWIN_SHAPE,
+    ])  # fmt: skip
+    return twin
+
+
+def list_ways(model: Model, folder: str, redrafter: str) -> dict[str, list[str]]:
+    """Make the other engines; return the flags of specdec-run for each way to decode."""
+    target = make_engine(f"{folder}/target", model.folder, model.dtype, build=EXTERNAL)
+    draft = make_engine(f"{folder}/draft", DRAFT, model.dtype)
+    return {
+        PLAIN: ["--engine-dir", target, "--no-speculation"],
+        "prompt lookup, 8 tokens": ["--engine-dir", target, "--prompt-lookup-num-tokens", "8"],
+        "draft model, 4 tokens": [
+            "--engine-dir", target, "--draft-engine-dir", draft, "--draft-len", "4",
+        ],
+        "ReDrafter, 1 beam x 3": ["--engine-dir", redrafter],
+    }  # fmt: skip
+
+
+def measure(
+    model: Model, ways: Mapping[str, Sequence[str]], prompts: Sequence[str], folder: str
+) -> dict[str, Figures]:
+    """Run every way by turns, ROUNDS times."""
+    prompt_file = f"{folder}/prompts.jsonl"
+    chosen = prompts[: model.num_prompts]
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in chosen]
+    (ROOT / prompt_file).write_text("".join(lines), encoding="utf-8")
+    shared = [
+        "--tokenizer-dir", TARGET, "--input-file", prompt_file,
+        "--max-output-len", str(model.max_output_len), "--json",
+    ]  # fmt: skip
+    print(f"\n{len(chosen)} prompts, {model.max_output_len} new tokens each, {ROUNDS} rounds:")
+    found = {name: Figures() for name in ways}
+    for number in range(ROUNDS):
+        for name, flags in ways.items():
+            print(f"  round {number + 1}: {name:24}", end="", flush=True)
+            words = ["specdec-run", *flags, *shared]
+            report = json.loads(call_program(words, is_shown=False, stdout=-1, stderr=-1))
+            figures, stats = found[name], report["stats"]
+            figures.speeds.append(stats["tokens_per_second"])
+            figures.acceptance_length = stats["acceptance_length"]
+            figures.output_ids = [output["output_ids"] for output in report["outputs"]]
+            if figures.output_ids != found[PLAIN].output_ids:
+                sys.exit(f"\nFAILED: the text of {name} differs from plain decoding's")
+            print(f"{figures.speeds[-1]:7.1f} tokens/s", flush=True)
+    return found
+
+
+def find_ratio(found: Mapping[str, Figures], name: str) -> float:
+    """How many times as fast as plain decoding, in medians."""
+    medians = [statistics.median(found[key].speeds) for key in (name, PLAIN)]
+    return medians[0] / medians[1]
+
+
+def format_figures(title: str, found: Mapping[str, Figures]) -> list[str]:
+    """A table: medians, with the lowest and the highest."""
+    lines = [title, f"  {'':24}{'tokens/s':>22}{'times plain':>14}{'tokens a step':>16}"]
+    for name, figures in found.items():
+        speeds = figures.speeds
+        speed = f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
+        ratio, length = find_ratio(found, name), figures.acceptance_length
+        lines.append(f"  {name:24}{speed:>22}{ratio:>14.2f}{length:>16.2f}")
+    return lines
+
+
+def conclude(found: Mapping[str, Figures]) -> str:
+    """Say what the figures say, also where speculation loses."""
+    ratios = {name: find_ratio(found, name) for name in found if name != PLAIN}
+    best = max(ratios, key=lambda name: ratios[name])
+    slower = [name for name, ratio in ratios.items() if ratio < 1]
+    if len(slower) == len(ratios):
+        return (
+            "No method was faster than plain decoding on this machine, at this moment. Is something"
+            " else running? `specdec diagnose` tells where the time goes."
+        )
+    told = f"The large model writes {ratios[best]:.1f} times as fast with {best}."
+    return told + (f" Slower than plain decoding here: {', '.join(slower)}." if slower else "")
+
+
+def generate_with_transformers(prompts: Sequence[str], limit: int) -> list[list[int]]:
     """What the target alone writes: greedy, float32, one prompt at a time."""
     import torch
 
@@ -60,88 +216,52 @@ def generate_with_transformers(prompts: list[str], limit: int) -> list[list[int]
     return outputs
 
 
-def make_engine(work_dir: str, beams: int, length: int) -> str:
-    """Convert and build with one beam shape; return the engine folder."""
-    checkpoint, engine = (
-        f"{work_dir}/checkpoint-{beams}x{length}",
-        f"{work_dir}/engine-{beams}x{length}",
-    )
-    print("Two Hugging Face folders become one checkpoint, the checkpoint an engine:")
-    run_stage(
-        "convert", "--model-dir", TARGET, "--drafter-model-dir", DRAFTER,
-        "--output-dir", checkpoint, "--dtype", "float32", "--redrafter-num-beams", str(beams),
-        "--redrafter-draft-len-per-beam", str(length), "--force",
-    )  # fmt: skip
-    # One request at a time is what speculation is for: a batch of 8 fills this CPU without it.
-    run_stage(
-        "build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--max-batch-size", "1",
-        "--force",
-    )  # fmt: skip
-    return engine
-
-
-def measure(engine: str, prompts: list[str], prompt_file: str) -> tuple[list[list[int]], str]:
-    """Run with and without speculation by turns; return the tokens and a line of figures."""
-    args = [
-        "--engine-dir", engine, "--tokenizer-dir", TARGET, "--max-output-len", str(OUTPUT_LEN),
-        "--input-file", prompt_file, "--json",
-    ]  # fmt: skip
-    reports: dict[str, list[dict[str, Any]]] = {"speculation": [], "plain": []}
-    for _ in range(REPEATS):
-        reports["speculation"].append(json.loads(run_stage("run", *args)))
-        reports["plain"].append(json.loads(run_stage("run", *args, "--no-speculation")))
-    texts = {
-        tuple(tuple(output["output_ids"]) for output in report["outputs"])
-        for runs in reports.values()
-        for report in runs
-    }
-    if len(texts) != 1:
-        sys.exit("FAILED: the text with speculation differs from the text without")
-    speed = {
-        name: statistics.median(report["stats"]["tokens_per_second"] for report in runs)
-        for name, runs in reports.items()
-    }
-    acceptance = reports["speculation"][0]["stats"]["acceptance_length"]
-    return [list(ids) for ids in next(iter(texts))], (
-        f"acceptance length {acceptance:.2f} tokens per verify step;"
-        f" {speed['speculation']:.0f} tokens/s with speculation, {speed['plain']:.0f} without:"
-        f" {speed['speculation'] / speed['plain']:.2f} times"
-    )
+def print_title(text: str) -> None:
+    """Begin a part."""
+    print(f"\n== {text}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work-dir", default="out/demo", help="relative to the project's root")
     work_dir: str = parser.parse_args().work_dir
-    prompts = [json.loads(line)["prompt"] for line in (HERE / "prompts.jsonl").open()]
-    prompts = prompts[:NUM_PROMPTS]
-    (ROOT / work_dir).mkdir(parents=True, exist_ok=True)
-    prompt_file = f"{work_dir}/prompts.jsonl"
-    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
-    (ROOT / prompt_file).write_text("".join(lines))
+    began = time.monotonic()
+    lines = (HERE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    folders = [f"{work_dir}/small", f"{work_dir}/large"]
+    for folder in folders:
+        (ROOT / folder).mkdir(parents=True, exist_ok=True)
 
-    figures: dict[str, str] = {}
-    for beams, length in BEAM_SHAPES:
-        engine = make_engine(work_dir, beams, length)
-        if not figures:
-            print("The engine writes Python, several tokens a step:")
-            sample = [
-                "--engine-dir", engine, "--tokenizer-dir", TARGET,
-                "--max-output-len", "80", "--input-text", SAMPLE,
-            ]  # fmt: skip
-            print(run_stage("run", *sample))
-        print("The same prompts with and without speculation, by turns:")
-        ids, line = measure(engine, prompts, prompt_file)
-        figures[f"{beams} beams x {length} tokens"] = line
-    if ids[:NUM_CHECKED] != generate_with_transformers(prompts[:NUM_CHECKED], OUTPUT_LEN):
+    print_title("1. Text. Two Hugging Face folders become an engine, which writes Python.")
+    small = Model(TARGET, DRAFTER, "float32", 6, 64)
+    redrafter = make_redrafter(small, folders[0])
+    show_text(redrafter)
+
+    print_title("2. The small model: 10M parameters lie in the processor's cache, a step is cheap.")
+    found_small = measure(small, list_ways(small, folders[0], redrafter), prompts, folders[0])
+    checked = generate_with_transformers(prompts[:NUM_CHECKED], small.max_output_len)
+    if found_small[PLAIN].output_ids[:NUM_CHECKED] != checked:
         sys.exit("FAILED: the text differs from what transformers generates")
+
+    print_title("3. Its grown twin: the same text, at the cost of a large model.")
+    large = grow_twin(folders[1])
+    ways = list_ways(large, folders[1], make_redrafter(large, folders[1]))
+    found_large = measure(large, ways, prompts, folders[1])
+
+    print_title(f"Medians of {ROUNDS} rounds by turns (lowest to highest), one request at a time")
+    size = (ROOT / large.folder / "model.safetensors").stat().st_size / 2e6  # two bytes each
+    for title, found in (
+        ("\nSmall: 10M parameters, float32", found_small),
+        (f"\nLarge: the same model grown to {size:.0f}M parameters, bfloat16", found_large),
+    ):
+        print("\n".join(format_figures(title, found)))
     print(
-        f"\nThe text is the target's own: {len(prompts)} prompts equal with and without"
-        f" speculation, {NUM_CHECKED} of them compared with transformers, token for token."
+        f"\n{conclude(found_large)}"
+        "\nPrompt lookup is flattered: small models repeat themselves, and their twins with them."
+        "\nAll texts are the target's own: equal with and without speculation, and"
+        f" {NUM_CHECKED} compared with transformers, token for token."
+        f"\n{time.monotonic() - began:.0f} s. Your own models: specdec generate --help"
     )
-    print(f"Medians of {REPEATS}, one request at a time, float32:")
-    for name, line in figures.items():
-        print(f"  {name}: {line}")
 
 
 if __name__ == "__main__":

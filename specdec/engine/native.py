@@ -91,14 +91,12 @@ def compile_kernels(folder: Path) -> dict[str, str]:
         shutil.copyfile(kept, library)
         logger.debug("kernels taken from %s", kept)
         return info
-    logger.info(
-        "compiling the native kernels for this CPU with %s; this can take a minute",
-        info["compiler"],
-    )
     objects = folder / "kernels.o"
-    call_compiler(
-        [*compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)], output=objects
-    )
+    label = f"compiling the native kernels for this CPU with {info['compiler']}"
+    with logs.show_waiting(f"{label}; this can take a minute", logger):
+        call_compiler(
+            [*compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)], output=objects
+        )
     # GCC's OpenMP is loaded with torch, whose threads the kernels then share: two teams would
     # wait for each other's processors. Clang's kernels bring their own.
     openmp = ["-fopenmp"] if "clang" in version else []

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+from click.shell_completion import ShellComplete
 
-from specdec.command import print_error, stage_command
+from specdec import __version__
+from specdec.command import STAGES, StageCommand, group, load_command, print_error, stage_command
+from specdec.help import GENERAL, METHODS, PAGES, list_sections, name_option
 from tests.conftest import ROOT, read_error_lines, run_cli
 from tests.core.toy import ToySettings
 
@@ -183,3 +188,104 @@ def test_names_out_of_files_do_not_steer_the_terminal(capsys: pytest.CaptureFixt
     print_error("größe\x1b[2J\ud800 is\nlong", "no\ttabs")
     shown = capsys.readouterr().err
     assert shown == "error: größe\\x1b[2J\\ud800 is long\nhint: no tabs\n"
+
+
+def read_help(*args: str) -> str:
+    done = run_cli(*args)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "train data"])
+def test_every_option_has_its_group(stage: str) -> None:
+    """A new option is put into a group of specdec/help.py."""
+    name, *subcommands = stage.split()
+    command: click.Command = load_command(name)
+    for word in subcommands:
+        command = load_command(name).subcommands[word]
+    sections = list_sections(stage, command.get_params(click.Context(command)))
+    others = [section for section in sections if section.title == "Other options"]
+    assert [name_option(option) for part in others for option in part.options] == []
+    assert PAGES[stage].examples
+    assert (ROOT / PAGES[stage].docs).is_file()
+
+
+def test_groups_name_options_that_exist() -> None:
+    known = {"help"}
+    for name in STAGES:
+        command: StageCommand = load_command(name)
+        for each in (command, *command.subcommands.values()):
+            known |= {name_option(param) for param in each.params}
+    listed = {name for names in METHODS.values() for name in names}
+    for page in PAGES.values():
+        listed |= {name for names in (*page.groups.values(), *page.more.values()) for name in names}
+    assert listed | set(GENERAL) <= known | COMING
+
+
+# Options that are on their way into commands; a name leaves this list when it is there.
+COMING = {"show_drafts", "triton_engine_path", "triton_draft_engine_path", "verify_hashes"}
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "train data"])
+def test_examples_give_options_that_exist(stage: str) -> None:
+    for example in PAGES[stage].examples:
+        words = shlex.split(example, comments=True)
+        words = words[1:] if words[0] == "specdec" else words[0].split("-")[1:] + words[1:]
+        name, *rest = words
+        command = load_command(name)
+        command.make_context(name, rest, resilient_parsing=True)
+        assert {word for word in rest if word.startswith("--")} <= {
+            opt for each in (command, *command.subcommands.values())
+            for param in each.get_params(click.Context(each)) for opt in param.opts
+        }  # fmt: skip
+
+
+def test_help_is_short_and_the_long_form_explains_everything() -> None:
+    short, long = read_help("run", "--help"), read_help("help", "run")
+    for text in (short, long):
+        assert text.index("\nExample") < text.index("\n  --engine-dir ")
+        assert text.rstrip().splitlines()[-1].endswith("The page: docs/run.md.")
+    assert len(short.splitlines()) < 75
+    assert "\n  EAGLE " in short
+    assert "\nEAGLE:\n" in long
+    for flag in ("--eagle-tree-tokens", "--kv-cache-free-gpu-memory-fraction"):
+        assert flag in short, "named, and not broken at a hyphen"
+        assert f"\n  {flag} " in long
+
+
+def test_help_of_subcommands_and_of_nothing() -> None:
+    assert "--base-url" in read_help("help", "train", "data")
+    assert read_help("help") == read_help("--help")
+    done = run_cli("help", "rnu")
+    assert done.returncode == 2
+    assert "did you mean run?" in read_error_lines(done.stderr)[0]
+    assert "no subcommand 'x'" in read_error_lines(run_cli("help", "run", "x").stderr)[0]
+
+
+@pytest.mark.parametrize("args", [["-V"], ["--version"], ["run", "-V"], ["generate", "--version"]])
+def test_version(args: list[str]) -> None:
+    assert read_help(*args) == f"specdec {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "incomplete", "expected"),
+    [
+        ([], "di", ["diagnose"]),
+        (["run"], "--draft-l", ["--draft-len"]),
+        (["run", "--input-text"], "", []),
+        (["run", "--device"], "c", ["cpu", "cuda"]),
+        (["build", "--use-paged-context-fmha"], "d", ["disable"]),
+        (["help"], "di", ["diagnose"]),
+        (["train", "data"], "--dataset", ["--dataset-split"]),
+    ],
+)
+def test_completion(words: list[str], incomplete: str, expected: list[str]) -> None:
+    complete = ShellComplete(group, {}, "specdec", "_SPECDEC_COMPLETE")
+    found = [item.value for item in complete.get_completions(words, incomplete)]
+    assert found == expected
+
+
+def test_paths_are_completed_by_the_shell() -> None:
+    complete = ShellComplete(group, {}, "specdec", "_SPECDEC_COMPLETE")
+    (item,) = complete.get_completions(["run", "--engine-dir"], "ou")
+    assert (item.value, item.type) == ("ou", "file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -256,6 +257,13 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return compile_source(command, output=output)
 
     monkeypatch.setattr(native, "call_compiler", call)
+    told: list[str] = []
+
+    def show_waiting(label: str, logger: object) -> contextlib.AbstractContextManager[None]:
+        told.append(label)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("specdec.logs.show_waiting", show_waiting)
     infos, contents = [], []
     for name in ("first", "second", "third"):
         (tmp_path / name).mkdir()
@@ -275,6 +283,8 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     source.write_text('extern "C" int answer() { return 43; }\n')
     native.compile_kernels(tmp_path / "first")
     assert len(calls) == 6
+    assert len(told) == 3, "one line for each time that there is a wait"
+    assert told[0].startswith("compiling the native kernels")
 
 
 @needs_compiler

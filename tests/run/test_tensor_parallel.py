@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.decode import engine as torch_engine
 from specdec.decode.devices import check_devices
 from specdec.decode.drafters.eagle import EagleProposer
 from specdec.decode.drafters.lookahead import LookaheadProposer

@@ -1,0 +1,19 @@
+"""specdec generate."""
+
+from __future__ import annotations
+
+from specdec.command import stage_command
+
+from .settings import GenerateSettings, check_settings
+
+
+@stage_command("generate", GenerateSettings)
+def command(settings: GenerateSettings) -> None:
+    """Convert, build and run in one command; what was built is kept for the next time."""
+    check_settings(settings)  # before torch is imported
+    from .pipeline import clear_cache, generate
+
+    if settings.clear_cache:
+        clear_cache()
+    else:
+        generate(settings)

@@ -1,0 +1,161 @@
+"""Convert, build, run: each stage is called as its command would be."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from specdec import logs
+from specdec.command import load_command
+from specdec.engine.kernel_cache import find_cache
+from specdec.errors import SpecDecError
+from specdec.methods import METHODS
+from specdec.storage import read_json
+
+from .cache import EngineCache, measure_folder
+from .settings import TARGET_DRAFTERS, GenerateSettings
+from .sources import describe_model, describe_tool, name_entry
+
+logger = logs.get_logger(__name__)
+
+MAX_SEQ_LEN = 4096  # of an engine that was not asked for more: its KV cache is allocated whole
+MAX_DRAFT_LEN = 8  # room for `--draft-len auto`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """How one engine is made: options of convert and of build, and all models that go in."""
+
+    convert: dict[str, Any]
+    build: dict[str, Any]
+
+    @property
+    def models(self) -> list[str]:
+        names = [self.convert.get(name) for name in ("model_dir", *TARGET_DRAFTERS)]
+        return [name for name in names if name is not None]
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that the engine depends on, as plain values."""
+        return {
+            "models": [describe_model(name) for name in self.models],
+            "convert": self.convert,
+            "build": self.build,
+            "tool": describe_tool(),
+        }
+
+
+def plan_target(settings: GenerateSettings) -> EnginePlan:
+    """Plan the engine that is run."""
+    build = settings.list_stage("build") | {"max_seq_len": settings.max_seq_len}
+    if num_tokens := count_draft_tokens(settings):
+        # Engines of both methods are the same.
+        build["speculative_decoding_mode"] = METHODS["draft_target"].mode
+        build["max_draft_len"] = num_tokens
+    return EnginePlan(convert=settings.list_stage("convert"), build=build)
+
+
+def count_draft_tokens(settings: GenerateSettings) -> int:
+    """Return the most tokens that are drafted beside the engine, 0 if nothing drafts there."""
+    if settings.draft_model_dir is None:
+        return settings.prompt_lookup_num_tokens or 0
+    length = settings.draft_len or ""
+    return max(MAX_DRAFT_LEN, int(length) if length.isdecimal() else 0)
+
+
+def plan_draft(settings: GenerateSettings) -> EnginePlan:
+    """Plan the draft model's engine, with room for what the target's takes."""
+    convert = {"model_dir": settings.draft_model_dir, "dtype": settings.dtype}
+    build = settings.list_stage("build") | {"max_seq_len": settings.max_seq_len}
+    return EnginePlan(convert=convert, build=build | {"quantization": None})
+
+
+def generate(settings: GenerateSettings) -> None:
+    """Make the engines, or take those that are kept, and run the prompts through them."""
+    run = settings.list_stage("run") | {
+        "input_text": settings.texts, "tokenizer_dir": settings.model_dir,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(open_cache(settings))
+        engine = stack.enter_context(hold_engine(cache, plan_target(settings), settings))
+        if settings.draft_model_dir is not None:
+            draft = stack.enter_context(hold_engine(cache, plan_draft(settings), settings))
+            if not settings.no_speculation:
+                run["draft_engine_dir"] = draft
+        if settings.no_speculation:
+            run |= {"prompt_lookup_num_tokens": None, "draft_len": None}
+        call_stage("run", run | {"engine_dir": engine})
+
+
+@contextlib.contextmanager
+def open_cache(settings: GenerateSettings) -> Iterator[EngineCache]:
+    """Yield the user's cache, or one that is gone afterwards."""
+    folder = find_cache()
+    if folder is not None and not settings.no_cache:
+        yield EngineCache(folder / "generate")
+        return
+    if not settings.no_cache:
+        logger.warning("there is no home folder to keep engines in: set SPECDEC_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="specdec-generate-") as temporary:
+        yield EngineCache(Path(temporary))
+
+
+@contextlib.contextmanager
+def hold_engine(cache: EngineCache, plan: EnginePlan, settings: GenerateSettings) -> Iterator[Path]:
+    """Yield the folder of a planned engine, which is made if it is not there."""
+    description = plan.describe()
+    name = name_entry(plan.models[0], description)
+    is_made = False
+
+    def make(folder: Path) -> None:
+        nonlocal is_made
+        is_made = True
+        make_engine(plan, folder)
+        if plan.describe() != description:
+            raise SpecDecError(
+                f"{' or '.join(plan.models)} changed while it was converted", "run it again"
+            )
+
+    with cache.hold(name, make, force=settings.force) as folder:
+        engine = folder / "engine"
+        size = measure_folder(folder) / 1e6
+        if settings.no_cache:
+            logger.info("engine of %.1f MB, not kept", size)
+        else:
+            logger.info(
+                "engine %s: %s (%.1f MB; --clear-cache removes what is kept)",
+                "kept" if is_made else "taken from the cache", engine, size,
+            )  # fmt: skip
+        yield engine
+
+
+def make_engine(plan: EnginePlan, folder: Path) -> None:
+    """Convert and build into `folder`/engine; the checkpoint between them is removed."""
+    checkpoint = folder / "checkpoint"
+    call_stage("convert", plan.convert | {"output_dir": checkpoint})
+    build = dict(plan.build)
+    if build["max_seq_len"] is None:
+        positions = read_json(checkpoint / "config.json").get("max_position_embeddings")
+        build["max_seq_len"] = min(int(positions or MAX_SEQ_LEN), MAX_SEQ_LEN)
+    call_stage("build", build | {"checkpoint_dir": checkpoint, "output_dir": folder / "engine"})
+    shutil.rmtree(checkpoint)
+
+
+def call_stage(stage: str, options: dict[str, Any]) -> None:
+    """Run a stage's command with these settings in this process."""
+    command = load_command(stage)
+    command.work(command.settings_class(**options))
+
+
+def clear_cache() -> None:
+    """Remove the engines that are kept and not in use."""
+    folder = find_cache()
+    if folder is None:
+        raise SpecDecError("there is no home folder, and no cache in it", "set SPECDEC_CACHE_DIR")
+    num_removed, num_bytes, num_used = EngineCache(folder / "generate").clear()
+    in_use = f"; {num_used} in use are left" if num_used else ""
+    logger.info("%d engines removed, %.1f MB%s", num_removed, num_bytes / 1e6, in_use)

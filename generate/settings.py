@@ -1,0 +1,113 @@
+"""Settings of specdec generate: a choice of the other stages' own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from specdec.command import load_command
+from specdec.errors import UsageError
+from specdec.settings import get_flags, setting
+
+TARGET_DRAFTERS = ("drafter_model_dir", "medusa_model_dir", "eagle_model_dir")
+DRAFTERS = (*TARGET_DRAFTERS, "draft_model_dir", "prompt_lookup_num_tokens")
+
+
+def _like(stage: str, name: str) -> Any:
+    """Declare a field as another stage has it, for that stage."""
+    flag, default = get_flags(load_command(stage).settings_class)[name]
+    metadata = {"flag": flag, "stage": stage}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateSettings:
+    """One field is one flag; most are convert's, build's or run's, and mean the same here."""
+
+    texts: list[str] = setting(
+        [], kind="list", metavar="TEXT", is_argument=True, help="One or several prompts."
+    )
+    input_file: Path | None = _like("run", "input_file")
+    model_dir: str | None = _like("convert", "model_dir")
+    drafter_model_dir: str | None = _like("convert", "drafter_model_dir")
+    medusa_model_dir: str | None = _like("convert", "medusa_model_dir")
+    eagle_model_dir: str | None = _like("convert", "eagle_model_dir")
+    draft_model_dir: str | None = setting(
+        metavar="SMALL", help="A small model that drafts for the target: a folder or Hub id."
+    )
+    prompt_lookup_num_tokens: int | None = _like("run", "prompt_lookup_num_tokens")
+    dtype: str = _like("convert", "dtype")
+    redrafter_num_beams: int | None = _like("convert", "redrafter_num_beams")
+    redrafter_draft_len_per_beam: int | None = _like("convert", "redrafter_draft_len_per_beam")
+    quantization: str | None = _like("build", "quantization")
+    max_batch_size: int = _like("build", "max_batch_size")
+    max_seq_len: int | None = setting(
+        kind="int", minimum=2, metavar="N",
+        help="Longest prompt plus output in tokens; the model's limit, at most 4096, if not given.",
+    )  # fmt: skip
+    backend: str = _like("build", "backend")
+    draft_len: str | None = _like("run", "draft_len")
+    max_output_len: int = _like("run", "max_output_len")
+    temperature: str | None = _like("run", "temperature")
+    top_k: int = _like("run", "top_k")
+    top_p: float = _like("run", "top_p")
+    random_seed: int = _like("run", "random_seed")
+    stop_words: list[str] = _like("run", "stop_words")
+    apply_chat_template: bool = _like("run", "apply_chat_template")
+    no_speculation: bool = _like("run", "no_speculation")
+    device: str = _like("run", "device")
+    streaming: bool = _like("run", "streaming")
+    json: bool = _like("run", "json")
+    no_cache: bool = setting(
+        False, kind="flag", help="Keep no engine: build in a temporary folder, and remove it."
+    )
+    force: bool = setting(
+        False, kind="flag", help="Convert and build again, even if the engine is in the cache."
+    )
+    clear_cache: bool = setting(
+        False, kind="flag", help="Remove every engine that this command has kept, and exit."
+    )
+
+    def list_stage(self, stage: str) -> dict[str, Any]:
+        """Return the settings that are those of one stage, by name."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.metadata.get("stage") == stage
+        }
+
+
+def check_settings(settings: GenerateSettings) -> None:
+    """Raise UsageError for what is missing or has no effect, before anything is converted."""
+    flags = get_flags(GenerateSettings).items()
+    given = [name for name, (_, default) in flags if getattr(settings, name) != default]
+    if settings.clear_cache:
+        if others := [name for name in given if name != "clear_cache"]:
+            raise UsageError(
+                f"--clear-cache does nothing else, and {_join(others)} was given too",
+                "clear the cache first, then generate",
+            )
+        return
+    if settings.model_dir is None:
+        raise UsageError("missing --model-dir", "give the target: a Hugging Face folder or Hub id")
+    if not settings.texts and settings.input_file is None:
+        lists = [name for name in given if dict(flags)[name][0].kind == "list"]
+        raise UsageError(
+            "no prompt was given",
+            f"put the prompts before {_join(lists)}, which takes every word after it"
+            if lists
+            else 'write prompts behind the options, such as "def main():", or give --input-file',
+        )
+    drafters = [name for name in DRAFTERS if name in given]
+    if len(drafters) > 1:
+        raise UsageError(f"{_join(drafters)} exclude one another", "give one of them")
+    if settings.no_cache and settings.force:
+        raise UsageError("--force has no effect with --no-cache", "leave one of them out")
+
+
+def _join(names: list[str]) -> str:
+    shown = ["TEXT" if name == "texts" else "--" + name.replace("_", "-") for name in names]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

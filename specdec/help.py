@@ -1,0 +1,329 @@
+"""What `--help` and `specdec help` show: an example first, options by purpose and by method.
+
+`--help` explains the options of a group that most people need and only names the others;
+`specdec help CMD` explains all. Options are listed here by name; what is in no group comes last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+
+import click
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A command's page. groups: title -> names of the options that `--help` explains.
+
+    more: title -> names that `--help` only lists. Those of the methods follow by themselves.
+    """
+
+    examples: tuple[str, ...]
+    docs: str
+    groups: Mapping[str, Sequence[str]]
+    more: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+
+# An option means the same in every command that has it.
+METHODS: Mapping[str, Sequence[str]] = {
+    "ReDrafter": (
+        "redrafter_num_beams", "redrafter_draft_len_per_beam", "redrafter_no_greedy_search",
+        "redrafter_num_layers", "redrafter_predict_n_tokens", "redrafter_exit_dim",
+        "redrafter_rnn", "redrafter_loss_decay", "beams",
+    ),
+    "Medusa": (
+        "num_medusa_heads", "num_medusa_layers", "max_medusa_token_len", "medusa_choices",
+        "medusa_num_heads", "medusa_num_layers", "medusa_loss_decay",
+    ),
+    "EAGLE": (
+        "num_eagle_layers", "max_non_leaves_per_layer", "eagle_choices", "eagle_use_dynamic_tree",
+        "eagle_dynamic_tree_max_top_k", "eagle_tree_tokens", "eagle_version", "eagle_num_layers",
+        "eagle_num_steps", "eagle_loss_decay", "eagle_token_weight", "eagle_noise",
+    ),
+    "Draft model": (
+        "draft_engine_dir", "draft_tokenizer_dir", "draft_target_model_config", "draft_devices",
+        "target_devices", "use_logits", "draft_model_dir", "draft_checkpoint_dir",
+    ),
+    "Prompt lookup": (
+        "prompt_lookup_num_tokens", "max_matching_ngram_size", "prompt_lookup_config",
+    ),
+    "Lookahead": ("lookahead_config",),
+    "Typical acceptance (lossy)": ("acceptance", "typical_epsilon", "typical_delta"),
+}  # fmt: skip
+GENERAL = ("dry_run", "force", "json", "config", "debug", "version", "help")
+PAGES: Mapping[str, Page] = {
+    "generate": Page(
+        (
+            'specdec generate --model-dir BASE --drafter-model-dir DRAFTER "def main():"',
+            'specdec generate --model-dir BASE --prompt-lookup-num-tokens 8 "def main():"',
+        ),
+        "docs/generate.md",
+        {
+            "Models": (
+                "model_dir", "drafter_model_dir", "medusa_model_dir", "eagle_model_dir",
+                "draft_model_dir", "prompt_lookup_num_tokens",
+            ),
+            "Text": (
+                "input_file", "apply_chat_template", "max_output_len", "temperature", "top_k",
+                "top_p", "random_seed", "stop_words", "streaming", "show_drafts",
+            ),
+            "Drafting": ("no_speculation", "draft_len"),
+            "Kept engines": ("no_cache", "clear_cache"),
+        },
+        {
+            "Engine": (
+                "dtype", "quantization", "max_batch_size", "max_seq_len", "backend", "device",
+            ),
+        },
+    ),
+    "convert": Page(
+        ("specdec-convert --model-dir BASE --drafter-model-dir DRAFTER --output-dir checkpoint",),
+        "docs/convert.md",
+        {
+            "Models": (
+                "model_dir", "base_model_checkpoint_dir", "drafter_model_dir", "medusa_model_dir",
+                "eagle_model_dir",
+            ),
+            "Checkpoint": ("output_dir", "dtype", "tp_size", "pp_size", "trtllm_version"),
+        },
+        {
+            "Quantization": (
+                "quantization", "kv_cache_dtype", "calibration_data", "calib_size",
+                "calib_batch_size", "calib_max_seq_length", "calib_device",
+            ),
+            "Embedding": (
+                "use_parallel_embedding", "embedding_sharding_dim", "use_embedding_sharing",
+            ),
+            "EAGLE": ("max_draft_len",),
+            "Work": ("workers", "resume", "allow_nonfinite"),
+        },
+    ),
+    "build": Page(
+        ("specdec-build --checkpoint-dir checkpoint --output-dir engine",),
+        "docs/build.md",
+        {
+            "Folders": ("checkpoint_dir", "output_dir", "tokenizer_dir"),
+            "Engine": ("backend", "quantization", "optimize"),
+            "Sizes": (
+                "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens",
+                "max_beam_width",
+            ),
+            "Speculation": ("speculative_decoding_mode", "max_draft_len"),
+        },
+        {
+            "TensorRT-LLM": (
+                "gemm_plugin", "use_paged_context_fmha", "use_fp8_context_fmha", "kv_cache_type",
+                "workers", "trtllm_version", "emit_script", "launcher",
+            ),
+            "Triton": (
+                "emit_triton", "triton_templates", "triton_tokenizer_dir", "triton_engine_path",
+                "triton_draft_engine_dir", "triton_draft_engine_path", "triton_devices", "triton_draft_devices",
+                "triton_kv_cache_fraction", "triton_streaming", "triton_parameters",
+            ),
+        },
+    ),
+    "run": Page(
+        (
+            'specdec-run --engine-dir engine --tokenizer-dir BASE --input-text "def main():"',
+            "specdec-run --engine-dir engine --tokenizer-dir BASE --input-file FILE.jsonl --json",
+        ),
+        "docs/run.md",
+        {
+            "Engine and prompts": (
+                "engine_dir", "tokenizer_dir", "input_text", "input_file", "apply_chat_template",
+            ),
+            "Text": (
+                "max_output_len", "temperature", "top_k", "top_p", "random_seed", "stop_words",
+                "end_id",
+            ),
+            "Drafting": ("no_speculation", "draft_len"),
+            "Output": ("streaming", "show_drafts", "output_file"),
+        },
+        {
+            "Machine": (
+                "device", "kv_cache_enable_block_reuse", "kv_cache_free_gpu_memory_fraction",
+            ),
+            "Measurement": ("run_profiling", "output_generation_logits", "verify_hashes"),
+        },
+    ),
+    "train": Page(
+        (
+            "specdec-train --model-dir BASE --data data.jsonl --output-dir drafter",
+            "specdec-train data --help    # make the data with the target itself",
+        ),
+        "docs/train.md",
+        {
+            "Models and data": ("method", "model_dir", "data", "output_dir", "eval_data"),
+            "Length and speed": (
+                "max_steps", "num_epochs", "learning_rate", "batch_size",
+                "gradient_accumulation_steps", "model_max_length", "dtype",
+            ),
+            "Interruption": ("resume", "save_steps"),
+        },
+        {
+            "Optimizer": ("warmup_ratio", "weight_decay", "max_grad_norm", "seed"),
+            "What is learned": ("self_distillation",),
+            "Evaluation": (
+                "eval_steps", "eval_rows", "eval_prompts", "eval_output_len",
+                "stop_at_acceptance", "report_top_k", "logging_steps", "sanity",
+            ),
+            "Large targets": ("shard_target", "hidden_states_dir"),
+            "Output": ("save_dtype", "push_to_hub"),
+        },
+    ),
+    "train data": Page(
+        (
+            "specdec-train data --input chats.jsonl --output data.jsonl"
+            " --base-url URL/v1 --model NAME",
+        ),
+        "docs/data.md",
+        {
+            "Data": ("input", "output", "max_rows", "dataset_split", "completion", "system_prompt"),
+            "A server of the target": ("base_url", "model", "concurrency"),
+            "Or its engine": ("engine_dir", "tokenizer_dir", "device"),
+            "Answers": ("max_tokens", "temperature", "top_p", "seed"),
+            "Failures": ("resume", "timeout", "max_retries", "drop_truncated", "allow_failures"),
+        },
+    ),
+    "verify": Page(
+        (
+            "specdec-verify --engine-dir engine --model-dir BASE",
+            "specdec-verify --checkpoint-dir checkpoint",
+        ),
+        "docs/verify.md",
+        {
+            "An engine's text": (
+                "engine_dir", "model_dir", "prompts", "max_output_len", "num_alone", "device",
+                "verify_hashes",
+            ),
+            "Its sampling": ("sampling", "num_samples", "temperature", "top_k", "random_seed"),
+            "A checkpoint's files": ("checkpoint_dir", "workers"),
+        },
+        {"Draft length": ("draft_len",)},
+    ),
+    "bench": Page(
+        ("specdec-bench --engine-dir engine --tokenizer-dir BASE --prompts prompts.jsonl",),
+        "docs/bench.md",
+        {
+            "Engine and prompts": (
+                "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
+            ),
+            "Measurement": ("repeat", "batch_sizes", "draft_len"),
+            "Output": ("output",),
+        },
+    ),
+    "tune": Page(
+        (
+            "specdec tune --checkpoint-dir checkpoint --tokenizer-dir BASE --output-file best.yaml",
+        ),
+        "docs/tune.md",
+        {
+            "Checkpoint and prompts": (
+                "checkpoint_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
+            ),
+            "Measurement": ("repeat", "batch_sizes", "num_measured", "max_length"),
+            "Output": ("output_file",),
+        },
+    ),
+    "diagnose": Page(
+        ("specdec diagnose --engine-dir engine --tokenizer-dir BASE",),
+        "docs/bench.md",
+        {
+            "Engine and prompts": (
+                "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
+            ),
+            "Measurement": ("repeat", "batch_sizes", "draft_len"),
+        },
+    ),
+    "doctor": Page(
+        ("specdec doctor", "specdec doctor --engine-dir engine"),
+        "docs/doctor.md",
+        {"Engine": ("engine_dir", "verify_hashes")},
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A group of options as it is shown. is_brief: `--help` only names them."""
+
+    title: str
+    options: list[click.Parameter]
+    is_brief: bool = False
+
+
+def list_sections(name: str, params: Iterable[click.Parameter]) -> list[Section]:
+    """Sort a command's visible options into the groups of its page."""
+    left = {
+        name_option(param): param
+        for param in params
+        if isinstance(param, click.Option) and not param.hidden
+    }
+
+    def take(names: Iterable[str]) -> list[click.Parameter]:
+        return [left.pop(name) for name in names if name in left]
+
+    page = PAGES.get(name)
+    explained = page.groups if page else {}
+    sections = [Section(title, take(names)) for title, names in explained.items()]
+    more: dict[str, list[str]] = {title: list(names) for title, names in METHODS.items()}
+    for title, names in (page.more if page else {}).items():
+        more.setdefault(title, []).extend(names)
+    brief = [Section(title, take(names), is_brief=True) for title, names in more.items()]
+    general = Section("General", take(GENERAL))
+    others = Section("Other options", take(list(left)))
+    return [part for part in (*sections, *brief, others, general) if part.options]
+
+
+def name_option(option: click.Parameter) -> str:
+    """Return an option's longest name, with underscores."""
+    return max(option.opts, key=len).lstrip("-").replace("-", "_")
+
+
+def write_options(
+    name: str, ctx: click.Context, formatter: click.HelpFormatter, *, is_long: bool
+) -> None:
+    """Write the options of a command, group by group."""
+    brief: list[Section] = []
+    for section in list_sections(name, ctx.command.get_params(ctx)):
+        if section.is_brief and not is_long:
+            brief.append(section)
+            continue
+        if section.title == "General":
+            _write_brief(brief, name, formatter)
+        records = [record for o in section.options if (record := o.get_help_record(ctx))]
+        with formatter.section(section.title):
+            formatter.write_dl(records, col_max=34)
+
+
+def _write_brief(sections: Sequence[Section], name: str, formatter: click.HelpFormatter) -> None:
+    """Name the options of some groups; click would break their names at hyphens."""
+    if not sections:
+        return
+    indent = 4 + max(len(section.title) for section in sections)
+    with formatter.section(f"More, explained by `specdec help {name}`"):
+        for section in sections:
+            flags = " ".join(max(option.opts, key=len) for option in section.options)
+            text = textwrap.fill(
+                flags, formatter.width, initial_indent=f"  {section.title}".ljust(indent),
+                subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False,
+            )  # fmt: skip
+            formatter.write(f"{text}\n")
+
+
+def write_examples(name: str, formatter: click.HelpFormatter) -> None:
+    """Write a command's examples, each on a line of its own, to be copied."""
+    if page := PAGES.get(name):
+        with formatter.section("Examples" if len(page.examples) > 1 else "Example"):
+            for example in page.examples:
+                formatter.write(f"{'':{formatter.current_indent}}{example}\n")
+
+
+def write_link(name: str, formatter: click.HelpFormatter, *, is_long: bool) -> None:
+    """Write where there is more to read."""
+    if page := PAGES.get(name):
+        formatter.write_paragraph()
+        more = "" if is_long else f"All options explained: specdec help {name}. "
+        formatter.write_text(f"{more}The page: {page.docs}.")

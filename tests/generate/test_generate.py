@@ -1,0 +1,264 @@
+"""specdec generate: the three stages' own text, from an engine that is kept while it is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.command import load_command
+from specdec.errors import SpecDecError, UsageError
+from specdec.generate.cache import EngineCache
+from tests.conftest import (
+    ROOT,
+    make_drafter,
+    make_llama,
+    make_tokenizer,
+    read_error_lines,
+    run_cli,
+)
+from tests.convert.hub_server import COMMIT, HubServer
+
+PROMPTS = ("abc", "hello there")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("models")
+    make_tokenizer(make_llama(parent, seed=3))
+    make_drafter(parent, exit_dim=80, seed=5, scale=3.0)
+    make_tokenizer(make_llama(parent / "small", hidden=32, layers=1, seed=4))
+    return parent
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A cache of the test's own, and no compiler: kernels are not what is tested."""
+    changes = {"SPECDEC_CACHE_DIR": str(tmp_path / "cache"), "CXX": "none"}
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    return changes
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    stdout: str
+    stderr: str
+
+    @property
+    def report(self) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads(self.stdout)
+        return report
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [output["output_ids"] for output in self.report["outputs"]]
+
+
+Stage = Callable[..., Done]
+
+
+@pytest.fixture
+def call(environment: dict[str, str], capsys: pytest.CaptureFixture[str]) -> Stage:
+    """Call a stage's command in this process."""
+
+    def call(stage: str, *args: object) -> Done:
+        load_command(stage).main(list(map(str, args)), standalone_mode=False)
+        return Done(*capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def generate(models: Path, call: Stage) -> Stage:
+    def generate(*args: object, model: Path = models / "target") -> Done:
+        return call("generate", "--model-dir", model, "--max-output-len", 8, *args)
+
+    return generate
+
+
+def test_the_text_is_that_of_the_three_commands(
+    models: Path, call: Stage, generate: Stage, tmp_path: Path
+) -> None:
+    flags = ["--drafter-model-dir", models / "drafter", "--redrafter-num-beams", 2]
+    checkpoint, engine = tmp_path / "checkpoint", tmp_path / "engine"
+    call("convert", "--model-dir", models / "target", "--output-dir", checkpoint, *flags)
+    call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine)
+    expected = call(
+        "run", "--engine-dir", engine, "--tokenizer-dir", models / "target", "--json",
+        "--max-output-len", 8, "--input-text", *PROMPTS,
+    )  # fmt: skip
+    first = generate(*flags, "--json", *PROMPTS)
+    again = generate(*PROMPTS, *flags, "--json")
+    assert first.ids == expected.ids == again.ids
+    assert first.report["stats"]["method"] == "redrafter"
+    assert "\ncheckpoint " in "\n" + first.stderr
+    assert "checkpoint" not in again.stderr, "it is converted once"
+    (entry,) = [path for path in (tmp_path / "cache" / "generate").iterdir() if path.is_dir()]
+    assert sorted(path.name for path in entry.iterdir()) == ["engine"]
+    for done, how in ((first, "engine kept: "), (again, "engine taken from the cache: ")):
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith(how)]
+        assert str(entry / "engine") in line
+        assert " MB" in line
+
+
+def test_drafts_of_a_small_model_and_of_the_text(models: Path, generate: Stage) -> None:
+    plain = generate(*PROMPTS, "--json")
+    methods = {
+        "draft_target": ["--draft-model-dir", models / "small" / "target", "--draft-len", 2],
+        "prompt_lookup": ["--prompt-lookup-num-tokens", 3],
+    }
+    for method, flags in methods.items():
+        done = generate(*PROMPTS, "--json", *flags)
+        assert done.ids == plain.ids
+        assert done.report["stats"]["method"] == method
+        baseline = generate(*PROMPTS, "--json", "--no-speculation", *flags)
+        assert baseline.ids == plain.ids
+        assert baseline.report["stats"]["method"] == "plain"
+        assert "checkpoint" not in baseline.stderr, "the engines are the same"
+
+
+def test_whatever_goes_in_makes_another_engine(generate: Stage, tmp_path: Path) -> None:
+    mine = make_llama(tmp_path, seed=3)
+    make_tokenizer(mine)
+    folder = tmp_path / "cache" / "generate"
+    seen: set[str] = set()
+
+    def count_new(*args: object) -> int:
+        generate("abc", *args, model=mine)
+        entries = {path.name for path in folder.iterdir() if path.is_dir()}
+        new = len(entries - seen)
+        seen.update(entries)
+        return new
+
+    assert count_new() == 1
+    assert count_new("--temperature", 1, "--streaming") == 0, "options of run make no engine"
+    assert count_new("--dtype", "bfloat16") == 1
+    assert count_new("--max-seq-len", 40) == 1
+    os.utime(mine / "config.json", ns=(1, 1))
+    assert count_new() == 1
+
+
+def test_an_engine_that_is_not_kept(
+    generate: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    assert "not kept" in generate("abc", "--no-cache").stderr
+    assert not (tmp_path / "cache" / "generate").exists()
+    assert list(temporary.iterdir()) == []
+
+
+def test_two_processes_share_one_conversion(
+    models: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    command = [
+        sys.executable, "-m", "specdec", "generate", "--model-dir", str(models / "target"),
+        "--max-output-len", "4", "abc",
+    ]  # fmt: skip
+    both = [
+        subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert told[0][0] == told[1][0]
+    assert sum("\nengine kept: " in errors for _, errors in told) == 1
+
+
+def test_a_failed_build_leaves_nothing(generate: Stage, tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="max_seq_len=100000 exceeds the model's"):
+        generate("abc", "--max-seq-len", 100_000)
+    left = [path.suffix for path in (tmp_path / "cache" / "generate").iterdir()]
+    assert left == [".lock"]
+
+
+def test_clearing_spares_what_is_in_use(call: Stage, generate: Stage, tmp_path: Path) -> None:
+    generate("abc")
+    cache = EngineCache(tmp_path / "cache" / "generate")
+
+    def make(folder: Path) -> None:
+        (folder / "file").write_bytes(b"123")
+
+    with cache.hold("other", make, force=False) as folder:
+        told = call("generate", "--clear-cache").stderr
+        assert "1 engines removed" in told
+        assert "1 in use are left" in told
+        assert (folder / "file").is_file()
+    assert cache.clear() == (1, 3, 0)
+    assert [path for path in cache.folder.iterdir() if path.is_dir()] == []
+
+
+def test_forced_work_is_done_again(tmp_path: Path) -> None:
+    cache = EngineCache(tmp_path)
+    made = []
+    for force in (False, False, True):
+        with cache.hold("engine", lambda folder: made.append(folder), force=force) as folder:
+            assert folder == tmp_path / "engine"
+    assert len(made) == 2
+
+
+def test_a_hub_model_is_known_by_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    code = "import json, sys; from specdec.generate.sources import describe_model as d;"
+    code += "print(json.dumps(d('someone/small')))"
+
+    def describe(**env: str) -> dict[str, Any]:
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"),
+            "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", **env,
+        }  # fmt: skip
+        command = [sys.executable, "-c", code]
+        found: dict[str, Any] = json.loads(subprocess.check_output(command, env=environment))
+        return found
+
+    with HubServer({"someone/small": tmp_path}) as server:
+        assert describe(HF_ENDPOINT=server.url)["commit"] == COMMIT
+    assert describe(HF_HUB_OFFLINE="1")["commit"] is None
+    ref = tmp_path / "hf" / "hub" / "models--someone--small" / "refs" / "main"
+    ref.parent.mkdir(parents=True)
+    ref.write_text("abc123")
+    assert describe(HF_HUB_OFFLINE="1") == {"hub": "someone/small", "commit": "abc123"}
+
+
+@pytest.mark.parametrize(
+    ("args", "fact"),
+    [
+        (["abc"], "missing --model-dir"),
+        (["--model-dir", "x"], "no prompt was given"),
+        (["--model-dir", "x", "--stop-words", "y", "abc"], "no prompt was given"),
+        (
+            ["--model-dir", "x", "--drafter-model-dir", "y", "--draft-model-dir", "z", "abc"],
+            "--drafter-model-dir and --draft-model-dir exclude one another",
+        ),
+        (["--model-dir", "x", "--no-cache", "--force", "abc"], "--force has no effect"),
+        (["--clear-cache", "abc"], "TEXT was given too"),
+    ],
+)
+def test_what_cannot_be_meant(args: list[str], fact: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(fact)):
+        load_command("generate").main(args, standalone_mode=False)
+
+
+def test_a_missing_model_is_the_conversion_s_error(environment: dict[str, str]) -> None:
+    done = run_cli("generate", "--model-dir", "/nonexistent", "abc", env=environment)
+    assert done.returncode == 1
+    fact, hint = read_error_lines(done.stderr)
+    assert "--model-dir /nonexistent" in fact
+    assert hint
+    assert "Traceback" not in done.stderr
