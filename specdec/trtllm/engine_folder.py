@@ -183,7 +183,8 @@ class _Reader:
     def get(self, document: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
         """Return the value of a dotted name's last part, or a default and note the problem."""
         value: Any = document.get(name.rpartition(".")[2])
-        if type(value) is kind and (kind is not int or 0 <= value <= MAX_SIZE):
+        is_huge = isinstance(value, int) and not 0 <= value <= MAX_SIZE
+        if type(value) is kind and not is_huge:
             return value
         self.problems.append(
             (f"{self.path}: {name} is {value!r}", "build the engine again with trtllm-build")
