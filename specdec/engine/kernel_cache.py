@@ -80,9 +80,9 @@ def keep(library: Path, info: Mapping[str, str]) -> None:
     except OSError as error:
         place_name = cache or "a home folder"
         _warn(
-            f"the compiled kernels cannot be kept in {place_name}: {error.strerror or error};"
-            " they are compiled again each time an engine is built or loaded: set"
-            " SPECDEC_CACHE_DIR to a folder that you own"
+            f"the compiled kernels cannot be kept in {place_name}: {error.strerror or error}; they"
+            " are compiled again each time an engine is built or loaded: set SPECDEC_CACHE_DIR to a"
+            " folder that you own"
         )
 
 
