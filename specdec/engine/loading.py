@@ -19,11 +19,10 @@ from specdec.engine.layout import (
     name_weight_file,
     open_engine_file,
 )
-from specdec.errors import SpecDecError
 from specdec.quantization import FLOAT8, INT8, SCALES
 from specdec.sharding import join
 from specdec.storage import TensorFile
-from specdec.tensors import EAGLE_OFFSETS, EMBEDDING, list_target_tensors
+from specdec.tensors import EMBEDDING, list_target_tensors
 from specdec.torch_tensors import TORCH_DTYPES, to_tensor, view_tensor
 
 logger = logs.get_logger(__name__)
@@ -100,21 +99,7 @@ def load_weights(
             weights |= load_tensors(
                 file, chosen, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed
             )
-    if EAGLE_OFFSETS in weights:
-        check_offsets(weights[EAGLE_OFFSETS], model.vocab_size, folder)
     return weights
-
-
-def check_offsets(offsets: Tensor, vocab_size: int, folder: Path) -> None:
-    """Raise SpecDecError where a reduced vocabulary's tokens are not the target's: offsets [V]."""
-    tokens = torch.arange(len(offsets), device=offsets.device) + offsets
-    wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero().flatten().tolist()
-    if wrong:
-        raise SpecDecError(
-            f"{folder}: {EAGLE_OFFSETS} makes {len(wrong)} of {len(offsets)} drafted tokens others"
-            f" than the {vocab_size} of the target, the first is {wrong[0]}",
-            "the drafter belongs to another model, or the file is damaged: build the engine again",
-        )
 
 
 def load_embedding(folder: Path, config: EngineConfig, device: torch.device) -> Tensor:

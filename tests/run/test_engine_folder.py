@@ -17,9 +17,9 @@ from specdec.engine import kernel_cache
 from specdec.engine.compiler import call_compiler, find_compiler
 from specdec.engine.layout import make_metadata
 from specdec.storage import TensorFile, read_json, write_json
-from tests.conftest import make_drafter, make_eagle_drafter, make_llama
+from tests.conftest import make_drafter, make_llama
 from tests.engine.kernels import needs_compiler
-from tests.engines import make_engine, make_tree_engine, run_cli_here, save_weights
+from tests.engines import make_engine, run_cli_here, save_weights
 
 PROMPT = '{"input_ids": [5, 9, 17, 3]}'
 
@@ -247,13 +247,3 @@ def test_a_whole_engine_passes(engine: Path) -> None:
     done = run_cli_here("doctor", "--engine-dir", engine, "--verify-hashes")
     assert done.returncode == 0
     assert "can run here" in done.stdout
-
-
-def test_a_reduced_vocabulary_beyond_the_targets(tmp_path: Path) -> None:
-    target = make_llama(tmp_path, layers=4)
-    drafter = make_eagle_drafter(tmp_path, version=3, draft_vocab=70)
-    engine = make_tree_engine("eagle", tmp_path, target, drafter, optimize="none")
-    change("eagle_nets.0.d2t", by=lambda t: t + 10**6 * (torch.arange(70) == 3))(engine)
-    done = run(engine)
-    assert done.returncode == 1
-    assert "makes 1 of 70 drafted tokens others than the 128 of the target" in done.stderr
