@@ -199,8 +199,7 @@ def list_builds(compilers: Iterable[str]) -> Iterator[Build]:
     if not forms:
         return
     own = [flag for flag in native.FLAGS if flag.endswith("=native")]
-    plain = dataclasses.replace(forms[-2], name="AVX2 pairs", pairs="plain")
-    extras = [
+    extras: list[tuple[str, ...]] = [
         # Whatever a compiler chooses to fuse must make no difference.
         ("-O3", "-mtune=znver3", "-ffp-contract=fast"),
         ("-O3", "--param=avoid-fma-max-bits=512", "-ffp-contract=fast"),
@@ -214,13 +213,16 @@ def list_builds(compilers: Iterable[str]) -> Iterator[Build]:
                 yield Build(compiler, form, extra)
     for compiler in compilers:
         yield Build(compiler, dataclasses.replace(forms[0], name="own", flags=(*own,)), ("-O3",))
-        yield Build(compiler, plain, ("-O3", "-mtune=znver3", "-DSPECDEC_PAIRS"))
+        for form in forms:
+            if form.name == "AVX2":
+                plain = dataclasses.replace(form, name="AVX2 pairs", pairs="plain")
+                yield Build(compiler, plain, ("-O3", "-mtune=znver3", "-DSPECDEC_PAIRS"))
 
 
 def list_chosen_builds(compiler: str) -> list[Build]:
     """Those that broke the rule once, or would where the source left the compiler a choice."""
     has = read_cpu_flags()
-    chosen = {
+    chosen: dict[str, list[tuple[str, ...]]] = {
         "AVX-512": [("-O3", "--param=avoid-fma-max-bits=512", "-ffp-contract=fast")],
         "AVX2": [("-O3", "-mtune=znver3", "-ffp-contract=fast")],
         "SSE2": [("-O2", "-mtune=haswell")],
