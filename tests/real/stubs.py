@@ -96,7 +96,7 @@ def install(source: Path) -> None:
     absent = [name for name in ABSENT if importlib.util.find_spec(name) is None]
     sys.meta_path.append(AbsentFinder([*absent, "mpi4py"]))
     strenum = ModuleType("strenum")
-    vars(strenum).update(StrEnum=StrEnum, LowercaseStrEnum=StrEnum)
+    vars(strenum).update(StrEnum=StrEnum, LowercaseStrEnum=LowercaseStrEnum)
     mpi4py = AbsentModule("mpi4py")
     vars(mpi4py).update(MPI=SimpleNamespace(COMM_WORLD=World()), __path__=[])
     sys.modules |= {"strenum": strenum, "mpi4py": mpi4py}
@@ -123,11 +123,17 @@ class World:
 
 
 class StrEnum(str, enum.Enum):
-    """As of the package of that name; its members have lower case values."""
+    """As of the package of that name: `auto()` gives a member's own name."""
 
     @staticmethod
     def _generate_next_value_(name: str, start: int, count: int, last_values: list[Any]) -> str:
-        return name.lower()
+        return name
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+class LowercaseStrEnum(StrEnum):
+    @staticmethod
+    def _generate_next_value_(name: str, start: int, count: int, last_values: list[Any]) -> str:
+        return name.lower()

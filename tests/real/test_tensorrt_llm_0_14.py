@@ -204,7 +204,7 @@ def test_weights_of_float8_load(
 ) -> None:
     _, real = worlds
     store = CheckpointStore(tmp_path)
-    for kind in ("plain", "redrafter", "medusa"):
+    for kind in ("plain", "redrafter"):
         checkpoint = store.copy(tmp_path / kind, kind, "0.14")
         quantize_checkpoint(checkpoint, with_cache=with_cache)
         build(real, checkpoint, f"fp8-{kind}-{with_cache}")
