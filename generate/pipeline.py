@@ -77,7 +77,7 @@ def plan_draft(settings: GenerateSettings) -> EnginePlan:
 def generate(settings: GenerateSettings) -> None:
     """Make the engines, or take those that are kept, and run the prompts through them."""
     run = settings.list_stage("run") | {
-        "input_text": settings.texts, "tokenizer_dir": settings.model_dir,
+        "input_text": settings.texts, "tokenizer_dir": settings.tokenizer_dir or settings.model_dir,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(open_cache(settings))

@@ -39,6 +39,9 @@ class GenerateSettings:
         metavar="SMALL", help="A small model that drafts for the target: a folder or Hub id."
     )
     prompt_lookup_num_tokens: int | None = _like("run", "prompt_lookup_num_tokens")
+    tokenizer_dir: str | None = setting(
+        metavar="DIR", help="Folder or Hub id of the tokenizer; --model-dir if not given."
+    )
     dtype: str = _like("convert", "dtype")
     redrafter_num_beams: int | None = _like("convert", "redrafter_num_beams")
     redrafter_draft_len_per_beam: int | None = _like("convert", "redrafter_draft_len_per_beam")

@@ -63,7 +63,7 @@ PAGES: Mapping[str, Page] = {
         {
             "Models": (
                 "model_dir", "drafter_model_dir", "medusa_model_dir", "eagle_model_dir",
-                "draft_model_dir", "prompt_lookup_num_tokens",
+                "draft_model_dir", "prompt_lookup_num_tokens", "tokenizer_dir",
             ),
             "Text": (
                 "input_file", "apply_chat_template", "max_output_len", "temperature", "top_k",
@@ -119,8 +119,9 @@ PAGES: Mapping[str, Page] = {
             ),
             "Triton": (
                 "emit_triton", "triton_templates", "triton_tokenizer_dir", "triton_engine_path",
-                "triton_draft_engine_dir", "triton_draft_engine_path", "triton_devices", "triton_draft_devices",
-                "triton_kv_cache_fraction", "triton_streaming", "triton_parameters",
+                "triton_draft_engine_dir", "triton_draft_engine_path", "triton_devices",
+                "triton_draft_devices", "triton_kv_cache_fraction", "triton_streaming",
+                "triton_parameters",
             ),
         },
     ),

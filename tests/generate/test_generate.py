@@ -127,6 +127,13 @@ def test_drafts_of_a_small_model_and_of_the_text(models: Path, generate: Stage) 
         assert "checkpoint" not in baseline.stderr, "the engines are the same"
 
 
+def test_a_tokenizer_from_elsewhere(models: Path, generate: Stage, tmp_path: Path) -> None:
+    bare = make_llama(tmp_path, seed=3)
+    expected = generate("abc", "--json")
+    done = generate("abc", "--json", "--tokenizer-dir", models / "target", model=bare)
+    assert done.ids == expected.ids
+
+
 def test_whatever_goes_in_makes_another_engine(generate: Stage, tmp_path: Path) -> None:
     mine = make_llama(tmp_path, seed=3)
     make_tokenizer(mine)
