@@ -26,14 +26,15 @@ class PromptSettings:
     tokenizer_dir: str | None = _like("tokenizer_dir")
     prompts: Path | None = setting(
         kind="path", metavar="FILE",
-        help="Prompts by category, .jsonl (docs/bench.md) or .txt; a few of its own if not given.",
+        help="File of prompts: .jsonl, which may have categories, or .txt; a few built-in ones"
+        " if not given.",
     )  # fmt: skip
     max_output_len: int = setting(
-        128, kind="int", minimum=2, metavar="N", help="New tokens a prompt."
+        128, kind="int", minimum=2, metavar="N", help="New tokens for each prompt."
     )
     repeat: int = setting(
         5, kind="int", minimum=1, metavar="N",
-        help="Measured rounds; speculation and plain decoding take turns in each.",
+        help="Rounds to measure; in each, speculation and plain decoding take turns.",
     )  # fmt: skip
     device: str = _like("device")
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
@@ -62,7 +63,9 @@ class EngineSettings(PromptSettings):
 
 def _batch_sizes(default: str) -> Any:
     return setting(
-        default, metavar="N[,N...]", help="Requests decoded at once, one measurement for each."
+        default,
+        metavar="N[,N...]",
+        help="Numbers of requests to decode at the same time; each is measured.",
     )
 
 
@@ -72,7 +75,9 @@ class BenchSettings(EngineSettings):
 
     batch_sizes: str = _batch_sizes("1")
     output: Path | None = setting(
-        kind="path", metavar="DIR", help="Also write the report, as JSON and text, and plots."
+        kind="path",
+        metavar="DIR",
+        help="Also write the report as JSON and text, with plots, into this folder.",
     )
     force: bool = setting(False, kind="flag", help="Replace an existing --output folder.")
 
@@ -95,14 +100,16 @@ class TuneSettings(PromptSettings):
     batch_sizes: str = _batch_sizes("1")
     max_length: int = setting(
         5, kind="int", minimum=1, metavar="N",
-        help="ReDrafter and draft-target: longest draft to consider.",
+        help="Longest draft to try, for ReDrafter and draft models.",
     )  # fmt: skip
     num_measured: int = setting(
         3, kind="int", minimum=1, metavar="N",
-        help="Settings to measure, of those that are predicted to be fastest.",
+        help="How many settings to measure: those that are predicted to be fastest.",
     )  # fmt: skip
     output_file: Path | None = setting(
-        kind="path", metavar="RECIPE", help="Write the best setting as a recipe for --config."
+        kind="path",
+        metavar="RECIPE",
+        help="Write the best settings as a recipe, to be used with --config.",
     )
     force: bool = setting(False, kind="flag", help="Replace an existing --output-file.")
 

@@ -21,104 +21,105 @@ class BuildSettings:
     checkpoint_dir: Path | None = setting(kind="path", help="Folder written by specdec-convert.")
     output_dir: Path | None = setting(kind="path", help="Engine folder to write.")
     backend: str = setting(
-        "auto", choices=("auto", "torch", "tensorrt-llm"), help="What executes the engine."
+        "auto", choices=("auto", "torch", "tensorrt-llm"), help="What runs the engine."
     )
     tokenizer_dir: str | None = setting(
         metavar="DIR",
-        help="Copy this tokenizer into the engine, which then needs no --tokenizer-dir to run; a"
-        " folder or a hub id, usually the Hugging Face base model's.",
+        help="Copy this tokenizer into the engine, which then needs no --tokenizer-dir to run:"
+        " a folder or Hub id, usually the Hugging Face base model's.",
     )  # fmt: skip
     speculative_decoding_mode: str | None = setting(
         choices=list_modes(),
-        help="Speculation mode; inferred from the checkpoint where it is not given.",
+        help="How drafts are made; if not given, as the checkpoint says.",
     )
     max_batch_size: int = setting(8, kind="int", minimum=1, help="Most requests in one batch.")
     max_input_len: int | None = setting(
         kind="int", minimum=1,
-        help="Longest prompt in tokens; max-seq-len - 1 if not given, 1024 with TensorRT-LLM.",
+        help="Longest prompt in tokens; if not given, --max-seq-len minus 1, or 1024 with"
+        " TensorRT-LLM.",
     )  # fmt: skip
     max_seq_len: int | None = setting(
         kind="int", minimum=2,
-        help="Longest prompt plus output in tokens; the model's positions if not given.",
+        help="Longest prompt plus output in tokens; the model's limit if not given.",
     )  # fmt: skip
     max_num_tokens: int | None = setting(
         kind="int", minimum=1, help="Most tokens in one forward pass."
     )
     max_draft_len: int | None = setting(
         kind="int", minimum=0, maximum=MAX_DRAFT_TOKENS,
-        help="Most draft tokens a step; for ReDrafter it follows from beams and length.",
+        help="Most draft tokens in a step; for ReDrafter, given by its beams and their length.",
     )  # fmt: skip
     max_beam_width: int = setting(
-        1, kind="int", minimum=1, help="Beams of the output; must be 1 with speculation."
+        1, kind="int", minimum=1, help="Beams of the output; 1 with speculation."
     )
     optimize: str = setting(
         "auto", choices=("auto", "native", "none"),
-        help="native: compile kernels for this CPU; auto: where a C++ compiler is there.",
+        help="native: compile kernels for this CPU; auto: the same if there is a C++ compiler;"
+        " none: use PyTorch's operators.",
     )  # fmt: skip
     quantization: str | None = setting(
         choices=("int8",),
-        help="Weights of the target's layers as int8, one scale a row: half of bfloat16's bytes"
-        " a step, and slightly other text. Torch backend only.",
+        help="Store the target's layers as int8: half the memory of bfloat16, faster on a CPU,"
+        " and the text can differ slightly. Torch backend only.",
     )  # fmt: skip
     gemm_plugin: str | None = setting(help="TensorRT-LLM only.")
     use_paged_context_fmha: bool | None = setting(kind="enable", help="TensorRT-LLM only.")
     use_fp8_context_fmha: bool | None = setting(kind="enable", help="TensorRT-LLM only.")
     kv_cache_type: str | None = setting(
-        choices=("paged", "continuous"), help="The torch backend has continuous."
+        choices=("paged", "continuous"),
+        help="Kind of KV cache; the torch backend has continuous only.",
     )
     workers: int | None = setting(
-        kind="int", minimum=1, help="TensorRT-LLM only: ranks that are built side by side."
+        kind="int", minimum=1, help="TensorRT-LLM only: ranks that are built at the same time."
     )
     trtllm_version: str | None = setting(
         choices=LABELS,
-        help="Line of TensorRT-LLM that the command is for; the installed one if not given.",
+        help="TensorRT-LLM version that the command is for; the installed one if not given.",
     )  # fmt: skip
     emit_script: Path | None = setting(
         kind="path", metavar="FILE",
-        help="Write the TensorRT-LLM build as a shell script, and build nothing here.",
+        help="Write the TensorRT-LLM build as a shell script; build nothing here.",
     )  # fmt: skip
-    launcher: str = setting(
-        "local", choices=LAUNCHERS, help="What the script starts trtllm-build with."
-    )
+    launcher: str = setting("local", choices=LAUNCHERS, help="How the script starts trtllm-build.")
     emit_triton: Path | None = setting(
         kind="path", metavar="DIR",
-        help="Write a model repository for Triton; without --checkpoint-dir, of the TensorRT-LLM"
-        " engine that --output-dir is already.",
+        help="Write a Triton model repository; without --checkpoint-dir, for the TensorRT-LLM"
+        " engine that is already in --output-dir.",
     )  # fmt: skip
     triton_templates: Path | None = setting(
         kind="path", metavar="DIR",
-        help="Triton's own all_models/inflight_batcher_llm, of the release that serves."
-        "  [default: where NVIDIA's image has it]",
+        help="The folder all_models/inflight_batcher_llm of the Triton release that will"
+        " serve.  [default: where NVIDIA's image has it]",
     )  # fmt: skip
     triton_tokenizer_dir: str | None = setting(
-        metavar="DIR", help="Triton: the tokenizer's folder, as the server sees it."
+        metavar="DIR", help="The tokenizer's folder, as the server sees it."
     )
     triton_engine_path: str | None = setting(
         metavar="DIR",
-        help="Triton: the engine's folder, as the server sees it.  [default: its path here]",
+        help="The engine's folder, as the server sees it.  [default: its path here]",
     )
     triton_draft_engine_dir: Path | None = setting(
-        kind="path", metavar="DRAFT", help="Triton: the engine that drafts for this one."
+        kind="path", metavar="DRAFT", help="The engine that drafts for this one."
     )
     triton_draft_engine_path: str | None = setting(
-        metavar="DIR", help="Triton: the draft engine's folder, as the server sees it."
+        metavar="DIR", help="The draft engine's folder, as the server sees it."
     )
     triton_devices: str | None = setting(
-        metavar="N[,N...]", help="Triton: GPUs of the engine, one a rank."
+        metavar="N[,N...]", help="GPUs of the engine, one for each rank."
     )
-    triton_draft_devices: str | None = setting(
-        metavar="N[,N...]", help="Triton: GPUs of the draft engine."
-    )
+    triton_draft_devices: str | None = setting(metavar="N[,N...]", help="GPUs of the draft engine.")
     triton_kv_cache_fraction: float | None = setting(
-        kind="float", metavar="F", help="Triton: part of the free GPU memory of each KV cache."
+        kind="float", metavar="F", help="Share of the free GPU memory for each KV cache."
     )
     triton_streaming: bool = setting(
-        False, kind="flag", help="Triton: decoupled mode, as streaming clients need."
+        False, kind="flag", help="Use the decoupled mode, which streaming clients need."
     )
     triton_parameters: list[str] = setting(
-        [], kind="list", metavar="NAME=VALUE...", help="Triton: further variables of the templates."
+        [], kind="list", metavar="NAME=VALUE...", help="More variables of the templates."
     )
-    dry_run: bool = setting(False, kind="flag", help="Check and print the plan; write nothing.")
+    dry_run: bool = setting(
+        False, kind="flag", help="Check everything and print the plan; write nothing."
+    )
     force: bool = setting(False, kind="flag", help="Replace an existing engine folder.")
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
     # Further flags of trtllm-build, by name; the torch backend has none.

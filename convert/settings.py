@@ -23,24 +23,28 @@ class ConvertSettings:
     )
     base_model_checkpoint_dir: Path | None = setting(
         kind="path", metavar="CKPT",
-        help="The target as an existing checkpoint, instead of --model-dir.",
+        help="The target as an existing checkpoint folder, in place of --model-dir.",
     )  # fmt: skip
     output_dir: Path | None = setting(kind="path", help="Checkpoint folder to write.")
     dtype: str = setting(
         "auto", choices=("auto", "float16", "bfloat16", "float32"),
-        help="Type of the weights; auto keeps the target's. With --base-model-checkpoint-dir it"
-        " is the drafter's type.",
+        help="Type of the weights; auto keeps the target's. With --base-model-checkpoint-dir,"
+        " the type of the drafter's weights.",
     )  # fmt: skip
     tp_size: int | None = setting(
         kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
-        help="Tensor-parallel ranks; 1, or those of an existing checkpoint, if not given.",
+        help="Number of tensor-parallel ranks; if not given, 1, or as many as an existing"
+        " checkpoint has.",
     )  # fmt: skip
     pp_size: int | None = setting(
         kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
-        help="Pipeline-parallel stages, without a drafter; 1 if not given.",
+        help="Number of pipeline-parallel stages, only without a drafter; 1 if not given.",
     )  # fmt: skip
     workers: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="Threads; one per processor core if not given."
+        kind="int",
+        minimum=1,
+        metavar="N",
+        help="Threads; if not given, one for each processor core.",
     )
     use_parallel_embedding: bool = setting(
         False, kind="flag", help="Split the embedding table over the ranks."
@@ -52,14 +56,14 @@ class ConvertSettings:
     )  # fmt: skip
     use_embedding_sharing: bool = setting(
         False, kind="flag",
-        help="Store a tied head and embedding once (--trtllm-version 0.14 alone).",
+        help="Store a tied head and embedding once; only with --trtllm-version 0.14.",
     )  # fmt: skip
     trtllm_version: str = setting(
         "1.2", choices=("1.2", "0.14"),
-        help="TensorRT-LLM line whose architecture names and config keys are written.",
+        help="TensorRT-LLM version that the checkpoint is for.",
     )  # fmt: skip
     quantization: str | None = setting(
-        choices=("fp8",), help="Quantize the target's linears; needs --calibration-data."
+        choices=("fp8",), help="Quantize the target's linear layers; needs --calibration-data."
     )
     kv_cache_dtype: str | None = setting(
         choices=("fp8",), help="With --quantization: also write scales for an FP8 KV cache."
@@ -71,27 +75,35 @@ class ConvertSettings:
     )  # fmt: skip
     calib_size: int | None = setting(
         kind="int", minimum=1, metavar="N",
-        help="Rows of --calibration-data to take; at most 512 if not given.",
+        help="Rows of --calibration-data to use; if not given, all up to 512.",
     )  # fmt: skip
     calib_batch_size: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="Rows of equal length a pass; 1 if not given."
+        kind="int",
+        minimum=1,
+        metavar="N",
+        help="Rows of equal length in a forward pass; 1 if not given.",
     )
     calib_max_seq_length: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="Tokens a row is cut to; 512 if not given."
+        kind="int",
+        minimum=1,
+        metavar="N",
+        help="Cut each row to this many tokens; 512 if not given.",
     )
     calib_device: str | None = setting(
         choices=("auto", "cpu", "cuda"), help="Where the calibration runs; auto if not given."
     )
     allow_nonfinite: bool = setting(
         False, kind="flag",
-        help="Go on where weights are NaN or infinite, or become so by the cast; manifest.json"
+        help="Accept weights that are NaN or infinite, or become so in --dtype; manifest.json"
         " counts them.",
     )  # fmt: skip
     resume: bool = setting(
         False, kind="flag",
-        help="Go on with a conversion into this folder that was killed; keep what is written when"
-        " this one fails.",
+        help="Continue a conversion into this folder that was killed; if this one fails, keep"
+        " what it has written.",
     )  # fmt: skip
-    dry_run: bool = setting(False, kind="flag", help="Check and print the plan; write nothing.")
+    dry_run: bool = setting(
+        False, kind="flag", help="Check everything and print the plan; write nothing."
+    )
     force: bool = setting(False, kind="flag", help="Replace an existing output folder.")
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")

@@ -13,7 +13,7 @@ class DoctorSettings:
     """One field is one flag."""
 
     engine_dir: Path | None = setting(
-        kind="path", metavar="ENGINE", help="Also tell whether this engine can run here."
+        kind="path", metavar="ENGINE", help="Also check whether this engine can run here."
     )
     verify_hashes: bool = setting(
         False, kind="flag", help="Also compare every byte of the engine with its manifest."

@@ -63,6 +63,7 @@ class GenerateSettings:
     no_speculation: bool = _like("run", "no_speculation")
     device: str = _like("run", "device")
     streaming: bool = _like("run", "streaming")
+    show_drafts: bool = _like("run", "show_drafts")
     json: bool = _like("run", "json")
     no_cache: bool = setting(
         False, kind="flag", help="Keep no engine: build in a temporary folder, and remove it."

@@ -16,7 +16,7 @@ class PromptSettings:
     input_text: list[str] = setting([], kind="list", help="One or several prompts.")
     input_file: Path | None = setting(
         kind="path",
-        help="Prompts: .txt, one a line, .jsonl, one request object a line, or - for stdin.",
+        help="File of prompts: .txt has one a line, .jsonl one request object a line; - is stdin.",
     )
 
 
@@ -27,7 +27,7 @@ class RunSettings(DecodeSettings, PromptSettings):
 
     streaming: bool = setting(
         False, kind="flag",
-        help="Print text as it becomes certain; with --json, one object a line.",
+        help="Print the text while it is generated; with --json, one object a line.",
     )  # fmt: skip
     show_drafts: bool = setting(
         False, kind="flag",
@@ -36,25 +36,24 @@ class RunSettings(DecodeSettings, PromptSettings):
     )  # fmt: skip
     kv_cache_free_gpu_memory_fraction: float | None = setting(
         kind="float", metavar="F",
-        help="TensorRT-LLM only: part of the free GPU memory that each KV cache takes, 0.9 if not"
-        " given.",
+        help="TensorRT-LLM only: share of the free GPU memory for each KV cache; 0.9 if not given.",
     )  # fmt: skip
     output_generation_logits: bool = setting(
         False, kind="flag",
-        help="Write the logits that each token was chosen by beside --output-file.",
+        help="Also write the logits of every new token, into a file beside --output-file.",
     )  # fmt: skip
     use_py_session: bool = setting(False, kind="flag", hidden=True, help="Refused.")
     num_beams: int = setting(1, kind="int", minimum=1, hidden=True, help="Refused beyond 1.")
-    output_file: Path | None = setting(
-        kind="path", help="Also write what stdout shows into this file."
-    )
+    output_file: Path | None = setting(kind="path", help="Also write the results into this file.")
     run_profiling: bool = setting(
-        False, kind="flag", help="Log the time of draft, verify and the rest of a step."
+        False, kind="flag", help="Tell how long drafting, verification and the rest took."
     )
     verify_hashes: bool = setting(
         False, kind="flag", help="Compare every byte of the engine with its manifest first."
     )
-    dry_run: bool = setting(False, kind="flag", help="Check engine and prompts; generate nothing.")
+    dry_run: bool = setting(
+        False, kind="flag", help="Check the engine and the prompts; generate nothing."
+    )
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
 
     @property

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import click
 
+from specdec.methods import METHODS
+from specdec.settings import get_flags
+
 
 @dataclasses.dataclass(frozen=True)
 class Page:
@@ -26,32 +29,18 @@ class Page:
     more: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
-# An option means the same in every command that has it.
-METHODS: Mapping[str, Sequence[str]] = {
-    "ReDrafter": (
-        "redrafter_num_beams", "redrafter_draft_len_per_beam", "redrafter_no_greedy_search",
-        "redrafter_num_layers", "redrafter_predict_n_tokens", "redrafter_exit_dim",
-        "redrafter_rnn", "redrafter_loss_decay", "beams",
-    ),
-    "Medusa": (
-        "num_medusa_heads", "num_medusa_layers", "max_medusa_token_len", "medusa_choices",
-        "medusa_num_heads", "medusa_num_layers", "medusa_loss_decay",
-    ),
-    "EAGLE": (
-        "num_eagle_layers", "max_non_leaves_per_layer", "eagle_choices", "eagle_use_dynamic_tree",
-        "eagle_dynamic_tree_max_top_k", "eagle_tree_tokens", "eagle_version", "eagle_num_layers",
-        "eagle_num_steps", "eagle_loss_decay", "eagle_token_weight", "eagle_noise",
-    ),
-    "Draft model": (
-        "draft_engine_dir", "draft_tokenizer_dir", "draft_target_model_config", "draft_devices",
-        "target_devices", "use_logits", "draft_model_dir", "draft_checkpoint_dir",
-    ),
-    "Prompt lookup": (
-        "prompt_lookup_num_tokens", "max_matching_ngram_size", "prompt_lookup_config",
-    ),
-    "Lookahead": ("lookahead_config",),
+def list_method_options() -> dict[str, list[str]]:
+    """The options of each method, by its title, whatever the command."""
+    return {
+        method.title: [name for kind in method.options.values() for name in get_flags(kind)]
+        for method in METHODS.values()
+    }
+
+
+# Beside the methods' own options, in every command that has them.
+SHARED: Mapping[str, Sequence[str]] = {
     "Typical acceptance (lossy)": ("acceptance", "typical_epsilon", "typical_delta"),
-}  # fmt: skip
+}
 GENERAL = ("dry_run", "force", "json", "config", "debug", "version", "help")
 PAGES: Mapping[str, Page] = {
     "generate": Page(
@@ -96,7 +85,6 @@ PAGES: Mapping[str, Page] = {
             "Embedding": (
                 "use_parallel_embedding", "embedding_sharding_dim", "use_embedding_sharing",
             ),
-            "EAGLE": ("max_draft_len",),
             "Work": ("workers", "resume", "allow_nonfinite"),
         },
     ),
@@ -269,8 +257,8 @@ def list_sections(name: str, params: Iterable[click.Parameter]) -> list[Section]
     page = PAGES.get(name)
     explained = page.groups if page else {}
     sections = [Section(title, take(names)) for title, names in explained.items()]
-    more: dict[str, list[str]] = {title: list(names) for title, names in METHODS.items()}
-    for title, names in (page.more if page else {}).items():
+    more = list_method_options()
+    for title, names in (*SHARED.items(), *(page.more if page else {}).items()):
         more.setdefault(title, []).extend(names)
     brief = [Section(title, take(names), is_brief=True) for title, names in more.items()]
     general = Section("General", take(GENERAL))

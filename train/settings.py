@@ -31,59 +31,69 @@ class TrainSettings:
         kind="path",
         metavar="FILE",
     )
-    max_steps: int | None = setting(help="Optimizer steps.", kind="int", minimum=1, metavar="N")
+    max_steps: int | None = setting(
+        help="Number of optimizer steps.", kind="int", minimum=1, metavar="N"
+    )
     num_epochs: float | None = setting(
-        help="Passes over the data, instead of --max-steps; 2 if neither is given.",
+        help="Passes over the data, in place of --max-steps; 2 if neither is given.",
         kind="float",
         minimum=0,
         metavar="X",
     )
     learning_rate: float | None = setting(
-        help="Highest learning rate of AdamW; the method's own if not given.",
+        help="Highest learning rate of AdamW; if not given, the method's default.",
         kind="float",
         minimum=0,
     )
-    batch_size: int = setting(4, help="Rows per device and forward pass.", kind="int", minimum=1)
+    batch_size: int = setting(
+        4, help="Rows in a forward pass, on each device.", kind="int", minimum=1
+    )
     gradient_accumulation_steps: int = setting(
         1, help="Forward passes per optimizer step.", kind="int", minimum=1
     )
     model_max_length: int | None = setting(
-        help="Tokens per row; default: the target's limit, at most 2048.", kind="int", minimum=8
+        help="Tokens in a row; if not given, the target's limit, at most 2048.",
+        kind="int",
+        minimum=8,
     )
     warmup_ratio: float = setting(
-        0.1, help="Part of the steps in which the learning rate rises.", kind="float", minimum=0
+        0.1, help="Share of the steps in which the learning rate rises.", kind="float", minimum=0
     )
     weight_decay: float = setting(0.0, help="AdamW's weight decay.", kind="float", minimum=0)
-    max_grad_norm: float = setting(1.0, help="Gradient clipping; 0: none.", kind="float", minimum=0)
-    seed: int = setting(0, help="Of the first weights and of the data's order.", kind="int")
+    max_grad_norm: float = setting(
+        1.0, help="Clip gradients to this norm; 0: never.", kind="float", minimum=0
+    )
+    seed: int = setting(
+        0, help="Seed of the first weights and of the order of the data.", kind="int"
+    )
     dtype: str = setting(
         "auto",
-        help="Type to compute in; the weights being trained stay float32. auto: bfloat16 where"
+        help="Type to compute in; the weights that are trained stay float32. auto: bfloat16 if"
         " the processor has it.",
         choices=("auto", "bfloat16", "float32"),
     )
     self_distillation: float | None = setting(
-        help="Share of the target's own distribution in what is learned, 0 to 1; the rest is the"
-        " text's tokens. The method's own if not given.",
+        help="How much to learn from the target's own distribution, 0 to 1; the rest is"
+        " learned from the tokens of the text. If not given, the method's default.",
         kind="float",
         minimum=0,
         metavar="W",
     )
     shard_target: bool = setting(
         False,
-        help="Split the target's layers over the processes, for one that does not fit one GPU; so"
-        " do accelerate's FSDP and DeepSpeed ZeRO 3.",
+        help="Split the target's layers over the processes, for a target that does not fit on"
+        " one GPU. accelerate's FSDP and DeepSpeed ZeRO 3 do so by themselves.",
         kind="flag",
     )
     hidden_states_dir: Path | None = setting(
-        help="Compute the target's hidden states once and keep them here; or read those that are"
-        " here, without the target's layers in memory.",
+        help="Keep the target's hidden states in this folder. They are computed once; later"
+        " runs read them and do not load the target's layers.",
         kind="path",
         metavar="DIR",
     )
     save_dtype: str = setting(
         "auto",
-        help="Type of the written weights. auto: bfloat16 if the target is, else float32.",
+        help="Type of the written weights. auto: bfloat16 if the target has it, otherwise float32.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     save_steps: int = setting(
@@ -95,36 +105,37 @@ class TrainSettings:
     eval_rows: int = setting(128, help="Most rows per evaluation.", kind="int", minimum=1)
     eval_prompts: int = setting(
         16,
-        help="Held-out prompts on which an engine's real acceptance is measured at every"
-        " evaluation; 0: none.",
+        help="Held-out prompts on which each evaluation measures an engine's real acceptance;"
+        " 0: none.",
         kind="int",
         minimum=0,
     )
     eval_output_len: int = setting(
-        64, help="Tokens written for each of --eval-prompts.", kind="int", minimum=2
+        64, help="New tokens for each of --eval-prompts.", kind="int", minimum=2
     )
     stop_at_acceptance: float | None = setting(
-        help="Stop at an evaluation with this acceptance length or more.",
+        help="Stop as soon as an evaluation reaches this acceptance length.",
         kind="float",
         minimum=1,
         metavar="X",
     )
-    report_top_k: int = setting(5, help="Report top-1 to top-K accuracy.", kind="int", minimum=1)
+    report_top_k: int = setting(
+        5, help="Report the accuracy of the top 1 to the top K tokens.", kind="int", minimum=1
+    )
     logging_steps: int = setting(10, help="Steps between progress lines.", kind="int", minimum=1)
     sanity: bool = setting(
         False,
-        help="Learn one row by heart and write nothing: exit status 1 when that does not work.",
+        help="Test the training: learn one row by heart and write nothing; exit status 1 if"
+        " that fails.",
         kind="flag",
     )
     push_to_hub: str | None = setting(
-        help="Also upload the drafter to this (private) repository of the Hugging Face Hub; the"
-        " token is HF_TOKEN.",
+        help="Also upload the drafter to this private repository of the Hugging Face Hub; the"
+        " token is read from HF_TOKEN.",
         metavar="ID",
     )
     resume: bool = setting(
         False, help="Continue an interrupted training from its last checkpoint.", kind="flag"
     )
-    force: bool = setting(False, help="Replace the output, or start anew.", kind="flag")
-    json: bool = setting(
-        False, help="Print the measured results on stdout as a JSON object.", kind="flag"
-    )
+    force: bool = setting(False, help="Replace the output, or start again.", kind="flag")
+    json: bool = setting(False, help="Print one JSON object on stdout.", kind="flag")

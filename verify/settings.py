@@ -26,13 +26,13 @@ class VerifySettings:
     )
     workers: int | None = setting(
         kind="int", minimum=1, metavar="N",
-        help="Files hashed at a time; one per processor core if not given.",
+        help="Files to hash at the same time; if not given, one for each processor core.",
     )  # fmt: skip
     engine_dir: Path | None = setting(
-        kind="path", metavar="ENGINE", help="Engine whose output is compared with its model's."
+        kind="path", metavar="ENGINE", help="The engine whose text is compared with its model's."
     )
     model_dir: str | None = setting(
-        metavar="HF", help="Folder or hub id of the base model that the engine was made from."
+        metavar="HF", help="Folder or Hub id of the base model that the engine was made from."
     )
     acceptance: str = setting(
         "exact", choices=("exact", "typical"), hidden=True, help="typical is refused: it is lossy."
@@ -42,30 +42,31 @@ class VerifySettings:
     )
     prompts: Path | None = setting(
         kind="path", metavar="FILE",
-        help="Prompts, .txt or .jsonl as for specdec-run; a small set of its own if not given.",
+        help="File of prompts, .txt or .jsonl as for specdec-run; a few built-in ones if not"
+        " given.",
     )  # fmt: skip
     max_output_len: int = setting(
-        64, kind="int", minimum=1, metavar="N", help="New tokens compared a prompt."
+        64, kind="int", minimum=1, metavar="N", help="New tokens to compare for each prompt."
     )
     num_alone: int = setting(
         2, kind="int", minimum=0, metavar="N",
-        help="Prompts that are also run one at a time, to compare with the batch.",
+        help="How many prompts are also run alone, to compare them with the batch.",
     )  # fmt: skip
     sampling: bool = setting(
         False, kind="flag", help="Also test sampled text against the model's exact distribution."
     )
     num_samples: int = setting(
-        1000, kind="int", minimum=100, metavar="N", help="Sampling: requests a prompt."
+        1000, kind="int", minimum=100, metavar="N", help="With --sampling: samples of each prompt."
     )
     temperature: float = setting(
-        1.0, kind="float", metavar="T", help="Sampling: the requests' temperature."
+        1.0, kind="float", metavar="T", help="With --sampling: the temperature."
     )
-    top_k: int = setting(4, kind="int", minimum=2, help="Sampling: the requests' top-k.")
+    top_k: int = setting(4, kind="int", minimum=2, help="With --sampling: the top-k.")
     random_seed: int = setting(
-        0, kind="int", minimum=0, metavar="S", help="Sampling: the first request's seed."
+        0, kind="int", minimum=0, metavar="S", help="With --sampling: seed of the first sample."
     )
     device: str = setting(
-        "auto", choices=("auto", "cpu", "cuda"), help="Where engine and model are run."
+        "auto", choices=("auto", "cpu", "cuda"), help="Device for the engine and the model."
     )
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
 

@@ -19,52 +19,61 @@ class DecodeSettings:
 
     engine_dir: Path | None = setting(kind="path", help="Folder written by specdec-build.")
     tokenizer_dir: str | None = setting(
-        help="Folder or hub id of the tokenizer, usually the Hugging Face base model's. If not"
-        " given: the one that the engine was built with.",
+        help="Folder or Hub id of the tokenizer, usually the Hugging Face base model's; if not"
+        " given, the one that the engine was built with.",
         metavar="DIR",
     )
     apply_chat_template: bool = setting(
-        False, kind="flag", help="Put each prompt as a user's turn into the tokenizer's template."
+        False,
+        kind="flag",
+        help="Put each prompt into the tokenizer's chat template, as a user's turn.",
     )
-    max_output_len: int = setting(100, kind="int", minimum=1, help="Most new tokens a request.")
+    max_output_len: int = setting(
+        100, kind="int", minimum=1, help="Most new tokens for each prompt."
+    )
     temperature: str | None = setting(
         metavar="T[,T...]",
-        help="Sampling temperature, one for all prompts or one each; 0 decodes greedily. If not"
-        " given: 1 with --top-k or --top-p, else 0.",
+        help="Sampling temperature, one for all prompts or one each; 0 decodes greedily. If"
+        " not given: 1 with --top-k or --top-p, otherwise 0.",
     )
     top_k: int = setting(
-        0, kind="int", minimum=0, help="Sample from the K likeliest tokens; 0 takes all."
+        0, kind="int", minimum=0, help="Sample from the K most likely tokens; 0 takes all."
     )
     top_p: float = setting(
-        1.0, kind="float", help="Sample from the likeliest tokens that sum to this probability."
+        1.0,
+        kind="float",
+        help="Sample from the most likely tokens whose probabilities sum to this.",
     )
     random_seed: int = setting(
-        0, kind="int", minimum=0, help="Seed of every request that has none of its own."
+        0, kind="int", minimum=0, help="Seed for sampling, for every prompt without one of its own."
     )
     stop_words: list[str] = setting(
-        [], kind="list", help="Texts that end a request; they are cut off."
+        [], kind="list", help="Texts that end the output; they are cut off."
     )
     end_id: int | None = setting(
         kind="int", minimum=0,
-        help="Token that ends a request; the tokenizer's or generation config's if not given.",
+        help="Token that ends the output; if not given, that of the generation config or"
+        " tokenizer.",
     )  # fmt: skip
     no_speculation: bool = setting(
-        False, kind="flag", help="Same target and engine, one token a step."
+        False, kind="flag", help="Run the same engine without drafts, one token a step."
     )
     acceptance: str = setting(
         "exact", choices=("exact", "typical"),
-        help="Of drafts in sampled text. exact keeps the target's distribution; typical takes any"
-        " token that is likely enough, which is faster and lossy.",
+        help="How drafts are accepted in sampled text. exact keeps the target's distribution;"
+        " typical accepts any token that is likely enough, which is faster and changes the"
+        " distribution.",
     )  # fmt: skip
     typical_epsilon: float | None = setting(
         kind="float", metavar="P",
-        help="Typical acceptance: accept a token above this probability, or above  [default: 0.09]",
+        help="Accept a token with at least this probability (less where --typical-delta allows"
+        " it).  [default: 0.09]",
     )  # fmt: skip
     typical_delta: float | None = setting(
         kind="float", metavar="D",
-        help="Typical acceptance: D * exp(-entropy), whichever is less.  [default: 0.3]",
+        help="Lower the threshold to D * exp(-entropy) where the target is unsure.  [default: 0.3]",
     )  # fmt: skip
     kv_cache_enable_block_reuse: bool = setting(
-        False, kind="flag", help="Take prefixes that prompts share from the cache."
+        False, kind="flag", help="Compute a beginning that several prompts share only once."
     )
-    device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="Where to run.")
+    device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="Device to run on.")

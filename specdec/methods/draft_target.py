@@ -17,31 +17,27 @@ class DraftTargetDraft:
     """Options of every command that decodes."""
 
     draft_engine_dir: Path | None = setting(
-        kind="path", metavar="DRAFT", help="Draft-target: the draft model's plain engine."
+        kind="path", metavar="DRAFT", help="The draft model's own engine, built without a drafter."
     )
     draft_tokenizer_dir: str | None = setting(
-        metavar="DIR", help="Draft-target: compare this tokenizer with --tokenizer-dir's."
+        metavar="DIR", help="The draft model's tokenizer, to be compared with --tokenizer-dir."
     )
     draft_len: str | None = setting(
         metavar="N|auto",
-        help="Draft-target: tokens drafted a step; auto, the default, follows measured acceptance"
-        " and cost. With other methods, auto drafts only while that pays.",
+        help="With a draft model: draft tokens in a step; auto, the default, follows measured"
+        " acceptance and cost. With other methods, auto drafts only while that is faster.",
     )
     use_logits: bool = setting(
         False, kind="flag",
-        help="Draft-target: accept sampled tokens by the ratio of probabilities.",
+        help="Accept sampled tokens by the ratio of both models' probabilities.",
     )  # fmt: skip
     draft_target_model_config: str | None = setting(
         metavar="[LEN,[DRAFT],[TARGET],LOGITS]",
-        help="Draft-target: draft length, both models' devices and whether to use logits, as"
-        " TensorRT-LLM takes them: [4,[0],[1],True].",
+        help="Draft length, devices of both models and whether to use logits, as TensorRT-LLM"
+        " takes them: [4,[0],[1],True].",
     )
-    draft_devices: str | None = setting(
-        metavar="N[,N...]", help="Draft-target: devices of the draft model."
-    )
-    target_devices: str | None = setting(
-        metavar="N[,N...]", help="Draft-target: devices of the target."
-    )
+    draft_devices: str | None = setting(metavar="N[,N...]", help="Devices of the draft model.")
+    target_devices: str | None = setting(metavar="N[,N...]", help="Devices of the target.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +45,7 @@ class DraftTargetTune:
     """Options of specdec tune."""
 
     draft_checkpoint_dir: Path | None = setting(
-        kind="path", metavar="CKPT", help="Draft-target: the draft model's checkpoint folder."
+        kind="path", metavar="CKPT", help="The draft model's checkpoint folder."
     )
 
 

@@ -313,11 +313,11 @@ class EagleConvert:
     """Options of specdec-convert."""
 
     eagle_model_dir: str | None = setting(
-        metavar="DRAFTER", help="EAGLE-1, 2 or 3 drafter: a folder or Hub id."
+        metavar="DRAFTER", help="A drafter of EAGLE-1, 2 or 3: a folder or Hub id."
     )
     max_draft_len: int | None = setting(
         kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
-        help="Most draft tokens of an EAGLE engine's verify step; 63 if not given.",
+        help="Most draft tokens in a step of an EAGLE engine; 63 if not given.",
     )  # fmt: skip
     num_eagle_layers: int | None = setting(
         kind="int", minimum=1, maximum=MAX_MODULES, metavar="N",
@@ -325,7 +325,8 @@ class EagleConvert:
     )  # fmt: skip
     max_non_leaves_per_layer: int | None = setting(
         kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
-        help="Most nodes with children in a level of an EAGLE engine's trees; 10 if not given.",
+        help="Most nodes with children in a level of an EAGLE engine's draft trees; 10 if not"
+        " given.",
     )  # fmt: skip
 
 
@@ -334,17 +335,19 @@ class EagleDraft:
     """Options of every command that decodes."""
 
     eagle_choices: str | None = setting(
-        metavar="JSON", help="EAGLE: a static tree as a list of paths of ranks, [[0],[0,0],[1]]."
+        metavar="JSON",
+        help="A static tree of drafts, as a list of paths of ranks: [[0],[0,0],[1]].",
     )
     eagle_use_dynamic_tree: bool = setting(
-        False, kind="flag", help="EAGLE: grow each tree where the drafter is sure, as EAGLE-2."
+        False, kind="flag", help="Grow each tree where the drafter is sure, as EAGLE-2 does."
     )
     eagle_dynamic_tree_max_top_k: int | None = setting(
         kind="int", minimum=1, metavar="K",
-        help="EAGLE: nodes of a level that a dynamic tree goes on from, and tokens from each.",
+        help="How many nodes of each level a dynamic tree continues, and with how many tokens"
+        " each.",
     )  # fmt: skip
     eagle_tree_tokens: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="EAGLE: draft tokens of a dynamic tree."
+        kind="int", minimum=1, metavar="N", help="Draft tokens in a dynamic tree."
     )
 
 
@@ -353,25 +356,28 @@ class EagleTrain:
     """Options of specdec-train."""
 
     eagle_version: str = setting(
-        "1", help="1: for any engine, EAGLE-2's trees too; 3: for the torch engine.",
+        "1", help="1: EAGLE-1 and EAGLE-2, for any engine; 3: EAGLE-3, for the torch engine.",
         choices=("1", "3"),
     )  # fmt: skip
     eagle_num_layers: int = setting(
         1, help="Decoder layers of the EAGLE drafter.", kind="int", minimum=1, maximum=MAX_MODULES
     )
     eagle_num_steps: int = setting(
-        3, help="Draft steps unrolled in training; 1 is EAGLE-1's recipe.", kind="int", minimum=1
+        3, help="Draft steps in a row that are trained; EAGLE-1 has 1.", kind="int", minimum=1
     )
     eagle_loss_decay: float = setting(
         0.9, help="Weight of each EAGLE draft step relative to the one before.", kind="float",
         minimum=0,
     )  # fmt: skip
     eagle_token_weight: float = setting(
-        0.1, help="EAGLE-1: weight of the tokens' loss beside the features'.", kind="float",
+        0.1, help="EAGLE-1: weight of the token loss, relative to the feature loss.", kind="float",
         minimum=0,
     )  # fmt: skip
     eagle_noise: float = setting(
-        0.2, help="EAGLE-1: width of the uniform noise on the features.", kind="float", minimum=0
+        0.2,
+        help="EAGLE-1: width of the uniform noise added to the features.",
+        kind="float",
+        minimum=0,
     )
 
 

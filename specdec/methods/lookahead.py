@@ -17,8 +17,8 @@ class LookaheadDraft:
 
     lookahead_config: str | None = setting(
         metavar="[W,N,G]",
-        help="Lookahead: columns of the window, tokens of an n-gram, n-grams verified a step; the"
-        " largest [n,n,n] that the engine has room for if not given.",
+        help="Columns of the window, tokens in an n-gram, n-grams verified in a step. If not"
+        " given, the largest [n,n,n] that the engine has room for.",
     )
 
 

@@ -103,15 +103,15 @@ class MedusaConvert:
     )
     num_medusa_heads: int | None = setting(
         kind="int", minimum=1, maximum=MAX_MODULES, metavar="N",
-        help="Medusa heads to take; those that their config.json tells if not given.",
+        help="Number of Medusa heads to use; if not given, as many as their config.json says.",
     )  # fmt: skip
     num_medusa_layers: int | None = setting(
         kind="int", minimum=0, maximum=MAX_MODULES, metavar="N",
-        help="Residual layers of each Medusa head, where their config.json does not tell.",
+        help="Residual layers of each Medusa head, if their config.json does not say.",
     )  # fmt: skip
     max_medusa_token_len: int | None = setting(
         kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
-        help="Most draft tokens of a Medusa engine's verify step; 63 if not given.",
+        help="Most draft tokens in a step of a Medusa engine; 63 if not given.",
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ class MedusaDraft:
     """Options of every command that decodes."""
 
     medusa_choices: str | None = setting(
-        metavar="JSON", help="Medusa: the tree as a list of paths of ranks, [[0],[0,0],[1]]."
+        metavar="JSON", help="The tree of drafts, as a list of paths of ranks: [[0],[0,0],[1]]."
     )
 
 
@@ -129,7 +129,11 @@ class MedusaTrain:
     """Options of specdec-train."""
 
     medusa_num_heads: int = setting(
-        4, help="Medusa heads: draft tokens ahead.", kind="int", minimum=1, maximum=MAX_MODULES
+        4,
+        help="Number of heads, each for one draft token.",
+        kind="int",
+        minimum=1,
+        maximum=MAX_MODULES,
     )
     medusa_num_layers: int = setting(
         1, help="Residual blocks of each Medusa head.", kind="int", minimum=0, maximum=MAX_MODULES

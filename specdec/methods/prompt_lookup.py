@@ -17,16 +17,19 @@ class PromptLookupDraft:
     """Options of every command that decodes."""
 
     prompt_lookup_num_tokens: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="Prompt lookup: most tokens drafted a step."
+        kind="int",
+        minimum=1,
+        metavar="N",
+        help="Look for drafts in the text itself, up to N tokens in a step.",
     )
     max_matching_ngram_size: int | None = setting(
         kind="int", minimum=1, metavar="M",
-        help="Prompt lookup: longest end of the text that is looked up.  [default: 4]",
+        help="Tokens at the end of the text to look for, at most.  [default: 4]",
     )  # fmt: skip
     prompt_lookup_config: str | None = setting(
         metavar="[LEN,SIZE,[TARGET]]",
-        help="Prompt lookup: tokens drafted a step, longest n-gram looked up and the engine's"
-        " devices, as TensorRT-LLM takes them: [10,2,[0]].",
+        help="Draft tokens in a step, longest n-gram to look up and the engine's devices, as"
+        " TensorRT-LLM takes them: [10,2,[0]].",
     )
 
 

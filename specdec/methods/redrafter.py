@@ -148,7 +148,7 @@ class ReDrafterConvert:
     """Options of specdec-convert."""
 
     drafter_model_dir: str | None = setting(
-        metavar="DRAFTER", help="ReDrafter drafter: a folder or Hub id."
+        metavar="DRAFTER", help="A ReDrafter drafter: a folder or Hub id."
     )
     redrafter_num_beams: int | None = setting(
         kind="int",
@@ -159,10 +159,11 @@ class ReDrafterConvert:
     )
     redrafter_draft_len_per_beam: int | None = setting(
         kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
-        help="Tokens drafted per beam, at most those the drafter was trained for; 5 if not given.",
+        help="Draft tokens of each beam, at most as many as the drafter was trained for; 5 if"
+        " not given.",
     )  # fmt: skip
     redrafter_no_greedy_search: bool = setting(
-        False, kind="flag", help="Let a TensorRT-LLM engine sample instead of searching greedily."
+        False, kind="flag", help="For a TensorRT-LLM engine: sample instead of searching greedily."
     )
 
 
@@ -177,12 +178,14 @@ class ReDrafterTrain:
         5, help="Draft tokens that the loss covers.", kind="int", minimum=1, maximum=MAX_MODULES
     )
     redrafter_exit_dim: int | None = setting(
-        help="Width of the residual blocks; default: twice the target's hidden size.",
+        help="Width of the residual blocks; if not given, twice the target's hidden size.",
         kind="int",
         minimum=1,
     )
     redrafter_rnn: bool = setting(
-        True, help="Learned recurrence; else the sum of the token embeddings.", kind="flag"
+        True,
+        help="Learn the recurrence; otherwise it is the sum of the token embeddings.",
+        kind="flag",
     )
     redrafter_loss_decay: float = setting(
         1.0, help="Weight of each draft position relative to the one before.", kind="float",
@@ -194,9 +197,7 @@ class ReDrafterTrain:
 class ReDrafterTune:
     """Options of specdec tune."""
 
-    beams: str = setting(
-        "1,2,4", metavar="N[,N...]", help="ReDrafter: numbers of beams to consider."
-    )
+    beams: str = setting("1,2,4", metavar="N[,N...]", help="Numbers of beams to try.")
 
 
 METHOD = Method(

@@ -15,7 +15,7 @@ from click.shell_completion import ShellComplete
 
 from specdec import __version__
 from specdec.command import STAGES, StageCommand, group, load_command, print_error, stage_command
-from specdec.help import GENERAL, METHODS, PAGES, list_sections, name_option
+from specdec.help import GENERAL, PAGES, SHARED, list_method_options, list_sections, name_option
 from tests.conftest import ROOT, read_error_lines, run_cli
 from tests.core.toy import ToySettings
 
@@ -216,14 +216,11 @@ def test_groups_name_options_that_exist() -> None:
         command: StageCommand = load_command(name)
         for each in (command, *command.subcommands.values()):
             known |= {name_option(param) for param in each.params}
-    listed = {name for names in METHODS.values() for name in names}
+    tables = (list_method_options(), SHARED)
+    listed = {name for table in tables for names in table.values() for name in names}
     for page in PAGES.values():
         listed |= {name for names in (*page.groups.values(), *page.more.values()) for name in names}
-    assert listed | set(GENERAL) <= known | COMING
-
-
-# Options that are on their way into commands; a name leaves this list when it is there.
-COMING = {"show_drafts", "triton_engine_path", "triton_draft_engine_path", "verify_hashes"}
+    assert listed | set(GENERAL) <= known
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "train data"])

@@ -108,7 +108,7 @@ def test_rows_share_a_pass_only_inside_of_the_cache(
     assert recorder.passes == passes
 
 
-class FixedSampler(Sampler):  # type: ignore[misc]
+class FixedSampler(Sampler):
     """Gives one number wherever it is asked whether a draft is kept."""
 
     def __init__(self, uniform: float) -> None:

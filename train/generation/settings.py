@@ -27,50 +27,56 @@ class DataSettings:
     )
     model: str | None = setting(help="The target's name at the server.", metavar="NAME")
     engine_dir: Path | None = setting(
-        help="Instead of a server: the target's engine, run by specdec-run.", kind="path"
+        help="The target's engine, in place of a server.", kind="path"
     )
     tokenizer_dir: str | None = setting(
         help="With --engine-dir: folder or Hub id of the tokenizer.", metavar="DIR"
     )
     device: str = setting(
-        "auto", choices=("auto", "cpu", "cuda"), help="With --engine-dir: where to run."
+        "auto", choices=("auto", "cpu", "cuda"), help="With --engine-dir: device to run on."
     )
     completion: bool = setting(
-        False, kind="flag", help="Continue plain prompts; else they are a user's turns in a chat."
+        False,
+        kind="flag",
+        help="Continue each prompt as plain text; otherwise it is a user's turn in a chat.",
     )
-    max_tokens: int = setting(2048, kind="int", minimum=1, help="Most tokens of an answer.")
+    max_tokens: int = setting(2048, kind="int", minimum=1, help="Most tokens in an answer.")
     temperature: float = setting(
         0.0, kind="float", minimum=0, help="Sampling temperature; 0 decodes greedily."
     )
     top_p: float = setting(
-        1.0, kind="float", help="Sample from the likeliest tokens that sum to this probability."
+        1.0,
+        kind="float",
+        help="Sample from the most likely tokens whose probabilities sum to this.",
     )
     seed: int | None = setting(
-        kind="int", minimum=0, help="Seed of the first row; each later row's is one more."
+        kind="int", minimum=0, help="Seed of the first row; each row after it has the next one."
     )
     system_prompt: str | None = setting(
-        help="System turn of conversations that have none.", metavar="TEXT"
+        help="System message for conversations that have none.", metavar="TEXT"
     )
     max_rows: int | None = setting(
         kind="int", minimum=1, metavar="N", help="Take the first N rows of the input."
     )
     dataset_split: str = setting("train", help="Split of a Hub dataset.", metavar="NAME")
-    concurrency: int = setting(16, kind="int", minimum=1, help="Requests at the server at once.")
+    concurrency: int = setting(
+        16, kind="int", minimum=1, help="Requests to the server at the same time."
+    )
     timeout: float = setting(
         600.0, kind="float", minimum=0.1, metavar="SECONDS",
-        help="Longest wait for an answer of the server.",
+        help="Longest wait for an answer from the server.",
     )  # fmt: skip
     max_retries: int = setting(
-        6, kind="int", minimum=0, metavar="N", help="Tries of a request after the first one."
+        6, kind="int", minimum=0, metavar="N", help="How often a failed request is repeated."
     )
     drop_truncated: bool = setting(
-        False, kind="flag", help="Count rows with an answer cut by --max-tokens as failed."
+        False, kind="flag", help="Treat answers that --max-tokens cut as failed."
     )
     allow_failures: bool = setting(
-        False, kind="flag", help="Write the output without the rows that failed."
+        False, kind="flag", help="Write the output even if some rows failed, without those."
     )
     resume: bool = setting(
         False, kind="flag", help="Continue an interrupted run; rows that failed are tried again."
     )
-    force: bool = setting(False, kind="flag", help="Replace the output, or start anew.")
+    force: bool = setting(False, kind="flag", help="Replace the output, or start again.")
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
