@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.command.settings import require
 from specdec.decode.drafters.base import Proposer
 from specdec.decode.requests import ActiveRequest
 from specdec.methods import METHODS
-from specdec.settings import require
 from specdec.vocabulary import read_vocabulary
 
 from .causes import (

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdec.command.settings import require
 from specdec.decode.drafters.base import PlainProposer, Proposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loading import load_engine
@@ -15,7 +16,6 @@ from specdec.decode.requests import Request, Result
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError
 from specdec.pretrained import load_tokenizer
-from specdec.settings import require
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 

@@ -6,9 +6,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from specdec.command.settings import as_options
+from specdec.files.reading import read_json
+from specdec.files.staging import place_file
 from specdec.methods.draft_target import DraftTargetTune
-from specdec.settings import as_options
-from specdec.storage import place_file, read_json
 
 from .methods.base import Candidate
 from .settings import TuneSettings

@@ -8,7 +8,8 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import name_extra
-from specdec.storage import stage_folder, write_json
+from specdec.files.reading import write_json
+from specdec.files.staging import stage_folder
 
 from .engine import PARTS
 

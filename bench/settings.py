@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from specdec.command.settings import add_options, get_flags, require, setting
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError
 from specdec.methods import list_options
-from specdec.settings import add_options, get_flags, require, setting
 
 FIELDS = {field.name: field for field in dataclasses.fields(DecodeSettings)}
 

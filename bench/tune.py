@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from specdec import logs
+from specdec.command.settings import as_options, require
 from specdec.decode.drafters.base import PromptFollower
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import METHODS, Method
 from specdec.methods.draft_target import DraftTargetTune
-from specdec.schema import CheckpointConfig, read_checkpoint_config
-from specdec.settings import as_options, require
+from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 
 from .engine import Bench, open_bench
 from .forecast import Forecaster

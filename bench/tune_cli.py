@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specdec.command import stage_command
+from specdec.command.stages import stage_command
 
 from .settings import TuneSettings
 

@@ -37,7 +37,8 @@ from typing import Any
 import numpy as np
 
 from specdec.bench.machine import LoadMeter, describe_machine, read_cpu_flags
-from specdec.storage import TensorInfo, cast, encode_header, write_tensor_file
+from specdec.files.casts import cast
+from specdec.files.tensor_file import TensorInfo, encode_header, write_tensor_file
 
 Found = dict[str, list[dict[str, float]]]  # runs by case
 ROOT = Path(__file__).resolve().parent.parent

@@ -40,9 +40,9 @@ from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
 from specdec.engine.layout import list_engine_tensors
 from specdec.engine.transfers import WAITS
 from specdec.errors import summarize
+from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.methods.redrafter import ReDrafterParams
-from specdec.model_config import ModelConfig
-from specdec.torch_tensors import TORCH_DTYPES
+from specdec.model.config import ModelConfig
 
 SIZES = (1, 4, 8, 16, 32)
 # Goals: share of the memory's limit; a step of 16 tokens over one of 1; ReDrafter's overhead.

@@ -27,9 +27,9 @@ from specdec.engine import int8
 from specdec.engine.decoder import Decoder
 from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, compile_kernels, find_compiler
-from specdec.model_config import ModelConfig
-from specdec.quantization import INT8
-from specdec.torch_tensors import TORCH_DTYPES
+from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.model.config import ModelConfig
+from specdec.model.quantization import INT8
 
 SIZES = (1, 4, 8, 16, 32)
 PAST_LEN = 256

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specdec.command import run_command, stage_command, take_sigterm
+from specdec.command.stages import run_command, stage_command, take_sigterm
 
 from .settings import BuildSettings
 

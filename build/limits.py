@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from specdec.bounds import MAX_DRAFT_TOKENS, MAX_ROTARY_ELEMENTS
 from specdec.engine.layout import BuildConfig, count_positions
 from specdec.errors import raise_problems
 from specdec.methods import METHODS
-from specdec.schema import CheckpointConfig
+from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_ROTARY_ELEMENTS
+from specdec.model.checkpoint import CheckpointConfig
 
 from .settings import BuildSettings
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
+from specdec.command.settings import get_flags, make_unknown_error, require, to_plain
 from specdec.errors import UsageError
-from specdec.schema import read_checkpoint_config
-from specdec.settings import get_flags, make_unknown_error, require, to_plain
-from specdec.storage import check_output_dir, describe_file, stage_folder, write_manifest
+from specdec.files.manifest import describe_file, write_manifest
+from specdec.files.staging import check_output_dir, stage_folder
+from specdec.model.checkpoint import read_checkpoint_config
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.vocabulary import read_recorded
 

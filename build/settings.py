@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from specdec.bounds import MAX_DRAFT_TOKENS
+from specdec.command.settings import Other, setting
 from specdec.methods import list_modes
-from specdec.settings import Other, setting
+from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.trtllm.facts import LABELS
 
 LAUNCHERS = ("local", "mpirun", "srun")

@@ -17,8 +17,8 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, UsageError, join_names, raise_problems, suggest
+from specdec.files.staging import check_output_dir, stage_folder
 from specdec.methods.lookahead import count_lookahead_tokens
-from specdec.storage import check_output_dir, stage_folder
 from specdec.trtllm.engine_folder import (
     BACKEND,
     EXTERNAL,

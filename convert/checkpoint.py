@@ -6,14 +6,22 @@ import dataclasses
 from pathlib import Path
 
 from specdec.errors import SpecDecError, join_names, raise_problems
-from specdec.folders import CHECKPOINT, expect_folder
-from specdec.inventory import compare_tensors, find_rank_files
-from specdec.model_config import ModelConfig
-from specdec.quantization import FLOAT8_STORAGE, FP8
-from specdec.schema import find_shared_head, parse_checkpoint_config
-from specdec.sharding import Block, list_blocks
-from specdec.storage import TensorFile, TensorInfo, read_json
-from specdec.tensors import EMBEDDING, HEAD, Shard, TensorSpec, get_rank_shape, list_target_tensors
+from specdec.files.folders import CHECKPOINT, expect_folder
+from specdec.files.reading import read_json
+from specdec.files.tensor_file import TensorFile, TensorInfo
+from specdec.model.checkpoint import find_shared_head, parse_checkpoint_config
+from specdec.model.config import ModelConfig
+from specdec.model.inventory import compare_tensors, find_rank_files
+from specdec.model.quantization import FLOAT8_STORAGE, FP8
+from specdec.model.sharding import Block, list_blocks
+from specdec.model.tensors import (
+    EMBEDDING,
+    HEAD,
+    Shard,
+    TensorSpec,
+    get_rank_shape,
+    list_target_tensors,
+)
 
 from .plan import (
     Piece,

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from specdec.command import run_command, stage_command, take_sigterm
+from specdec.command.stages import run_command, stage_command, take_sigterm
 
 from .settings import ConvertSettings
 

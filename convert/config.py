@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError
-from specdec.model_config import ModelConfig
+from specdec.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from .families.base import Family

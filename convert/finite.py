@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import SpecDecError, join_names
-from specdec.storage import DTYPES, FLOATS, Array, cast
+from specdec.files.casts import FLOATS, cast
+from specdec.files.reading import Array
+from specdec.files.tensor_file import DTYPES
 
 from .plan import count
 

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from specdec import logs
 from specdec.errors import SpecDecError, UsageError, join_names, raise_problems, shorten
-from specdec.folders import MODEL, expect_folder, is_hub_id, refuse_absent
-from specdec.model_config import FLOAT_DTYPES
-from specdec.storage import MAX_NUMBER, Array, TensorFile, TensorInfo, read_json
+from specdec.files.folders import MODEL, expect_folder, is_hub_id, refuse_absent
+from specdec.files.reading import Array, read_json
+from specdec.files.tensor_file import MAX_NUMBER, TensorFile, TensorInfo
+from specdec.model.config import FLOAT_DTYPES
 
 from .plan import count_elements
 from .torch_file import TorchFile
@@ -195,8 +196,8 @@ def open_model(
 ) -> HfFolder:
     """Open a local folder, or a Hub id whose files are fetched or already cached.
 
-    kind: what the folder has to be, of those in specdec/folders.py. `weight_files` are read in
-    place of the usual ones where a folder has them.
+    kind: what the folder has to be, of those in specdec/files/folders.py. `weight_files` are read
+    in place of the usual ones where a folder has them.
     """
     if not name:
         raise UsageError(f"{flag} is empty", "give a folder or Hub id")

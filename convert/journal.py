@@ -19,7 +19,7 @@ from typing import Any
 
 from specdec import __version__, logs
 from specdec.errors import SpecDecError, join_names
-from specdec.storage import JOURNAL_NAME
+from specdec.files.staging import JOURNAL_NAME
 
 from .finite import Flaws
 from .plan import CHUNK_BYTES, Plan

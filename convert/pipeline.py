@@ -11,28 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
+from specdec.command.settings import name_flag, require, to_plain
 from specdec.errors import SpecDecError, UsageError, join_names, raise_problems
-from specdec.model_config import ModelConfig
-from specdec.schema import parse_checkpoint_config
-from specdec.settings import name_flag, require, to_plain
-from specdec.storage import (
-    FLOATS,
-    TensorInfo,
+from specdec.files.casts import FLOATS
+from specdec.files.manifest import write_manifest
+from specdec.files.reading import write_json
+from specdec.files.staging import (
     check_output_dir,
     get_partial,
     list_local,
     measure_free_space,
-    measure_tensor_file,
     stage_folder,
-    write_json,
-    write_manifest,
 )
-from specdec.tensors import (
-    HEAD,
-    get_rank_shape,
-    list_rank_names,
-    list_target_tensors,
-)
+from specdec.files.tensor_file import TensorInfo, measure_tensor_file
+from specdec.model.checkpoint import parse_checkpoint_config
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import HEAD, get_rank_shape, list_rank_names, list_target_tensors
 from specdec.vocabulary import read_recorded, read_vocabulary
 
 from . import config as checkpoint_config

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from specdec.errors import SpecDecError, join_names
-from specdec.model_config import ModelConfig
-from specdec.schema import CheckpointConfig
-from specdec.sharding import Block, list_blocks
-from specdec.storage import DTYPES, Array, TensorInfo, cast
-from specdec.tensors import Shard, TensorSpec, get_rank_shape, get_stored_dtype
+from specdec.files.casts import cast
+from specdec.files.reading import Array
+from specdec.files.tensor_file import DTYPES, TensorInfo
+from specdec.model.checkpoint import CheckpointConfig
+from specdec.model.config import ModelConfig
+from specdec.model.sharding import Block, list_blocks
+from specdec.model.tensors import Shard, TensorSpec, get_rank_shape, get_stored_dtype
 
 if TYPE_CHECKING:
     from .quantize.scales import Quantizer

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.bounds import MAX_RANKS
+from specdec.command.settings import add_options, setting
 from specdec.methods import list_options
-from specdec.settings import add_options, setting
+from specdec.model.bounds import MAX_RANKS
 
 
 @add_options(*list_options("convert"))

@@ -26,13 +26,13 @@ import numpy as np
 
 from specdec import logs
 from specdec.errors import SpecDecError
-from specdec.storage import (
+from specdec.files.reading import read_into
+from specdec.files.tensor_file import (
     BLOCK_BYTES,
     DTYPES,
     TensorInfo,
     encode_header,
     measure_tensor_file,
-    read_into,
     sort_tensors,
 )
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, shorten, summarize
-from specdec.storage import DTYPES, Array, TensorInfo, open_file
+from specdec.files.reading import Array, open_file
+from specdec.files.tensor_file import DTYPES, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,7 @@ class TorchFile:
 
     def read(self, name: str) -> Array:
         """Return a tensor in its storage type (bfloat16 as uint16), as it lies in the file."""
-        from specdec.torch_tensors import to_array
+        from specdec.files.torch_tensors import to_array
 
         # A mapping of what is no longer there ends the process, so look before.
         size = self.path.stat().st_size if self._is_mapped else self._size

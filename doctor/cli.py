@@ -6,7 +6,7 @@ import json
 
 import click
 
-from specdec.command import stage_command
+from specdec.command.stages import stage_command
 
 from .settings import DoctorSettings
 

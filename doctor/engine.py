@@ -9,10 +9,10 @@ from specdec.engine.compiler import describe_cpu
 from specdec.engine.kernel_cache import find_kept
 from specdec.engine.layout import find_engine_problems, read_engine_config
 from specdec.errors import SpecDecError, join_names
-from specdec.folders import ENGINE, expect_folder
-from specdec.manifest import CHANGED_HINT, find_changes
-from specdec.schema import CheckpointConfig, parse_checkpoint_config
-from specdec.storage import read_json
+from specdec.files.folders import ENGINE, expect_folder
+from specdec.files.manifest import CHANGED_HINT, find_changes
+from specdec.files.reading import read_json
+from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.trtllm.defects import list_defects
 from specdec.trtllm.environment import Environment, compare_environments
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts, order_release

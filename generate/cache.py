@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from specdec import logs
-from specdec.storage import stage_folder
+from specdec.files.staging import stage_folder
 
 logger = logs.get_logger(__name__)
 

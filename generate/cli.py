@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.command import stage_command
+from specdec.command.stages import stage_command
 
 from .settings import GenerateSettings, check_settings
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.command import load_command
+from specdec.command.stages import load_command
 from specdec.engine.kernel_cache import find_cache
 from specdec.errors import SpecDecError
+from specdec.files.reading import read_json
 from specdec.methods import METHODS
-from specdec.storage import read_json
 
 from .cache import EngineCache, measure_folder
 from .settings import TARGET_DRAFTERS, GenerateSettings

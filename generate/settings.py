@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command import load_command
+from specdec.command.settings import get_flags, setting
+from specdec.command.stages import load_command
 from specdec.errors import UsageError
-from specdec.settings import get_flags, setting
 
 TARGET_DRAFTERS = ("drafter_model_dir", "medusa_model_dir", "eagle_model_dir")
 DRAFTERS = (*TARGET_DRAFTERS, "draft_model_dir", "prompt_lookup_num_tokens")

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from specdec import logs
-from specdec.command import run_command, stage_command
+from specdec.command.stages import run_command, stage_command
+from specdec.command.stdout import claim_stdout
 from specdec.errors import SpecDecError
-from specdec.stdout import claim_stdout
 
 from .settings import RunSettings
 

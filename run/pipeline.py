@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import logs
+from specdec.command.settings import require
 from specdec.errors import UsageError
-from specdec.manifest import check_hashes
+from specdec.files.manifest import check_hashes
 from specdec.methods import METHODS
 from specdec.methods.draft_target import DraftOptions, adapts_drafts
 from specdec.methods.draft_target import read_options as read_draft_options
-from specdec.settings import require
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
@@ -271,8 +271,8 @@ def describe_result(result: Result, tokenizer: Any, settings: RunSettings) -> di
 
 def write_logits(settings: RunSettings, results: Sequence[Result], report: dict[str, Any]) -> None:
     """Write each output's logits [tokens, V] in float32, and name the file in the report."""
-    from specdec.storage import TensorInfo, write_tensor_file
-    from specdec.torch_tensors import to_array
+    from specdec.files.tensor_file import TensorInfo, write_tensor_file
+    from specdec.files.torch_tensors import to_array
 
     assert settings.output_file is not None
     path = settings.output_file.with_suffix(".logits.safetensors")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from specdec.command.settings import setting
 from specdec.decode.settings import DecodeSettings
-from specdec.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 """`python -m specdec`."""
 
-from specdec.command import main
+from specdec.command.stages import main
 
 main()

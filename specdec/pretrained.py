@@ -13,11 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specdec.bounds import check_model_sizes
 from specdec.errors import SpecDecError, UsageError, shorten, summarize
-from specdec.folders import MODEL, TOKENIZER, expect_folder, has_tokenizer, is_hub_id, refuse_absent
+from specdec.files.folders import (
+    MODEL,
+    TOKENIZER,
+    expect_folder,
+    has_tokenizer,
+    is_hub_id,
+    refuse_absent,
+)
+from specdec.files.reading import read_json
 from specdec.logs import get_logger
-from specdec.storage import read_json
+from specdec.model.bounds import check_model_sizes
 
 # Files that may name Python to run, and the keys by which they do.
 CODE_FILES = ("config.json", "tokenizer_config.json", "processor_config.json")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError
-from specdec.storage import read_json
+from specdec.files.reading import read_json
 
 KEY = "vocabulary"  # of a manifest
 

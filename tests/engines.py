@@ -19,8 +19,8 @@ from specdec.decode.accept import Candidates
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.layout import make_metadata
 from specdec.engine.tree import Tree, pack_beams
-from specdec.storage import TensorFile, TensorInfo, write_tensor_file
-from specdec.torch_tensors import to_array
+from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
+from specdec.files.torch_tensors import to_array
 
 
 def call(stage: str, *args: object) -> None:
@@ -33,7 +33,7 @@ def call(stage: str, *args: object) -> None:
 
 def run_cli_here(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """What `run_cli` does, in this process: a command's status, stdout and stderr."""
-    from specdec.command import group, run_command
+    from specdec.command.stages import group, run_command
 
     words = [str(arg) for arg in args]
     out, err, before, status = io.StringIO(), io.StringIO(), sys.stdin, 0

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from specdec.command import STAGES
+from specdec.command.settings import SECTIONS, get_flags, resolve_settings
+from specdec.command.stages import STAGES
 from specdec.methods import METHODS, Method
-from specdec.settings import SECTIONS, get_flags, resolve_settings
 from tests.conftest import ROOT
 
 # A recipe's sections that are no stage of their own, with the package that reads them.
@@ -122,9 +122,8 @@ def test_imports_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path.parent.mkdir(parents=True)
     path.write_text("from .. import loop\nfrom ...build import cli\ndef f():\n import convert.hf\n")
     assert [m for _, m in list_imports(path)] == ["run.loop", "build.cli", "convert.hf"]
-    assert [find_stage(m) for m in ("specdec.build.cli", "run.x", "specdec.schema", "runner")] == [
-        "build", "run", None, None,
-    ]  # fmt: skip
+    modules = ("specdec.build.cli", "run.x", "specdec.model.config", "runner")
+    assert [find_stage(m) for m in modules] == ["build", "run", None, None]
 
 
 def find_settings_class(section: str) -> type:

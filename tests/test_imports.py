@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from specdec.command import STAGES
+from specdec.command.stages import STAGES
 from tests.conftest import ROOT
 
 HEAVY = (

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from specdec.command import run_command, stage_command
+from specdec.command.stages import run_command, stage_command
 
 from .generation.settings import DataSettings
 from .settings import TrainSettings

@@ -24,23 +24,18 @@ import torch
 from torch import Tensor
 
 from specdec.errors import SpecDecError
-from specdec.logs import get_logger
-from specdec.storage import (
+from specdec.files.manifest import write_manifest
+from specdec.files.reading import Array, read_json, write_json
+from specdec.files.staging import JOURNAL_NAME, get_partial, measure_free_space, stage_folder
+from specdec.files.tensor_file import (
     DTYPES,
-    JOURNAL_NAME,
-    Array,
     TensorFile,
     TensorInfo,
-    get_partial,
-    measure_free_space,
     measure_tensor_file,
-    read_json,
-    stage_folder,
-    write_json,
-    write_manifest,
     write_tensor_file,
 )
-from specdec.torch_tensors import to_array, to_tensor, view_tensor
+from specdec.files.torch_tensors import to_array, to_tensor, view_tensor
+from specdec.logs import get_logger
 
 from .data import Rows
 from .methods.base import OutputHead

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import UsageError
-from specdec.storage import read_json
+from specdec.files.reading import read_json
 
 from .settings import TrainSettings
 

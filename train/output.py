@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.settings import to_plain
-from specdec.storage import TensorInfo, write_json, write_manifest, write_tensor_file
-from specdec.torch_tensors import TORCH_DTYPES, to_array
+from specdec.command.settings import to_plain
+from specdec.files.manifest import write_manifest
+from specdec.files.reading import write_json
+from specdec.files.tensor_file import TensorInfo, write_tensor_file
+from specdec.files.torch_tensors import TORCH_DTYPES, to_array
 
 from .methods.base import Drafter, TrainingMethod
 from .settings import TrainSettings

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.command.settings import list_given, name_flag, require
 from specdec.documents import check_data_file
 from specdec.errors import SpecDecError, UsageError, name_extra, summarize
+from specdec.files.manifest import describe_file
+from specdec.files.staging import check_output_dir, list_local, stage_folder
 from specdec.logs import get_logger
 from specdec.methods import METHODS
 from specdec.mpi import check_meeting_place, find_launch
-from specdec.settings import list_given, name_flag, require
-from specdec.storage import check_output_dir, describe_file, list_local, stage_folder
 
 from .launch import Split, take_launch
 from .settings import TRAINABLE, TrainSettings

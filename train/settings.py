@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from specdec.command.settings import add_options, setting
 from specdec.methods import METHODS, list_options
-from specdec.settings import add_options, setting
 
 TRAINABLE = tuple(name for name, method in METHODS.items() if method.training is not None)
 

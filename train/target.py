@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specdec import pretrained
 from specdec.errors import SpecDecError, summarize
-from specdec.storage import describe_file
-from specdec.torch_tensors import TORCH_DTYPES
+from specdec.files.manifest import describe_file
+from specdec.files.torch_tensors import TORCH_DTYPES
 
 from .data import Rows
 from .launch import Split

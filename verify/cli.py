@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specdec.command import run_command, stage_command
+from specdec.command.stages import run_command, stage_command
 from specdec.errors import SpecDecError
 
 from .settings import VerifySettings

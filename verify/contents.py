@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, join_names
-from specdec.inventory import compare_tensors, describe_rank, find_rank_files
-from specdec.model_config import FLOAT_DTYPES
-from specdec.quantization import FLOAT8_STORAGE, Quantization
-from specdec.schema import CheckpointConfig, read_checkpoint_config
-from specdec.storage import TensorFile, TensorInfo
+from specdec.files.tensor_file import TensorFile, TensorInfo
+from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
+from specdec.model.config import FLOAT_DTYPES
+from specdec.model.inventory import compare_tensors, describe_rank, find_rank_files
+from specdec.model.quantization import FLOAT8_STORAGE, Quantization
 
 # Matrices that are looked up in, not multiplied with: no quantization reaches them.
 TABLES = ("vocab_embedding", "position_embedding")

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from specdec import logs
+from specdec.command.settings import as_options
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
-from specdec.manifest import check_hashes
+from specdec.files.manifest import check_hashes
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.pretrained import load_config
-from specdec.settings import as_options
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from specdec.command.settings import require
 from specdec.errors import SpecDecError
-from specdec.folders import CHECKPOINT, expect_folder
-from specdec.manifest import NAME, Manifest, find_differences, list_surplus, read_manifest
-from specdec.settings import require
+from specdec.files.folders import CHECKPOINT, expect_folder
+from specdec.files.manifest import NAME, Manifest, find_differences, list_surplus, read_manifest
 
 from .contents import check_contents
 from .settings import VerifySettings, check_flags

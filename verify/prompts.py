@@ -12,9 +12,9 @@ import numpy as np
 
 from specdec.engine.layout import BuildConfig
 from specdec.errors import SpecDecError
-from specdec.folders import has_tokenizer
+from specdec.files.folders import has_tokenizer
+from specdec.files.reading import parse_json
 from specdec.pretrained import load_tokenizer
-from specdec.storage import parse_json
 
 from .settings import VerifySettings
 

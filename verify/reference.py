@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specdec.engine.layout import EngineConfig
 from specdec.errors import SpecDecError
+from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.pretrained import load_generation_config, load_model
-from specdec.torch_tensors import TORCH_DTYPES
 
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from specdec.command.settings import add_options, get_flags, list_given, name_flag, require, setting
 from specdec.errors import UsageError
 from specdec.methods import list_options
 from specdec.methods.draft_target import DraftTargetDraft
-from specdec.settings import add_options, get_flags, list_given, name_flag, require, setting
 
 # What each claim alone reads; `sampling` joins the engine's.
 CHECKPOINT_FLAGS = ("checkpoint_dir", "workers")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from specdec.command.settings import as_options
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.pacing import DraftLength
 from specdec.methods.draft_target import METHOD, DraftTargetTune
-from specdec.settings import as_options
 
 from .base import Candidate, Trial, call_build
 

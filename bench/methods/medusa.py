@@ -11,7 +11,7 @@ import torch
 
 from specdec.decode.drafters.medusa import MedusaProposer
 from specdec.decode.drafters.trees import grow_choices
-from specdec.storage import Array
+from specdec.files.reading import Array
 
 from .base import NUM_RANKS, TREE_SIZES, Candidate
 from .base import take_checkpoint as prepare

@@ -15,7 +15,7 @@ from typing import Any
 
 from specdec.bench.machine import LoadMeter, describe_load, describe_machine, read_cpu_flags
 from specdec.errors import SpecDecError
-from specdec.storage import write_json
+from specdec.files.reading import write_json
 
 from . import models
 from .goals import list_goals

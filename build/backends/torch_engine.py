@@ -24,9 +24,12 @@ from specdec.engine.layout import (
     plan_int8,
 )
 from specdec.errors import SpecDecError, join_names, raise_problems
-from specdec.inventory import find_rank_files
+from specdec.files.reading import Array, write_json
+from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.methods.eagle import EagleParams
-from specdec.quantization import (
+from specdec.model.checkpoint import CheckpointConfig
+from specdec.model.inventory import find_rank_files
+from specdec.model.quantization import (
     ACTIVATION_SCALE,
     FLOAT8,
     FLOAT8_STORAGE,
@@ -39,10 +42,8 @@ from specdec.quantization import (
     find_contradictions,
     is_scale,
 )
-from specdec.schema import CheckpointConfig
-from specdec.sharding import join
-from specdec.storage import Array, TensorFile, TensorInfo, write_json, write_tensor_file
-from specdec.tensors import (
+from specdec.model.sharding import join
+from specdec.model.tensors import (
     Shard,
     find_first_copy,
     get_rank_shape,
@@ -350,7 +351,7 @@ def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Cal
     import torch
 
     from specdec.engine import int8
-    from specdec.torch_tensors import to_array, view_tensor
+    from specdec.files.torch_tensors import to_array, view_tensor
 
     model, tensors = checkpoint.model, plan.files[file]
     specs = list_tensors(model, checkpoint.drafter)

@@ -9,9 +9,9 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError
-from specdec.model_config import ModelConfig
-from specdec.rotary_scaling import find_scaling_problems, get_kind, list_kinds
-from specdec.tensors import EMBEDDING, HEAD
+from specdec.model.config import ModelConfig
+from specdec.model.rotary_scaling import find_scaling_problems, get_kind, list_kinds
+from specdec.model.tensors import EMBEDDING, HEAD
 
 from ..hf import ConfigReader, HfFolder
 from ..plan import Part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.model_config import ModelConfig
+from specdec.model.config import ModelConfig
 
 from ..hf import ConfigReader
 from . import llama

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.model_config import ModelConfig
+from specdec.model.config import ModelConfig
 
 from ..hf import ConfigReader
 from .base import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.model_config import ModelConfig
-from specdec.rotary_scaling import get_kind
+from specdec.model.config import ModelConfig
+from specdec.model.rotary_scaling import get_kind
 
 from ..hf import ConfigReader
 from ..plan import Part

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specdec.model_config import ModelConfig
-from specdec.quantization import DEFAULT_EXCLUDED
+from specdec.model.config import ModelConfig
+from specdec.model.quantization import DEFAULT_EXCLUDED
 
 if TYPE_CHECKING:
     from ..hf import HfFolder

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specdec import logs
+from specdec.command.settings import as_options
 from specdec.errors import SpecDecError, join_names
 from specdec.methods.eagle import (
     EAGLE1_TARGETS,
@@ -23,9 +24,8 @@ from specdec.methods.eagle import (
     EagleNet,
     EagleParams,
 )
-from specdec.model_config import ModelConfig
-from specdec.settings import as_options
-from specdec.tensors import EAGLE_NET, EMBEDDING, HEAD, find_first_copy
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, find_first_copy
 
 from ..families import llama
 from ..families.base import ROTARY_BUFFERS, read_decoder

@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specdec.command.settings import as_options
 from specdec.errors import SpecDecError, join_names
+from specdec.files.tensor_file import TensorInfo
 from specdec.methods.medusa import MedusaConvert, MedusaParams
-from specdec.model_config import ModelConfig
-from specdec.settings import as_options
-from specdec.storage import TensorInfo
+from specdec.model.config import ModelConfig
 
 from ..config import MOE_014, drop_default_keys
 from ..hf import ConfigReader, HfFolder

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specdec.command.settings import as_options
 from specdec.errors import SpecDecError, join_names, raise_problems
 from specdec.methods.redrafter import ReDrafterConvert, ReDrafterParams
-from specdec.model_config import ModelConfig
-from specdec.settings import as_options
+from specdec.model.config import ModelConfig
 
 from ..config import MOE_014, drop_default_keys
 from ..hf import ConfigReader, HfFolder

@@ -245,8 +245,8 @@ def _refuse_nonfinite(largest: Mapping[str, torch.Tensor], model_dir: Path) -> N
 
 
 def _load_model(model_dir: Path, dtype: str) -> Any:
+    from specdec.files.torch_tensors import TORCH_DTYPES
     from specdec.pretrained import load_model
-    from specdec.torch_tensors import TORCH_DTYPES
 
     model, info = load_model(
         model_dir, "AutoModel", dtype=TORCH_DTYPES[dtype], output_loading_info=True

@@ -10,8 +10,10 @@ import functools
 
 import numpy as np
 
-from specdec.quantization import FLOAT8, FLOAT8_MAX
-from specdec.storage import DTYPES, Array, cast
+from specdec.files.casts import cast
+from specdec.files.reading import Array
+from specdec.files.tensor_file import DTYPES
+from specdec.model.quantization import FLOAT8, FLOAT8_MAX
 
 BLOCK_ITEMS = 1 << 15
 _NAN = np.uint8(0x7F)

@@ -19,8 +19,10 @@ import numpy as np
 
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
-from specdec.model_config import ModelConfig
-from specdec.quantization import (
+from specdec.files.reading import Array
+from specdec.files.tensor_file import DTYPES, TensorInfo
+from specdec.model.config import ModelConfig
+from specdec.model.quantization import (
     ACTIVATION_SCALE,
     FLOAT8,
     FLOAT8_MAX,
@@ -28,9 +30,8 @@ from specdec.quantization import (
     KV_SCALES,
     WEIGHT_SCALE,
 )
-from specdec.sharding import Block
-from specdec.storage import DTYPES, Array, TensorInfo
-from specdec.tensors import list_linears
+from specdec.model.sharding import Block
+from specdec.model.tensors import list_linears
 from specdec.threads import Pool
 
 from ..plan import Chunk, Part, Piece, PlannedTensor, RankPlan

@@ -10,8 +10,8 @@ import numpy as np
 
 from specdec.documents import check_data_file
 from specdec.errors import UsageError
-from specdec.model_config import ModelConfig
-from specdec.storage import DTYPES
+from specdec.files.tensor_file import DTYPES
+from specdec.model.config import ModelConfig
 
 from ..hf import HfFolder
 from ..plan import Part, RankPlan, count_elements

@@ -16,10 +16,11 @@ import numpy as np
 
 from specdec import logs
 from specdec.errors import SpecDecError
-from specdec.model_config import ModelConfig
-from specdec.quantization import ACTIVATION_SCALE, FLOAT8, FP8, KV_SCALES, WEIGHT_SCALE
-from specdec.storage import Array, TensorInfo, read_json
-from specdec.tensors import TensorSpec, list_linears
+from specdec.files.reading import Array, read_json
+from specdec.files.tensor_file import TensorInfo
+from specdec.model.config import ModelConfig
+from specdec.model.quantization import ACTIVATION_SCALE, FLOAT8, FP8, KV_SCALES, WEIGHT_SCALE
+from specdec.model.tensors import TensorSpec, list_linears
 
 from ..hf import QUANTIZATION_NAME, HfFolder
 from ..plan import (

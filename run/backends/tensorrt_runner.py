@@ -58,7 +58,7 @@ class Output:
 def hush_stdout() -> contextlib.AbstractContextManager[Any]:
     """Send to stderr what the package prints: its banner, and the lines of its logger.
 
-    What it writes from C++ does not pass here; `specdec.stdout` sees to that.
+    What it writes from C++ does not pass here; `specdec.command.stdout` sees to that.
     """
     return contextlib.redirect_stdout(sys.stderr)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
+from specdec.command.settings import as_options, check_value, get_flags
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loading import load_engine
 from specdec.decode.loop import Batch, Options, fit_batch
@@ -30,7 +31,6 @@ from specdec.decode.typical import check_typical
 from specdec.errors import SpecDecError, UsageError, suggest
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.pretrained import load_tokenizer
-from specdec.settings import as_options, check_value, get_flags
 from specdec.tokenizer import find_tokenizer
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend

@@ -24,7 +24,7 @@ from specdec.engine.layout import EngineConfig, find_engine_problems, read_engin
 from specdec.engine.loading import load_embedding, load_weights
 from specdec.errors import UsageError, raise_problems
 from specdec.methods import METHODS
-from specdec.tensors import EMBEDDING
+from specdec.model.tensors import EMBEDDING
 
 logger = logs.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.typical import read_typical_rule
 from specdec.errors import SpecDecError, UsageError, raise_problems, shorten, suggest, summarize
-from specdec.storage import parse_json
+from specdec.files.reading import parse_json
 
 SOURCE_KEYS = ("prompt", "input_ids", "messages")
 REQUEST_KEYS = (*SOURCE_KEYS, "max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
@@ -121,7 +121,7 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
     if settings.tokenizer_dir is not None:
         path = Path(settings.tokenizer_dir) / "generation_config.json"
         if path.is_file():
-            from specdec.storage import read_json
+            from specdec.files.reading import read_json
 
             ids = read_json(path).get("eos_token_id")
             ids = ids if isinstance(ids, list) else [ids]

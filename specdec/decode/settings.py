@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from specdec.command.settings import add_options, setting
 from specdec.methods import list_options
-from specdec.settings import add_options, setting
 
 
 @add_options(*list_options("draft"))

@@ -38,9 +38,9 @@ from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
-from specdec.model_config import ModelConfig
-from specdec.quantization import INT8_SCALES, SCALES
-from specdec.torch_tensors import TORCH_DTYPES
+from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.model.config import ModelConfig
+from specdec.model.quantization import INT8_SCALES, SCALES
 
 # Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native
 # products no faster, and every pass then takes the way of verify steps, to the last bit.

@@ -28,8 +28,8 @@ from specdec.engine.native import NativeKernels
 from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import EagleParams
-from specdec.model_config import ModelConfig
-from specdec.tensors import EAGLE_NET, EMBEDDING, HEAD
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD
 
 _LAYER0 = "transformer.layers.0."
 

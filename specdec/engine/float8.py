@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.layers import Linear
-from specdec.quantization import FLOAT8_MAX
+from specdec.model.quantization import FLOAT8_MAX
 
 # The matrix units take float8 in blocks of this many elements a side.
 ALIGNMENT = 16

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specdec.model_config import ModelConfig
+from specdec.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from specdec.engine.native import NativeKernels

@@ -15,22 +15,16 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, raise_problems, shorten
-from specdec.folders import ENGINE, expect_folder
-from specdec.inventory import find_rank_files
+from specdec.files.folders import ENGINE, expect_folder
+from specdec.files.reading import read_json
+from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
 from specdec.methods import METHODS, DrafterParams
-from specdec.model_config import ModelConfig
-from specdec.quantization import (
-    FLOAT8,
-    FP8,
-    INT8,
-    INT8_SCALES,
-    SCALES,
-    WEIGHT_SCALE,
-)
-from specdec.rotary_scaling import get_kind
-from specdec.schema import CheckpointConfig, parse_checkpoint_config
-from specdec.storage import TensorFile, TensorInfo, hash_header, read_json
-from specdec.tensors import (
+from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
+from specdec.model.config import ModelConfig
+from specdec.model.inventory import find_rank_files
+from specdec.model.quantization import FLOAT8, FP8, INT8, INT8_SCALES, SCALES, WEIGHT_SCALE
+from specdec.model.rotary_scaling import get_kind
+from specdec.model.tensors import (
     find_first_copy,
     get_rank_shape,
     get_stored_dtype,

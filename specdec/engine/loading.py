@@ -19,11 +19,11 @@ from specdec.engine.layout import (
     name_weight_file,
     open_engine_file,
 )
-from specdec.quantization import FLOAT8, INT8, SCALES
-from specdec.sharding import join
-from specdec.storage import TensorFile
-from specdec.tensors import EMBEDDING, list_target_tensors
-from specdec.torch_tensors import TORCH_DTYPES, to_tensor, view_tensor
+from specdec.files.tensor_file import TensorFile
+from specdec.files.torch_tensors import TORCH_DTYPES, to_tensor, view_tensor
+from specdec.model.quantization import FLOAT8, INT8, SCALES
+from specdec.model.sharding import join
+from specdec.model.tensors import EMBEDDING, list_target_tensors
 
 logger = logs.get_logger(__name__)
 

@@ -26,7 +26,7 @@ from specdec.engine.layers import Norm, name_activation
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
-from specdec.model_config import ModelConfig
+from specdec.model.config import ModelConfig
 
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.bounds import MAX_ROTARY_ELEMENTS
 from specdec.errors import SpecDecError, raise_problems
-from specdec.model_config import ModelConfig
-from specdec.rotary_scaling import get_kind
+from specdec.model.bounds import MAX_ROTARY_ELEMENTS
+from specdec.model.config import ModelConfig
+from specdec.model.rotary_scaling import get_kind
 
 
 def find_scaling(model: ModelConfig) -> tuple[str, dict[str, Any]]:

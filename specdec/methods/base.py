@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from specdec.errors import SpecDecError, UsageError, shorten
 
 if TYPE_CHECKING:
-    from specdec.model_config import ModelConfig
-    from specdec.tensors import TensorSpec
+    from specdec.model.config import ModelConfig
+    from specdec.model.tensors import TensorSpec
 
 Choices = tuple[tuple[int, ...], ...]  # a static tree: paths of ranks, as in trees.py
 

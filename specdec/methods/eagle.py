@@ -10,12 +10,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from specdec.bounds import MAX_DRAFT_TOKENS, MAX_HEAD_SIZE, MAX_MODULES, MAX_SIZE
+from specdec.command.settings import as_options, list_given, name_flag, setting
 from specdec.errors import UsageError, raise_problems
-from specdec.model_config import ModelConfig
-from specdec.rotary_scaling import find_scaling_problems
-from specdec.settings import as_options, list_given, name_flag, setting
-from specdec.tensors import (
+from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_HEAD_SIZE, MAX_MODULES, MAX_SIZE
+from specdec.model.config import ModelConfig
+from specdec.model.rotary_scaling import find_scaling_problems
+from specdec.model.tensors import (
     EMBEDDING,
     Shard,
     TensorSpec,

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from specdec.bounds import MAX_DRAFT_TOKENS, MAX_MODULES
-from specdec.model_config import ModelConfig
-from specdec.settings import as_options, setting
-from specdec.tensors import Shard, TensorSpec
+from specdec.command.settings import as_options, setting
+from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import Shard, TensorSpec
 
 from .base import (
     Choices,

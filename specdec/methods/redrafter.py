@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from specdec.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
-from specdec.model_config import ModelConfig
-from specdec.settings import setting
-from specdec.tensors import Shard, TensorSpec
+from specdec.command.settings import setting
+from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import Shard, TensorSpec
 
 from .base import Method, check, check_count, check_product, check_unknown
 

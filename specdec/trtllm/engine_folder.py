@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.bounds import MAX_DRAFT_TOKENS, MAX_RANKS, MAX_SIZE
 from specdec.errors import SpecDecError, raise_problems
-from specdec.folders import ENGINE, expect_folder
+from specdec.files.folders import ENGINE, expect_folder
+from specdec.files.reading import read_json
 from specdec.methods import METHODS, find_mode
-from specdec.storage import read_json
+from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_RANKS, MAX_SIZE
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
 
 BACKEND = "tensorrt-llm"

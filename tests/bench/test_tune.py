@@ -32,6 +32,7 @@ from specdec.bench.steps import interpolate, level_costs, list_sizes, take_turns
 from specdec.bench.tune import record, tune
 from specdec.bench.tune_cli import MAX_ROWS, format_report
 from specdec.build.settings import BuildSettings
+from specdec.command.settings import resolve_settings
 from specdec.convert.settings import ConvertSettings
 from specdec.decode.drafters.trees import grow_choices
 from specdec.decode.requests import sum_stats
@@ -39,7 +40,6 @@ from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import METHODS
 from specdec.run.settings import RunSettings
-from specdec.settings import resolve_settings
 from tests.bench.conftest import PLAIN_CHECKPOINT
 from tests.engines import call, run_cli_here, run_here
 

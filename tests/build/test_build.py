@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from specdec.errors import SpecDecError
-from specdec.storage import TensorFile, hash_file, read_json, write_json, write_tensor_file
+from specdec.files.reading import hash_file, read_json, write_json
+from specdec.files.tensor_file import TensorFile, write_tensor_file
 from tests.conftest import make_drafter, make_llama, read_error_lines, run_cli
 from tests.engines import call
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.architectures import ARCHITECTURES
 from specdec.engine.layers import ACTIVATIONS, name_activation
 from specdec.engine.layout import count_positions, list_engine_tensors
 from specdec.engine.native import describe_coverage
 from specdec.errors import SpecDecError
-from specdec.storage import TensorFile, read_json, write_json
+from specdec.files.reading import read_json, write_json
+from specdec.files.tensor_file import TensorFile
+from specdec.model.architectures import ARCHITECTURES
 from tests.conftest import read_error_lines, run_cli
 from tests.engine.models import make_model as make_config
 from tests.engines import call

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from specdec.errors import SpecDecError
-from specdec.quantization import FLOAT8, SCALES
-from specdec.storage import TensorFile, TensorInfo, read_json, write_json, write_tensor_file
+from specdec.files.reading import read_json, write_json
+from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
+from specdec.model.quantization import FLOAT8, SCALES
 from tests.conftest import ROOT, make_drafter, make_llama, make_medusa_heads
 from tests.engines import call
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdec import Engine, SpecDecError
-from specdec.storage import hash_file
+from specdec.files.reading import hash_file
 from specdec.tokenizer import FOLDER, copy_tokenizer, find_tokenizer
 from tests.conftest import make_llama, make_tokenizer
 from tests.engines import call, run_here

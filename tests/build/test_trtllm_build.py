@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecDecError
-from specdec.storage import hash_file, read_json
+from specdec.files.reading import hash_file, read_json
 from specdec.trtllm.facts import LABELS, load_facts
 from tests.conftest import ROOT, read_error_lines, run_cli
 from tests.engines import call

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from specdec.schema import read_checkpoint_config
-from specdec.sharding import join
-from specdec.tensors import list_rank_names, list_tensors
+from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.sharding import join
+from specdec.model.tensors import list_rank_names, list_tensors
 from tests.convert.golden_models import read_tensors
 from tests.families import CLASSES
 

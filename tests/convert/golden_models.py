@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file as save_numpy
 
-from specdec.storage import TensorFile, TensorInfo, cast, write_tensor_file
+from specdec.files.casts import cast
+from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

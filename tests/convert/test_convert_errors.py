@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import SpecDecError, UsageError
-from specdec.storage import FOREIGN_BITS, TensorFile
+from specdec.files.tensor_file import FOREIGN_BITS, TensorFile
 from tests.conftest import read_error_lines, run_cli
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import read_tensors, rewrite

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.architectures import ARCHITECTURES
 from specdec.convert import families
 from specdec.convert.families import FAMILIES
 from specdec.errors import UsageError
-from specdec.model_config import ModelConfig
-from specdec.schema import read_checkpoint_config
-from specdec.tensors import list_target_tensors
+from specdec.model.architectures import ARCHITECTURES
+from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import list_target_tensors
 from tests.conftest import ROOT, make_drafter
 from tests.convert.checkpoints import (
     join_checkpoint,
@@ -78,7 +78,9 @@ def test_the_list_of_families_is_complete() -> None:
     """Every target architecture has a file in families/, a test model, and a row in the docs."""
     docs = (ROOT / "docs/convert.md").read_text()
     missing = [f"convert/families/: {name}" for name in set(ARCHITECTURES) - set(FAMILIES)]
-    missing += [f"specdec/architectures.py: {name}" for name in set(FAMILIES) - set(ARCHITECTURES)]
+    missing += [
+        f"specdec/model/architectures.py: {name}" for name in set(FAMILIES) - set(ARCHITECTURES)
+    ]
     missing += [f"tests/families.py: {name}" for name in NAMES if name not in CLASSES]
     missing += [f"docs/convert.md: {name}" for name in FAMILIES if f"`{name}`" not in docs]
     assert missing == []

@@ -17,7 +17,7 @@ from specdec.convert import journal as journal_module
 from specdec.convert import pipeline, stream
 from specdec.convert import plan as plan_module
 from specdec.errors import SpecDecError
-from specdec.storage import hash_file
+from specdec.files.reading import hash_file
 from tests.conftest import ROOT
 from tests.convert.conftest import Converter, Source
 

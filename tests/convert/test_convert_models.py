@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.schema import read_checkpoint_config
-from specdec.storage import hash_file
-from specdec.tensors import get_rank_shape, list_target_tensors
+from specdec.files.reading import hash_file
+from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.tensors import get_rank_shape, list_target_tensors
 from tests.conftest import ROOT, make_drafter, make_llama, run_cli
 from tests.convert.checkpoints import (
     join_checkpoint,

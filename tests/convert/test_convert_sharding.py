@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from specdec.convert import plan as plan_module
 from specdec.convert.plan import Part, Piece, PlannedTensor, plan_tensors
-from specdec.model_config import ModelConfig
-from specdec.sharding import join, list_blocks, split
-from specdec.storage import TensorInfo
-from specdec.tensors import Shard, TensorSpec, get_rank_shape
+from specdec.files.tensor_file import TensorInfo
+from specdec.model.config import ModelConfig
+from specdec.model.sharding import join, list_blocks, split
+from specdec.model.tensors import Shard, TensorSpec, get_rank_shape
 
 
 def make_model(tp_size: int, heads: int = 8, kv_heads: int = 8, head_size: int = 2) -> ModelConfig:

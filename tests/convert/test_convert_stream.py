@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import storage
 from specdec.convert import journal as journal_module
 from specdec.convert import pipeline, stream
 from specdec.convert import plan as plan_module
 from specdec.convert.finite import FlawCounter, Flaws, find_limit
 from specdec.errors import SpecDecError
-from specdec.storage import DTYPES, FLOATS, TensorInfo, encode_header, hash_file
+from specdec.files import tensor_file
+from specdec.files.casts import FLOATS
+from specdec.files.reading import hash_file
+from specdec.files.tensor_file import DTYPES, TensorInfo, encode_header
 from tests.conftest import ROOT, read_error_lines, run_cli
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import read_tensors, rewrite
@@ -52,7 +54,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch, chunk: int, block: int) -> None:
     """Let every loop of the stream go round many times for a tiny model."""
     for module in (plan_module, stream, journal_module):
         monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
-    for module in (storage, stream):
+    for module in (tensor_file, stream):
         monkeypatch.setattr(module, "BLOCK_BYTES", block)
     monkeypatch.setattr(stream, "MARK_BYTES", 5 * chunk)
     monkeypatch.setattr(stream, "SYNC_BYTES", 3 * chunk)
@@ -79,7 +81,7 @@ def test_bytes_do_not_depend_on_the_chunks(
     flags = flags | {"model_dir": source("llama_gqa")}
     expected = read_all(convert(**flags, output_dir=tmp_path / "expected", workers=1))
     shrink(monkeypatch, chunk, block)
-    monkeypatch.setattr(storage, "SPARSE_READ_BYTES", 16)
+    monkeypatch.setattr(tensor_file, "SPARSE_READ_BYTES", 16)
     found = convert(**flags, workers=3)
     assert read_all(found) == expected
     manifest = json.loads((found / "manifest.json").read_text())
@@ -101,14 +103,14 @@ def test_base_checkpoint_is_copied_by_the_kernel(
     expected = read_all(convert(**flags, output_dir=tmp_path / "expected"))
 
     read_paths = []
-    real = storage.TensorFile.read_block
+    real = tensor_file.TensorFile.read_block
 
-    def note(self: storage.TensorFile, *args: Any) -> Any:
+    def note(self: tensor_file.TensorFile, *args: Any) -> Any:
         read_paths.append(self.path)
         return real(self, *args)
 
-    monkeypatch.setattr(storage.TensorFile, "read_block", note)
-    monkeypatch.setattr(storage.TensorFile, "read", None)
+    monkeypatch.setattr(tensor_file.TensorFile, "read_block", note)
+    monkeypatch.setattr(tensor_file.TensorFile, "read", None)
     assert read_all(convert(**flags)) == expected
     assert not [path for path in read_paths if path.is_relative_to(base)]
     assert read_paths, "the drafter is cast"

@@ -19,10 +19,10 @@ from specdec.convert.plan import Chunk
 from specdec.convert.quantize import calibration
 from specdec.convert.quantize.scales import Quantizer, Scales
 from specdec.errors import SpecDecError
-from specdec.schema import read_checkpoint_config
-from specdec.sharding import join
-from specdec.storage import TensorInfo
-from specdec.tensors import list_linears, list_target_tensors
+from specdec.files.tensor_file import TensorInfo
+from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.sharding import join
+from specdec.model.tensors import list_linears, list_target_tensors
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.convert.conftest import Converter
 from tests.convert.golden_models import GOLDEN, summarize_rank

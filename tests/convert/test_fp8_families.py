@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from specdec.convert.families import FAMILIES
 from specdec.convert.quantize import scales
-from specdec.schema import read_checkpoint_config
-from specdec.tensors import list_linears
+from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.tensors import list_linears
 from tests.convert.conftest import Converter
 from tests.families import CLASSES, make_family_model
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdec.convert.quantize.float8 import Requantizer, decode, encode, find_amax
-from specdec.storage import DTYPES
+from specdec.files.tensor_file import DTYPES
 
 
 def by_torch(values: torch.Tensor) -> np.ndarray:

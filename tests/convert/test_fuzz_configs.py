@@ -19,8 +19,8 @@ from specdec.convert.families import FAMILIES
 from specdec.convert.pipeline import convert_model, make_plan
 from specdec.convert.plan import Plan
 from specdec.convert.settings import ConvertSettings
-from specdec.inventory import describe_rank
-from specdec.schema import parse_checkpoint_config
+from specdec.model.checkpoint import parse_checkpoint_config
+from specdec.model.inventory import describe_rank
 from specdec.verify.contents import check_contents
 from tests.convert.conftest import Source
 from tests.convert.fuzzing import attempt, fuzz

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from specdec.convert.hf import HfFolder
-from specdec.storage import FOREIGN_BITS, TensorFile, TensorInfo, read_json, write_tensor_file
+from specdec.files.reading import read_json
+from specdec.files.tensor_file import FOREIGN_BITS, TensorFile, TensorInfo, write_tensor_file
 from tests.convert.fuzzing import attempt, fuzz
 
 FUZZ = fuzz(700)

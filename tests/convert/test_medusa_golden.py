@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from specdec.schema import parse_checkpoint_config
-from specdec.storage import TensorFile
-from specdec.tensors import get_rank_shape, list_tensors
+from specdec.files.tensor_file import TensorFile
+from specdec.model.checkpoint import parse_checkpoint_config
+from specdec.model.tensors import get_rank_shape, list_tensors
 from tests.conftest import run_cli
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import GOLDEN, summarize_rank

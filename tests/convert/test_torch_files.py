@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from specdec.convert.hf import HfFolder
 from specdec.convert.torch_file import TorchFile
 from specdec.errors import SpecDecError
-from specdec.storage import DTYPES
+from specdec.files.tensor_file import DTYPES
 from tests.conftest import make_llama
 from tests.convert.conftest import Converter
 

@@ -14,8 +14,22 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from specdec import __version__
-from specdec.command import STAGES, StageCommand, group, load_command, print_error, stage_command
-from specdec.help import GENERAL, PAGES, SHARED, list_method_options, list_sections, name_option
+from specdec.command.help import (
+    GENERAL,
+    PAGES,
+    SHARED,
+    list_method_options,
+    list_sections,
+    name_option,
+)
+from specdec.command.stages import (
+    STAGES,
+    StageCommand,
+    group,
+    load_command,
+    print_error,
+    stage_command,
+)
 from tests.conftest import ROOT, read_error_lines, run_cli
 from tests.core.toy import ToySettings
 
@@ -198,7 +212,7 @@ def read_help(*args: str) -> str:
 
 @pytest.mark.parametrize("stage", [*STAGES, "train data"])
 def test_every_option_has_its_group(stage: str) -> None:
-    """A new option is put into a group of specdec/help.py."""
+    """A new option is put into a group of specdec/command/help.py."""
     name, *subcommands = stage.split()
     command: click.Command = load_command(name)
     for word in subcommands:

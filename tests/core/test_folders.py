@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec.errors import SpecDecError
-from specdec.folders import (
+from specdec.files.folders import (
     ADAPTER,
     CHECKPOINT,
     EAGLE,

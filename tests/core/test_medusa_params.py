@@ -10,9 +10,9 @@ import pytest
 
 from specdec.errors import SpecDecError
 from specdec.methods.medusa import MedusaParams
-from specdec.schema import parse_checkpoint_config
-from specdec.sharding import join, split
-from specdec.tensors import Shard, TensorSpec
+from specdec.model.checkpoint import parse_checkpoint_config
+from specdec.model.sharding import join, split
+from specdec.model.tensors import Shard, TensorSpec
 from tests.core.test_schema import LLAMA
 from tests.core.test_tensors import MODEL
 

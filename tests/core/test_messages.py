@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.command import MAX_LINE, print_error
+from specdec.command.stages import MAX_LINE, print_error
 from specdec.errors import SpecDecError, cut_middle, raise_problems, summarize
 from tests.conftest import (
     ROOT,

@@ -11,8 +11,8 @@ from specdec.convert.families.base import read_rotary
 from specdec.convert.hf import ConfigReader
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import EagleNet
-from specdec.rotary_scaling import find_scaling_problems, get_kind
-from specdec.schema import parse_checkpoint_config
+from specdec.model.checkpoint import parse_checkpoint_config
+from specdec.model.rotary_scaling import find_scaling_problems, get_kind
 from tests.core.test_schema import LLAMA
 
 LLAMA3 = {

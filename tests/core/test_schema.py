@@ -11,7 +11,7 @@ import pytest
 from specdec.errors import SpecDecError
 from specdec.methods import METHODS, find_method
 from specdec.methods.redrafter import ReDrafterParams
-from specdec.schema import parse_checkpoint_config, read_checkpoint_config
+from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
 
 LLAMA: dict[str, Any] = {
     "architecture": "LlamaForCausalLM", "dtype": "float16", "vocab_size": 128, "hidden_size": 64,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdec.errors import SpecDecError, UsageError, raise_problems, suggest
-from specdec.settings import (
+from specdec.command.settings import (
     check_value,
     get_flags,
     read_recipe,
@@ -18,6 +17,7 @@ from specdec.settings import (
     setting,
     to_plain,
 )
+from specdec.errors import SpecDecError, UsageError, raise_problems, suggest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

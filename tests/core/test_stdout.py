@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 
 CODE = """
 import os, subprocess, sys
-from specdec.stdout import claim_stdout, find_stdout
+from specdec.command.stdout import claim_stdout, find_stdout
 print("before")
 claim_stdout()
 claim_stdout()
@@ -49,7 +49,7 @@ def test_closed_streams_change_nothing_else(redirection: str, stdout: list[str] 
 
 
 def test_a_stdout_that_is_no_descriptor_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    from specdec.stdout import claim_stdout, find_stdout
+    from specdec.command.stdout import claim_stdout, find_stdout
 
     claim_stdout()
     print("still here")

@@ -19,22 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from specdec import __version__, storage
+from specdec import __version__
 from specdec.errors import SpecDecError
-from specdec.storage import (
-    DTYPES,
-    TensorFile,
-    TensorInfo,
-    cast,
-    check_output_dir,
-    describe_file,
-    hash_file,
-    place_file,
-    read_json,
-    stage_folder,
-    write_manifest,
-    write_tensor_file,
-)
+from specdec.files import casts, staging
+from specdec.files.casts import cast
+from specdec.files.manifest import FORMAT_VERSION, describe_file, write_manifest
+from specdec.files.reading import hash_file, read_json
+from specdec.files.staging import check_output_dir, place_file, stage_folder
+from specdec.files.tensor_file import DTYPES, TensorFile, TensorInfo, write_tensor_file
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -161,9 +153,9 @@ def test_cast_of_many_is_the_cast_of_each(
 ) -> None:
     """Blocks, their last one, and tables in place of arithmetic change nothing."""
     values = to_storage(list_hard_values(source))
-    monkeypatch.setattr(storage, "CAST_ITEMS", 1 << 30)
+    monkeypatch.setattr(casts, "CAST_ITEMS", 1 << 30)
     once = cast(values[: 1 << 16], source, target)
-    monkeypatch.setattr(storage, "CAST_ITEMS", 1000)
+    monkeypatch.setattr(casts, "CAST_ITEMS", 1000)
     many = cast(np.tile(values[: 1 << 16], 3)[:-7], source, target)
     expected = np.tile(once, 3)[:-7]
     bits = f"u{expected.itemsize}"
@@ -338,7 +330,7 @@ def test_everything_is_on_the_disk_before_it_takes_its_name(
     with stage_folder(out, force=False) as partial:
         (partial / "sub").mkdir()
         (partial / "sub" / "x").write_text("new")
-        (partial / storage.JOURNAL_NAME).write_text("")
+        (partial / staging.JOURNAL_NAME).write_text("")
         monkeypatch.setattr(os, "fsync", note)
     assert sorted(synced[:-1]) == [
         (".out.partial", False), (".out.partial/sub", False), (".out.partial/sub/x", False),
@@ -455,14 +447,14 @@ def test_finished_meanwhile_is_not_overwritten(
 ) -> None:
     """Another process may finish the same output until we hold the lock."""
     out = tmp_path / "out"
-    original = storage._hold_lock
+    original = staging._hold_lock
 
     def finish_first(path: Path) -> Any:
         out.mkdir()
         (out / "x").write_text("theirs")
         return original(path)
 
-    monkeypatch.setattr(storage, "_hold_lock", finish_first)
+    monkeypatch.setattr(staging, "_hold_lock", finish_first)
     with (
         pytest.raises(SpecDecError, match="exists and is not empty"),
         stage_folder(out, force=False),
@@ -486,12 +478,12 @@ def test_what_appears_meanwhile_stays(
     out = tmp_path / "out"
     kept = out / "x" if is_folder else out
     if moment == "before the renaming":
-        monkeypatch.setattr(storage, "_sync_tree", lambda folder: make_newcomer(out, is_folder))
+        monkeypatch.setattr(staging, "_sync_tree", lambda folder: make_newcomer(out, is_folder))
 
     def work(*, force: bool) -> None:
         with stage_folder(out, force=force, resume=resume) as partial:
             (partial / "y").write_text("ours")
-            (partial / storage.JOURNAL_NAME).write_text("")
+            (partial / staging.JOURNAL_NAME).write_text("")
             if moment == "amid the work":
                 make_newcomer(out, is_folder)
 
@@ -500,7 +492,7 @@ def test_what_appears_meanwhile_stays(
     assert kept.read_text() == "theirs"
     assert (tmp_path / ".out.partial" / "y").exists() == resume
     if resume and moment == "amid the work":
-        assert (tmp_path / ".out.partial" / storage.JOURNAL_NAME).exists(), "can be gone on with"
+        assert (tmp_path / ".out.partial" / staging.JOURNAL_NAME).exists(), "can be gone on with"
     if is_folder:
         shutil.rmtree(out)
         work(force=True)
@@ -636,5 +628,5 @@ def test_manifest_describes_every_file_but_itself(tmp_path: Path) -> None:
     ]
     assert manifest["sources"] == [{"path": str(source), "bytes": 6, "sha256": hash_text("source")}]
     assert (manifest["kind"], manifest["note"], manifest["settings"]) == ("toy", "extra", {"n": 1})
-    assert manifest["format_version"] == storage.FORMAT_VERSION
+    assert manifest["format_version"] == FORMAT_VERSION
     assert (manifest["tool"], manifest["tool_version"]) == ("specdec", __version__)

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from specdec.methods.redrafter import ReDrafterParams
-from specdec.model_config import ModelConfig
-from specdec.tensors import Shard, TensorSpec, get_rank_shape, list_tensors
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import Shard, TensorSpec, get_rank_shape, list_tensors
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM", dtype="float32", vocab_size=131, hidden_size=64,

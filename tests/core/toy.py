@@ -9,10 +9,10 @@ import dataclasses
 import json
 import sys
 
-from specdec.command import run_command, stage_command
+from specdec.command.settings import setting, to_plain
+from specdec.command.stages import run_command, stage_command
 from specdec.errors import SpecDecError, UsageError
 from specdec.logs import get_logger, show_progress
-from specdec.settings import setting, to_plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

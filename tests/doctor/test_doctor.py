@@ -18,7 +18,7 @@ from specdec.doctor.machine import describe_machine, read_memory
 from specdec.doctor.report import examine, find_error, format_report
 from specdec.doctor.settings import DoctorSettings
 from specdec.errors import SpecDecError
-from specdec.storage import read_json, write_json
+from specdec.files.reading import read_json, write_json
 from specdec.trtllm.environment import Environment, Gpu
 from tests.conftest import ROOT, make_llama, read_error_lines, run_cli
 from tests.engines import call, make_engine

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import click
 
-from specdec.command import STAGES, load_command
+from specdec.command.stages import STAGES, load_command
 from specdec.trtllm.facts import LABELS, load_facts
 from tests.conftest import ROOT
 

@@ -74,8 +74,8 @@ def test_pages_name_only_flags_that_exist(name: str) -> None:
     import importlib
 
     from benchmarks.side_by_side.command import make_parser
-    from specdec.command import STAGES
-    from specdec.settings import get_flags
+    from specdec.command.settings import get_flags
+    from specdec.command.stages import STAGES
     from specdec.trtllm.facts import LABELS, load_facts
 
     known = {"--config", "--debug", "--version", "--help", *OTHERS_FLAGS}

@@ -11,7 +11,7 @@ import pytest
 
 from specdec.decode.engine import TorchEngine
 from specdec.errors import SpecDecError
-from specdec.tensors import EAGLE_OFFSETS
+from specdec.model.tensors import EAGLE_OFFSETS
 from tests.conftest import make_eagle_drafter, make_llama
 from tests.engines import call
 

@@ -21,7 +21,7 @@ from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
 from specdec.engine.tree import Tree, build_tree_mask
-from specdec.torch_tensors import TORCH_DTYPES
+from specdec.files.torch_tensors import TORCH_DTYPES
 from tests.engine.kernels import in_every_form, needs_compiler
 from tests.engine.models import make_model
 

@@ -10,7 +10,7 @@ import torch
 
 from specdec.engine.rotary import RotaryTable, compute_frequencies
 from specdec.errors import SpecDecError
-from specdec.model_config import ModelConfig
+from specdec.model.config import ModelConfig
 from tests.engine.models import make_model
 
 LLAMA3 = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from specdec.command import load_command
+from specdec.command.stages import load_command
 from specdec.errors import SpecDecError, UsageError
 from specdec.generate.cache import EngineCache
 from tests.conftest import (

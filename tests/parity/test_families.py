@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.architectures import ARCHITECTURES
 from specdec.convert.families import FAMILIES
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
@@ -19,6 +18,7 @@ from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.tree import Tree, build_tree_mask
 from specdec.errors import SpecDecError
+from specdec.model.architectures import ARCHITECTURES
 from tests.conftest import make_drafter
 from tests.engines import continue_greedily, list_paths, make_engine
 from tests.parity.models import NAMES, SWITCH, VARIANTS, VOCAB, WINDOW, make_model

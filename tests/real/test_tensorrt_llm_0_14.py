@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from specdec.storage import read_json
+from specdec.files.reading import read_json
 from specdec.trtllm.facts import load_facts
 from tests.conftest import run_cli
 from tests.engines import call

@@ -25,9 +25,9 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.errors import SpecDecError, UsageError
+from specdec.files.reading import read_json
 from specdec.methods.base import parse_paths
 from specdec.methods.eagle import EagleNet, EagleParams
-from specdec.storage import read_json
 from tests.conftest import make_eagle_drafter, make_llama, make_tokenizer
 from tests.engine.eagle_reference import EagleReference, list_token_paths
 from tests.engines import call, continue_greedily, make_knowing_drafter, make_tree_engine

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from specdec.engine import kernel_cache
 from specdec.engine.compiler import call_compiler, find_compiler
 from specdec.engine.layout import make_metadata
-from specdec.storage import TensorFile, read_json, write_json
+from specdec.files.reading import read_json, write_json
+from specdec.files.tensor_file import TensorFile
 from tests.conftest import make_drafter, make_llama
 from tests.engine.kernels import needs_compiler
 from tests.engines import make_engine, run_cli_here, save_weights

@@ -15,7 +15,7 @@ from specdec.decode.requests import Request
 from specdec.doctor.engine import check_engine
 from specdec.engine.layout import find_engine_problems, read_engine_config
 from specdec.errors import SpecDecError
-from specdec.storage import read_json, write_json
+from specdec.files.reading import read_json, write_json
 from specdec.trtllm.environment import Environment
 from tests.conftest import make_drafter, make_llama
 from tests.convert.fuzzing import attempt, fuzz

@@ -136,7 +136,7 @@ def test_known_bad_lines(name: str, tokenizer: Any) -> None:
 @pytest.mark.parametrize("flag", ["input_text", "stop_words"])
 def test_arguments_that_are_no_text(flag: str) -> None:
     """What Python makes of bytes on the command line that are not UTF-8."""
-    from specdec.settings import resolve_settings
+    from specdec.command.settings import resolve_settings
 
     resolve: Callable[..., Any] = resolve_settings
     with pytest.raises(UsageError, match="whole characters"):

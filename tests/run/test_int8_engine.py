@@ -23,9 +23,9 @@ from specdec.engine.layout import (
     read_engine_config,
 )
 from specdec.errors import SpecDecError, UsageError
+from specdec.files.reading import read_json
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
-from specdec.storage import read_json
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import needs_compiler
 from tests.engines import call, continue_greedily, run_cli_here, save_weights

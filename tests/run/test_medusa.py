@@ -26,9 +26,9 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
 from specdec.engine.tree import build_tree_mask
 from specdec.errors import SpecDecError, UsageError
+from specdec.files.reading import read_json
 from specdec.methods.base import Choices, parse_paths
 from specdec.methods.medusa import MedusaParams
-from specdec.storage import read_json
 from tests.conftest import make_llama, make_medusa_heads, make_tokenizer
 from tests.engines import call, continue_greedily, make_counter, make_tree_engine
 from tests.parity.models import VOCAB, make_model

@@ -28,11 +28,11 @@ from specdec.decode.prompts import make_requests
 from specdec.decode.requests import ActiveRequest, Request, Result
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
+from specdec.files.tensor_file import TensorFile
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.run.prompts import read_prompts
 from specdec.run.settings import RunSettings
-from specdec.storage import TensorFile
 from tests.conftest import (
     make_drafter,
     make_eagle_drafter,

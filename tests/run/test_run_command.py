@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecDecError, UsageError
-from specdec.storage import read_json, write_json
+from specdec.files.reading import read_json, write_json
 from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
 from tests.engines import call, make_engine, run_cli_here
 

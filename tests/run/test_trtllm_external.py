@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecDecError
-from specdec.storage import TensorFile
+from specdec.files.tensor_file import TensorFile
 from specdec.trtllm.facts import LABELS
 from tests.trtllm.worlds import (
     EXTERNAL,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from specdec.command.settings import resolve_settings, to_arguments
 from specdec.decode.drafters.eagle import check_choices
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
@@ -21,7 +22,6 @@ from specdec.mpi import find_world
 from specdec.run.backends.tensorrt_checks import find_sampling_problems
 from specdec.run.backends.tensorrt_options import make_eagle_options
 from specdec.run.settings import RunSettings
-from specdec.settings import resolve_settings, to_arguments
 from specdec.trtllm.engine_folder import EngineFolder, read_engine_folder
 from specdec.trtllm.facts import LABELS
 from tests.engines import call

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecDecError, UsageError
-from specdec.storage import TensorFile, read_json, write_json
+from specdec.files.reading import read_json, write_json
+from specdec.files.tensor_file import TensorFile
 from specdec.trtllm.facts import LABELS
 from tests.trtllm.worlds import MAX_INPUT, MAX_TOTAL, PAGED, World, make_prompts, make_world
 

@@ -90,7 +90,7 @@ def use_one_thread() -> Iterator[None]:
 @pytest.fixture
 def run_train(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
     """Run `specdec-train` in this process."""
-    from specdec.command import run_command
+    from specdec.command.stages import run_command
     from specdec.train.cli import command
 
     def run(*args: object) -> Finished:

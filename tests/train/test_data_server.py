@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from specdec.command import run_command
+from specdec.command.stages import run_command
 from specdec.errors import UsageError
 from specdec.train.cli import command
 from specdec.train.generation import client, pipeline

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.model_config import ModelConfig
+from specdec.model.config import ModelConfig
 from specdec.train import loss as loss_module
 from specdec.train.loss import Teacher, compute_loss
 from specdec.train.methods.base import Drafter, Features, OutputHead

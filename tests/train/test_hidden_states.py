@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.storage import TensorFile
+from specdec.files.tensor_file import TensorFile
 from specdec.train import hidden_states, target
 from specdec.train.data import Rows
 

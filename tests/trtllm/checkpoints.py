@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from specdec.quantization import FLOAT8, SCALES
-from specdec.storage import Array, TensorFile, TensorInfo, read_json, write_json, write_tensor_file
+from specdec.files.reading import Array, read_json, write_json
+from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
+from specdec.model.quantization import FLOAT8, SCALES
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import call
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdec.storage import read_json, write_json
+from specdec.files.reading import read_json, write_json
 from specdec.trtllm.facts import load_facts
 from tests.trtllm.checkpoints import CheckpointStore
 from tests.trtllm.double import H100, Refusal, build_engine, check_engine_config, install_double

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecDecError
-from specdec.storage import read_json, write_json
+from specdec.files.reading import read_json, write_json
 from specdec.trtllm.engine_folder import read_engine_folder
 from tests.trtllm.worlds import EXTERNAL, PAGED, World, make_prompts, make_world
 

@@ -16,7 +16,8 @@ from specdec import logs
 from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
 from specdec.errors import SpecDecError, UsageError
-from specdec.storage import TensorFile, read_json, write_json, write_tensor_file
+from specdec.files.reading import read_json, write_json
+from specdec.files.tensor_file import TensorFile, write_tensor_file
 from specdec.verify.manifest import Entry, find_differences
 from specdec.verify.pipeline import verify_checkpoint
 from specdec.verify.settings import VerifySettings

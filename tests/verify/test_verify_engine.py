@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from specdec.errors import SpecDecError, UsageError
-from specdec.storage import TensorFile, read_json, write_json, write_tensor_file
+from specdec.files.reading import read_json, write_json
+from specdec.files.tensor_file import TensorFile, write_tensor_file
 from specdec.verify import runner
 from specdec.verify.chi_square import find_detectable_distance, fit_counts
 from specdec.verify.engine import verify_engine

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specdec.errors import SpecDecError
-from specdec.storage import place_file
+from specdec.files.staging import place_file
 
 
 class Journal:

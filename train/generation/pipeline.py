@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specdec import __version__, logs
+from specdec.command.settings import require, to_plain
 from specdec.errors import SpecDecError, UsageError
-from specdec.folders import ENGINE, expect_folder
-from specdec.settings import require, to_plain
-from specdec.storage import describe_file, write_json
+from specdec.files.folders import ENGINE, expect_folder
+from specdec.files.manifest import describe_file
+from specdec.files.reading import write_json
 
 from .client import Client, check_url
 from .journal import Journal

@@ -12,7 +12,7 @@ from typing import Any
 from specdec.chat import Message, parse_messages
 from specdec.documents import name_line, parse_object, read_lines
 from specdec.errors import SpecDecError
-from specdec.storage import describe_file
+from specdec.files.manifest import describe_file
 
 from .settings import DataSettings
 

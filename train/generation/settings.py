@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.settings import setting
+from specdec.command.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, smooth_l1_loss
 
+from specdec.command.settings import as_options
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import EAGLE1_TARGETS, EagleTrain
-from specdec.model_config import ModelConfig
-from specdec.rotary_scaling import get_kind
-from specdec.settings import as_options
+from specdec.model.config import ModelConfig
+from specdec.model.rotary_scaling import get_kind
 
 from ..loss import compute_loss, measure_positions
 from .base import (

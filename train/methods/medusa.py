@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.command.settings import as_options
 from specdec.methods.medusa import MedusaTrain
-from specdec.settings import as_options
 
 from ..loss import compute_loss, measure_positions
 from .base import (

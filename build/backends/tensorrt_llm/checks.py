@@ -11,12 +11,12 @@ from typing import Any
 
 from specdec.engine.layout import count_positions
 from specdec.errors import join_names, suggest
-from specdec.inventory import compare_tensors, describe_rank
+from specdec.files.tensor_file import TensorFile
 from specdec.methods.eagle import EAGLE3_ARCHITECTURE
-from specdec.quantization import FLOAT8_STORAGE
-from specdec.rotary_scaling import get_kind
-from specdec.schema import CheckpointConfig
-from specdec.storage import TensorFile
+from specdec.model.checkpoint import CheckpointConfig
+from specdec.model.inventory import compare_tensors, describe_rank
+from specdec.model.quantization import FLOAT8_STORAGE
+from specdec.model.rotary_scaling import get_kind
 from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
 from specdec.trtllm.facts import LABELS, Facts, load_facts
 

@@ -9,17 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
+from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError, join_names, name_extra, raise_problems
-from specdec.schema import read_checkpoint_config
-from specdec.settings import to_plain
-from specdec.storage import (
-    check_output_dir,
-    describe_file,
-    measure_free_space,
-    read_json,
-    stage_folder,
-    write_manifest,
-)
+from specdec.files.manifest import describe_file, write_manifest
+from specdec.files.reading import read_json
+from specdec.files.staging import check_output_dir, measure_free_space, stage_folder
+from specdec.model.checkpoint import read_checkpoint_config
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.trtllm.environment import BUILD_COMMAND, Environment, read_environment
 from specdec.vocabulary import read_recorded

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, raise_problems
-from specdec.inventory import find_rank_files
+from specdec.files.tensor_file import DTYPES, TensorFile, TensorInfo
 from specdec.methods import find_mode
-from specdec.model_config import ModelConfig
-from specdec.schema import CheckpointConfig
-from specdec.storage import DTYPES, TensorFile, TensorInfo
+from specdec.model.checkpoint import CheckpointConfig
+from specdec.model.config import ModelConfig
+from specdec.model.inventory import find_rank_files
 from specdec.trtllm.defects import list_defects
 from specdec.trtllm.environment import BUILD_COMMAND, Environment
 from specdec.trtllm.facts import DEFAULT_LABEL, Facts, find_label, load_facts

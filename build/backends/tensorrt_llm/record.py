@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.model_config import ModelConfig
-from specdec.schema import CheckpointConfig
+from specdec.model.checkpoint import CheckpointConfig
+from specdec.model.config import ModelConfig
 from specdec.trtllm.environment import MIN_CAPABILITY_FP8
 from specdec.trtllm.facts import Facts
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from specdec.command.settings import list_given, name_flag
 from specdec.errors import UsageError
 from specdec.methods import METHODS, Method, find_mode
 from specdec.methods.draft_target import adapts_drafts
-from specdec.settings import list_given, name_flag
 
 from .base import DraftContext, PlainProposer, Proposer
 from .switch import adapt

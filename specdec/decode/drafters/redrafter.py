@@ -10,7 +10,7 @@ from specdec.engine.redrafter import ReDrafterHead
 from specdec.engine.transfers import Array
 from specdec.engine.tree import Tree, pack_beams
 from specdec.methods.redrafter import ReDrafterParams
-from specdec.tensors import EMBEDDING
+from specdec.model.tensors import EMBEDDING
 
 
 def make_proposer(context: DraftContext) -> ReDrafterProposer:

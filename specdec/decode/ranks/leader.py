@@ -19,8 +19,8 @@ from specdec.decode.ranks.processes import Ranks
 from specdec.engine.decoder import Decoder, Step
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.tree import IntArray
-from specdec.model_config import ModelConfig
-from specdec.storage import Array
+from specdec.files.reading import Array
+from specdec.model.config import ModelConfig
 
 
 class LeadingCache(KVCache):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specdec.engine.group import Group
-from specdec.storage import Array
+from specdec.files.reading import Array
 
 FRAME_BYTES = 4096  # of the first broadcast; a verify step of a few requests fits
 

@@ -18,8 +18,8 @@ from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.engine.loading import load_weights
 from specdec.engine.native import NativeKernels, load_kernels
 from specdec.errors import SpecDecError
-from specdec.quantization import INT8
-from specdec.torch_tensors import TORCH_DTYPES
+from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.model.quantization import INT8
 
 logger = logs.get_logger(__name__)
 

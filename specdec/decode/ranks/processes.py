@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import logs
-from specdec.command import print_error
+from specdec.command.stages import print_error
 from specdec.errors import SpecDecError, summarize
 from specdec.mpi import check_meeting_place, find_launch
 from specdec.processes import make_environment
 
 if TYPE_CHECKING:
     from specdec.engine.group import Group
-    from specdec.storage import Array
+    from specdec.files.reading import Array
 
 logger = logs.get_logger(__name__)
 

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
-from specdec.architectures import ARCHITECTURES, Architecture
-from specdec.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
 from specdec.errors import shorten
-from specdec.rotary_scaling import find_scaling_problems
+from specdec.model.architectures import ARCHITECTURES, Architecture
+from specdec.model.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
+from specdec.model.rotary_scaling import find_scaling_problems
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 _BOUNDS = {

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.model_config import ModelConfig
-from specdec.storage import Array
-from specdec.tensors import Shard, TensorSpec, get_rank_shape
+from specdec.files.reading import Array
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import Shard, TensorSpec, get_rank_shape
 
 
 @dataclasses.dataclass(frozen=True)

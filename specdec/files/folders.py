@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, suggest
-from specdec.storage import TensorFile, read_json
+from specdec.files.reading import read_json
+from specdec.files.tensor_file import TensorFile
 
 # Kinds of folders -> what they are called.
 ENGINE, CHECKPOINT, MODEL = "engine", "checkpoint", "model"

@@ -15,9 +15,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from specdec import __version__, help, logs
-from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
-from specdec.settings import (
+from specdec import __version__, logs
+from specdec.command import help
+from specdec.command.settings import (
     SECTIONS,
     Flag,
     get_flags,
@@ -25,6 +25,7 @@ from specdec.settings import (
     suggest_option,
     takes_others,
 )
+from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
 
 CONTEXT: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],

@@ -6,7 +6,7 @@ import dataclasses
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from specdec.model_config import ModelConfig
+from specdec.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from specdec.methods.base import DrafterParams

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.storage import DTYPES, Array
+from specdec.files.reading import Array
+from specdec.files.tensor_file import DTYPES
 
 # The types that weights are executed and trained in, by the names in a checkpoint's config.json.
 TORCH_DTYPES = {

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import click
 
+from specdec.command.settings import get_flags
 from specdec.methods import METHODS
-from specdec.settings import get_flags
 
 
 @dataclasses.dataclass(frozen=True)

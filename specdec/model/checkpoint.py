@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.architectures import ARCHITECTURES, Architecture
 from specdec.errors import SpecDecError, raise_problems, suggest
-from specdec.folders import CHECKPOINT, expect_folder
+from specdec.files.folders import CHECKPOINT, expect_folder
+from specdec.files.reading import read_json
+from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS, DrafterParams, Method, find_method
-from specdec.model_config import ModelConfig
-from specdec.quantization import Quantization, parse_quantization
-from specdec.storage import TensorFile, read_json
+from specdec.model.architectures import ARCHITECTURES, Architecture
+from specdec.model.config import ModelConfig
+from specdec.model.quantization import Quantization, parse_quantization
 
 TARGET_ARCHITECTURES = tuple(ARCHITECTURES)
 

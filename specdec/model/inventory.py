@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specdec.errors import join_names
-from specdec.quantization import (
+from specdec.files.tensor_file import TensorInfo
+from specdec.model.checkpoint import CheckpointConfig
+from specdec.model.quantization import (
     FLOAT8_STORAGE,
     KV_SCALES,
     SCALES,
@@ -16,9 +18,7 @@ from specdec.quantization import (
     find_contradictions,
     is_scale,
 )
-from specdec.schema import CheckpointConfig
-from specdec.storage import TensorInfo
-from specdec.tensors import get_rank_shape, get_stored_dtype, list_rank_names, list_tensors
+from specdec.model.tensors import get_rank_shape, get_stored_dtype, list_rank_names, list_tensors
 
 # What TensorRT-LLM's own writer stores and every loader computes anew.
 ROTARY_BUFFERS = ("embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention")

@@ -1,22 +1,28 @@
-"""manifest.json against the files it describes."""
+"""manifest.json: written over a folder, and held against the files it describes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import stat
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from specdec import logs
+import numpy as np
+
+from specdec import __version__, logs
 from specdec.errors import SpecDecError, shorten
-from specdec.storage import FORMAT_VERSION, hash_file, read_json
+from specdec.files.reading import hash_file, read_json, write_json
+from specdec.files.staging import JOURNAL_NAME
 from specdec.threads import Pool
 
 logger = logs.get_logger(__name__)
 NAME = "manifest.json"
+FORMAT_VERSION = 1
 CHANGED_HINT = "the folder is not what was built: copy it again, or build the engine again"
 _AGAIN = "copy the folder again, or make it again"
 
@@ -148,3 +154,57 @@ def list_surplus(folder: Path, manifest: Manifest) -> list[str]:
     known = {NAME, *(str(PurePosixPath(entry.path)) for entry in manifest.outputs)}
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted({path.relative_to(folder).as_posix() for path in files} - known)
+
+
+def describe_file(path: Path, sha256: str | None = None) -> dict[str, Any]:
+    """Return a manifest entry of a file."""
+    return {"path": str(path), "bytes": path.stat().st_size, "sha256": sha256 or hash_file(path)}
+
+
+def list_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that can have had a part in a file."""
+    import platform
+    from importlib import metadata
+
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["safetensors"] = metadata.version("safetensors")
+    for name in ("torch", "transformers"):
+        if name in sys.modules:
+            versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return versions
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    kind: str,
+    settings: Mapping[str, Any],
+    sources: list[dict[str, Any]],
+    hashes: Mapping[str, str] | None = None,
+    **extra: Any,
+) -> None:
+    """Write `manifest.json` over the files in `folder`: what it is, from what, by which command.
+
+    `hashes` are known sha256 sums by file name, so that large files are not read again.
+    """
+    outputs = []
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name not in ("manifest.json", JOURNAL_NAME):
+            outputs.append(describe_file(path, (hashes or {}).get(name)) | {"path": name})
+    write_json(
+        folder / "manifest.json",
+        {
+            "format_version": FORMAT_VERSION,
+            "kind": kind,
+            "tool": "specdec",
+            "tool_version": __version__,
+            "libraries": list_versions(),
+            "command": sys.argv,
+            "settings": dict(settings),
+            **extra,
+            "sources": sources,
+            "outputs": outputs,
+        },
+    )

@@ -1,0 +1,1 @@
+"""Files and folders: tensors, JSON, outputs written aside, manifests."""

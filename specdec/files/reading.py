@@ -1,0 +1,166 @@
+"""Opening and reading files that may be damaged, hostile or in flux."""
+
+from __future__ import annotations
+
+import codecs
+import collections
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.errors import SpecDecError, shorten
+
+Array = npt.NDArray[Any]
+MAX_JSON_BYTES = 100_000_000
+MAX_JSON_DEPTH = 100  # what can be printed and written again from anywhere
+MAX_JSON_DIGITS = 300  # of a whole number, so that a float can hold it
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading; raise SpecDecError where it is absent, unreadable or not a file."""
+    try:
+        # A pipe would keep us waiting for a writer; opened like this, it is seen for what it is.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise SpecDecError(
+            f"{path} does not exist", f"check that {path.parent} is the folder you mean"
+        ) from None
+    except OSError as error:
+        raise SpecDecError(
+            f"{path} cannot be read: {error.strerror}", "check the path and its permissions"
+        ) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise SpecDecError(
+            f"{path} is a folder, pipe or device, not a file", "put the file itself in its place"
+        )
+    return os.fdopen(descriptor, "rb")
+
+
+def read_into(descriptor: int, array: Array, offset: int, path: Path) -> None:
+    """Fill an array with a file's bytes from an offset on; raise SpecDecError if it ends before."""
+    view = array.reshape(-1).view(np.uint8).data
+    while view:
+        num_bytes = os.preadv(descriptor, [view], offset)
+        if num_bytes == 0:
+            raise SpecDecError(
+                f"{path} ends at byte {os.fstat(descriptor).st_size}: it was shortened while it was"
+                " read",
+                "let nothing write to the file, and run it again",
+            )
+        view, offset = view[num_bytes:], offset + num_bytes
+
+
+def hash_file(path: Path, is_ending: threading.Event | None = None) -> str:
+    """Return the sha256 of a file, or anything once `is_ending` is set: nobody asks any more."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            if is_ending is not None and is_ending.is_set():
+                break
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def parse_json(data: bytes) -> Any:
+    """Read JSON that others can read too; raise ValueError that says what is wrong with it.
+
+    Beyond Python's own reader, what would be lost, or fail later, is refused: a key given twice, a
+    number that is none or has no end, half of a character.
+    """
+    if data.startswith(codecs.BOM_UTF8):
+        raise ValueError("it begins with a byte order mark")
+    try:
+        document = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_refuse_twins,
+            parse_int=_parse_int if _LONG_NUMBER.search(data) else None,
+            parse_float=_parse_float,
+            parse_constant=_refuse_constant,
+        )
+        if b"\\ud" in data.lower():
+            json.dumps(document, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("half of a character, an escape between \\ud800 and \\udfff") from None
+    except RecursionError:
+        raise ValueError("values nested too deeply") from None
+    return document
+
+
+def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; a key given twice is an error, not the last one's victory."""
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        counts = collections.Counter(key for key, _ in pairs)
+        twin = counts.most_common(1)[0][0]
+        raise ValueError(f"the key {shorten(twin)} is given twice")
+    return entries
+
+
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_JSON_DIGITS + 1))
+
+
+def _parse_int(text: str) -> int:
+    if len(text) > MAX_JSON_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {shorten(text)} is too large")
+    return number
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _check_depth(document: Any) -> None:
+    level, depth = [document], 0
+    while level:
+        if (depth := depth + 1) > MAX_JSON_DEPTH:
+            raise ValueError(f"values nested more than {MAX_JSON_DEPTH} deep")
+        level = [
+            child
+            for item in level
+            if isinstance(item, (dict, list))
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, (dict, list))
+        ]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, or raise an error that names the file."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_JSON_BYTES:
+            raise SpecDecError(
+                f"{path} has {size} bytes, more than the {MAX_JSON_BYTES} that are read",
+                "mend or replace the file",
+            )
+        data = file.read()
+    try:
+        document = parse_json(data)
+        _check_depth(document)
+    except ValueError as error:
+        raise SpecDecError(f"{path} is not JSON: {error}", "mend or replace the file") from None
+    if not isinstance(document, dict):
+        raise SpecDecError(f"{path} holds no JSON object", "mend or replace the file")
+    return document
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON object with a stable layout."""
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,165 @@
+"""Outputs: checked beforehand, written aside, renamed when they are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from specdec.errors import SpecDecError
+
+JOURNAL_NAME = ".journal"  # in a folder that is being written; see convert/journal.py
+
+
+def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
+    """Raise SpecDecError when an output folder cannot be written or would be overwritten.
+
+    `inputs` are folders and files that the work reads: the output may not take their place.
+    """
+    if output_dir.exists() and not output_dir.is_dir():
+        raise SpecDecError(f"{output_dir} is a file", "name a folder for the output")
+    output = output_dir.resolve()
+    for kept in (Path.cwd(), *(path.resolve() for path in inputs)):
+        if output == kept or output in kept.parents:
+            raise SpecDecError(
+                f"{output_dir} is or holds {kept}, which it would replace",
+                "choose another folder for the output",
+            )
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not force:
+        raise SpecDecError(
+            f"{output_dir} exists and is not empty",
+            "choose another folder, or replace it with --force",
+        )
+
+
+def measure_free_space(output_dir: Path) -> tuple[Path, int]:
+    """Return the existing folder that an output will lie in, and the free bytes of its disk."""
+    folder = output_dir.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return folder, shutil.disk_usage(folder).free
+
+
+def list_local(*given: Path | str | None) -> list[Path]:
+    """Those of some inputs that are files or folders here; hub ids and absent ones are not."""
+    return [Path(path) for path in given if path is not None and Path(path).exists()]
+
+
+def get_partial(output_dir: Path) -> Path:
+    """Return the hidden folder in which `output_dir` comes about."""
+    output_dir = output_dir.resolve()
+    return output_dir.parent / f".{output_dir.name}.partial"
+
+
+@contextlib.contextmanager
+def stage_folder(
+    output_dir: Path, *, force: bool, inputs: Sequence[Path] = (), resume: bool = False
+) -> Iterator[Path]:
+    """Yield a hidden folder beside `output_dir`; it takes that name only if the body succeeds.
+
+    What has come under that name meanwhile stays, and SpecDecError is raised, without `force`. A
+    second process that stages the same output is refused; what a killed one left is removed. With
+    `resume` that is yielded instead, and kept when the work fails.
+    """
+    output_dir = output_dir.resolve()
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    partial = get_partial(output_dir)
+    old = output_dir.parent / f".{output_dir.name}.old"
+    with _hold_lock(output_dir):
+        try:
+            if old.exists() and not output_dir.exists():
+                old.rename(output_dir)  # a process was killed between the two renames
+            check_output_dir(output_dir, force=force, inputs=inputs)
+            if partial.exists() and not resume:
+                shutil.rmtree(partial)
+            partial.mkdir(exist_ok=True)
+            yield partial
+            if not force and output_dir.exists() and _is_in_use(output_dir):
+                raise _refuse_newcomer(output_dir)
+            (partial / JOURNAL_NAME).unlink(missing_ok=True)
+            _sync_tree(partial)
+            _place_folder(partial, output_dir, old, force=force)
+            _sync(output_dir.parent)
+        finally:
+            if not resume:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _hold_lock(output_dir: Path) -> Iterator[None]:
+    """Hold a lock file beside `output_dir`, or raise SpecDecError when another process does."""
+    path = output_dir.parent / f".{output_dir.name}.lock"
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The holder before us may have removed the file between our open and our lock; a third
+            # process would then lock a new file of that name.
+            if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):
+            raise SpecDecError(
+                f"another process is writing {output_dir}", "wait for it, or choose another folder"
+            ) from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _sync_tree(folder: Path) -> None:
+    """Wait until everything in a folder is on the disk."""
+    for path in (*folder.rglob("*"), folder):
+        if not path.is_symlink():
+            _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # of which some file systems can't
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_in_use(output_dir: Path) -> bool:
+    return not output_dir.is_dir() or any(output_dir.iterdir())
+
+
+def _refuse_newcomer(output: Path) -> SpecDecError:
+    return SpecDecError(
+        f"{output} was not there at the start, but somebody has made it meanwhile",
+        "move it away, or choose another name, and run this again",
+    )
+
+
+def _place_folder(partial: Path, output_dir: Path, old: Path, *, force: bool) -> None:
+    if force and output_dir.is_dir():
+        if old.exists():
+            shutil.rmtree(old)
+        output_dir.rename(old)
+    try:
+        partial.rename(output_dir)  # an empty folder gives way, nothing else does
+    except OSError as error:
+        if old.exists() and not output_dir.exists():
+            old.rename(output_dir)
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise _refuse_newcomer(output_dir) from None
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def place_file(partial: Path, output: Path, *, force: bool) -> None:
+    """Give a finished file its name; without force, raise SpecDecError where that is taken."""
+    if not force:
+        try:  # takes the name, which a rename alone would take from anybody
+            os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+        except FileExistsError:
+            raise _refuse_newcomer(output) from None
+    partial.replace(output)

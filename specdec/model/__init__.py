@@ -1,0 +1,1 @@
+"""A model: its sizes, arithmetic, tensors and how they split over ranks."""
