@@ -156,9 +156,11 @@ def test_a_pasted_command_line_is_no_error(checkpoint: Path, tmp_path: Path, way
     line = f"without effect on the torch backend, which is chosen here: {flags}"
     assert [text for text in done.stderr.splitlines() if "without effect" in text] == [line]
     assert run_cli("build", *common, tmp_path / "plain").returncode == 0
-    for path in (tmp_path / "plain").iterdir():
+    plain = tmp_path / "plain"
+    for path in (path for path in plain.rglob("*") if path.is_file()):
         if path.name != "manifest.json":
-            assert path.read_bytes() == (tmp_path / "pasted" / path.name).read_bytes(), path
+            other = tmp_path / "pasted" / path.relative_to(plain)
+            assert path.read_bytes() == other.read_bytes(), path
     refused = run_cli("build", *common, tmp_path / "asked", *words, "--backend", "torch")
     assert refused.returncode == 2
     assert not (tmp_path / "asked").exists()

@@ -284,7 +284,7 @@ def test_options_are_checked(folder: Path) -> None:
         load(folder, "plain", acceptance="typical")
     with pytest.raises(UsageError, match="max_batch_size is 3, the engine was built for 1 to 2"):
         load(folder, max_batch_size=3)
-    with pytest.raises(SpecDecError, match="is not a folder"):
+    with pytest.raises(SpecDecError, match="does not exist"):
         Engine.load(folder / "nothing")
     with load(folder, "medusa", medusa_choices=[[0], [0, 0]]) as engine:
         (output,) = engine.generate([5, 9], max_output_len=9)

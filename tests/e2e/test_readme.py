@@ -59,13 +59,13 @@ def test_readme_commands_work_as_typed(tmp_path: Path) -> None:
 PAGES = sorted(
     str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md") if page.name != "flags.md"
 )
-# Of torchrun, accelerate, Slurm, pip, hf, vllm and benchmarks/grow.py.
+# Of torchrun, accelerate, Slurm, pip, hf, vllm, g++, benchmarks/grow.py and the kernels' matrix.
 OTHERS_FLAGS = {
     "--local-dir", "--repo-type", "--port",
     "--nproc-per-node", "--num-processes", "--no-python", "--no-deps", "--drafter-output-dir",
     "--use-fsdp", "--fsdp-version", "--use-deepspeed", "--zero-stage", "--multi-gpu",
     "--config-file", "--gradient-clipping", "--mixed-precision", "--dynamo-backend",
-    "--quick", "--shapes",
+    "--quick", "--shapes", "--param", "--only", "--compilers",
 }  # fmt: skip
 
 

@@ -296,7 +296,7 @@ def resolve(name: str, arguments: list[str], where: str, monkeypatch: pytest.Mon
 def test_every_command_of_the_page(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the page's order: what can be dry-run is, and the rest has its settings checked."""
     from specdec.bench.settings import read_counts
-    from specdec.run.pipeline import check_flags as check_run_flags
+    from specdec.decode.drafters import read_drafting
     from specdec.train.generation.pipeline import check_settings as check_data
     from specdec.train.pipeline import check_settings as check_training
     from specdec.train.pipeline import fill_defaults
@@ -340,7 +340,7 @@ def test_every_command_of_the_page(small: Path, monkeypatch: pytest.MonkeyPatch)
         else:
             assert stage == "bench"
             settings = resolve("bench", arguments, "bench.pipeline.run_bench", monkeypatch)
-            check_run_flags(settings.to_run())
+            read_drafting(settings.to_decode(), None)
             assert read_counts("--batch-sizes", settings.batch_sizes) == [1]
             assert settings.engine_dir.is_dir()
     assert seen == {"data", "train", "convert", "build", "verify", "bench", "run"}

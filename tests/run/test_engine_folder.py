@@ -169,7 +169,7 @@ def lose_metadata(engine: Path) -> None:
 
 def add_layers(engine: Path) -> None:
     config = read_json(engine / "config.json")
-    config["pretrained_config"]["num_hidden_layers"] = 10**6
+    config["pretrained_config"]["num_hidden_layers"] = 900
     write_json(engine / "config.json", config)
 
 
@@ -198,7 +198,7 @@ def find_fault(engine: Path) -> str:
         (swap_names, "has a header that is not the one that was written"),
         (take_other_engine, "belongs to another engine than config.json"),
         (lose_metadata, "belongs to another engine than config.json"),
-        (add_layers, "tensors, config.json says 1000000 layers"),
+        (add_layers, "tensors, config.json says 900 layers"),
     ],
 )
 def test_run_and_doctor_refuse_the_same_engines(engine: Path, damage: Any, fact: str) -> None:

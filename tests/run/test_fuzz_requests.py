@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.decode.prompts import make_requests, read_line
 from specdec.decode.requests import Request, find_problems
 from specdec.errors import SpecDecError, UsageError
-from specdec.run.prompts import make_requests, read_line, read_prompts
+from specdec.run.prompts import read_prompts
 from specdec.run.settings import RunSettings
 from specdec.verify import prompts as verify_prompts
 from tests.conftest import make_tokenizer

@@ -141,7 +141,7 @@ def test_limits_name_every_prompt(folder: Path) -> None:
         ('{"prompt": "a", "input_ids": [1]}', "exactly one of prompt, input_ids"),
         ('{"max_output_len": 3}', "exactly one of prompt, input_ids"),
         ('{"prompt": 3}', "prompt is 3, not a text"),
-        ('{"input_ids": [1.5]}', r"input_ids is \[1.5\], not a list of whole numbers"),
+        ('{"input_ids": [1.5]}', r"input_ids is \[1.5\], not a list of token ids"),
         ('{"prompt": "a", "max_output_len": 0}', "max_output_len is 0"),
         ('{"input_ids": [500]}', "holds token 500, the model's vocabulary has 128"),
         ('{"input_ids": []}', "prompt 0 is empty"),

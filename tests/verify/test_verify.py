@@ -16,9 +16,9 @@ from specdec import logs
 from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
 from specdec.errors import SpecDecError, UsageError
+from specdec.files.manifest import Entry, find_differences
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, write_tensor_file
-from specdec.verify.manifest import Entry, find_differences
 from specdec.verify.pipeline import verify_checkpoint
 from specdec.verify.settings import VerifySettings
 from tests.conftest import read_error_lines, run_cli
@@ -284,7 +284,10 @@ def test_quantized_checkpoints(
 def test_absurd_layers_take_no_time(copy: Path) -> None:
     document = read_json(copy / "config.json") | {"num_hidden_layers": 10**9}
     write_json(copy / "config.json", document)
-    assert any("says 1000000000 layers" in problem for problem in verify(copy)["problems"])
+    assert any(
+        "num_hidden_layers=1000000000 is more than 1000" in problem
+        for problem in verify(copy)["problems"]
+    )
 
 
 # ---- Sources, and files without a hash.
@@ -361,8 +364,8 @@ def test_sizes_that_transformers_would_make_are_refused_first(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """Of a model that transformers loads, by verify and by train: its classes list every layer."""
+    from specdec.pretrained import load_config as read_config
     from specdec.train.target import load_config
-    from specdec.verify.reference import read_config
 
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "eos_token_id": 2**40}
     (tmp_path / "config.json").write_text(json.dumps(config))
