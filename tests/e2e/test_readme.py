@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec.methods import METHODS
 from tests.conftest import ROOT
 
 README = ROOT / "README.md"
@@ -23,17 +24,60 @@ def read_commands() -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def test_readme_shows_the_three_commands() -> None:
+def test_readme_shows_the_one_command_and_the_three() -> None:
     stages = [shlex.split(command)[0] for command in read_commands()]
-    assert stages == ["specdec-convert", "specdec-build", "specdec-run"]
+    assert stages == ["specdec", "specdec-convert", "specdec-build", "specdec-run"]
+
+
+def test_readme_is_short_and_has_its_parts_in_order() -> None:
+    """A reader has sixty seconds: how to install and use it comes before figures and links."""
+    lines = README.read_text().splitlines()
+    assert len(lines) < 120
+    titles = ["Install", "Use", "Measured", "Which method for me?", "State", "Documentation"]
+    assert [line.removeprefix("## ") for line in lines if line.startswith("## ")] == titles
+
+
+def test_readme_leads_to_every_method_and_page() -> None:
+    text = README.read_text()
+    # A reader of the README gets to each of these by one click.
+    assert [name for name in PAGES if f"]({name}" not in text] == []
+    table = text[text.index("## Which method") : text.index("## State")]
+    assert [name for name in METHODS if f"](docs/methods/{name}.md)" not in table] == []
+
+
+def list_anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    anchors: set[str] = set()
+    for line in re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines():
+        if line.startswith("#"):
+            words = re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower())
+            anchors.add(words.replace(" ", "-"))
+    return anchors
+
+
+def test_links_lead_somewhere() -> None:
+    """Files, and headings in them, that README and pages link to."""
+    pages = [README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages += [*(ROOT / "benchmarks").glob("*.md"), ROOT / "examples/pycode/README.md"]
+    broken = []
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if link.startswith(("http:", "https:")):
+                continue
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            if not target.exists() or (anchor and anchor not in list_anchors(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
 
 
 def test_readme_commands_work_as_typed(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
-    for stage in ("convert", "build", "run"):
-        script = bin_dir / f"specdec-{stage}"
+    for stage in ("", "convert", "build", "run"):
+        script = bin_dir / (f"specdec-{stage}" if stage else "specdec")
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m specdec {stage} "$@"\n')
         script.chmod(0o755)
     environment = {
@@ -47,19 +91,29 @@ def test_readme_commands_work_as_typed(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         outputs.append(done)
-    run = outputs[-1]
+    generated, *_, run = outputs
+    assert 'Input [Text 0]: "def main():"' in generated.stdout
+    assert "{+" in generated.stdout, "no accepted draft is marked"
     assert 'Input [Text 0]: "def read_lines(path):"' in run.stdout
     assert 'Output [Text 1 Beam 0]: "' in run.stdout
     per_step = re.search(r"([0-9.]+) tokens per verify step", run.stderr)
     assert per_step is not None
     assert float(per_step[1]) > 1.2, "the shipped drafter is accepted"
 
+    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
 
 # flags.md is about TensorRT-LLM's flags, and has a test of its own.
 PAGES = sorted(
     str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md") if page.name != "flags.md"
 )
-# Of torchrun, accelerate, Slurm, pip, hf, vllm, g++, benchmarks/grow.py and the kernels' matrix.
+# Of torchrun, accelerate, Slurm, pip, hf, vllm, g++, tests/engine/matrix.py and benchmarks/grow.py.
 OTHERS_FLAGS = {
     "--local-dir", "--repo-type", "--port",
     "--nproc-per-node", "--num-processes", "--no-python", "--no-deps", "--drafter-output-dir",
