@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from specdec.engine.decoder import Decoder, Step
+from specdec.engine.decoder import Decoder
+from specdec.engine.step import Step
 
 WARM_UPS = 2
 

@@ -28,16 +28,18 @@ from torch import Tensor
 
 from specdec.bench.machine import describe_machine
 from specdec.bench.repetition import is_looping
+from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request, Result, sum_stats
 from specdec.engine import int8
-from specdec.engine.decoder import Decoder, Step
+from specdec.engine.decoder import Decoder
 from specdec.engine.layout import (
     list_int8,
     name_int8_scales,
     read_engine_config,
 )
 from specdec.engine.loading import load_weights
+from specdec.engine.step import Step
 from specdec.processes import call_stage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,7 +209,7 @@ def load_engine(folder: Path, method: str, ending: str) -> TorchEngine:
     engine = TorchEngine(folder / f"{method}-{ending}", device="cpu")
     if method == "draft_target":
         draft = TorchEngine(folder / f"draft-{ending}", device="cpu")
-        engine.attach_draft(draft, draft_len=DRAFT_LEN, use_logits=False)
+        attach_draft(engine, draft, draft_len=DRAFT_LEN, use_logits=False)
     return engine
 
 

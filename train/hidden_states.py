@@ -38,7 +38,7 @@ from specdec.files.torch_tensors import to_array, to_tensor, view_tensor
 from specdec.logs import get_logger
 
 from .data import Rows
-from .methods.base import OutputHead
+from .features import OutputHead
 from .state import refuse_changes
 from .target import Batch, LiveTarget, Target, join_rows, make_batch
 

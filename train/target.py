@@ -17,8 +17,8 @@ from specdec.files.manifest import describe_file
 from specdec.files.torch_tensors import TORCH_DTYPES
 
 from .data import Rows
+from .features import Features, OutputHead, TargetShape
 from .launch import Split
-from .methods.base import Features, OutputHead, TargetShape
 from .sharding import shard_layers
 
 

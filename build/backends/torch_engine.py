@@ -28,7 +28,7 @@ from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.methods.eagle import EagleParams
 from specdec.model.checkpoint import CheckpointConfig
-from specdec.model.inventory import find_rank_files
+from specdec.model.inventory import find_rank_files, list_tensors
 from specdec.model.quantization import (
     ACTIVATION_SCALE,
     FLOAT8,
@@ -49,7 +49,6 @@ from specdec.model.tensors import (
     get_rank_shape,
     get_stored_dtype,
     list_linears,
-    list_tensors,
 )
 
 from ..settings import BuildSettings

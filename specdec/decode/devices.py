@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from specdec import logs
+from specdec.decode.drafters.base import EngineHandle
 from specdec.errors import SpecDecError
-
-if TYPE_CHECKING:
-    from specdec.decode.engine import TorchEngine
 
 logger = logs.get_logger(__name__)
 
@@ -24,7 +21,7 @@ def check_count(what: str, devices: Sequence[int], tp_size: int) -> None:
         )
 
 
-def check_devices(what: str, devices: Sequence[int] | None, engine: TorchEngine) -> None:
+def check_devices(what: str, devices: Sequence[int] | None, engine: EngineHandle) -> None:
     """Raise SpecDecError for a list that does not fit the engine's tp_size; report one on a CPU.
 
     what: the model, as messages name it.

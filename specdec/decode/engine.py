@@ -10,9 +10,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.decode.drafters import Drafting, choose_method, make_proposer
-from specdec.decode.drafters.base import Proposer
-from specdec.decode.drafters.draft_target import DraftTargetProposer
-from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.drafters.base import EngineHandle, Proposer
 from specdec.decode.loop import Options, Timing, generate
 from specdec.decode.ranks.leader import lead_decoder
 from specdec.decode.ranks.part import choose_device, is_packed, list_options
@@ -23,7 +21,6 @@ from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
 from specdec.engine.layout import EngineConfig, find_engine_problems, read_engine_config
 from specdec.engine.loading import load_embedding, load_weights
 from specdec.errors import UsageError, raise_problems
-from specdec.methods import METHODS
 from specdec.model.tensors import EMBEDDING
 
 logger = logs.get_logger(__name__)
@@ -55,7 +52,7 @@ class TorchEngine:
         raise_problems(find_engine_problems(folder, self.config))
         model = self.config.checkpoint.model
         self.device = choose_device(device, model.tp_size, devices)
-        self._draft: TorchEngine | None = None
+        self._draft: EngineHandle | None = None
         self.load_seconds = 0.0
         self._ranks = open_ranks(model.tp_size)  # they start while this one loads
         if self._ranks is not None:
@@ -116,63 +113,14 @@ class TorchEngine:
                 problems.append((f"prompt {request.index}: {found[0]}", found[1]))
         raise_problems(problems)
 
-    def attach_draft(
-        self, draft: TorchEngine, *, draft_len: int | None, use_logits: bool
-    ) -> DraftTargetProposer:
-        """Let another engine draft for this one; raise SpecDecError where they do not match.
+    def use_method(self, name: str, proposer: Proposer, draft: EngineHandle | None = None) -> None:
+        """Let a method that has no weights in the checkpoint draft for this engine.
 
-        draft_len: tokens a step; None adapts it, up to what the engine was built for.
+        draft: the engine that it drafts with, which is then this one's own: closed with it.
         """
-        own, theirs = self.config, draft.config
-        longest = own.build.max_draft_len
-        problems = []
-        if own.build.speculative_decoding_mode != METHODS["draft_target"].mode:
-            problems.append(
-                (
-                    f"the target's engine was built with speculative_decoding_mode"
-                    f" {own.build.speculative_decoding_mode}",
-                    "build it from a plain checkpoint with --speculative-decoding-mode"
-                    " draft_tokens_external --max-draft-len N",
-                )
-            )
-        elif draft_len is not None and draft_len > longest:
-            problems.append(
-                (
-                    f"the draft length is {draft_len}, the target's engine was built with"
-                    f" max_draft_len {longest}",
-                    f"draft {longest} or fewer, or build with --max-draft-len {draft_len}",
-                )
-            )
-        if theirs.build.speculative_decoding_mode is not None:
-            problems.append(
-                (
-                    f"the draft engine was built with speculative_decoding_mode"
-                    f" {theirs.build.speculative_decoding_mode}",
-                    "give a plain engine as --draft-engine-dir",
-                )
-            )
-        if theirs.build.max_seq_len < own.build.max_seq_len:
-            logger.warning(
-                "the draft engine's max_seq_len is %d, the target's %d: requests may use the less",
-                theirs.build.max_seq_len, own.build.max_seq_len,
-            )  # fmt: skip
-        raise_problems(problems)
-        self.method = "draft_target"
-        self._draft = draft
-        self.load_seconds += draft.load_seconds
-        proposer = DraftTargetProposer(
-            draft.decoder,
-            DraftLength(draft_len or longest, is_auto=draft_len is None),
-            use_logits=use_logits,
-            target_vocab_size=self.config.checkpoint.model.vocab_size,
-            max_num_tokens=theirs.build.max_num_tokens,
-        )
-        self.proposer = proposer
-        return proposer
-
-    def use_method(self, name: str, proposer: Proposer) -> None:
-        """Let a method that has no weights draft for this engine."""
-        self.method, self.proposer = name, proposer
+        self.method, self.proposer, self._draft = name, proposer, draft
+        if draft is not None:
+            self.load_seconds += draft.load_seconds
 
     def generate(self, requests: Sequence[Request], options: Options | None = None) -> list[Result]:
         """Decode all requests, at most the engine's max_batch_size at once.

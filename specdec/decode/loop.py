@@ -36,8 +36,9 @@ from specdec.decode.requests import (
     Result,
 )
 from specdec.decode.text import TextStream
-from specdec.engine.decoder import Decoder, Step
+from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.step import Step
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import Tree, build_tree_mask, make_root
 

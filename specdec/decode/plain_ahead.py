@@ -16,8 +16,9 @@ from torch import Tensor
 
 from specdec.decode.drafters.base import list_rows
 from specdec.decode.requests import ActiveRequest
-from specdec.engine.decoder import Decoder, Step
+from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.step import Step
 from specdec.engine.transfers import Arrival, to_device
 from specdec.engine.tree import IntArray
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.decoder import Step
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.step import Step
 
 
 class Runner(Protocol):

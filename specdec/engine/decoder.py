@@ -18,14 +18,8 @@ from specdec.engine.graphs import PackedStep, StepGraphs, StepShape
 from specdec.engine.group import Group
 from specdec.engine.int8 import Int8Linear
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.layers import (
-    ACTIVATIONS,
-    Linear,
-    Norm,
-    attend,
-    can_prepack,
-    name_activation,
-)
+from specdec.engine.layers import ACTIVATIONS, Norm, attend, name_activation
+from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import (
     GATED_ACTIVATIONS,
     GATES,
@@ -35,6 +29,7 @@ from specdec.engine.native import (
     StepPlan,
 )
 from specdec.engine.rotary import RotaryTable, rotate
+from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
@@ -49,21 +44,6 @@ MAX_CHUNK_TOKENS, NATIVE_CHUNK_TOKENS = 512, 64
 MAX_NATIVE_TOKENS = 256
 # Cache positions are visited in whole blocks of this many, so that few shapes occur.
 POSITION_BLOCK = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One forward pass: row b of the step is row rows[b] of the cache.
-
-    tokens, positions: [B, T]; tree_mask: [B, T, T], true where a token sees a token of this step;
-    every token sees all committed positions of its row. Padding tokens see themselves. A mask of
-    more columns, [B, T, N], begins with those of earlier steps that were not committed.
-    """
-
-    rows: IntArray
-    tokens: IntArray
-    positions: IntArray
-    tree_mask: BoolArray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from specdec.engine.decoder import Decoder, Step
+from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.layers import Linear, Norm
+from specdec.engine.layers import Norm
+from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
+from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import EagleParams

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.engine.layers import Linear
+from specdec.engine.linear import Linear
 from specdec.model.quantization import FLOAT8_MAX
 
 # The matrix units take float8 in blocks of this many elements a side.

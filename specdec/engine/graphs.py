@@ -18,19 +18,17 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.step import Step
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import IntArray
 from specdec.errors import SpecDecError, summarize
-
-if TYPE_CHECKING:
-    from specdec.engine.decoder import Step
-    from specdec.engine.kv_cache import KVCache
 
 Outputs = tuple[Tensor, ...]
 

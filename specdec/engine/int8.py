@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.engine.layers import Linear
+from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
 from specdec.errors import SpecDecError
 

@@ -5,16 +5,24 @@ Legend: R cache rows (requests), N K/V heads, S positions, H head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import IntArray
 
-if TYPE_CHECKING:
-    from specdec.engine.graphs import StepGraphs
+
+class BlockLender(Protocol):
+    """Who has memory for a cache that must stay in its place."""
+
+    def lend_blocks(
+        self, cache: KVCache, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor | None:
+        """Zeros for a cache of this shape as long as it lives; None where none can be lent."""
 
 
 class KVCache:
@@ -34,7 +42,7 @@ class KVCache:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        lender: StepGraphs | None = None,
+        lender: BlockLender | None = None,
     ) -> None:
         shape = (num_layers, 2, num_rows, num_heads, num_positions, head_size)
         lent = lender.lend_blocks(self, shape, dtype) if lender is not None else None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specdec.engine.layers import Linear, can_prepack
+from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels
 from specdec.methods.medusa import MedusaParams
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from specdec.engine.layers import Linear, can_prepack
+from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels, PackedDrafter
 from specdec.methods.redrafter import ReDrafterParams
 

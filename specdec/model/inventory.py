@@ -9,7 +9,9 @@ from pathlib import Path
 
 from specdec.errors import join_names
 from specdec.files.tensor_file import TensorInfo
+from specdec.methods import DrafterParams
 from specdec.model.checkpoint import CheckpointConfig
+from specdec.model.config import ModelConfig
 from specdec.model.quantization import (
     FLOAT8_STORAGE,
     KV_SCALES,
@@ -18,7 +20,13 @@ from specdec.model.quantization import (
     find_contradictions,
     is_scale,
 )
-from specdec.model.tensors import get_rank_shape, get_stored_dtype, list_rank_names, list_tensors
+from specdec.model.tensors import (
+    TensorSpec,
+    get_rank_shape,
+    get_stored_dtype,
+    list_rank_names,
+    list_target_tensors,
+)
 
 # What TensorRT-LLM's own writer stores and every loader computes anew.
 ROTARY_BUFFERS = ("embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention")
@@ -36,6 +44,14 @@ class Inventory:
     missing: list[str]
     wrong: list[str]
     unread: list[str]
+
+
+def list_tensors(model: ModelConfig, drafter: DrafterParams | None) -> dict[str, TensorSpec]:
+    """Every tensor of a checkpoint, whole, by canonical name."""
+    tensors = list_target_tensors(model)
+    if drafter is not None:
+        tensors |= drafter.list_tensors(model)
+    return tensors
 
 
 def describe_rank(checkpoint: CheckpointConfig, rank: int) -> dict[str, TensorInfo]:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from specdec.model.config import ModelConfig
-
-if TYPE_CHECKING:
-    from specdec.methods.base import DrafterParams
 
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD = "lm_head.weight"
@@ -167,11 +163,3 @@ def find_first_copy(name: str) -> str:
 def get_stored_dtype(name: str, dtype: str) -> str:
     """The type that a tensor is stored in beside weights of `dtype`."""
     return "int64" if name == EAGLE_OFFSETS else dtype
-
-
-def list_tensors(model: ModelConfig, drafter: DrafterParams | None) -> dict[str, TensorSpec]:
-    """Every tensor of a checkpoint, whole, by canonical name."""
-    tensors = list_target_tensors(model)
-    if drafter is not None:
-        tensors |= drafter.list_tensors(model)
-    return tensors

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.inventory import list_tensors
 from specdec.model.sharding import join
-from specdec.model.tensors import list_rank_names, list_tensors
+from specdec.model.tensors import list_rank_names
 from tests.convert.golden_models import read_tensors
 from tests.families import CLASSES
 

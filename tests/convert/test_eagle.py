@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 from specdec.errors import UsageError
 from specdec.files.tensor_file import TensorFile
 from specdec.model.checkpoint import parse_checkpoint_config
-from specdec.model.tensors import get_rank_shape, list_tensors
+from specdec.model.inventory import list_tensors
+from specdec.model.tensors import get_rank_shape
 from tests.conftest import make_eagle_drafter, make_llama
 from tests.convert.checkpoints import read_config, set_config
 from tests.convert.conftest import Converter, Source

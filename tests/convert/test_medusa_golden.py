@@ -11,7 +11,8 @@ import pytest
 
 from specdec.files.tensor_file import TensorFile
 from specdec.model.checkpoint import parse_checkpoint_config
-from specdec.model.tensors import get_rank_shape, list_tensors
+from specdec.model.inventory import list_tensors
+from specdec.model.tensors import get_rank_shape
 from tests.conftest import run_cli
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import GOLDEN, summarize_rank

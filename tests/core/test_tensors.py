@@ -8,7 +8,8 @@ import pytest
 
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import Shard, TensorSpec, get_rank_shape, list_tensors
+from specdec.model.inventory import list_tensors
+from specdec.model.tensors import Shard, TensorSpec, get_rank_shape
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM", dtype="float32", vocab_size=131, hidden_size=64,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.layers import Linear, can_prepack, rms_norm
+from specdec.engine.layers import rms_norm
+from specdec.engine.linear import Linear, can_prepack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

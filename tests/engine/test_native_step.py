@@ -17,9 +17,10 @@ import torch
 from specdec.decode.prefill import fill_cache
 from specdec.engine import decoder as engine
 from specdec.engine import int8, native
-from specdec.engine.decoder import Decoder, Step
+from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
+from specdec.engine.step import Step
 from specdec.engine.tree import Tree, build_tree_mask
 from specdec.files.torch_tensors import TORCH_DTYPES
 from tests.engine.kernels import in_every_form, needs_compiler

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
@@ -64,7 +65,7 @@ def test_a_draft_model_on_another_device(tmp_path: Path, use_logits: bool) -> No
         draft = TorchEngine(draft_folder, device="cuda", devices=[1])
     else:
         draft = TorchEngine(draft_folder, device="cpu")
-    engine.attach_draft(draft, draft_len=3, use_logits=use_logits)
+    attach_draft(engine, draft, draft_len=3, use_logits=use_logits)
     outputs = [r.output_ids for r in engine.generate(requests)]
     assert outputs[0] == expected[0]
     assert all(len(tokens) == 24 for tokens in outputs)

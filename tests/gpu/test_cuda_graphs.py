@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
@@ -50,7 +51,7 @@ def load(folders: list[Path], device: str = "cuda") -> TorchEngine:
     engine = TorchEngine(folders[0], device=device)
     if len(folders) > 1:
         draft = TorchEngine(folders[1], device=device)
-        engine.attach_draft(draft, draft_len=3, use_logits=False)
+        attach_draft(engine, draft, draft_len=3, use_logits=False)
     return engine
 
 

@@ -14,8 +14,9 @@ import torch
 from specdec.convert.families import FAMILIES
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
-from specdec.engine.decoder import Decoder, Step
+from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.step import Step
 from specdec.engine.tree import Tree, build_tree_mask
 from specdec.errors import SpecDecError
 from specdec.model.architectures import ARCHITECTURES

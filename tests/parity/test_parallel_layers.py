@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from specdec.decode.ranks.part import list_options
-from specdec.engine.decoder import Decoder, Step
+from specdec.engine.decoder import Decoder
 from specdec.engine.group import Group
 from specdec.engine.layout import read_engine_config
 from specdec.engine.loading import load_weights
+from specdec.engine.step import Step
 from specdec.engine.tree import build_tree_mask
 from tests.conftest import ROOT, make_llama
 from tests.engines import call, make_engine

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.decode.drafters.draft_target import DraftTargetProposer
+from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
 from specdec.decode.drafters.pacing import DraftLength, Plan
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
@@ -60,8 +60,11 @@ def load(
 ) -> TorchEngine:
     engine = TorchEngine(folder / "target", device="cpu")
     if draft:
-        engine.attach_draft(
-            TorchEngine(folder / draft, device="cpu"), draft_len=draft_len, use_logits=use_logits
+        attach_draft(
+            engine,
+            TorchEngine(folder / draft, device="cpu"),
+            draft_len=draft_len,
+            use_logits=use_logits,
         )
     return engine
 
@@ -259,7 +262,8 @@ def test_caches_are_rolled_back_and_never_recomputed(
     prompt with the first token, then a newest token a pass, and once a step the last drafted token
     where that was accepted.
     """
-    from specdec.engine.decoder import Decoder, Step
+    from specdec.engine.decoder import Decoder
+    from specdec.engine.step import Step
 
     engine = load(folder, "draft", 4)
     assert isinstance(engine.proposer, DraftTargetProposer)
@@ -349,9 +353,9 @@ def test_wrong_options(flags: dict[str, Any], message: str) -> None:
 def test_engines_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     target, draft = TorchEngine(folder / "target"), TorchEngine(folder / "draft")
     with pytest.raises(SpecDecError, match="draft length is 7, .* max_draft_len 6"):
-        target.attach_draft(draft, draft_len=7, use_logits=False)
+        attach_draft(target, draft, draft_len=7, use_logits=False)
     with pytest.raises(SpecDecError, match="2 problems"):
-        draft.attach_draft(target, draft_len=4, use_logits=False)
+        attach_draft(draft, target, draft_len=4, use_logits=False)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.prefill import fill_cache
 from specdec.decode.prompts import make_requests, read_line
 from specdec.decode.sampling import ACCEPT, CHOICE, DRAFT, Sampler, SamplingParams, process_logits
-from specdec.engine.decoder import Step
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.step import Step
 from specdec.engine.tree import pack_beams
 from specdec.run.settings import RunSettings
 from tests.engines import make_engine

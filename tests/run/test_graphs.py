@@ -13,12 +13,13 @@ import torch
 
 from specdec.decode import engine as torch_engine
 from specdec.decode.drafters.base import PlainProposer
+from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Batch, Options, Timing, fit_batch, generate
 from specdec.decode.plain_ahead import PlainAhead
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
-from specdec.engine.decoder import Step, _build_full_mask
+from specdec.engine.decoder import _build_full_mask
 from specdec.engine.graphs import (
     Graphs,
     StepGraphs,
@@ -27,6 +28,7 @@ from specdec.engine.graphs import (
     round_positions,
     round_tokens,
 )
+from specdec.engine.step import Step
 from specdec.engine.transfers import WAITS, Arrival, Waits
 from specdec.errors import SpecDecError
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
@@ -76,7 +78,7 @@ def load(folders: dict[str, Path], method: str, *, with_graphs: bool, **options:
         draft = TorchEngine(
             folders["draft"], device="cpu", recorder=TapeRecorder() if with_graphs else None
         )
-        engine.attach_draft(draft, draft_len=3, use_logits=False)
+        attach_draft(engine, draft, draft_len=3, use_logits=False)
     return engine
 
 

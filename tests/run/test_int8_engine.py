@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.engine import TorchEngine
@@ -156,7 +157,7 @@ def load(parent: Path, method: str) -> TorchEngine:
         eagle.use_dynamic_tree(3, 8)
     elif name.startswith("draft"):
         draft = TorchEngine(parent / ("wide" if "wide" in method else "draft"), device="cpu")
-        engine.attach_draft(draft, draft_len=3, use_logits=False)
+        attach_draft(engine, draft, draft_len=3, use_logits=False)
     elif method == "prompt_lookup":
         lookup = PromptLookupProposer(LookupOptions(num_tokens=4, max_ngram_size=2))
         engine.use_method(method, lookup)

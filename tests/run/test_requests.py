@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specdec import logs
 from specdec.decode import loop
+from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.engine import TorchEngine
@@ -98,7 +99,7 @@ def engines(folder: Path) -> dict[str, TorchEngine]:
     for name, use_logits in (("draft_target", False), ("draft_target, logits", True)):
         made[name] = TorchEngine(folder / "pair", device="cpu")
         draft = TorchEngine(folder / "draft", device="cpu")
-        made[name].attach_draft(draft, draft_len=3, use_logits=use_logits)
+        attach_draft(made[name], draft, draft_len=3, use_logits=use_logits)
     for name in ("prompt_lookup", "lookahead"):
         made[name] = TorchEngine(folder / "pair", device="cpu")
     lookup = LookupOptions(num_tokens=4, max_ngram_size=2)

@@ -21,6 +21,7 @@ import torch
 
 from specdec.decode import engine as torch_engine
 from specdec.decode.devices import check_devices
+from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.eagle import EagleProposer
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
@@ -116,7 +117,7 @@ def load(folder: Path, method: str, size: int) -> TorchEngine:
 def load_pair(folder: Path, size: int, draft_size: int, *, use_logits: bool) -> TorchEngine:
     engine = load(folder, "target", size)
     draft = load(folder, "draft", draft_size)
-    engine.attach_draft(draft, draft_len=4, use_logits=use_logits)
+    attach_draft(engine, draft, draft_len=4, use_logits=use_logits)
     return engine
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from specdec.model.config import ModelConfig
 from specdec.train import loss as loss_module
+from specdec.train.features import Features, OutputHead
 from specdec.train.loss import Teacher, compute_loss
-from specdec.train.methods.base import Drafter, Features, OutputHead
+from specdec.train.methods.base import Drafter
 from specdec.train.methods.eagle import Eagle1, Eagle3, Recipe, make_mask
 from specdec.train.methods.medusa import MedusaHeads
 

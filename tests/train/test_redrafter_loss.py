@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec.train import loss as loss_module
+from specdec.train.features import Features, TargetShape
 from specdec.train.loss import Measures, compute_loss, measure_positions, rank_labels
-from specdec.train.methods.base import Features, TargetShape
 from specdec.train.methods.redrafter import ReDrafter
 
 HIDDEN, VOCAB, STEPS = 6, 11, 3

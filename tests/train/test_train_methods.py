@@ -460,7 +460,7 @@ def test_eagle3_reads_low_middle_and_high_layers(num_layers: int, layers: tuple[
 def test_eagles_layers_are_shaped_like_the_targets() -> None:
     from transformers import LlamaConfig
 
-    from specdec.train.methods.base import TargetShape
+    from specdec.train.features import TargetShape
 
     class FakeTarget:
         name = "fake"

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,20 +34,17 @@ from specdec.methods.eagle import EAGLE1_TARGETS, EagleTrain
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
+from ..features import Features, OutputHead
 from ..loss import compute_loss, measure_positions
+from ..settings import TrainSettings
+from ..target import Target
 from .base import (
     Drafter,
-    Features,
     Labels,
-    OutputHead,
     TrainingMethod,
     find_labels,
     make_teacher,
 )
-
-if TYPE_CHECKING:
-    from ..settings import TrainSettings
-    from ..target import Target
 
 # Rotary scalings by which a position's angles depend on the position alone.
 STEADY_SCALINGS = ("linear", "llama3", "yarn")

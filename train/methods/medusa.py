@@ -13,7 +13,7 @@ Legend: B rows, T tokens, D hidden, N labels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +21,17 @@ from torch import Tensor
 from specdec.command.settings import as_options
 from specdec.methods.medusa import MedusaTrain
 
+from ..features import Features, OutputHead
 from ..loss import compute_loss, measure_positions
+from ..settings import TrainSettings
+from ..target import Target
 from .base import (
     Drafter,
-    Features,
-    OutputHead,
     ResidualBlock,
     TrainingMethod,
     find_labels,
     make_teacher,
 )
-
-if TYPE_CHECKING:
-    from ..settings import TrainSettings
-    from ..target import Target
 
 
 class MedusaHeads(Drafter):

@@ -13,7 +13,7 @@ Legend: B rows, T tokens, D hidden, E exit dimension, N labels, V vocabulary, P 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,20 +22,17 @@ from torch.nn.functional import silu
 from specdec.command.settings import as_options
 from specdec.methods.redrafter import ReDrafterTrain
 
+from ..features import Features, TargetShape
 from ..loss import compute_loss, measure_positions
+from ..settings import TrainSettings
+from ..target import Target
 from .base import (
     Drafter,
-    Features,
     ResidualBlock,
-    TargetShape,
     TrainingMethod,
     find_labels,
     make_teacher,
 )
-
-if TYPE_CHECKING:
-    from ..settings import TrainSettings
-    from ..target import Target
 
 
 class ReDrafter(Drafter):

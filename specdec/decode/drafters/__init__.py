@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from specdec.command.settings import list_given, name_flag
+from specdec.engine.layout import EngineConfig
 from specdec.errors import UsageError
 from specdec.methods import METHODS, Method, find_mode
 from specdec.methods.draft_target import adapts_drafts
 
-from .base import DraftContext, PlainProposer, Proposer
+from .base import DraftContext, EngineHandle, PlainProposer, Proposer
 from .switch import adapt
-
-if TYPE_CHECKING:
-    from specdec.decode.engine import TorchEngine
-    from specdec.engine.layout import EngineConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +99,7 @@ def load_module(method: Method) -> Any:
 
 
 def make_proposer(
-    engine: TorchEngine,
+    engine: EngineHandle,
     method: Method | None,
     weights: Mapping[str, Tensor],
     drafting: Drafting | None,

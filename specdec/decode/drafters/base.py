@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,12 +15,10 @@ from specdec.decode.accept import Candidates
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import Graphs
+from specdec.engine.layout import EngineConfig
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import Tree, make_root
 from specdec.methods import DrafterParams
-
-if TYPE_CHECKING:
-    from specdec.decode.engine import TorchEngine
 
 
 class Proposer(Protocol):
@@ -59,6 +58,22 @@ class PromptFollower(Protocol):
         """Let `row` start over with what is known of the first `length` tokens of row `source`."""
 
 
+class EngineHandle(Protocol):
+    """An engine, as far as those who draft for it deal with it."""
+
+    folder: Path
+    config: EngineConfig
+    device: torch.device
+    decoder: Decoder
+    load_seconds: float
+
+    def use_method(self, name: str, proposer: Proposer, draft: EngineHandle | None = None) -> None:
+        """Let a method that has no weights in the checkpoint draft for this engine."""
+
+    def close(self) -> None:
+        """End what runs for the engine."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftContext:
     """What a drafter's `make_proposer` works with.
@@ -73,7 +88,7 @@ class DraftContext:
     params: DrafterParams | None = None
     weights: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     options: Any = None
-    engine: TorchEngine | None = None
+    engine: EngineHandle | None = None
     tokenizer: Any = None
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec import logs
 from specdec.decode.accept import Candidates
 from specdec.decode.devices import check_devices
-from specdec.decode.drafters.base import DraftContext
+from specdec.decode.drafters.base import DraftContext, EngineHandle
 from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.engine import TorchEngine
 from specdec.decode.plain_ahead import run_tokens
 from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
@@ -27,17 +28,14 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
-from specdec.errors import SpecDecError
-from specdec.methods.draft_target import DraftOptions
+from specdec.errors import SpecDecError, raise_problems
+from specdec.methods.draft_target import METHOD, DraftOptions
 
-if TYPE_CHECKING:
-    from specdec.decode.engine import TorchEngine
+logger = logs.get_logger(__name__)
 
 
 def make_proposer(context: DraftContext) -> DraftTargetProposer:
     """Load the draft model's engine and compare its vocabulary with the target's."""
-    from specdec.decode.engine import TorchEngine
-
     target, options = context.engine, context.options
     assert target is not None
     if options is None:
@@ -51,25 +49,72 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer:
         options.engine_dir, device=target.device.type, devices=options.draft_devices
     )
     try:
-        return pair_engines(target, draft, options, context.tokenizer)
+        check_devices("draft", options.draft_devices, draft)
+        check_devices("target", options.target_devices, target)
+        target_tokens, draft_tokens = (
+            ModelTokens(engine.folder, engine.config.checkpoint.model.vocab_size,
+                        engine.config.vocabulary)
+            for engine in (target, draft)
+        )  # fmt: skip
+        check_vocabularies(target_tokens, draft_tokens, context.tokenizer, options.tokenizer_dir)
+        return attach_draft(
+            target, draft, draft_len=options.draft_len, use_logits=options.use_logits
+        )
     except BaseException:
         draft.close()
         raise
 
 
-def pair_engines(
-    target: TorchEngine, draft: TorchEngine, options: DraftOptions, tokenizer: Any
+def attach_draft(
+    target: EngineHandle, draft: EngineHandle, *, draft_len: int | None, use_logits: bool
 ) -> DraftTargetProposer:
-    """Let `draft` draft for `target`; raise SpecDecError where they do not suit one another."""
-    check_devices("draft", options.draft_devices, draft)
-    check_devices("target", options.target_devices, target)
-    target_tokens, draft_tokens = (
-        ModelTokens(engine.folder, engine.config.checkpoint.model.vocab_size,
-                    engine.config.vocabulary)
-        for engine in (target, draft)
-    )  # fmt: skip
-    check_vocabularies(target_tokens, draft_tokens, tokenizer, options.tokenizer_dir)
-    return target.attach_draft(draft, draft_len=options.draft_len, use_logits=options.use_logits)
+    """Let one engine draft for another; raise SpecDecError where they do not match.
+
+    draft_len: tokens a step; None adapts it, up to what the engine was built for.
+    """
+    own, theirs = target.config, draft.config
+    longest = own.build.max_draft_len
+    problems = []
+    if own.build.speculative_decoding_mode != METHOD.mode:
+        problems.append(
+            (
+                f"the target's engine was built with speculative_decoding_mode"
+                f" {own.build.speculative_decoding_mode}",
+                "build it from a plain checkpoint with --speculative-decoding-mode"
+                " draft_tokens_external --max-draft-len N",
+            )
+        )
+    elif draft_len is not None and draft_len > longest:
+        problems.append(
+            (
+                f"the draft length is {draft_len}, the target's engine was built with"
+                f" max_draft_len {longest}",
+                f"draft {longest} or fewer, or build with --max-draft-len {draft_len}",
+            )
+        )
+    if theirs.build.speculative_decoding_mode is not None:
+        problems.append(
+            (
+                f"the draft engine was built with speculative_decoding_mode"
+                f" {theirs.build.speculative_decoding_mode}",
+                "give a plain engine as --draft-engine-dir",
+            )
+        )
+    if theirs.build.max_seq_len < own.build.max_seq_len:
+        logger.warning(
+            "the draft engine's max_seq_len is %d, the target's %d: requests may use the less",
+            theirs.build.max_seq_len, own.build.max_seq_len,
+        )  # fmt: skip
+    raise_problems(problems)
+    proposer = DraftTargetProposer(
+        draft.decoder,
+        DraftLength(draft_len or longest, is_auto=draft_len is None),
+        use_logits=use_logits,
+        target_vocab_size=own.checkpoint.model.vocab_size,
+        max_num_tokens=theirs.build.max_num_tokens,
+    )
+    target.use_method(METHOD.name, proposer, draft)
+    return proposer
 
 
 class DraftTargetProposer:

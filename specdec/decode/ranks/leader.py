@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from specdec.decode.ranks.processes import Ranks
-from specdec.engine.decoder import Decoder, Step
+from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.step import Step
 from specdec.engine.tree import IntArray
 from specdec.files.reading import Array
 from specdec.model.config import ModelConfig

@@ -13,8 +13,8 @@ from specdec.decode.ranks.processes import count_local_ranks
 from specdec.engine.decoder import Decoder
 from specdec.engine.group import Group
 from specdec.engine.kernel_cache import find_fault, list_entries
-from specdec.engine.layers import can_prepack
 from specdec.engine.layout import EngineConfig, read_engine_config
+from specdec.engine.linear import can_prepack
 from specdec.engine.loading import load_weights
 from specdec.engine.native import NativeKernels, load_kernels
 from specdec.errors import SpecDecError
