@@ -17,7 +17,7 @@ from specdec.command.settings import (
     setting,
     to_plain,
 )
-from specdec.errors import SpecDecError, UsageError, raise_problems, suggest
+from specdec.errors import Problems, SpecDecError, UsageError, suggest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,11 +144,11 @@ def test_require_names_every_missing_flag() -> None:
 
 
 def test_problems_are_reported_together() -> None:
-    raise_problems([])
+    Problems([]).raise_all()
     with pytest.raises(SpecDecError, match="^one$"):
-        raise_problems([("one", "do this")])
+        Problems([("one", "do this")]).raise_all()
     with pytest.raises(SpecDecError) as caught:
-        raise_problems([("one", "do this"), ("two", "do that")])
+        Problems([("one", "do this"), ("two", "do that")]).raise_all()
     assert caught.value.message == "2 problems: (1) one; (2) two"
     assert caught.value.hint == "(1) do this; (2) do that"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.command.settings import to_plain
-from specdec.errors import SpecDecError, join_names, name_extra, raise_problems
+from specdec.errors import SpecDecError, join_names, name_extra
 from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.reading import read_json
 from specdec.files.staging import check_output_dir, measure_free_space, stage_folder
@@ -48,7 +48,7 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
         raise SpecDecError(
             f"--launcher {settings.launcher} is for a script", "add --emit-script FILE"
         )
-    raise_problems(find_launcher_problems(plan, settings.launcher))
+    find_launcher_problems(plan, settings.launcher).raise_all()
     report = plan.describe()
     for note in plan.notes:
         logger.info("%s", note)

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, raise_problems
+from specdec.errors import SpecDecError
 from specdec.files.tensor_file import DTYPES, TensorFile, TensorInfo
 from specdec.methods import find_mode
 from specdec.model.checkpoint import CheckpointConfig
@@ -161,19 +161,15 @@ def make_plan(
     ):  # fmt: skip
         problems += find(build)
     if settings.optimize != "auto":
-        problems.append(
-            (
-                f"--optimize {settings.optimize} has no meaning for TensorRT-LLM",
-                "leave --optimize out",
-            )
+        problems.add(
+            f"--optimize {settings.optimize} has no meaning for TensorRT-LLM",
+            "leave --optimize out",
         )
     if settings.quantization is not None:
-        problems.append(
-            (
-                f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM"
-                " builds checkpoints that are quantized already",
-                "leave it out and convert with --quantization fp8, or build with --backend torch",
-            )
+        problems.add(
+            f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM"
+            " builds checkpoints that are quantized already",
+            "leave it out and convert with --quantization fp8, or build with --backend torch",
         )
     because = f"tp_size {checkpoint.model.tp_size}"
     if checkpoint.model.pp_size > 1:
@@ -192,7 +188,7 @@ def make_plan(
         problems += find_path_problems(build)
         needed = max(plan.weights_bytes, default=0) + plan.kv_cache_bytes
         problems += checks.find_gpu_problems(build, gpus, needed)
-    raise_problems(problems)
+    problems.raise_all()
     return plan
 
 
