@@ -211,7 +211,6 @@ def parse_parameters(settings: BuildSettings) -> dict[str, str]:
 
 def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
     """Return each model's variables; raise SpecDecError that lists what does not fit."""
-    assert settings.output_dir is not None
     target, draft = read_engine(settings.output_dir), None
     if settings.triton_draft_engine_dir is not None:
         draft = read_engine(settings.triton_draft_engine_dir)
@@ -434,7 +433,6 @@ def write_repository(settings: BuildSettings, templates: Templates) -> dict[str,
 
 def make_launch(settings: BuildSettings) -> str:
     """Return the command that serves the repository, in NVIDIA's image of Triton."""
-    assert settings.output_dir is not None
     command = ["python3", "/app/scripts/launch_triton_server.py"]
     command.append(f"--model_repo={settings.emit_triton}")
     if settings.triton_draft_engine_dir is not None:

@@ -62,7 +62,6 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     """Write a checkpoint and return what it is; with `dry_run`, only check and describe it."""
     began = time.monotonic()
     check_flags(settings)
-    assert settings.output_dir is not None
     check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
     plan = make_plan(settings)
     states = stream.get_states(plan)
@@ -104,7 +103,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
 
 def check_flags(settings: ConvertSettings) -> None:
     """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
-    require(settings, "output_dir")
+    require(settings)
     if settings.model_dir is not None and settings.base_model_checkpoint_dir is not None:
         raise UsageError(
             "--model-dir and --base-model-checkpoint-dir are both given", "give one of them"
@@ -415,7 +414,6 @@ def _describe_ranks(report: Mapping[str, Any]) -> str:
 
 def describe_plan(plan: Plan, settings: ConvertSettings) -> dict[str, Any]:
     """Return the plan as JSON-ready values: files, bytes, dtype, configuration, memory."""
-    assert settings.output_dir is not None
     files = [
         {
             "path": stream.name_rank(rank),

@@ -50,7 +50,6 @@ class TensorRTEngine:
     def __init__(
         self, settings: RunSettings, options: DraftOptions | None, tokenizer: Any = None
     ) -> None:
-        assert settings.engine_dir is not None
         self.folder = read_engine_folder(settings.engine_dir)
         self.draft: EngineFolder | None = None
         if options is not None:
