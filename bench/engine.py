@@ -118,8 +118,7 @@ class Bench:
 
 def open_bench(settings: DecodeSettings, *, needs_drafter: bool = True) -> Bench:
     """Load what the flags of specdec-run say; raise SpecDecError where nothing drafts."""
-    require(settings, "engine_dir", "tokenizer_dir")
-    assert settings.engine_dir is not None
+    require(settings, "tokenizer_dir")
     assert settings.tokenizer_dir is not None
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
         raise SpecDecError(

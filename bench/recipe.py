@@ -65,16 +65,14 @@ def describe_best(
     return {"recipe": sections, "commands": commands, "notes": notes}
 
 
-def differs(checkpoint_dir: Path | None, options: dict[str, Any]) -> bool:
+def differs(checkpoint_dir: Path, options: dict[str, Any]) -> bool:
     """Whether a checkpoint was converted with other values than these."""
-    assert checkpoint_dir is not None
     config = read_json(checkpoint_dir / "config.json")
     return any(config.get(key) != value for key, value in options.items())
 
 
-def read_conversion(checkpoint_dir: Path | None) -> dict[str, Any] | None:
+def read_conversion(checkpoint_dir: Path) -> dict[str, Any] | None:
     """Return the options that a checkpoint was converted with, as its manifest has them."""
-    assert checkpoint_dir is not None
     path = checkpoint_dir / "manifest.json"
     settings = read_json(path).get("settings") if path.is_file() else None
     if not isinstance(settings, dict):

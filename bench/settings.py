@@ -45,14 +45,13 @@ class PromptSettings:
 class EngineSettings(PromptSettings):
     """What is measured on a finished engine."""
 
-    engine_dir: Path | None = _like("engine_dir")
+    engine_dir: Path = _like("engine_dir")
 
     def to_decode(self) -> DecodeSettings:
         """Return what loads the same engine as specdec-run would; --engine-dir is required."""
         from specdec.tokenizer import find_tokenizer
 
-        require(self, "engine_dir")
-        assert self.engine_dir is not None
+        require(self)
         options = [name for kind in list_options("draft") for name in get_flags(kind)]
         shared = {name: getattr(self, name) for name in options}
         return DecodeSettings(
@@ -94,9 +93,10 @@ class DiagnoseSettings(EngineSettings):
 class TuneSettings(PromptSettings):
     """One field is one flag of specdec tune."""
 
-    checkpoint_dir: Path | None = setting(
-        kind="path", metavar="CKPT", help="Checkpoint folder of the target, with its drafter."
-    )
+    checkpoint_dir: Path = setting(
+        required=True, kind="path", metavar="CKPT",
+        help="Checkpoint folder of the target, with its drafter.",
+    )  # fmt: skip
     batch_sizes: str = _batch_sizes("1")
     max_length: int = setting(
         5, kind="int", minimum=1, metavar="N",

@@ -48,7 +48,6 @@ class Prediction:
 def tune(settings: TuneSettings) -> dict[str, Any]:
     """Return the table of all settings, predicted and measured, and the best one's commands."""
     require(settings, "checkpoint_dir", "tokenizer_dir")
-    assert settings.checkpoint_dir is not None
     if settings.output_file is not None and settings.output_file.exists() and not settings.force:
         raise SpecDecError(f"{settings.output_file} exists", "give another name, or --force")
     batch_sizes = read_counts("--batch-sizes", settings.batch_sizes)

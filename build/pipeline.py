@@ -32,7 +32,7 @@ def build_engine(settings: BuildSettings) -> dict[str, Any]:
 
     triton.check_fields(settings)
     if settings.emit_triton is not None:
-        require(settings, "output_dir")
+        require(settings)
         templates = triton.read_templates(settings)
         report: dict[str, Any] = {}
         if settings.checkpoint_dir is not None:
@@ -45,7 +45,7 @@ def build_engine(settings: BuildSettings) -> dict[str, Any]:
 
 def build_any_engine(settings: BuildSettings) -> dict[str, Any]:
     """Build with the backend that is asked for."""
-    require(settings, "checkpoint_dir", "output_dir")
+    require(settings, "checkpoint_dir")
     if choose_backend(settings) == "tensorrt-llm":
         from .backends.tensorrt_llm.pipeline import build_tensorrt_engine
 
@@ -106,7 +106,6 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     from .limits import resolve_limits
 
     assert settings.checkpoint_dir is not None
-    assert settings.output_dir is not None
     began = time.monotonic()
     folder: Path = settings.checkpoint_dir
     checkpoint = read_checkpoint_config(folder)

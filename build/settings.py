@@ -19,7 +19,7 @@ class BuildSettings:
     """One field is one flag and one recipe key."""
 
     checkpoint_dir: Path | None = setting(kind="path", help="Folder written by specdec-convert.")
-    output_dir: Path | None = setting(kind="path", help="Engine folder to write.")
+    output_dir: Path = setting(required=True, kind="path", help="Engine folder to write.")
     backend: str = setting(
         "auto", choices=("auto", "torch", "tensorrt-llm"), help="What runs the engine."
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.errors import SpecDecError, UsageError, join_names, raise_problems, suggest
+from specdec.errors import Problems, SpecDecError, UsageError, join_names, suggest
 from specdec.files.staging import check_output_dir, stage_folder
 from specdec.methods.lookahead import count_lookahead_tokens
 from specdec.trtllm.engine_folder import (
@@ -159,47 +159,39 @@ def check_fields(settings: BuildSettings) -> None:
 def read_templates(settings: BuildSettings) -> Templates:
     """Read Triton's templates; raise SpecDecError for variables that are missing or unknown."""
     folder = settings.triton_templates or CONTAINER
-    texts, problems = {}, []
+    texts, problems = {}, Problems()
     for model in MODELS:
         path = folder / model / CONFIG
         if not path.is_file():
-            problems.append(
-                (
-                    f"{path} does not exist",
-                    "give --triton-templates: the folder all_models/inflight_batcher_llm of the"
-                    " TensorRT-LLM backend of Triton's release, in NVIDIA's image or from"
-                    " triton_backend/ of TensorRT-LLM's repository",
-                )
+            problems.add(
+                f"{path} does not exist",
+                "give --triton-templates: the folder all_models/inflight_batcher_llm of the"
+                " TensorRT-LLM backend of Triton's release, in NVIDIA's image or from"
+                " triton_backend/ of TensorRT-LLM's repository",
             )
             continue
         texts[model] = path.read_text(encoding="utf-8")
-    raise_problems(problems[:1])
+    Problems(problems[:1]).raise_all()
     chosen = parse_parameters(settings)
     found = {model: set(VARIABLE.findall(text)) for model, text in texts.items()}
     for model, variables in found.items():
         if lacking := [name for name in NEEDED[model] if name not in variables]:
-            problems.append(
-                (
-                    f"{folder / model / CONFIG} has no variable {join_names(lacking)}",
-                    "give the templates unfilled, of a release up to TensorRT-LLM 1.2",
-                )
+            problems.add(
+                f"{folder / model / CONFIG} has no variable {join_names(lacking)}",
+                "give the templates unfilled, of a release up to TensorRT-LLM 1.2",
             )
         if foreign := sorted(variables - set(KNOWN[model]) - set(chosen)):
-            problems.append(
-                (
-                    f"{folder / model / CONFIG} has unknown variables {join_names(foreign)}",
-                    "say what they are: --triton-parameters NAME=VALUE",
-                )
+            problems.add(
+                f"{folder / model / CONFIG} has unknown variables {join_names(foreign)}",
+                "say what they are: --triton-parameters NAME=VALUE",
             )
     everywhere = sorted(set().union(*found.values()))
     for name in sorted(set(chosen) - set(everywhere)):
-        problems.append(
-            (
-                f"--triton-parameters {name}: no template has it{suggest(name, everywhere)}",
-                "leave it out",
-            )
+        problems.add(
+            f"--triton-parameters {name}: no template has it{suggest(name, everywhere)}",
+            "leave it out",
         )
-    raise_problems(problems)
+    problems.raise_all()
     return Templates(folder, texts)
 
 
@@ -219,12 +211,11 @@ def parse_parameters(settings: BuildSettings) -> dict[str, str]:
 
 def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
     """Return each model's variables; raise SpecDecError that lists what does not fit."""
-    assert settings.output_dir is not None
     target, draft = read_engine(settings.output_dir), None
     if settings.triton_draft_engine_dir is not None:
         draft = read_engine(settings.triton_draft_engine_dir)
     chosen = parse_parameters(settings)
-    raise_problems(find_engine_problems(settings, target, draft, chosen))
+    find_engine_problems(settings, target, draft, chosen).raise_all()
     batch = min(engine.max_batch_size for engine in (target, draft) if engine)
     streams = str(settings.triton_streaming)
     common = {"triton_max_batch_size": str(batch), "max_queue_delay_microseconds": "0",
@@ -291,30 +282,26 @@ def find_engine_problems(
     target: EngineFolder,
     draft: EngineFolder | None,
     chosen: Mapping[str, str],
-) -> list[tuple[str, str]]:
+) -> Problems:
     """List what keeps these engines from being served as they are asked to be."""
-    problems = []
+    problems = Problems()
     fraction = settings.triton_kv_cache_fraction
     if fraction is not None and not 0 < fraction <= 1:
-        problems.append(
-            (f"--triton-kv-cache-fraction is {fraction:g}", "give a number above 0, at most 1")
+        problems.add(
+            f"--triton-kv-cache-fraction is {fraction:g}", "give a number above 0, at most 1"
         )
     lacking = [name for name in CHOSEN.get(target.mode or "", ()) if name not in chosen]
     if lacking:
-        problems.append(
-            (
-                f"an engine of mode {target.mode} is served with {join_names(lacking)}",
-                "give --triton-parameters " + " ".join(f"{name}=..." for name in lacking),
-            )
+        problems.add(
+            f"an engine of mode {target.mode} is served with {join_names(lacking)}",
+            "give --triton-parameters " + " ".join(f"{name}=..." for name in lacking),
         )
     problems += find_window_problems(target, chosen)
     if chosen.get("speculative_decoding_fast_logits", "").lower() in ("true", "1"):
-        problems.append(
-            (
-                "speculative_decoding_fast_logits needs participant_ids of each engine's own, and"
-                " a server of as many ranks as both engines and one more",
-                "leave it out; requests with use_draft_logits then pass logits through the server",
-            )
+        problems.add(
+            "speculative_decoding_fast_logits needs participant_ids of each engine's own, and"
+            " a server of as many ranks as both engines and one more",
+            "leave it out; requests with use_draft_logits then pass logits through the server",
         )
     pairs = [("--triton-devices", settings.triton_devices, target)]
     if draft is not None:
@@ -324,65 +311,56 @@ def find_engine_problems(
             continue
         numbers = devices.split(",")
         if not all(number.isdecimal() for number in numbers) or len(numbers) != engine.world_size:
-            problems.append(
-                (
-                    f"{flag} is {devices!r}, the engine has {engine.world_size} ranks",
-                    "give one device number a rank, as 0,1",
-                )
+            problems.add(
+                f"{flag} is {devices!r}, the engine has {engine.world_size} ranks",
+                "give one device number a rank, as 0,1",
             )
     if draft is None:
         return problems
     for name in sorted(set(OF_ONE_MODEL) & set(chosen)):
-        problems.append(
-            (f"--triton-parameters {name} would be set for both engines", OF_ONE_MODEL[name])
+        problems.add(
+            f"--triton-parameters {name} would be set for both engines", OF_ONE_MODEL[name]
         )
     if target.mode != EXTERNAL:
-        problems.append(
-            (
-                f"{target.folder} has mode {target.mode} and takes no drafts of another engine",
-                f"build the target with --speculative-decoding-mode {EXTERNAL}",
-            )
+        problems.add(
+            f"{target.folder} has mode {target.mode} and takes no drafts of another engine",
+            f"build the target with --speculative-decoding-mode {EXTERNAL}",
         )
     if draft.mode is not None:
-        problems.append((f"{draft.folder} has mode {draft.mode}", "draft with a plain engine"))
+        problems.add(f"{draft.folder} has mode {draft.mode}", "draft with a plain engine")
     for engine in (target, draft):
         if not engine.has_paged_context_fmha:
-            problems.append(
-                (
-                    f"{engine.folder} cannot reuse blocks of its KV cache, which drafts need",
-                    "build it with --use-paged-context-fmha enable",
-                )
+            problems.add(
+                f"{engine.folder} cannot reuse blocks of its KV cache, which drafts need",
+                "build it with --use-paged-context-fmha enable",
             )
     ours, theirs = settings.triton_devices or "0", settings.triton_draft_devices or "0"
     if set(ours.split(",")) & set(theirs.split(",")) and fraction is None:
-        problems.append(
-            (
-                "both engines are on one GPU, and each KV cache would take 0.9 of what is free",
-                "give --triton-kv-cache-fraction 0.4, or --triton-devices and"
-                " --triton-draft-devices",
-            )
+        problems.add(
+            "both engines are on one GPU, and each KV cache would take 0.9 of what is free",
+            "give --triton-kv-cache-fraction 0.4, or --triton-devices and --triton-draft-devices",
         )
     return problems
 
 
-def find_window_problems(target: EngineFolder, chosen: Mapping[str, str]) -> list[tuple[str, str]]:
+def find_window_problems(target: EngineFolder, chosen: Mapping[str, str]) -> Problems:
     """Whether lookahead's window fills the engine's drafts, as the runtime wants it to."""
     names = CHOSEN["lookahead_decoding"]
     if target.mode != "lookahead_decoding" or not set(names) <= set(chosen):
-        return []
+        return Problems()
     sizes = [chosen[name] for name in names]
     if not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        return [(f"{join_names(names)} are {', '.join(sizes)}", "give three whole numbers")]
+        return Problems().add(
+            f"{join_names(names)} are {', '.join(sizes)}", "give three whole numbers"
+        )
     count = count_lookahead_tokens(*map(int, sizes))
     if count == target.max_draft_len:
-        return []
-    return [
-        (
-            f"lookahead [{','.join(sizes)}] drafts {count} tokens a step, and TensorRT-LLM wants"
-            f" exactly the engine's max_draft_len, {target.max_draft_len}",
-            f"choose others, or build with --max-draft-len {count}",
-        )
-    ]
+        return Problems()
+    return Problems().add(
+        f"lookahead [{','.join(sizes)}] drafts {count} tokens a step, and TensorRT-LLM wants"
+        f" exactly the engine's max_draft_len, {target.max_draft_len}",
+        f"choose others, or build with --max-draft-len {count}",
+    )
 
 
 def fill(text: str, values: Mapping[str, str], path: Path) -> str:
@@ -455,7 +433,6 @@ def write_repository(settings: BuildSettings, templates: Templates) -> dict[str,
 
 def make_launch(settings: BuildSettings) -> str:
     """Return the command that serves the repository, in NVIDIA's image of Triton."""
-    assert settings.output_dir is not None
     command = ["python3", "/app/scripts/launch_triton_server.py"]
     command.append(f"--model_repo={settings.emit_triton}")
     if settings.triton_draft_engine_dir is not None:

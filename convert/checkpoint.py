@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.errors import SpecDecError, join_names, raise_problems
+from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.folders import CHECKPOINT, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
@@ -26,7 +26,6 @@ from specdec.model.tensors import (
 from .plan import (
     Piece,
     PlannedTensor,
-    Problems,
     RankPlan,
     check_num_layers,
     count,
@@ -93,7 +92,7 @@ class CheckpointFolder:
     def _open_ranks(self) -> list[TensorFile]:
         tp_size = self.model.tp_size
         paths, problems = find_rank_files(self.path, tp_size, f"tp_size {tp_size}")
-        raise_problems(problems)
+        problems.raise_all()
         return [TensorFile(path) for path in paths]
 
     def _plan_rank(
@@ -110,12 +109,10 @@ class CheckpointFolder:
         report_missing(file, missing, problems)
         report_unread(file, found.unread, problems)
         if found.wrong:
-            problems.append(
-                (
-                    f"{file.path}: {count(found.wrong, 'tensor')} at odds with config.json:"
-                    f" {join_names(found.wrong)}",
-                    "take both from the same conversion",
-                )
+            problems.add(
+                f"{file.path}: {count(found.wrong, 'tensor')} at odds with config.json:"
+                f" {join_names(found.wrong)}",
+                "take both from the same conversion",
             )
         return tensors
 

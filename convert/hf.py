@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from specdec import logs
-from specdec.errors import SpecDecError, UsageError, join_names, raise_problems, shorten
+from specdec.errors import Problems, SpecDecError, UsageError, join_names, shorten
 from specdec.files.folders import MODEL, expect_folder, is_hub_id, refuse_absent
 from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import MAX_NUMBER, TensorFile, TensorInfo
@@ -113,29 +113,24 @@ class HfFolder:
                 f" {join_names(absent)}",
                 "finish the download of the folder",
             )
-        problems = []
+        problems = Problems()
         for filename, names in indexed.items():
             file = _open_weights(self.path / filename)
             lacking = sorted(names - file.tensors.keys())
             if lacking:
-                problems.append(
-                    (
-                        f"{file.path} lacks tensors that the index places there:"
-                        f" {join_names(lacking)}",
-                        "download the file and the index again",
-                    )
+                problems.add(
+                    f"{file.path} lacks tensors that the index places there: {join_names(lacking)}",
+                    "download the file and the index again",
                 )
             unlisted = sorted(file.tensors.keys() - names)
             if unlisted:
-                problems.append(
-                    (
-                        f"{file.path} holds tensors that the index does not place there:"
-                        f" {join_names(unlisted)}",
-                        "download the file and the index again",
-                    )
+                problems.add(
+                    f"{file.path} holds tensors that the index does not place there:"
+                    f" {join_names(unlisted)}",
+                    "download the file and the index again",
                 )
             self._add_file(file)
-        raise_problems(problems)
+        problems.raise_all()
 
 
 def read_index(path: Path) -> dict[str, set[str]]:
@@ -229,7 +224,7 @@ class ConfigReader:
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         self.config = config
         self.path = path
-        self.problems: list[tuple[str, str]] = []
+        self.problems = Problems()
 
     def get_int(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Return a whole number; without a default the field is required."""
@@ -265,11 +260,11 @@ class ConfigReader:
 
     def refuse(self, fact: str, remedy: str) -> None:
         """Note a problem."""
-        self.problems.append((f"{self.path}: {fact}", remedy))
+        self.problems.add(f"{self.path}: {fact}", remedy)
 
     def finish(self) -> None:
         """Raise SpecDecError if anything was wrong."""
-        raise_problems(list(dict.fromkeys(self.problems)))
+        self.problems.raise_all()
 
     def _get(self, name: str, default: T | None) -> Any:
         value = self.config.get(name)

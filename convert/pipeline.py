@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.command.settings import name_flag, require, to_plain
-from specdec.errors import SpecDecError, UsageError, join_names, raise_problems
+from specdec.errors import Problems, SpecDecError, UsageError, join_names
 from specdec.files.casts import FLOATS
 from specdec.files.manifest import write_manifest
 from specdec.files.reading import write_json
@@ -40,7 +40,6 @@ from .methods.base import DrafterConverter
 from .plan import (
     Plan,
     PlannedTensor,
-    Problems,
     RankPlan,
     check_num_layers,
     collect,
@@ -63,7 +62,6 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     """Write a checkpoint and return what it is; with `dry_run`, only check and describe it."""
     began = time.monotonic()
     check_flags(settings)
-    assert settings.output_dir is not None
     check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
     plan = make_plan(settings)
     states = stream.get_states(plan)
@@ -105,7 +103,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
 
 def check_flags(settings: ConvertSettings) -> None:
     """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
-    require(settings, "output_dir")
+    require(settings)
     if settings.model_dir is not None and settings.base_model_checkpoint_dir is not None:
         raise UsageError(
             "--model-dir and --base-model-checkpoint-dir are both given", "give one of them"
@@ -177,7 +175,7 @@ def count_workers(settings: ConvertSettings) -> int:
 
 def make_plan(settings: ConvertSettings) -> Plan:
     """Plan the whole conversion; raise one SpecDecError that names everything wrong with it."""
-    problems: Problems = []
+    problems = Problems()
     if settings.base_model_checkpoint_dir is not None:
         target = plan_checkpoint(settings, problems)
     else:
@@ -190,7 +188,7 @@ def make_plan(settings: ConvertSettings) -> Plan:
             config, drafter_ranks = plan_drafter(settings, converter, folder, target, problems)
             ranks = merge_ranks(ranks, drafter_ranks)
         files = [*files, *(path for path in folder.files if path not in files)]
-    raise_problems(problems)
+    problems.raise_all()
     return Plan(
         config=config,
         checkpoint=parse_checkpoint_config(
@@ -236,7 +234,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> Target:
         share_embedding_table=settings.use_embedding_sharing,
     )
     model, is_tied = family.read_model(folder, layout)
-    raise_problems(model.find_problems())
+    model.find_problems().raise_all()
     check_num_layers(model.num_hidden_layers, folder)
     specs = list_target_tensors(model)
     parts, ignored = family.find_sources(specs, folder), list(family.ignored)
@@ -397,12 +395,10 @@ def plan_drafter(
             elif _is_like(targets.get(other), info):
                 rank[name] = PlannedTensor(info, targets[other].pieces)
             else:
-                problems.append(
-                    (
-                        f"{folder.path} does not hold what makes {name}, and the target has no"
-                        f" {other} {list(info.shape)} to stand for it",
-                        "use the drafter that was trained for this target",
-                    )
+                problems.add(
+                    f"{folder.path} does not hold what makes {name}, and the target has no"
+                    f" {other} {list(info.shape)} to stand for it",
+                    "use the drafter that was trained for this target",
                 )
     return config, ranks
 
@@ -418,7 +414,6 @@ def _describe_ranks(report: Mapping[str, Any]) -> str:
 
 def describe_plan(plan: Plan, settings: ConvertSettings) -> dict[str, Any]:
     """Return the plan as JSON-ready values: files, bytes, dtype, configuration, memory."""
-    assert settings.output_dir is not None
     files = [
         {
             "path": stream.name_rank(rank),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from specdec.errors import SpecDecError, join_names
+from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES, TensorInfo
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 4 << 20
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
-
-Problems = list[tuple[str, str]]
 
 
 class TensorSource(Protocol):
@@ -252,18 +250,14 @@ def plan_tensors(
     ]  # fmt: skip
     report_missing(source, missing, problems)
     if misshapen:
-        problems.append(
-            (
-                f"{source.path}: {join_names(list(dict.fromkeys(misshapen)))}",
-                "its config.json and tensors disagree: take both from the same model",
-            )
+        problems.add(
+            f"{source.path}: {join_names(list(dict.fromkeys(misshapen)))}",
+            "its config.json and tensors disagree: take both from the same model",
         )
     if unreadable:
-        problems.append(
-            (
-                f"{source.path}: {join_names(unreadable)}, which cannot be converted to {dtype}",
-                f"give a folder with {', '.join(CASTABLE)} weights",
-            )
+        problems.add(
+            f"{source.path}: {join_names(unreadable)}, which cannot be converted to {dtype}",
+            f"give a folder with {', '.join(CASTABLE)} weights",
         )
     report_unread(source, unread, problems)
     return ranks
@@ -292,23 +286,19 @@ def report_missing(source: TensorSource, names: Sequence[str], problems: Problem
     """Append a problem that names the tensors which a source lacks, if there are any."""
     names = list(dict.fromkeys(names))
     if names:
-        problems.append(
-            (
-                f"{source.path} lacks {count(names, 'tensor')}: {join_names(names)}",
-                "copy or download the folder again, and check its config.json",
-            )
+        problems.add(
+            f"{source.path} lacks {count(names, 'tensor')}: {join_names(names)}",
+            "copy or download the folder again, and check its config.json",
         )
 
 
 def report_unread(source: TensorSource, names: Sequence[str], problems: Problems) -> None:
     """Append a problem that names the tensors which no output would use, if there are any."""
     if names:
-        problems.append(
-            (
-                f"{source.path} holds {count(names, 'tensor')} that the conversion would not use:"
-                f" {join_names(names)}",
-                "its config.json must describe every tensor; an unread one would be lost",
-            )
+        problems.add(
+            f"{source.path} holds {count(names, 'tensor')} that the conversion would not use:"
+            f" {join_names(names)}",
+            "its config.json must describe every tensor; an unread one would be lost",
         )
 
 

@@ -25,7 +25,7 @@ class ConvertSettings:
         kind="path", metavar="CKPT",
         help="The target as an existing checkpoint folder, in place of --model-dir.",
     )  # fmt: skip
-    output_dir: Path | None = setting(kind="path", help="Checkpoint folder to write.")
+    output_dir: Path = setting(required=True, kind="path", help="Checkpoint folder to write.")
     dtype: str = setting(
         "auto", choices=("auto", "float16", "bfloat16", "float32"),
         help="Type of the weights; auto keeps the target's. With --base-model-checkpoint-dir,"

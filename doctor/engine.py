@@ -8,7 +8,7 @@ from typing import Any
 from specdec.engine.compiler import describe_cpu
 from specdec.engine.kernel_cache import find_kept
 from specdec.engine.layout import find_engine_problems, read_engine_config
-from specdec.errors import SpecDecError, join_names
+from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.manifest import CHANGED_HINT, find_changes
 from specdec.files.reading import read_json
@@ -18,8 +18,6 @@ from specdec.trtllm.environment import Environment, compare_environments
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts, order_release
 
 from .abilities import MIN_TORCH, can_start_ranks
-
-Problems = list[tuple[str, str]]
 
 
 def check_engine(
@@ -56,16 +54,14 @@ def _check_torch(
     folder: Path, document: dict[str, Any], checkpoint: CheckpointConfig,
     machine: dict[str, Any], here: Environment,
 ) -> tuple[Problems, list[str]]:  # fmt: skip
-    problems: Problems = []
+    problems = Problems()
     notes: list[str] = []
     torch = machine["packages"]["torch"]
     if torch is None or order_release(torch) < MIN_TORCH:
-        problems.append(
-            (
-                f"the torch backend needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, here is"
-                f" {torch or 'none'}",
-                "pip install --upgrade torch",
-            )
+        problems.add(
+            f"the torch backend needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, here is"
+            f" {torch or 'none'}",
+            "pip install --upgrade torch",
         )
     config = read_engine_config(folder)
     on_gpu = bool(here.gpus) and here.cuda is not None
@@ -103,12 +99,12 @@ def _check_tensorrt(
     machine: dict[str, Any], here: Environment,
 ) -> tuple[Problems, list[str]]:  # fmt: skip
     num_ranks = checkpoint.model.tp_size * checkpoint.model.pp_size
-    problems: Problems = []
+    problems = Problems()
     notes: list[str] = []
     files = [folder / f"rank{rank}.engine" for rank in range(num_ranks)]
     absent = [path.name for path in files if not path.is_file()]
     if absent:
-        problems.append((f"{folder} lacks {join_names(absent)}", "copy the folder again"))
+        problems.add(f"{folder} lacks {join_names(absent)}", "copy the folder again")
     manifest = folder / "manifest.json"
     recorded = read_json(manifest).get("environment") if manifest.is_file() else None
     if not isinstance(recorded, dict):
@@ -116,21 +112,17 @@ def _check_tensorrt(
         recorded = {"tensorrt_llm": document.get("version")}
     for difference in compare_environments(recorded, here, num_ranks=num_ranks):
         if difference.stops:
-            problems.append((difference.fact, difference.remedy))
+            problems.add(difference.fact, difference.remedy)
         else:
             notes.append(f"{difference.fact}: {difference.remedy}")
     modes = {number: name for name, number in load_facts(DEFAULT_LABEL).modes.items()}
     mode = modes.get(document["build_config"].get("speculative_decoding_mode"))
     notes += list_defects(str(document.get("version")), mode, checkpoint.raw)
     if num_ranks > 1 and not can_start_ranks(machine["mpi"]["launchers"]):
-        problems.append(
-            (f"the engine has {num_ranks} ranks and no mpirun is found", "install OpenMPI")
-        )
+        problems.add(f"the engine has {num_ranks} ranks and no mpirun is found", "install OpenMPI")
     if here.tensorrt_llm is not None and machine["packages"].get("mpi4py") is None:
-        problems.append(
-            ("TensorRT-LLM does not load without mpi4py, which is not installed",
-             "pip install mpi4py")
-        )  # fmt: skip
+        problems.add("TensorRT-LLM does not load without mpi4py, which is not installed",
+             "pip install mpi4py")  # fmt: skip
     if here.gpus and not absent:
         largest = max(path.stat().st_size for path in files)
         problems += _check_memory(largest, here.gpus[0].memory_bytes, here.gpus[0].name)
@@ -139,10 +131,8 @@ def _check_tensorrt(
 
 def _check_memory(needed: int, room: int, where: str) -> Problems:
     if not 0 < room < needed:
-        return []
-    return [
-        (
-            f"the weights take {needed / 1e9:.1f} GB, {where} has {room / 1e9:.1f} GB",
-            "use a machine with more memory, more ranks or a quantized model",
-        )
-    ]
+        return Problems()
+    return Problems().add(
+        f"the weights take {needed / 1e9:.1f} GB, {where} has {room / 1e9:.1f} GB",
+        "use a machine with more memory, more ranks or a quantized model",
+    )

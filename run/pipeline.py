@@ -38,7 +38,6 @@ def run_engine(
     engine are other processes, the first of which has written everything, or is doing so.
     """
     check_flags(settings)
-    assert settings.engine_dir is not None
     is_typical = settings.acceptance == "typical"
     is_tensorrt = read_backend(settings.engine_dir) == TENSORRT_LLM
     if is_tensorrt and is_typical:
@@ -103,7 +102,7 @@ def run_engine(
 
 def check_flags(settings: RunSettings) -> None:
     """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
-    require(settings, "engine_dir")
+    require(settings)
     if settings.use_py_session:
         raise UsageError(
             "--use-py-session: TensorRT-LLM's Python session cannot run speculative engines",
@@ -156,7 +155,6 @@ def check_shows_drafts(settings: RunSettings, engine: Engine, method: str, token
 
 def load_any_engine(settings: RunSettings, options: DraftOptions | None, tokenizer: Any) -> Engine:
     """Return what executes the engine folder, and the one that drafts for it."""
-    assert settings.engine_dir is not None
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
         from .backends.tensorrt_llm import TensorRTEngine
 

@@ -35,29 +35,44 @@ class UsageError(SpecDecError):
 MAX_PROBLEMS = 20  # in one message
 
 
-def raise_problems(problems: Sequence[tuple[str, str]]) -> None:
-    """Raise one error that lists every (fact, remedy) pair once; do nothing for an empty list.
+class Problems(list[tuple[str, str]]):
+    """What is wrong, as (fact, remedy) pairs, collected so that one error tells all of it."""
 
-    A remedy that several share is told once.
-    """
-    different = list(dict.fromkeys(problems))
-    if not different:
-        return
-    if len(different) == 1:
-        raise SpecDecError(*different[0])
-    shown = different[:MAX_PROBLEMS]
-    facts = [f"({i}) {fact}" for i, (fact, _) in enumerate(shown, 1)]
-    if len(different) > len(shown):
-        facts.append(f"and {len(different) - len(shown)} more")
-    numbers: dict[str, list[str]] = {}
-    for i, (_, remedy) in enumerate(shown, 1):
-        numbers.setdefault(remedy, []).append(str(i))
-    remedies = [f"({', '.join(which)}) {remedy}" for remedy, which in numbers.items()]
-    if len(remedies) == 1:
-        remedies = list(numbers)
-    raise SpecDecError(
-        f"{len(different)} problems: {'; '.join(facts)}", "; ".join(remedies), problems=different
-    )
+    def add(self, fact: str, remedy: str) -> Problems:
+        """Note one more; return them all."""
+        self.append((fact, remedy))
+        return self
+
+    def raise_all(self) -> None:
+        """Raise one error that lists every pair once; do nothing where there is none.
+
+        A remedy that several share is told once.
+        """
+        different = list(dict.fromkeys(self))
+        if not different:
+            return
+        if len(different) == 1:
+            raise SpecDecError(*different[0])
+        shown = different[:MAX_PROBLEMS]
+        facts = [f"({i}) {fact}" for i, (fact, _) in enumerate(shown, 1)]
+        if len(different) > len(shown):
+            facts.append(f"and {len(different) - len(shown)} more")
+        numbers: dict[str, list[str]] = {}
+        for i, (_, remedy) in enumerate(shown, 1):
+            numbers.setdefault(remedy, []).append(str(i))
+        remedies = [f"({', '.join(which)}) {remedy}" for remedy, which in numbers.items()]
+        if len(remedies) == 1:
+            remedies = list(numbers)
+        raise SpecDecError(
+            f"{len(different)} problems: {'; '.join(facts)}",
+            "; ".join(remedies),
+            problems=different,
+        )
+
+
+def raise_problems(problems: Sequence[tuple[str, str]]) -> None:
+    """Raise one error that lists every (fact, remedy) pair once; do nothing for an empty list."""
+    Problems(problems).raise_all()
 
 
 def suggest(name: str, known: Sequence[str]) -> str:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 def prepare(settings: TuneSettings, folder: Path) -> Trial:
     """Build the draft model's engine; the target's has room for the longest draft."""
     source = as_options(settings, DraftTargetTune).draft_checkpoint_dir
-    assert settings.checkpoint_dir is not None
     assert source is not None
     call_build(source, folder / "draft", "--max-batch-size", str(settings.max_batch_size))
     return Trial(

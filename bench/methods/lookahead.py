@@ -21,7 +21,6 @@ WINDOWS = tuple(LookaheadConfig(size, size, size) for size in (2, 3, 4, 5))
 
 def prepare(settings: TuneSettings, folder: Path) -> Trial:
     """Build the target with room for the largest window."""
-    assert settings.checkpoint_dir is not None
     longest = max(window.max_draft_tokens for window in WINDOWS)
     return Trial(
         checkpoint=settings.checkpoint_dir,

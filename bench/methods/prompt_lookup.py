@@ -22,7 +22,6 @@ NGRAM_SIZES = (1, 2, 3, 4)
 
 def prepare(settings: TuneSettings, folder: Path) -> Trial:
     """Build the target with room for the longest draft."""
-    assert settings.checkpoint_dir is not None
     longest = max(NUM_TOKENS)
     return Trial(
         checkpoint=settings.checkpoint_dir,

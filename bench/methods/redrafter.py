@@ -30,7 +30,6 @@ def read_beams(settings: TuneSettings) -> list[int]:
 def prepare(settings: TuneSettings, folder: Path) -> Trial:
     """Make a checkpoint of the same tensors with the most beams and the longest drafts."""
     source, made = settings.checkpoint_dir, folder / "checkpoint"
-    assert source is not None
     made.mkdir()
     config = read_json(source / "config.json") | {
         "redrafter_num_beams": max(read_beams(settings)),

@@ -23,7 +23,7 @@ from specdec.engine.layout import (
     name_weight_file,
     plan_int8,
 )
-from specdec.errors import SpecDecError, join_names, raise_problems
+from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.methods.eagle import EagleParams
@@ -90,50 +90,42 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     from specdec.engine.rotary import compute_frequencies
 
     model, drafter = checkpoint.model, checkpoint.drafter
-    problems: list[tuple[str, str]] = []
+    problems = Problems()
     if settings.kv_cache_type == "paged":
-        problems.append(
-            ("the torch backend has a continuous KV cache only", "leave --kv-cache-type out")
+        problems.add(
+            "the torch backend has a continuous KV cache only", "leave --kv-cache-type out"
         )
     if model.pp_size != 1:
-        problems.append(
-            (
-                f"the checkpoint is split for pp_size={model.pp_size}; the torch backend has no"
-                " pipeline stages",
-                "convert it again with --pp-size 1",
-            )
+        problems.add(
+            f"the checkpoint is split for pp_size={model.pp_size}; the torch backend has no"
+            " pipeline stages",
+            "convert it again with --pp-size 1",
         )
     if model.hidden_act not in ACTIVATIONS:
-        problems.append(
-            (
-                f"hidden_act={model.hidden_act!r}",
-                f"the torch backend executes {', '.join(ACTIVATIONS)}",
-            )
+        problems.add(
+            f"hidden_act={model.hidden_act!r}",
+            f"the torch backend executes {', '.join(ACTIVATIONS)}",
         )
     algorithm = checkpoint.quantization.quant_algo
     if algorithm not in (None, FP8):
-        problems.append(
-            (
-                f"the checkpoint is quantized ({algorithm})",
-                "the torch backend executes FP8, float16, bfloat16 and float32",
-            )
+        problems.add(
+            f"the checkpoint is quantized ({algorithm})",
+            "the torch backend executes FP8, float16, bfloat16 and float32",
         )
     if settings.quantization is not None and checkpoint.quantization.is_quantized:
-        problems.append(
-            (
-                f"--quantization {settings.quantization}: the checkpoint is quantized already"
-                f" ({algorithm or checkpoint.quantization.kv_cache_quant_algo})",
-                "leave it out, or convert the model without --quantization",
-            )
+        problems.add(
+            f"--quantization {settings.quantization}: the checkpoint is quantized already"
+            f" ({algorithm or checkpoint.quantization.kv_cache_quant_algo})",
+            "leave it out, or convert the model without --quantization",
         )
-    raise_problems(problems)
+    problems.raise_all()
     if model.arithmetic.positions == "rotary":
         compute_frequencies(model, model.max_position_embeddings)
     if isinstance(drafter, EagleParams):
         net = drafter.make_net_model(model)
         compute_frequencies(net, net.max_position_embeddings)
     paths, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")
-    raise_problems(problems)
+    problems.raise_all()
     sources = [TensorFile(path) for path in paths]
     float8 = check_sources(sources, checkpoint)
     compile_kernels = settings.optimize != "none"

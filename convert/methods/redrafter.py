@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.command.settings import as_options
-from specdec.errors import SpecDecError, join_names, raise_problems
+from specdec.errors import Problems, SpecDecError, join_names
 from specdec.methods.redrafter import ReDrafterConvert, ReDrafterParams
 from specdec.model.config import ModelConfig
 
@@ -146,27 +146,23 @@ def _find_root(folder: HfFolder, known: Sequence[str], what: str) -> str:
 
 def check_disagreements(folder: HfFolder, params: ReDrafterParams) -> None:
     """Raise SpecDecError where tensors contradict a field of config.json by being there or not."""
-    problems = []
+    problems = Problems()
     present = sorted(name for name in folder.tensors if name.split(".")[0] in ("rnn_u", "rnn_w"))
     if present and not params.is_rnn:
-        problems.append(
-            (
-                f"{folder.path}: config.json says rnn is false, but there is {join_names(present)}",
-                "set rnn to true, or remove the tensors",
-            )
+        problems.add(
+            f"{folder.path}: config.json says rnn is false, but there is {join_names(present)}",
+            "set rnn to true, or remove the tensors",
         )
     names = {name for inputs in NAMINGS.values() for name in inputs}
     present = sorted(name for name in folder.tensors if name.split(".")[0] in names)
     if present and not params.has_input_proj:
-        problems.append(
-            (
-                f"{folder.path}: exit_dim {params.exit_dim} is twice hidden_size"
-                f" {params.hidden_size}, which needs no input projection, but there is"
-                f" {join_names(present)}",
-                "mend exit_dim, or remove the tensors",
-            )
+        problems.add(
+            f"{folder.path}: exit_dim {params.exit_dim} is twice hidden_size"
+            f" {params.hidden_size}, which needs no input projection, but there is"
+            f" {join_names(present)}",
+            "mend exit_dim, or remove the tensors",
         )
-    raise_problems(problems)
+    problems.raise_all()
 
 
 def add_to_config(

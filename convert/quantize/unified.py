@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specdec import logs
-from specdec.errors import SpecDecError
+from specdec.errors import Problems, SpecDecError
 from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.config import ModelConfig
@@ -27,7 +27,6 @@ from ..plan import (
     Chunk,
     Part,
     PlannedTensor,
-    Problems,
     RankPlan,
     count_elements,
     merge_ranks,
@@ -258,12 +257,9 @@ def _is_float8(folder: HfFolder, parts: Sequence[Part], problems: Problems) -> b
     kinds = {folder.tensors[p.name].dtype for p in parts if p.name in folder.tensors}
     if FLOAT8 in kinds and len(kinds) > 1:
         names = ", ".join(f"{p.name} ({folder.tensors[p.name].dtype})" for p in parts)
-        problems.append(
-            (
-                f"{folder.path}: {names} make one linear of the checkpoint, and are not of one"
-                " type",
-                "quantize all of them, or none",
-            )
+        problems.add(
+            f"{folder.path}: {names} make one linear of the checkpoint, and are not of one type",
+            "quantize all of them, or none",
         )
     return FLOAT8 in kinds
 
@@ -296,9 +292,7 @@ class ScaleReader:
         """Append what was wrong."""
         report_missing(self.folder, self.missing, problems)
         if self.bad:
-            problems.append(
-                (
-                    f"{self.folder.path}: {'; '.join(dict.fromkeys(self.bad))}",
-                    "give an FP8 model with one static, positive scale per tensor",
-                )
+            problems.add(
+                f"{self.folder.path}: {'; '.join(dict.fromkeys(self.bad))}",
+                "give an FP8 model with one static, positive scale per tensor",
             )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from specdec import logs
 from specdec.decode.devices import check_count
 from specdec.decode.requests import Request, find_problems
-from specdec.errors import UsageError, raise_problems
+from specdec.errors import Problems, UsageError
 from specdec.methods import METHODS
 from specdec.methods.draft_target import DraftOptions
 from specdec.methods.prompt_lookup import LookupOptions
@@ -22,7 +22,6 @@ from ..settings import RunSettings
 
 logger = logs.get_logger(__name__)
 
-Problems = list[tuple[str, str]]
 MAX_TOP_K = 1024  # the sampling kernels' own limit, to which they cut a larger one
 REDRAFTER, MEDUSA, EAGLE = (METHODS[name].mode for name in ("redrafter", "medusa", "eagle"))
 
@@ -35,7 +34,7 @@ def check_requests(
     if draft is not None:
         # The draft engine is given all but the last token, and writes a draft behind it.
         longest = min(longest, draft.max_seq_len - folder.max_draft_len)
-    problems = []
+    problems = Problems()
     for request in requests:
         problems += find_problems(
             request,
@@ -46,15 +45,13 @@ def check_requests(
         if folder.mode == EXTERNAL:
             problems += find_growth_problems(request, folder, draft)
         elif len(request.input_ids) > folder.max_num_tokens:
-            problems.append(
-                (
-                    f"prompt {request.index} has {len(request.input_ids)} tokens, which are one"
-                    f" pass; the engine's max_num_tokens is {folder.max_num_tokens}",
-                    "shorten it, or build with a larger --max-num-tokens",
-                )
+            problems.add(
+                f"prompt {request.index} has {len(request.input_ids)} tokens, which are one"
+                f" pass; the engine's max_num_tokens is {folder.max_num_tokens}",
+                "shorten it, or build with a larger --max-num-tokens",
             )
         problems += find_sampling_problems(request, folder)
-    raise_problems(problems)
+    problems.raise_all()
 
 
 def check_devices(
@@ -77,19 +74,17 @@ def find_growth_problems(
 ) -> Problems:
     """The text that is given back to the engine, draft included, is its prompt of each step."""
     total = len(request.input_ids) + request.max_output_len
-    problems = []
+    problems = Problems()
     pairs = [("target", folder)] + ([("draft", draft)] if draft else [])
     for what, engine in pairs:
         limit = min(engine.max_input_len, engine.max_num_tokens)
         if total > limit:
-            problems.append(
-                (
-                    f"prompt {request.index} grows to {total} tokens, which are fed back at"
-                    f" every step; the {what} engine's max_input_len is {engine.max_input_len}"
-                    f" and its max_num_tokens {engine.max_num_tokens}",
-                    "lower --max-output-len, or build with a larger --max-input-len and"
-                    " --max-num-tokens",
-                )
+            problems.add(
+                f"prompt {request.index} grows to {total} tokens, which are fed back at"
+                f" every step; the {what} engine's max_input_len is {engine.max_input_len}"
+                f" and its max_num_tokens {engine.max_num_tokens}",
+                "lower --max-output-len, or build with a larger --max-input-len and"
+                " --max-num-tokens",
             )
     return problems
 
@@ -108,50 +103,40 @@ def find_engine_problems(
         problems += find_build_problems(engine)
     is_external = folder.mode == EXTERNAL
     if is_external and not (settings.no_speculation or draft or has_lookup):
-        problems.append(
-            (
-                f"{folder.folder} was built for external drafts, and nothing drafts",
-                "give --draft-engine-dir, --prompt-lookup-num-tokens to draft from the text"
-                " itself, or --no-speculation to decode without",
-            )
+        problems.add(
+            f"{folder.folder} was built for external drafts, and nothing drafts",
+            "give --draft-engine-dir, --prompt-lookup-num-tokens to draft from the text"
+            " itself, or --no-speculation to decode without",
         )
     reusing = [folder] if is_external or settings.kv_cache_enable_block_reuse else []
     for engine in [*reusing, *([draft] if draft else [])]:
         if not engine.has_paged_context_fmha or engine.kv_cache_type != "PAGED":
-            problems.append(
-                (
-                    f"{engine.folder} cannot reuse blocks of its KV cache, which"
-                    f" {'external drafts need' if is_external else 'was asked for'}:"
-                    f" use_paged_context_fmha is {str(engine.has_paged_context_fmha).lower()},"
-                    f" kv_cache_type {engine.kv_cache_type}",
-                    "build it with --use-paged-context-fmha enable and --kv-cache-type paged",
-                )
+            problems.add(
+                f"{engine.folder} cannot reuse blocks of its KV cache, which"
+                f" {'external drafts need' if is_external else 'was asked for'}:"
+                f" use_paged_context_fmha is {str(engine.has_paged_context_fmha).lower()},"
+                f" kv_cache_type {engine.kv_cache_type}",
+                "build it with --use-paged-context-fmha enable and --kv-cache-type paged",
             )
     if draft is None or options is None:
         return problems
     if not is_external:
-        problems.append(
-            (
-                f"the target's engine was built with speculative_decoding_mode {folder.mode}",
-                f"build it from a plain checkpoint with --speculative-decoding-mode {EXTERNAL}"
-                " --max-draft-len N",
-            )
+        problems.add(
+            f"the target's engine was built with speculative_decoding_mode {folder.mode}",
+            f"build it from a plain checkpoint with --speculative-decoding-mode {EXTERNAL}"
+            " --max-draft-len N",
         )
     elif options.draft_len is not None and options.draft_len > folder.max_draft_len:
-        problems.append(
-            (
-                f"the draft length is {options.draft_len}, the target's engine was built with"
-                f" max_draft_len {folder.max_draft_len}",
-                f"draft {folder.max_draft_len} or fewer, or build with --max-draft-len"
-                f" {options.draft_len}",
-            )
+        problems.add(
+            f"the draft length is {options.draft_len}, the target's engine was built with"
+            f" max_draft_len {folder.max_draft_len}",
+            f"draft {folder.max_draft_len} or fewer, or build with --max-draft-len"
+            f" {options.draft_len}",
         )
     if draft.mode is not None:
-        problems.append(
-            (
-                f"the draft engine was built with speculative_decoding_mode {draft.mode}",
-                "give a plain engine as --draft-engine-dir",
-            )
+        problems.add(
+            f"the draft engine was built with speculative_decoding_mode {draft.mode}",
+            "give a plain engine as --draft-engine-dir",
         )
     if options.use_logits:
         problems += find_logits_problems(folder, draft)
@@ -160,74 +145,60 @@ def find_engine_problems(
 
 def find_build_problems(engine: EngineFolder) -> Problems:
     """List what trtllm-build alone has let pass, and the runtime does not."""
-    problems = []
+    problems = Problems()
     if engine.lacking:
-        problems.append(
-            (
-                f"{engine.folder} was built with {', '.join(engine.lacking)}: it has no in-flight"
-                " batching, without which only the Python session runs it",
-                "build it again without these settings",
-            )
+        problems.add(
+            f"{engine.folder} was built with {', '.join(engine.lacking)}: it has no in-flight"
+            " batching, without which only the Python session runs it",
+            "build it again without these settings",
         )
     if engine.mode is not None and engine.max_beam_width != 1:
-        problems.append(
-            (
-                f"{engine.folder} was built with max_beam_width {engine.max_beam_width}, and the"
-                " runtime takes no beams of the output beside drafts",
-                "build it again with --max-beam-width 1",
-            )
+        problems.add(
+            f"{engine.folder} was built with max_beam_width {engine.max_beam_width}, and the"
+            " runtime takes no beams of the output beside drafts",
+            "build it again with --max-beam-width 1",
         )
     if engine.mode is not None and engine.built_draft_len != engine.max_draft_len:
-        problems.append(
-            (
-                f"{engine.folder} was built for drafts of {engine.built_draft_len} tokens, and its"
-                f" {engine.mode} makes {engine.max_draft_len}",
-                "build it again with specdec-build, or without --max-draft-len",
-            )
+        problems.add(
+            f"{engine.folder} was built for drafts of {engine.built_draft_len} tokens, and its"
+            f" {engine.mode} makes {engine.max_draft_len}",
+            "build it again with specdec-build, or without --max-draft-len",
         )
     return problems
 
 
 def find_flag_problems(settings: RunSettings, folder: EngineFolder) -> Problems:
     """List the flags that an engine of this mode ignores or cannot honour."""
-    problems = []
+    problems = Problems()
     if settings.no_speculation and folder.mode not in (None, EXTERNAL):
-        problems.append(
-            (
-                f"--no-speculation: a TensorRT-LLM engine of mode {folder.mode} always speculates",
-                "build a plain engine from the base model's checkpoint for the comparison",
-            )
+        problems.add(
+            f"--no-speculation: a TensorRT-LLM engine of mode {folder.mode} always speculates",
+            "build a plain engine from the base model's checkpoint for the comparison",
         )
     if settings.writes_logits and settings.streaming:
-        problems.append(
-            (
-                "--output-generation-logits with --streaming: TensorRT-LLM's stream has no whole"
-                " rows of logits",
-                "leave one of them out",
-            )
+        problems.add(
+            "--output-generation-logits with --streaming: TensorRT-LLM's stream has no whole"
+            " rows of logits",
+            "leave one of them out",
         )
     return problems
 
 
 def find_logits_problems(folder: EngineFolder, draft: EngineFolder) -> Problems:
     """List what keeps two engines from comparing their logits."""
-    problems = []
+    problems = Problems()
     lacking = [str(e.folder) for e in (folder, draft) if not e.gathers_generation_logits]
     if lacking:
-        problems.append(
-            (
-                f"--use-logits: {' and '.join(lacking)} built without generation logits",
-                "build both engines with --gather-generation-logits",
-            )
+        problems.add(
+            f"--use-logits: {' and '.join(lacking)} built without generation logits",
+            "build both engines with --gather-generation-logits",
         )
     for name in ("vocab_size", "logits_dtype"):
         ours, theirs = getattr(folder, name), getattr(draft, name)
         if ours != theirs:
-            problems.append(
-                (
-                    f"--use-logits: the target's {name} is {ours}, the draft engine's {theirs}",
-                    "leave --use-logits out, or convert both models alike",
-                )
+            problems.add(
+                f"--use-logits: the target's {name} is {ours}, the draft engine's {theirs}",
+                "leave --use-logits out, or convert both models alike",
             )
     return problems
 
@@ -250,54 +221,42 @@ def check_settings(settings: RunSettings) -> None:
 def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
     """List what an engine would silently do otherwise than the request says."""
     params, where = request.sampling, f"prompt {request.index}"
-    problems = []
+    problems = Problems()
     if folder.mode == REDRAFTER:
         is_greedy_engine = bool(folder.pretrained.get("redrafter_greedy_search", True))
         if is_greedy_engine and not params.is_greedy:
-            problems.append(
-                (
-                    f"{where} samples with temperature {params.temperature:g}, and the engine"
-                    " decodes greedily whatever it is asked",
-                    "leave the temperature out, or convert with --redrafter-no-greedy-search",
-                )
+            problems.add(
+                f"{where} samples with temperature {params.temperature:g}, and the engine"
+                " decodes greedily whatever it is asked",
+                "leave the temperature out, or convert with --redrafter-no-greedy-search",
             )
         elif not is_greedy_engine and params.is_greedy:
-            problems.append(
-                (
-                    f"{where} decodes greedily, and the engine samples whatever it is asked: it"
-                    " was converted with --redrafter-no-greedy-search",
-                    "give --temperature, or convert without that flag",
-                )
+            problems.add(
+                f"{where} decodes greedily, and the engine samples whatever it is asked: it"
+                " was converted with --redrafter-no-greedy-search",
+                "give --temperature, or convert without that flag",
             )
         elif not is_greedy_engine and (params.top_k or params.top_p < 1):
-            problems.append(
-                (
-                    f"{where} has top_k {params.top_k} and top_p {params.top_p:g}, of which"
-                    " TensorRT-LLM's ReDrafter knows neither",
-                    "leave them out",
-                )
+            problems.add(
+                f"{where} has top_k {params.top_k} and top_p {params.top_p:g}, of which"
+                " TensorRT-LLM's ReDrafter knows neither",
+                "leave them out",
             )
     elif folder.mode == MEDUSA and not params.is_greedy and params.temperature != 1:
-        problems.append(
-            (
-                f"{where} has temperature {params.temperature:g}, TensorRT-LLM's Medusa only 1",
-                "decode greedily, or with --temperature 1",
-            )
+        problems.add(
+            f"{where} has temperature {params.temperature:g}, TensorRT-LLM's Medusa only 1",
+            "decode greedily, or with --temperature 1",
         )
     elif folder.mode == EAGLE and not params.is_greedy:
-        problems.append(
-            (
-                f"{where} samples with temperature {params.temperature:g}, and TensorRT-LLM's EAGLE"
-                " decodes greedily unless it accepts typical tokens, which changes the text",
-                "leave the temperature out",
-            )
+        problems.add(
+            f"{where} samples with temperature {params.temperature:g}, and TensorRT-LLM's EAGLE"
+            " decodes greedily unless it accepts typical tokens, which changes the text",
+            "leave the temperature out",
         )
     if not params.is_greedy and params.top_k > MAX_TOP_K:
-        problems.append(
-            (
-                f"{where} has top_k {params.top_k}, which TensorRT-LLM cuts to {MAX_TOP_K}",
-                f"give {MAX_TOP_K} or less",
-            )
+        problems.add(
+            f"{where} has top_k {params.top_k}, which TensorRT-LLM cuts to {MAX_TOP_K}",
+            f"give {MAX_TOP_K} or less",
         )
     return problems
 
@@ -308,7 +267,7 @@ def check_machine(folder: EngineFolder, draft: EngineFolder | None, *, must_run:
     What is known of the release's own defects is a warning.
     """
     present = read_environment()
-    stops = []
+    stops = Problems()
     for engine in (folder, draft):
         if engine is None:
             continue
@@ -318,9 +277,9 @@ def check_machine(folder: EngineFolder, draft: EngineFolder | None, *, must_run:
             engine.environment, present, num_ranks=engine.world_size
         ):
             if difference.stops and must_run:
-                stops.append((difference.fact, difference.remedy))
+                stops.add(difference.fact, difference.remedy)
             else:
                 logger.warning("%s: %s", difference.fact, difference.remedy)
     if present.tensorrt_llm is None:
         del stops[1:]  # without it nothing else matters, and it is told first
-    raise_problems(list(dict.fromkeys(stops)))
+    stops.raise_all()

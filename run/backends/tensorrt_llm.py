@@ -16,7 +16,7 @@ from specdec.decode.drafters.prompt_lookup import PromptLookupProposer, check_lo
 from specdec.decode.loop import Interrupted, Options, Timing
 from specdec.decode.requests import ActiveRequest, Request, Result
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies
-from specdec.errors import SpecDecError, raise_problems
+from specdec.errors import SpecDecError
 from specdec.methods.draft_target import DraftOptions
 from specdec.methods.prompt_lookup import read_options as read_lookup_options
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder, read_engine_folder
@@ -50,7 +50,6 @@ class TensorRTEngine:
     def __init__(
         self, settings: RunSettings, options: DraftOptions | None, tokenizer: Any = None
     ) -> None:
-        assert settings.engine_dir is not None
         self.folder = read_engine_folder(settings.engine_dir)
         self.draft: EngineFolder | None = None
         if options is not None:
@@ -68,11 +67,9 @@ class TensorRTEngine:
         self.num_reused_tokens = None  # the runtime does not tell
         check_settings(settings)
         check_devices(self.folder, self.draft, options, self._lookup)
-        raise_problems(
-            find_engine_problems(
-                settings, options, self.folder, self.draft, has_lookup=self._lookup is not None
-            )
-        )
+        find_engine_problems(
+            settings, options, self.folder, self.draft, has_lookup=self._lookup is not None
+        ).raise_all()
         self._method_options = make_method_options(settings, self.folder)
         if self._lookup is not None:
             check_lookup(self._lookup, self.folder.mode, self.folder.max_draft_len)

@@ -31,7 +31,6 @@ def run_ranks(settings: RunSettings) -> bool:
     Without a launcher, all ranks are started and waited for; under one, ranks other than 0 join in
     until rank 0 is done.
     """
-    assert settings.engine_dir is not None
     folder = read_engine_folder(settings.engine_dir)
     world = find_world()
     if as_options(settings, DraftTargetDraft).draft_engine_dir is not None:  # led from one process

@@ -25,6 +25,7 @@ class Flag:
     metavar: str | None = None
     hidden: bool = False
     is_argument: bool = False  # the words that belong to no option; a list
+    required: bool = False  # `require` refuses settings without it, so that its type is never None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,10 +283,18 @@ def _list_words(name: str, value: Any) -> tuple[str, ...]:
 
 
 def require(settings: Any, *names: str) -> None:
-    """Raise UsageError when a setting without which the stage cannot start is absent."""
-    missing = [n for n in names if getattr(settings, n) in (None, [], "")]
+    """Raise UsageError when a setting is absent that is declared as required, or is in `names`.
+
+    Whatever takes settings from a caller does this first: their types rely on it.
+    """
+    required = [name for name, (flag, _) in get_flags(type(settings)).items() if flag.required]
+    missing = [
+        name
+        for name in dict.fromkeys((*names, *required))
+        if getattr(settings, name) in (None, [], "")
+    ]
     if missing:
-        flags = ", ".join("--" + n.replace("_", "-") for n in missing)
+        flags = ", ".join(map(name_flag, missing))
         raise UsageError(f"missing {flags}", "give it on the command line or in a --config recipe")
 
 

@@ -14,7 +14,6 @@ def load_engine(settings: DecodeSettings, tokenizer: Any) -> TorchEngine:
 
     tokenizer: to compare with that of --draft-tokenizer-dir; None where there is none.
     """
-    assert settings.engine_dir is not None
     drafting = read_drafting(settings, tokenizer)
     if settings.no_speculation:
         refuse_others(drafting, None, speculates=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.errors import SpecDecError, raise_problems, shorten
+from specdec.errors import Problems, SpecDecError, raise_problems, shorten
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
@@ -292,14 +292,14 @@ def make_metadata(name: str, build_id: str, tensors: Mapping[str, TensorInfo]) -
     return {"part": name, "build_id": build_id, "header_sha256": hash_header(tensors)}
 
 
-def find_engine_problems(folder: Path, config: EngineConfig) -> list[tuple[str, str]]:
+def find_engine_problems(folder: Path, config: EngineConfig) -> Problems:
     """What is wrong with an engine's weight files, each with a remedy: none where it can be run."""
     model = config.checkpoint.model
     if model.tp_size > 1:
         _, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")
         if problems:
             return problems
-    problems = []
+    problems = Problems()
     for name in name_engine_files(model, config.checkpoint.drafter):
         try:
             open_engine_file(folder, config, name)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from specdec.errors import SpecDecError, UsageError, shorten
+from specdec.errors import Problems, SpecDecError, UsageError, shorten
 
 if TYPE_CHECKING:
     from specdec.model.config import ModelConfig
@@ -32,9 +32,7 @@ class DrafterParams(Protocol):
     def draft_len_source(self) -> str:
         """Where `max_draft_tokens` comes from, in the words of an error message."""
 
-    def find_problems(
-        self, *, hidden_size: int, vocab_size: int, tp_size: int
-    ) -> list[tuple[str, str]]:
+    def find_problems(self, *, hidden_size: int, vocab_size: int, tp_size: int) -> Problems:
         """List what does not suit a target of these sizes, each with a remedy."""
 
     def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:

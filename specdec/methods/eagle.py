@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from specdec.command.settings import as_options, list_given, name_flag, setting
-from specdec.errors import UsageError, raise_problems
+from specdec.errors import Problems, UsageError
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_HEAD_SIZE, MAX_MODULES, MAX_SIZE
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import find_scaling_problems
@@ -96,17 +96,13 @@ class EagleNet:
         heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
         expected = f"a divisor of {key}.num_attention_heads={heads}"
         check(f"{key}.num_key_value_heads", kv_heads, expected, is_good=heads % kv_heads == 0)
-        raise_problems(
-            [
-                (f"{key}: {fact}", remedy)
-                for fact, remedy in find_scaling_problems(
-                    values["rotary_scaling"],
-                    rotary_size=values["head_size"],
-                    rotary_base=values["rotary_base"],
-                    max_positions=values["max_position_embeddings"],
-                )
-            ]
+        problems = find_scaling_problems(
+            values["rotary_scaling"],
+            rotary_size=values["head_size"],
+            rotary_base=values["rotary_base"],
+            max_positions=values["max_position_embeddings"],
         )
+        Problems((f"{key}: {fact}", remedy) for fact, remedy in problems).raise_all()
         return cls(**values)
 
 
@@ -187,34 +183,28 @@ class EagleParams(SizedTree):
         """Most draft tokens that one verify step can accept."""
         return min(self.num_eagle_layers, self.max_draft_len)
 
-    def find_problems(
-        self, *, hidden_size: int, vocab_size: int, tp_size: int
-    ) -> list[tuple[str, str]]:
+    def find_problems(self, *, hidden_size: int, vocab_size: int, tp_size: int) -> Problems:
         """List what does not suit a target of these sizes, each with a remedy."""
-        problems = []
+        problems = Problems()
         remedy = "use the EAGLE drafter that was trained for this target"
         sizes = [("vocab_size", self.net.vocab_size, vocab_size)]
         if self.eagle3 is None:
             sizes.append(("hidden_size", self.net.hidden_size, hidden_size))
         for name, ours, targets in sizes:
             if ours != targets:
-                problems.append(
-                    (f"the EAGLE drafter's {name} is {ours}, the target's {targets}", remedy)
+                problems.add(
+                    f"the EAGLE drafter's {name} is {ours}, the target's {targets}", remedy
                 )
         if self.draft_vocab_size > vocab_size == self.net.vocab_size:
-            problems.append(
-                (
-                    f"the EAGLE drafter's draft_vocab_size={self.draft_vocab_size} exceeds the"
-                    f" target's vocab_size={vocab_size}",
-                    remedy,
-                )
+            problems.add(
+                f"the EAGLE drafter's draft_vocab_size={self.draft_vocab_size} exceeds the"
+                f" target's vocab_size={vocab_size}",
+                remedy,
             )
         if uneven := self.net.find_uneven(tp_size):
-            problems.append(
-                (
-                    f"the EAGLE drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
-                    "use a tp_size that divides them",
-                )
+            problems.add(
+                f"the EAGLE drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
+                "use a tp_size that divides them",
             )
         return problems
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from specdec.command.settings import as_options, setting
+from specdec.errors import Problems
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import Shard, TensorSpec
@@ -45,19 +46,15 @@ class MedusaParams(SizedTree):
         """Most draft tokens that one verify step can accept."""
         return min(self.num_heads, self.max_draft_len)
 
-    def find_problems(
-        self, *, hidden_size: int, vocab_size: int, tp_size: int
-    ) -> list[tuple[str, str]]:
+    def find_problems(self, *, hidden_size: int, vocab_size: int, tp_size: int) -> Problems:
         """List what does not suit a target of these sizes, each with a remedy."""
         if hidden_size % tp_size and self.num_layers:
-            return [
-                (
-                    f"the Medusa heads' hidden_size={hidden_size} does not split over"
-                    f" tp_size={tp_size}",
-                    "use a tp_size that divides it",
-                )
-            ]
-        return []
+            return Problems().add(
+                f"the Medusa heads' hidden_size={hidden_size} does not split over"
+                f" tp_size={tp_size}",
+                "use a tp_size that divides it",
+            )
+        return Problems()
 
     def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
         """Every tensor of the heads, whole, by canonical name; all split on dimension 0."""

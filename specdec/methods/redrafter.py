@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from specdec.command.settings import setting
+from specdec.errors import Problems
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import Shard, TensorSpec
@@ -62,34 +63,26 @@ class ReDrafterParams:
             f" = {self.max_draft_tokens}"
         )
 
-    def find_problems(
-        self, *, hidden_size: int, vocab_size: int, tp_size: int
-    ) -> list[tuple[str, str]]:
+    def find_problems(self, *, hidden_size: int, vocab_size: int, tp_size: int) -> Problems:
         """List what does not suit a target of these sizes, each with a remedy."""
         if self.hidden_size != hidden_size:
-            return [
-                (
-                    f"the drafter's hidden_size={self.hidden_size} differs from the target's"
-                    f" {hidden_size}",
-                    "use the drafter that was trained for this target",
-                )
-            ]
-        problems = []
+            return Problems().add(
+                f"the drafter's hidden_size={self.hidden_size} differs from the target's"
+                f" {hidden_size}",
+                "use the drafter that was trained for this target",
+            )
+        problems = Problems()
         sizes = {"hidden_size": hidden_size if self.is_rnn else 0, "exit_dim": self.exit_dim}
         uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
         if uneven:
-            problems.append(
-                (
-                    f"the drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
-                    "use a tp_size that divides them",
-                )
+            problems.add(
+                f"the drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
+                "use a tp_size that divides them",
             )
         if self.num_beams > vocab_size:
-            problems.append(
-                (
-                    f"num_beams={self.num_beams} exceeds vocab_size={vocab_size}",
-                    "convert again with fewer beams",
-                )
+            problems.add(
+                f"num_beams={self.num_beams} exceeds vocab_size={vocab_size}",
+                "convert again with fewer beams",
             )
         return problems
 

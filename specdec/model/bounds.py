@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec.errors import raise_problems
+from specdec.errors import Problems
 
 MAX_MODULES = 1000  # layers of a model, layers and heads of a drafter: each is a list of tensors
 MAX_RANKS = 1024
@@ -33,12 +33,12 @@ def check_model_sizes(config: Mapping[str, Any], where: object) -> None:
 
     For what transformers is to load: it makes every layer before it looks at the weights.
     """
-    raise_problems(
-        [
-            (f"{where}: {name} is {value}, more than {most}", "copy the model's config.json again")
-            for name, value, most in _find_large(config)
-        ]
-    )
+    problems = Problems()
+    for name, value, most in _find_large(config):
+        problems.add(
+            f"{where}: {name} is {value}, more than {most}", "copy the model's config.json again"
+        )
+    problems.raise_all()
 
 
 def _find_large(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int, int]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, raise_problems, suggest
+from specdec.errors import Problems, SpecDecError, suggest
 from specdec.files.folders import CHECKPOINT, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
@@ -67,7 +67,7 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
         "max_position_embeddings": int, "dtype": str,
     }  # fmt: skip
     values: dict[str, Any] = {}
-    problems = []
+    problems = Problems()
     defaults = _list_defaults(config, ARCHITECTURES[base])
     for name, kind in required.items():
         value = config.get(name)
@@ -75,11 +75,11 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or isinstance(value, bool):
-            problems.append(
-                (f"checkpoint config: {name} is {value!r}", f"give {name} as {kind.__name__}")
+            problems.add(
+                f"checkpoint config: {name} is {value!r}", f"give {name} as {kind.__name__}"
             )
         values[name] = value
-    raise_problems(problems)
+    problems.raise_all()
     heads = values["num_attention_heads"]
     optional: dict[str, tuple[type | tuple[type, ...], Any]] = {
         "num_key_value_heads": (int, heads),
@@ -100,19 +100,17 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
         value = config.get(name)
         is_stray_bool = isinstance(value, bool) and kinds is not bool
         if value is not None and (is_stray_bool or not isinstance(value, kinds)):
-            problems.append((f"checkpoint config: {name} is {value!r}", "mend the key"))
+            problems.add(f"checkpoint config: {name} is {value!r}", "mend the key")
         values[name] = default if value is None else value
     problems += _find_lost_rotary(config, ARCHITECTURES[base])
-    raise_problems(problems)
+    problems.raise_all()
     model = ModelConfig(architecture=base, tp_size=tp_size, pp_size=pp_size, **values)
-    raise_problems(model.find_problems())
+    model.find_problems().raise_all()
     drafter = method.params.from_checkpoint(config) if method and method.params else None
     if drafter:
-        raise_problems(
-            drafter.find_problems(
-                hidden_size=model.hidden_size, vocab_size=model.vocab_size, tp_size=model.tp_size
-            )
-        )
+        drafter.find_problems(
+            hidden_size=model.hidden_size, vocab_size=model.vocab_size, tp_size=model.tp_size
+        ).raise_all()
     return CheckpointConfig(
         model=model,
         method=method,
@@ -122,21 +120,19 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     )
 
 
-def _find_lost_rotary(config: Mapping[str, Any], arithmetic: Architecture) -> list[tuple[str, str]]:
+def _find_lost_rotary(config: Mapping[str, Any], arithmetic: Architecture) -> Problems:
     """ModelOpt under transformers 5 loses both rotary keys; every loader then takes 10000."""
     producer = config.get("producer")
     is_modelopt = isinstance(producer, dict) and producer.get("name") == "modelopt"
     is_lost = arithmetic.positions == "rotary" and config.get("rotary_base") is None
     if not is_modelopt or not is_lost:
-        return []
-    return [
-        (
-            "checkpoint config: rotary_base is missing, as ModelOpt leaves it out under"
-            " transformers 5, and rotary_scaling with it",
-            "add rotary_base and rotary_scaling to the checkpoint's config.json: rope_theta and"
-            " rope_scaling of the model's own config.json (null where it has none)",
-        )
-    ]
+        return Problems()
+    return Problems().add(
+        "checkpoint config: rotary_base is missing, as ModelOpt leaves it out under"
+        " transformers 5, and rotary_scaling with it",
+        "add rotary_base and rotary_scaling to the checkpoint's config.json: rope_theta and"
+        " rope_scaling of the model's own config.json (null where it has none)",
+    )
 
 
 def _list_defaults(config: Mapping[str, Any], arithmetic: Architecture) -> dict[str, Any]:

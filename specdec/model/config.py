@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from specdec.errors import shorten
+from specdec.errors import Problems, shorten
 from specdec.model.architectures import ARCHITECTURES, Architecture
 from specdec.model.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
 from specdec.model.rotary_scaling import find_scaling_problems
@@ -89,10 +89,10 @@ class ModelConfig:
         """K/V heads of one rank; fewer heads than ranks are duplicated."""
         return max(1, self.num_key_value_heads // self.tp_size)
 
-    def find_scaling_problems(self) -> list[tuple[str, str]]:
+    def find_scaling_problems(self) -> Problems:
         """List what is wrong with the rotary scaling, each with a remedy."""
         if self.arithmetic.positions != "rotary":
-            return []
+            return Problems()
         return find_scaling_problems(
             self.rotary_scaling,
             rotary_size=self.rotary_size,
@@ -101,41 +101,37 @@ class ModelConfig:
             original_positions=self.original_max_position_embeddings,
         )
 
-    def find_problems(self) -> list[tuple[str, str]]:
+    def find_problems(self) -> Problems:
         """List what is inconsistent, each with a remedy."""
-        problems = []
+        problems = Problems()
         if self.dtype not in FLOAT_DTYPES:
-            problems.append((f"dtype {self.dtype!r}", f"use one of {', '.join(FLOAT_DTYPES)}"))
+            problems.add(f"dtype {self.dtype!r}", f"use one of {', '.join(FLOAT_DTYPES)}")
         for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
             if value is not None and value < least:
-                problems.append((f"{name}={value}", f"{name} must be at least {least}"))
+                problems.add(f"{name}={value}", f"{name} must be at least {least}")
             elif value is not None and value > most:
                 fact = f"{name}={shorten(value)} is more than {most}"
-                problems.append((fact, "no model has that: copy its config.json again"))
+                problems.add(fact, "no model has that: copy its config.json again")
         for name in ("norm_epsilon", "rotary_base"):
             if not 0 < getattr(self, name) < math.inf:
-                problems.append((f"{name}={getattr(self, name)}", f"{name} must be positive"))
+                problems.add(f"{name}={getattr(self, name)}", f"{name} must be positive")
         if self.embedding_sharding_dim not in (0, 1):
-            problems.append((f"embedding_sharding_dim={self.embedding_sharding_dim}", "use 0 or 1"))
+            problems.add(f"embedding_sharding_dim={self.embedding_sharding_dim}", "use 0 or 1")
         if not 0 < self.rotary_pct <= 1:
-            problems.append((f"rotary_pct={self.rotary_pct}", "give a number above 0, at most 1"))
+            problems.add(f"rotary_pct={self.rotary_pct}", "give a number above 0, at most 1")
         if self.share_embedding_table and self.use_parallel_embedding:
             if self.embedding_sharding_dim == 1 and self.tp_size > 1:
-                problems.append(
-                    (
-                        "share_embedding_table with embedding_sharding_dim=1: a rank's columns of"
-                        " the embedding are no part of the head",
-                        "use embedding_sharding_dim 0, or store the head",
-                    )
+                problems.add(
+                    "share_embedding_table with embedding_sharding_dim=1: a rank's columns of"
+                    " the embedding are no part of the head",
+                    "use embedding_sharding_dim 0, or store the head",
                 )
         if self.share_embedding_table and self.pp_size > 1:
-            problems.append(
-                (
-                    f"share_embedding_table with pp_size={self.pp_size}: the last stage, which has"
-                    " the head, has no embedding",
-                    "store the head, or use pp_size 1",
-                )
+            problems.add(
+                f"share_embedding_table with pp_size={self.pp_size}: the last stage, which has"
+                " the head, has no embedding",
+                "store the head, or use pp_size 1",
             )
         if problems:
             return problems
@@ -143,45 +139,35 @@ class ModelConfig:
             self.num_attention_heads, self.num_key_value_heads, self.tp_size
         )  # fmt: skip
         if heads % kv_heads:
-            problems.append(
-                (
-                    f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}",
-                    "check the source model's config.json",
-                )
+            problems.add(
+                f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}",
+                "check the source model's config.json",
             )
         usable = [n for n in (1, 2, 3, 4, 6, 8, 16) if self._splits(n)]
         if not self._splits(tp_size):
-            problems.append(
-                (
-                    f"num_attention_heads={heads}, num_key_value_heads={kv_heads},"
-                    f" intermediate_size={self.intermediate_size}, hidden_size={self.hidden_size}"
-                    f" do not split over tp_size={tp_size}",
-                    f"use a tp_size of {', '.join(map(str, usable))}",
-                )
+            problems.add(
+                f"num_attention_heads={heads}, num_key_value_heads={kv_heads},"
+                f" intermediate_size={self.intermediate_size}, hidden_size={self.hidden_size}"
+                f" do not split over tp_size={tp_size}",
+                f"use a tp_size of {', '.join(map(str, usable))}",
             )
         if self.arithmetic.positions == "rotary" and self.rotary_size % 2:
-            problems.append(
-                (
-                    f"head_size={self.head_size} with rotary_pct={self.rotary_pct} rotates"
-                    f" {self.rotary_size} dimensions, which is odd",
-                    "rotary embedding needs pairs",
-                )
+            problems.add(
+                f"head_size={self.head_size} with rotary_pct={self.rotary_pct} rotates"
+                f" {self.rotary_size} dimensions, which is odd",
+                "rotary embedding needs pairs",
             )
         problems += self.find_scaling_problems()
         if self.hidden_act not in self.arithmetic.activations:
-            problems.append(
-                (
-                    f"hidden_act={self.hidden_act!r} is not known for {self.architecture}",
-                    f"the known ones are {', '.join(self.arithmetic.activations)}",
-                )
+            problems.add(
+                f"hidden_act={self.hidden_act!r} is not known for {self.architecture}",
+                f"the known ones are {', '.join(self.arithmetic.activations)}",
             )
         if self.num_hidden_layers % self.pp_size:
-            problems.append(
-                (
-                    f"num_hidden_layers={self.num_hidden_layers} does not split over"
-                    f" pp_size={self.pp_size}",
-                    "use a pp_size that divides it",
-                )
+            problems.add(
+                f"num_hidden_layers={self.num_hidden_layers} does not split over"
+                f" pp_size={self.pp_size}",
+                "use a pp_size that divides it",
             )
         return problems
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from specdec.errors import join_names
+from specdec.errors import Problems, join_names
 from specdec.files.tensor_file import TensorInfo
 from specdec.methods import DrafterParams
 from specdec.model.checkpoint import CheckpointConfig
@@ -105,9 +105,7 @@ def compare_tensors(
     return Inventory(kept=kept, scales=scales, missing=missing, wrong=wrong, unread=unread)
 
 
-def find_rank_files(
-    folder: Path, num_ranks: int, because: str
-) -> tuple[list[Path], list[tuple[str, str]]]:
+def find_rank_files(folder: Path, num_ranks: int, because: str) -> tuple[list[Path], Problems]:
     """Return the files of the ranks that are there, and what is wrong with the set of them.
 
     because: what makes it that many, in the words of a message.
@@ -117,17 +115,15 @@ def find_rank_files(
     wanted = [f"rank{rank}.safetensors" for rank in range(min(num_ranks, len(present) + 10))]
     absent = [name for name in wanted if name not in present]
     surplus = sorted(present - set(wanted))
-    problems = []
+    problems = Problems()
     if absent:
-        problems.append(
-            (f"{folder} has {because} but lacks {join_names(absent)}", "copy the folder again")
+        problems.add(
+            f"{folder} has {because} but lacks {join_names(absent)}", "copy the folder again"
         )
     if surplus:
-        problems.append(
-            (
-                f"{folder} has {because} but also holds {join_names(surplus)}",
-                "its config.json belongs to another conversion: copy the folder again",
-            )
+        problems.add(
+            f"{folder} has {because} but also holds {join_names(surplus)}",
+            "its config.json belongs to another conversion: copy the folder again",
         )
     return [folder / name for name in wanted if name in present], problems
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.errors import shorten, suggest
+from specdec.errors import Problems, shorten, suggest
 
 # Kind -> keys that it must have, keys that it may have.
 SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -55,26 +55,24 @@ def find_scaling_problems(
     rotary_base: float,
     max_positions: int,
     original_positions: int | None = None,
-) -> list[tuple[str, str]]:
+) -> Problems:
     """What is wrong with a scaling, with a remedy; nothing where there is none.
 
     rotary_size: rotated dimensions of a head. original_positions: the length at which longrope
     switches, where config.json has it beside the scaling.
     """
     if not scaling:
-        return []
+        return Problems()
     kinds = list_kinds(scaling)
     if len(kinds) > 1:
         given = " and ".join(f"{key} {shorten(scaling[key])}" for key in TYPE_KEYS)
-        return [(f"rotary scaling has {given}, which disagree", "remove the wrong one")]
+        return Problems().add(f"rotary scaling has {given}, which disagree", "remove the wrong one")
     kind = get_kind(scaling)
     if not isinstance(kind, str) or kind not in SCALINGS:
-        return [
-            (
-                f"rotary scaling {shorten(kind)} is not supported{suggest(str(kind), [*SCALINGS])}",
-                f"the supported kinds are {', '.join(SCALINGS)}",
-            )
-        ]
+        return Problems().add(
+            f"rotary scaling {shorten(kind)} is not supported{suggest(str(kind), [*SCALINGS])}",
+            f"the supported kinds are {', '.join(SCALINGS)}",
+        )
     required, optional = SCALINGS[kind]
     given_keys = {key for key, value in scaling.items() if value is not None}
     missing = [key for key in required if key not in given_keys]
@@ -91,14 +89,12 @@ def find_scaling_problems(
         positions = (max_positions, original_positions)
         facts = _find_contradictions(kind, scaling, rotary_size, rotary_base, positions)
     if not facts:
-        return []
+        return Problems()
     keys = ", ".join((*required, *optional)) or "none"
-    return [
-        (
-            f"rotary scaling {kind!r} has {'; '.join(facts)}",
-            f"its keys are {keys}; copy the model's config.json again, or mend it",
-        )
-    ]
+    return Problems().add(
+        f"rotary scaling {kind!r} has {'; '.join(facts)}",
+        f"its keys are {keys}; copy the model's config.json again, or mend it",
+    )
 
 
 def _find_fault(key: str, value: Any, num_pairs: int) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, raise_problems
+from specdec.errors import Problems, SpecDecError
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.reading import read_json
 from specdec.methods import METHODS, find_mode
@@ -141,10 +141,10 @@ def read_engine_folder(folder: Path) -> EngineFolder:
         ("draft tokens a step", engine.max_draft_len, MAX_DRAFT_TOKENS),
     ):
         if number > most:
-            reader.problems.append(
-                (f"{path}: {what} are {number}, more than {most}", "build the engine again")
+            reader.problems.add(
+                f"{path}: {what} are {number}, more than {most}", "build the engine again"
             )
-    raise_problems(reader.problems)
+    reader.problems.raise_all()
     missing = [f"rank{r}.engine" for r in range(engine.world_size)]
     missing = [name for name in missing if not (folder / name).is_file()]
     if missing:
@@ -178,7 +178,7 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.problems: list[tuple[str, str]] = []
+        self.problems = Problems()
 
     def get(self, document: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
         """Return the value of a dotted name's last part, or a default and note the problem."""
@@ -186,8 +186,8 @@ class _Reader:
         is_huge = isinstance(value, int) and not 0 <= value <= MAX_SIZE
         if type(value) is kind and not is_huge:
             return value
-        self.problems.append(
-            (f"{self.path}: {name} is {value!r}", "build the engine again with trtllm-build")
+        self.problems.add(
+            f"{self.path}: {name} is {value!r}", "build the engine again with trtllm-build"
         )
         return default
 
@@ -196,11 +196,9 @@ class _Reader:
         number = self.get(build, "build_config.speculative_decoding_mode", int, 1)
         known = {n: name for name, n in load_facts(DEFAULT_LABEL).modes.items()}
         if number not in known:
-            self.problems.append(
-                (
-                    f"{self.path}: speculative_decoding_mode is {number}",
-                    f"the known ones are {', '.join(f'{n} {name}' for n, name in known.items())}",
-                )
+            self.problems.add(
+                f"{self.path}: speculative_decoding_mode is {number}",
+                f"the known ones are {', '.join(f'{n} {name}' for n, name in known.items())}",
             )
         name = known.get(number, "none")
         return None if name == "none" else name
@@ -220,11 +218,9 @@ class _Reader:
             return int(self.get(pretrained, f"{section}.max_draft_len", int, 0))
         found = int(self.get(build, "build_config.max_draft_len", int, 0))
         if found < 1:
-            self.problems.append(
-                (
-                    f"{self.path}: build_config.max_draft_len is {found}, which TensorRT-LLM's"
-                    f" runtime refuses for {mode}",
-                    "build the engine again with --max-draft-len",
-                )
+            self.problems.add(
+                f"{self.path}: build_config.max_draft_len is {found}, which TensorRT-LLM's"
+                f" runtime refuses for {mode}",
+                "build the engine again with --max-draft-len",
             )
         return found

@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from specdec.command.settings import (
     check_value,
     get_flags,
+    name_flag,
     read_recipe,
     require,
     resolve_settings,
     setting,
     to_plain,
 )
-from specdec.errors import SpecDecError, UsageError, raise_problems, suggest
+from specdec.command.stages import STAGES, load_command
+from specdec.errors import Problems, SpecDecError, UsageError, suggest
+from specdec.train.generation.settings import DataSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,12 +147,45 @@ def test_require_names_every_missing_flag() -> None:
         require(ToySettings(), "output_dir", "texts", "max_len")
 
 
+def test_a_required_field_need_not_be_named() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Strict(ToySettings):
+        input_dir: Path = setting(help="from", kind="path", required=True)
+
+    require(Strict(input_dir=Path("a")))
+    with pytest.raises(UsageError, match="missing --input-dir$"):
+        require(Strict())
+    with pytest.raises(UsageError, match="missing --output-dir, --input-dir$"):
+        require(Strict(), "output_dir")
+
+
+def list_required() -> list[tuple[str, str]]:
+    """Each command with the fields that its settings declare as required."""
+    kinds = {name: load_command(name).settings_class for name in STAGES}
+    kinds["train data"] = DataSettings
+    return [
+        (name, field)
+        for name, kind in kinds.items()
+        for field, (flag, _) in get_flags(kind).items()
+        if flag.required
+    ]
+
+
+@pytest.mark.parametrize(("command", "field"), list_required())
+def test_every_command_checks_what_it_declares_as_required(command: str, field: str) -> None:
+    """Its types say that the field is never None."""
+    name, *words = command.split()
+    caught = CliRunner().invoke(load_command(name), words)
+    assert isinstance(caught.exception, UsageError)
+    assert name_flag(field) in caught.exception.message.removeprefix("missing ").split(", ")
+
+
 def test_problems_are_reported_together() -> None:
-    raise_problems([])
+    Problems([]).raise_all()
     with pytest.raises(SpecDecError, match="^one$"):
-        raise_problems([("one", "do this")])
+        Problems([("one", "do this")]).raise_all()
     with pytest.raises(SpecDecError) as caught:
-        raise_problems([("one", "do this"), ("two", "do that")])
+        Problems([("one", "do this"), ("two", "do that")]).raise_all()
     assert caught.value.message == "2 problems: (1) one; (2) two"
     assert caught.value.hint == "(1) do this; (2) do that"
 

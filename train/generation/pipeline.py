@@ -43,7 +43,6 @@ R = TypeVar("R")
 def regenerate_data(settings: DataSettings) -> dict[str, Any]:
     """Let the target answer every row of the input; write the output and return the counts."""
     check_settings(settings)
-    assert settings.output is not None
     source = open_source(settings)
     facts = {name: getattr(settings, name) for name in FACTS} | {"input": source.facts["sha256"]}
     if settings.engine_dir is not None:
@@ -77,7 +76,7 @@ def regenerate_data(settings: DataSettings) -> dict[str, Any]:
 
 def check_settings(settings: DataSettings) -> None:
     """Raise for what can be seen to be wrong before anything is read."""
-    require(settings, "input", "output")
+    require(settings)
     given = [n for n in (*SERVER_FLAGS, *ENGINE_FLAGS) if getattr(settings, n) is not None]
     is_engine = settings.engine_dir is not None
     if not given or set(given) - set(ENGINE_FLAGS if is_engine else SERVER_FLAGS):
@@ -95,14 +94,13 @@ def check_settings(settings: DataSettings) -> None:
     if settings.resume and settings.force:
         raise UsageError("--resume and --force are both given", "continue, or start anew")
     output = settings.output
-    assert output is not None
     if output.suffix != ".jsonl":
         raise UsageError(f"--output is {output}", "name a .jsonl file, as specdec-train takes it")
     if not output.parent.is_dir():
         raise SpecDecError(f"{output.parent} is not a folder", "make it, or name another output")
     if output.exists() and not settings.force:
         raise SpecDecError(f"{output} exists", "name another file, or replace it with --force")
-    if settings.input is not None and output.resolve() == Path(settings.input).resolve():
+    if output.resolve() == Path(settings.input).resolve():
         raise UsageError("--output is the input", "name another file")
 
 
@@ -247,7 +245,6 @@ def finish(
 ) -> None:
     """Write failures, output and manifest; raise SpecDecError where rows failed that may not."""
     output = settings.output
-    assert output is not None
     failed_path = output.with_suffix(".failed.jsonl")
     failed_path.unlink(missing_ok=True)
     failures = [journal.failures[index] for index in sorted(journal.failures)]

@@ -65,7 +65,6 @@ class Source:
 def open_source(settings: DataSettings) -> Source:
     """Find the input: a file, or else a dataset of the Hub."""
     name = settings.input
-    assert name is not None
     path = Path(name)
     if not path.is_file() and path.suffix not in SUFFIXES:
         source = _load_dataset(name, settings.dataset_split)

@@ -12,14 +12,16 @@ from specdec.command.settings import setting
 class DataSettings:
     """What `specdec-train data` takes."""
 
-    input: str | None = setting(
+    input: str = setting(
+        required=True,
         help="Conversations or prompts: FILE.jsonl, FILE.json, FILE.txt (a prompt a line), or the"
         " Hub id of a dataset.",
         metavar="FILE|DATASET",
     )
-    output: Path | None = setting(
-        help="The data with the target's own answers.", kind="path", metavar="FILE.jsonl"
-    )
+    output: Path = setting(
+        required=True, kind="path", metavar="FILE.jsonl",
+        help="The data with the target's own answers.",
+    )  # fmt: skip
     base_url: str | None = setting(
         help="An OpenAI-compatible server of the target, such as http://127.0.0.1:8000/v1; a key"
         " is taken from OPENAI_API_KEY.",

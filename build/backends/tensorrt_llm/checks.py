@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.engine.layout import count_positions
-from specdec.errors import join_names, suggest
+from specdec.errors import Problems, join_names, suggest
 from specdec.files.tensor_file import TensorFile
 from specdec.methods.eagle import EAGLE3_ARCHITECTURE
 from specdec.model.checkpoint import CheckpointConfig
@@ -21,8 +21,6 @@ from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
 from specdec.trtllm.facts import LABELS, Facts, load_facts
 
 from .record import Record, deduce_max_seq_len
-
-Problems = list[tuple[str, str]]
 
 LOOKAHEAD, EXTERNAL, REDRAFTER = (
     "lookahead_decoding", "draft_tokens_external", "explicit_draft_tokens",
@@ -64,51 +62,41 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
     """What the line's loader makes of the checkpoint's config.json."""
     raw, label = checkpoint.raw, facts.label
     architecture = raw["architecture"]
-    problems: Problems = []
+    problems = Problems()
     if architecture == EAGLE3_ARCHITECTURE:
-        problems.append(
-            (
-                "the checkpoint holds an EAGLE-3 drafter, which TensorRT-LLM's engines have not",
-                "use --backend torch, or EAGLE-1 heads",
-            )
+        problems.add(
+            "the checkpoint holds an EAGLE-3 drafter, which TensorRT-LLM's engines have not",
+            "use --backend torch, or EAGLE-1 heads",
         )
     elif architecture not in facts.architectures:
         others = [other for other in LABELS if architecture in load_facts(other).architectures]
-        problems.append(
-            (
-                f"TensorRT-LLM {label} knows no architecture {architecture!r}"
-                f"{suggest(architecture, facts.architectures)}",
-                f"convert it with --trtllm-version {label}"
-                + (f", or build it for {others[0]}" if others else ""),
-            )
+        problems.add(
+            f"TensorRT-LLM {label} knows no architecture {architecture!r}"
+            f"{suggest(architecture, facts.architectures)}",
+            f"convert it with --trtllm-version {label}"
+            + (f", or build it for {others[0]}" if others else ""),
         )
     for section, known in (
         ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys),
     ):  # fmt: skip
         unknown = sorted(set(raw.get(section) or {}) - set(known) - {"rank"})
         if unknown:
-            problems.append(
-                (
-                    f"the checkpoint's {section} has {join_names(unknown)}, which the loader of"
-                    f" TensorRT-LLM {label} fails on",
-                    f"convert it with --trtllm-version {label}",
-                )
+            problems.add(
+                f"the checkpoint's {section} has {join_names(unknown)}, which the loader of"
+                f" TensorRT-LLM {label} fails on",
+                f"convert it with --trtllm-version {label}",
             )
     if "qwen" in architecture.lower() and not raw.get("qwen_type"):
-        problems.append(
-            (
-                f"the checkpoint is {architecture} and its config.json has no qwen_type, without"
-                " which the engine cannot be run",
-                "convert it again, or add qwen_type",
-            )
+        problems.add(
+            f"the checkpoint is {architecture} and its config.json has no qwen_type, without"
+            " which the engine cannot be run",
+            "convert it again, or add qwen_type",
         )
     if raw.get("logits_dtype", "float32") not in ("float16", "float32"):
-        problems.append(
-            (
-                f"logits_dtype is {raw['logits_dtype']!r}, the engine's reader takes float16 and"
-                " float32",
-                "give --logits-dtype float32",
-            )
+        problems.add(
+            f"logits_dtype is {raw['logits_dtype']!r}, the engine's reader takes float16 and"
+            " float32",
+            "give --logits-dtype float32",
         )
     return problems
 
@@ -119,55 +107,43 @@ def find_mode_problems(
     """Whether the speculation mode, the draft length and the checkpoint belong together."""
     drafter, own = checkpoint.drafter, checkpoint.mode
     mode = own or wanted
-    problems: Problems = []
+    problems = Problems()
     if own is not None and checkpoint.method is not None and wanted not in (None, own):
-        problems.append(
-            (
-                f"--speculative-decoding-mode {wanted} does not fit a {checkpoint.method.name}"
-                f" checkpoint ({own})",
-                "leave the flag out",
-            )
+        problems.add(
+            f"--speculative-decoding-mode {wanted} does not fit a {checkpoint.method.name}"
+            f" checkpoint ({own})",
+            "leave the flag out",
         )
     if own is None and wanted is not None and wanted not in PLAIN_MODES:
-        problems.append(
-            (
-                f"--speculative-decoding-mode {wanted} needs a checkpoint with a drafter, this one"
-                f" is plain; trtllm-build would not notice",
-                "convert the target with its drafter, or leave the flag out",
-            )
+        problems.add(
+            f"--speculative-decoding-mode {wanted} needs a checkpoint with a drafter, this one"
+            f" is plain; trtllm-build would not notice",
+            "convert the target with its drafter, or leave the flag out",
         )
     if mode is not None and mode not in facts.modes:
-        problems.append(
-            (
-                f"TensorRT-LLM {facts.label} has no mode {mode}",
-                "its modes are " + ", ".join(name for name in facts.modes if name != "none"),
-            )
+        problems.add(
+            f"TensorRT-LLM {facts.label} has no mode {mode}",
+            "its modes are " + ", ".join(name for name in facts.modes if name != "none"),
         )
     if drafter is not None and draft_len not in (None, drafter.max_draft_tokens):
-        problems.append(
-            (
-                f"--max-draft-len {draft_len} contradicts the checkpoint: "
-                f"{drafter.draft_len_source}; the engine would take one number to build and"
-                " another to run",
-                "leave the flag out",
-            )
+        problems.add(
+            f"--max-draft-len {draft_len} contradicts the checkpoint: "
+            f"{drafter.draft_len_source}; the engine would take one number to build and"
+            " another to run",
+            "leave the flag out",
         )
     if drafter is None and mode in PLAIN_MODES and not draft_len:
-        problems.append(
-            (
-                f"--speculative-decoding-mode {mode} with max_draft_len 0: trtllm-build would build"
-                " it, and the run refuse it",
-                "give --max-draft-len, for example 10" if mode == EXTERNAL else
-                "give --max-draft-len, for lookahead's [W,N,G] exactly (W + G) (N - 1) - 1",
-            )
+        problems.add(
+            f"--speculative-decoding-mode {mode} with max_draft_len 0: trtllm-build would build"
+            " it, and the run refuse it",
+            "give --max-draft-len, for example 10" if mode == EXTERNAL else
+            "give --max-draft-len, for lookahead's [W,N,G] exactly (W + G) (N - 1) - 1",
         )  # fmt: skip
     if drafter is None and mode is None and draft_len:
-        problems.append(
-            (
-                f"--max-draft-len {draft_len} without a mode: the engine would get inputs for"
-                " drafts that nothing fills",
-                f"leave it out, or add --speculative-decoding-mode {EXTERNAL}",
-            )
+        problems.add(
+            f"--max-draft-len {draft_len} without a mode: the engine would get inputs for"
+            " drafts that nothing fills",
+            f"leave it out, or add --speculative-decoding-mode {EXTERNAL}",
         )
     return problems
 
@@ -175,39 +151,33 @@ def find_mode_problems(
 def find_method_problems(build: Build) -> Problems:
     """What each mode of speculation needs besides."""
     values, given, mode, model = build.values, build.given, build.mode, build.checkpoint.model
-    problems: Problems = []
+    problems = Problems()
     paged = "use_paged_context_fmha"
     if mode == EXTERNAL and not build.record.is_on(paged):
         why = build.record.reasons.get(paged, f"the line {build.label} has it off unless told")
-        problems.append(
-            (
-                "draft_tokens_external without paged context FMHA: the KV cache's blocks cannot be"
-                f" reused, and each step would compute the whole prompt again ({why})",
-                "give --use-paged-context-fmha enable, for the draft model's engine too",
-            )
+        problems.add(
+            "draft_tokens_external without paged context FMHA: the KV cache's blocks cannot be"
+            f" reused, and each step would compute the whole prompt again ({why})",
+            "give --use-paged-context-fmha enable, for the draft model's engine too",
         )
     if mode == REDRAFTER and model.vocab_size % model.tp_size:
-        problems.append(
-            (
-                f"vocab_size={model.vocab_size} does not divide by tp_size={model.tp_size}: the"
-                " runtime pads the drafts' logits, the engine does not",
-                "convert with a tp_size that divides it",
-            )
+        problems.add(
+            f"vocab_size={model.vocab_size} does not divide by tp_size={model.tp_size}: the"
+            " runtime pads the drafts' logits, the engine does not",
+            "convert with a tp_size that divides it",
         )
     if mode == "eagle":
         for name, limit in (
             ("max_batch_size", MAX_EAGLE_BATCH), ("max_draft_len", MAX_EAGLE_DRAFT),
         ):  # fmt: skip
             if values[name] > limit:
-                problems.append(
-                    (f"{name}={values[name]} with EAGLE", f"use {dash(name)} {limit} or less")
+                problems.add(
+                    f"{name}={values[name]} with EAGLE", f"use {dash(name)} {limit} or less"
                 )
         if given.get(paged) == "disable":
-            problems.append(
-                (
-                    f"{dash(paged)} disable with EAGLE, which trtllm-build would turn on again",
-                    f"leave {dash(paged)} out",
-                )
+            problems.add(
+                f"{dash(paged)} disable with EAGLE, which trtllm-build would turn on again",
+                f"leave {dash(paged)} out",
             )
     return problems
 
@@ -215,40 +185,34 @@ def find_method_problems(build: Build) -> Problems:
 def find_quantization_problems(build: Build) -> Problems:
     """Combinations of quantization and attention that 0.14 refuses; 1.x bends them instead."""
     quantization = build.checkpoint.quantization
-    problems: Problems = []
+    problems = Problems()
     if build.label != "0.14" or not build.record.is_on("use_paged_context_fmha"):
         return problems
     cache = quantization.kv_cache_quant_algo
     if cache == "FP8" and quantization.quant_algo != "FP8":
-        problems.append(
-            (
-                "paged context FMHA with an FP8 KV cache needs FP8 weights, these are"
-                f" {quantization.quant_algo or 'not quantized'}",
-                "quantize the weights too, or leave the KV cache unquantized",
-            )
+        problems.add(
+            "paged context FMHA with an FP8 KV cache needs FP8 weights, these are"
+            f" {quantization.quant_algo or 'not quantized'}",
+            "quantize the weights too, or leave the KV cache unquantized",
         )
     if cache == "INT8":
-        problems.append(
-            (
-                "paged context FMHA does not work with an INT8 KV cache",
-                "leave --use-paged-context-fmha out, or quantize the cache to FP8",
-            )
+        problems.add(
+            "paged context FMHA does not work with an INT8 KV cache",
+            "leave --use-paged-context-fmha out, or quantize the cache to FP8",
         )
     return problems
 
 
 def find_bent(build: Build) -> Problems:
     """Typed flags that the engine would record otherwise."""
-    problems: Problems = []
+    problems = Problems()
     for name, reason in build.record.reasons.items():
         if name not in build.given or name == "max_seq_len":
             continue
         typed, recorded = build.given[name], build.values[name]
-        problems.append(
-            (
-                f"{dash(name)} {typed} would quietly become {recorded}: {reason}",
-                f"leave {dash(name)} out, or give {dash(name)} {recorded}",
-            )
+        problems.add(
+            f"{dash(name)} {typed} would quietly become {recorded}: {reason}",
+            f"leave {dash(name)} out, or give {dash(name)} {recorded}",
         )
     return problems
 
@@ -259,28 +223,24 @@ def find_length_problems(build: Build) -> Problems:
     positions = count_positions(model)
     asked = given.get("max_seq_len")
     if asked is not None and asked > positions:
-        return [
-            (
-                f"max_seq_len={asked} exceeds the model's {positions} positions",
-                f"use --max-seq-len {positions} or less",
-            )
-        ]
+        return Problems().add(
+            f"max_seq_len={asked} exceeds the model's {positions} positions",
+            f"use --max-seq-len {positions} or less",
+        )
     deduced = deduce_max_seq_len(model, build.label)
     if asked is None and deduced > positions:
         kind = get_kind(model.rotary_scaling or {})
-        return [
-            (
-                f"without --max-seq-len trtllm-build takes {deduced}, the model has {positions}"
-                f" positions (the line {build.label} multiplies by the factor of {kind!r} scaling)",
-                f"give --max-seq-len {positions} or less",
-            )
-        ]
-    return []
+        return Problems().add(
+            f"without --max-seq-len trtllm-build takes {deduced}, the model has {positions}"
+            f" positions (the line {build.label} multiplies by the factor of {kind!r} scaling)",
+            f"give --max-seq-len {positions} or less",
+        )
+    return Problems()
 
 
 def find_tensor_problems(checkpoint: CheckpointConfig, files: list[TensorFile]) -> Problems:
     """Whether every rank's tensors are those that config.json describes; a drafter's type too."""
-    problems: Problems = []
+    problems = Problems()
     dtype = checkpoint.model.dtype
     for rank, file in enumerate(files):
         drafter = {
@@ -289,12 +249,10 @@ def find_tensor_problems(checkpoint: CheckpointConfig, files: list[TensorFile]) 
             and info.dtype not in (dtype, *FLOAT8_STORAGE)
         }  # fmt: skip
         if drafter:
-            problems.append(
-                (
-                    f"{file.path}: the drafter is {join_names(sorted(drafter))}, the model {dtype};"
-                    " an engine computes both in one type",
-                    f"convert the drafter with --dtype {dtype}",
-                )
+            problems.add(
+                f"{file.path}: the drafter is {join_names(sorted(drafter))}, the model {dtype};"
+                " an engine computes both in one type",
+                f"convert the drafter with --dtype {dtype}",
             )
             continue
         found = compare_tensors(
@@ -305,11 +263,9 @@ def find_tensor_problems(checkpoint: CheckpointConfig, files: list[TensorFile]) 
             ("holds what config.json does not describe:", found.unread),
         ):  # fmt: skip
             if names:
-                problems.append(
-                    (
-                        f"{file.path} {what} {join_names(names)}",
-                        "config.json and the tensors must come from one run: convert again",
-                    )
+                problems.add(
+                    f"{file.path} {what} {join_names(names)}",
+                    "config.json and the tensors must come from one run: convert again",
                 )
     return problems
 
@@ -321,75 +277,61 @@ def find_head_problems(
     quantization, head = checkpoint.quantization, "lm_head.weight"
     stored = {file.tensors[head].dtype for file in files if head in file.tensors}
     if quantization.quant_algo is None or not stored:
-        return []
+        return Problems()
     is_quantized = bool(stored & set(FLOAT8_STORAGE))
     if is_quantized and facts.label == "0.14":
-        return [
-            (
-                f"{head} is {join_names(sorted(stored))}: TensorRT-LLM 0.14 takes it in the model's"
-                f" type alone, {checkpoint.model.dtype}",
-                "quantize without the output head, or build for 1.2",
-            )
-        ]
+        return Problems().add(
+            f"{head} is {join_names(sorted(stored))}: TensorRT-LLM 0.14 takes it in the model's"
+            f" type alone, {checkpoint.model.dtype}",
+            "quantize without the output head, or build for 1.2",
+        )
     if not is_quantized and facts.label != "0.14" and quantization.exclude_modules == ():
-        return [
-            (
-                "quantization.exclude_modules is an empty list, which TensorRT-LLM"
-                f" {facts.label} takes literally: it would read {head}, which is"
-                f" {join_names(sorted(stored))}, as {quantization.quant_algo}",
-                'set it to null, which excludes the output head, or to ["lm_head"]',
-            )
-        ]
-    return []
+        return Problems().add(
+            "quantization.exclude_modules is an empty list, which TensorRT-LLM"
+            f" {facts.label} takes literally: it would read {head}, which is"
+            f" {join_names(sorted(stored))}, as {quantization.quant_algo}",
+            'set it to null, which excludes the output head, or to ["lm_head"]',
+        )
+    return Problems()
 
 
 def find_gpu_problems(build: Build, gpus: tuple[Gpu, ...], rank_bytes: int) -> Problems:
     """Whether the GPUs that are here can build the engine."""
     if not gpus:
-        return [
-            (
-                "no GPU is visible, and trtllm-build needs one",
-                "build where nvidia-smi lists a GPU; --dry-run and --emit-script need none",
-            )
-        ]
-    problems: Problems = []
+        return Problems().add(
+            "no GPU is visible, and trtllm-build needs one",
+            "build where nvidia-smi lists a GPU; --dry-run and --emit-script need none",
+        )
+    problems = Problems()
     gpu, algorithm = gpus[0], build.checkpoint.quantization.quant_algo
     cache = build.checkpoint.quantization.kv_cache_quant_algo
     needed = MIN_CAPABILITY_FP8 if "FP8" in (algorithm, cache) else MIN_CAPABILITY
     if gpu.capability < needed:
         what = "FP8" if needed == MIN_CAPABILITY_FP8 else "TensorRT-LLM's speculation"
-        problems.append(
-            (
-                f"{gpu.name} has compute capability {gpu.compute_capability}, {what} needs"
-                f" {needed[0]}.{needed[1]}",
-                "build on a newer GPU"
-                + (", or from an unquantized checkpoint" if what == "FP8" else ""),
-            )
+        problems.add(
+            f"{gpu.name} has compute capability {gpu.compute_capability}, {what} needs"
+            f" {needed[0]}.{needed[1]}",
+            "build on a newer GPU"
+            + (", or from an unquantized checkpoint" if what == "FP8" else ""),
         )
     first, end = NO_INTEGER_GPUS
     integers = [a for a in (algorithm, cache) if a and ("W8A" in a or "W4A16" in a or a == "INT8")]
     if build.label != "0.14" and integers and first <= gpu.capability < end:
-        problems.append(
-            (
-                f"{integers[0]} is not supported on {gpu.name} (compute capability"
-                f" {gpu.compute_capability})",
-                "use FP8, or another GPU",
-            )
+        problems.add(
+            f"{integers[0]} is not supported on {gpu.name} (compute capability"
+            f" {gpu.compute_capability})",
+            "use FP8, or another GPU",
         )
     workers = build.given.get("workers", 1)
     if workers > len(gpus):
-        problems.append(
-            (
-                f"--workers {workers} with {len(gpus)} GPU(s), to which it would be cut",
-                f"use --workers {len(gpus)} or fewer",
-            )
+        problems.add(
+            f"--workers {workers} with {len(gpus)} GPU(s), to which it would be cut",
+            f"use --workers {len(gpus)} or fewer",
         )
     if 0 < gpu.memory_bytes < rank_bytes:
-        problems.append(
-            (
-                f"a rank's weights are {rank_bytes / 1e9:.1f} GB, {gpu.name} has"
-                f" {gpu.memory_bytes / 1e9:.1f} GB",
-                "convert with a larger --tp-size, or quantize",
-            )
+        problems.add(
+            f"a rank's weights are {rank_bytes / 1e9:.1f} GB, {gpu.name} has"
+            f" {gpu.memory_bytes / 1e9:.1f} GB",
+            "convert with a larger --tp-size, or quantize",
         )
     return problems

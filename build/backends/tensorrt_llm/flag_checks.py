@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specdec.errors import Problems
 from specdec.trtllm.facts import BuildFlag
 
-from .checks import Build, Problems, dash
+from .checks import Build, dash
 from .flags import READ_PATHS
 
 # Flags of parts that no model here has: trtllm-build takes them for any, and they do nothing.
@@ -33,11 +34,8 @@ LEAST = {"workers": 1, "max_lora_rank": 1, "opt_num_tokens": 1, "tokens_per_bloc
 def find_flag_problems(build: Build) -> Problems:
     """Flags that the engine's reader, the run or trtllm-build itself would stumble over."""
     values, given, mode = build.values, build.given, build.mode
-    problems: Problems = []
-
-    def add(fact: str, remedy: str) -> None:
-        problems.append((fact, remedy))
-
+    problems = Problems()
+    add = problems.add
     if values["max_beam_width"] != 1:
         reason = "drafts and beams exclude each other" if mode else "specdec-run has no beam search"
         add(f"--max-beam-width {values['max_beam_width']}: {reason}", "use --max-beam-width 1")
@@ -78,37 +76,34 @@ def find_flag_problems(build: Build) -> Problems:
             f"--workers {given['workers']} for {build.num_ranks} rank(s)",
             f"use --workers {build.num_ranks} or fewer",
         )
-    return [
-        *problems, *_find_number_problems(build), *_find_idle_problems(build),
-        *_find_plugin_problems(build),
-    ]  # fmt: skip
+    for find in (_find_number_problems, _find_idle_problems, _find_plugin_problems):
+        problems += find(build)
+    return problems
 
 
 def find_path_problems(build: Build) -> Problems:
     """Files that are to be read and are not on this machine."""
-    problems: Problems = []
+    problems = Problems()
     for name in READ_PATHS:
         value = build.given.get(name, [])
         for path in value if isinstance(value, list) else [value]:
             if not Path(path).exists():
-                problems.append((f"{dash(name)} {path} does not exist", "check the path"))
+                problems.add(f"{dash(name)} {path} does not exist", "check the path")
     return problems
 
 
 def _find_number_problems(build: Build) -> Problems:
     """Numbers that argparse takes and no engine does."""
-    problems: Problems = []
+    problems = Problems()
     for name, value in build.given.items():
         least = LEAST.get(name, 0)
         if build.facts.flags[name].kind == "int" and value < least:
-            problems.append((f"{dash(name)} {value}", f"give {least} or more"))
+            problems.add(f"{dash(name)} {value}", f"give {least} or more")
     size = build.values["tokens_per_block"]
     if size > 0 and size & (size - 1):
-        problems.append(
-            (
-                f"--tokens-per-block {size}: the kernels take powers of two alone",
-                f"give {1 << size.bit_length() - 1} or {1 << size.bit_length()}",
-            )
+        problems.add(
+            f"--tokens-per-block {size}: the kernels take powers of two alone",
+            f"give {1 << size.bit_length() - 1} or {1 << size.bit_length()}",
         )
     return problems
 
@@ -116,16 +111,14 @@ def _find_number_problems(build: Build) -> Problems:
 def _find_idle_problems(build: Build) -> Problems:
     """Flags that would do nothing for this checkpoint or beside the others."""
     values, given = build.values, build.given
-    problems: Problems = []
+    problems = Problems()
     for name, kind in IDLE.items():
         if name in given:
-            problems.append(
-                (f"{dash(name)} is for models with {kind}, this is none", f"leave {dash(name)} out")
+            problems.add(
+                f"{dash(name)} is for models with {kind}, this is none", f"leave {dash(name)} out"
             )
     if given.get("pp_reduce_scatter") == "enable":
-        problems.append(
-            ("--pp-reduce-scatter is for Mixtral alone", "leave --pp-reduce-scatter out")
-        )
+        problems.add("--pp-reduce-scatter is for Mixtral alone", "leave --pp-reduce-scatter out")
     if values["lora_plugin"] == "disable":
         without = [
             name for name in given
@@ -133,28 +126,21 @@ def _find_idle_problems(build: Build) -> Problems:
             or (name == "dora_plugin" and given[name] == "enable")
         ]  # fmt: skip
         if without:
-            problems.append(
-                (
-                    f"{', '.join(map(dash, without))} without --lora-plugin has no effect",
-                    "add --lora-plugin auto, or leave them out",
-                )
+            problems.add(
+                f"{', '.join(map(dash, without))} without --lora-plugin has no effect",
+                "add --lora-plugin auto, or leave them out",
             )
     if given.get("auto_parallel", 1) == 1:
         idle = [name for name in ("gpus_per_node", "cluster_key") if name in given]
         if idle:
-            problems.append(
-                (
-                    f"{', '.join(map(dash, idle))} without --auto-parallel has no effect",
-                    "leave out",
-                )
+            problems.add(
+                f"{', '.join(map(dash, idle))} without --auto-parallel has no effect", "leave out"
             )
     tp_size = build.checkpoint.model.tp_size
     if given.get("gemm_allreduce_plugin", "disable") != "disable" and tp_size == 1:
-        problems.append(
-            (
-                "--gemm-allreduce-plugin adds up what several ranks have computed, this is one",
-                "leave it out, or convert with a larger --tp-size",
-            )
+        problems.add(
+            "--gemm-allreduce-plugin adds up what several ranks have computed, this is one",
+            "leave it out, or convert with a larger --tp-size",
         )
     return problems
 
@@ -164,48 +150,40 @@ def _find_plugin_problems(build: Build) -> Problems:
     checkpoint, given = build.checkpoint, build.given
     dtype, algorithm = checkpoint.model.dtype, checkpoint.quantization.quant_algo
     is_a = algorithm or "not quantized"
-    problems: Problems = []
+    problems = Problems()
     for name, value in given.items():
         if not _is_typed(build.facts.flags[name]) or name in IDLE:
             continue
         if value in TYPES and value != dtype:
             kinds = "disable" if name == "gemm_allreduce_plugin" else "auto"
-            problems.append(
-                (
-                    f"{dash(name)} {value} for a {dtype} checkpoint: a plugin takes tensors of"
-                    " its own type alone",
-                    f"give {dash(name)} {dtype} or {kinds}",
-                )
+            problems.add(
+                f"{dash(name)} {value} for a {dtype} checkpoint: a plugin takes tensors of"
+                " its own type alone",
+                f"give {dash(name)} {dtype} or {kinds}",
             )
     if given.get("gemm_plugin") in ("fp8", "nvfp4"):
         wanted = given["gemm_plugin"]
         if algorithm != wanted.upper():
-            problems.append(
-                (
-                    f"--gemm-plugin {wanted} for a checkpoint that is {is_a}",
-                    "quantize the target first (specdec-convert --quantization fp8), or give"
-                    f" --gemm-plugin {dtype}",
-                )
+            problems.add(
+                f"--gemm-plugin {wanted} for a checkpoint that is {is_a}",
+                "quantize the target first (specdec-convert --quantization fp8), or give"
+                f" --gemm-plugin {dtype}",
             )
     for name, algorithms in FP8_PLUGINS.items():
         if given.get(name, "disable") == "disable":
             continue
         if algorithm not in algorithms:
-            problems.append(
-                (
-                    f"{dash(name)} {given[name]} for a checkpoint that is {is_a}: it is for"
-                    f" {' and '.join(algorithms)}",
-                    f"leave {dash(name)} out, or quantize the target",
-                )
+            problems.add(
+                f"{dash(name)} {given[name]} for a checkpoint that is {is_a}: it is for"
+                f" {' and '.join(algorithms)}",
+                f"leave {dash(name)} out, or quantize the target",
             )
         if "swiglu" in name and build.values["use_fused_mlp"] == "disable":
-            problems.append((f"{dash(name)} needs the fused MLP", "leave --use-fused-mlp out"))
+            problems.add(f"{dash(name)} needs the fused MLP", "leave --use-fused-mlp out")
     if given.get("fuse_fp4_quant") == "enable" and algorithm != "NVFP4":
-        problems.append(
-            (
-                f"--fuse-fp4-quant enable for a checkpoint that is {is_a}: it is for NVFP4",
-                "leave --fuse-fp4-quant out",
-            )
+        problems.add(
+            f"--fuse-fp4-quant enable for a checkpoint that is {is_a}: it is for NVFP4",
+            "leave --fuse-fp4-quant out",
         )
     return problems
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.command.settings import to_plain
-from specdec.errors import SpecDecError, join_names, name_extra, raise_problems
+from specdec.errors import SpecDecError, join_names, name_extra
 from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.reading import read_json
 from specdec.files.staging import check_output_dir, measure_free_space, stage_folder
@@ -32,7 +32,6 @@ LOG_NAME = "build.log"
 def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
     """Build an engine, or write down how; with `dry_run`, only check and describe it."""
     assert settings.checkpoint_dir is not None
-    assert settings.output_dir is not None
     began = time.monotonic()
     builds = not settings.dry_run and settings.emit_script is None
     here = read_environment()
@@ -48,7 +47,7 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
         raise SpecDecError(
             f"--launcher {settings.launcher} is for a script", "add --emit-script FILE"
         )
-    raise_problems(find_launcher_problems(plan, settings.launcher))
+    find_launcher_problems(plan, settings.launcher).raise_all()
     report = plan.describe()
     for note in plan.notes:
         logger.info("%s", note)
@@ -108,7 +107,6 @@ def run_build(
     plan: Plan, settings: BuildSettings, here: Environment, tokenizer: Path | None
 ) -> dict[str, Any]:
     """Run trtllm-build into the engine folder; return the build_config that it recorded."""
-    assert settings.output_dir is not None
     folder, kept = plan.checkpoint_dir.resolve(), settings.output_dir.resolve()
     failed_log = kept.parent / f"{kept.name}.{LOG_NAME}"
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:

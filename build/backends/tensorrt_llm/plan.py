@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, raise_problems
+from specdec.errors import SpecDecError
 from specdec.files.tensor_file import DTYPES, TensorFile, TensorInfo
 from specdec.methods import find_mode
 from specdec.model.checkpoint import CheckpointConfig
@@ -142,7 +142,6 @@ def make_plan(
     here: this machine, where it is to build; None where another will.
     """
     assert settings.checkpoint_dir is not None
-    assert settings.output_dir is not None
     given = collect_flags(settings, facts)
     mode = checkpoint.mode or settings.speculative_decoding_mode
     problems = checks.find_checkpoint_problems(facts, checkpoint)
@@ -161,19 +160,15 @@ def make_plan(
     ):  # fmt: skip
         problems += find(build)
     if settings.optimize != "auto":
-        problems.append(
-            (
-                f"--optimize {settings.optimize} has no meaning for TensorRT-LLM",
-                "leave --optimize out",
-            )
+        problems.add(
+            f"--optimize {settings.optimize} has no meaning for TensorRT-LLM",
+            "leave --optimize out",
         )
     if settings.quantization is not None:
-        problems.append(
-            (
-                f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM"
-                " builds checkpoints that are quantized already",
-                "leave it out and convert with --quantization fp8, or build with --backend torch",
-            )
+        problems.add(
+            f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM"
+            " builds checkpoints that are quantized already",
+            "leave it out and convert with --quantization fp8, or build with --backend torch",
         )
     because = f"tp_size {checkpoint.model.tp_size}"
     if checkpoint.model.pp_size > 1:
@@ -192,7 +187,7 @@ def make_plan(
         problems += find_path_problems(build)
         needed = max(plan.weights_bytes, default=0) + plan.kv_cache_bytes
         problems += checks.find_gpu_problems(build, gpus, needed)
-    raise_problems(problems)
+    problems.raise_all()
     return plan
 
 

@@ -7,7 +7,7 @@ import os
 import shlex
 from pathlib import Path
 
-from specdec.errors import SpecDecError
+from specdec.errors import Problems, SpecDecError
 
 from .plan import Plan
 
@@ -44,31 +44,25 @@ echo "engine: $engine" >&2
 """
 
 
-def find_launcher_problems(plan: Plan, launcher: str) -> list[tuple[str, str]]:
+def find_launcher_problems(plan: Plan, launcher: str) -> Problems:
     """Whether trtllm-build of the line can be started by a launcher."""
     if launcher == "local":
-        return []
-    problems = []
+        return Problems()
+    problems = Problems()
     if plan.label == "0.14" and not (launcher == "srun" and count_nodes(plan) == 1):
-        problems.append(
-            (
-                f"--launcher {launcher}: trtllm-build of 0.14 takes no part in MPI, every process"
-                " would build every rank",
-                "use --launcher local with --workers, on one node",
-            )
+        problems.add(
+            f"--launcher {launcher}: trtllm-build of 0.14 takes no part in MPI, every process"
+            " would build every rank",
+            "use --launcher local with --workers, on one node",
         )
     if "workers" in plan.given and plan.label != "0.14":
-        problems.append(
-            (
-                f"--workers {plan.given['workers']} has no effect under {launcher}: each process"
-                " builds its own ranks",
-                "leave --workers out",
-            )
+        problems.add(
+            f"--workers {plan.given['workers']} has no effect under {launcher}: each process"
+            " builds its own ranks",
+            "leave --workers out",
         )
     if plan.num_ranks == 1 and plan.label != "0.14":
-        problems.append(
-            (f"--launcher {launcher} for one rank", "use --launcher local")
-        )  # fmt: skip
+        problems.add(f"--launcher {launcher} for one rank", "use --launcher local")
     return problems
 
 
