@@ -28,7 +28,8 @@ from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
 from specdec.errors import SpecDecError
-from specdec.methods.draft_target import DraftOptions
+from specdec.methods import list_starters
+from specdec.methods.draft_target import METHOD, DraftOptions
 
 if TYPE_CHECKING:
     from specdec.decode.engine import TorchEngine
@@ -42,9 +43,8 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer:
     assert target is not None
     if options is None:
         raise SpecDecError(
-            f"{target.folder} was built for a draft model, and none is given",
-            "give --draft-engine-dir, --prompt-lookup-num-tokens to draft from the text itself,"
-            " or --no-speculation to decode without",
+            f"{target.folder} was built for external drafts, and nothing drafts",
+            f"give {', '.join(list_starters(METHOD.mode))}, or --no-speculation to decode without",
         )
     assert isinstance(options, DraftOptions)
     draft = TorchEngine(
