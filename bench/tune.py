@@ -121,13 +121,10 @@ def build_engine(settings: TuneSettings, tunings: Sequence[Tuning]) -> Iterator[
                 str(longest),
             ]
         call_build(trials[0].checkpoint, folder / "engine", *flags)
-        options: dict[str, Any] = {}
-        for trial in trials:
-            options |= trial.run
         yield DecodeSettings(
             engine_dir=folder / "engine", device=settings.device,
             tokenizer_dir=settings.tokenizer_dir, max_output_len=settings.max_output_len,
-            **options,
+            **trials[0].run,  # several methods exclude one another
         )  # fmt: skip
 
 

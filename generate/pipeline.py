@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
+from specdec.command.settings import get_flags
 from specdec.command.stages import load_command
 from specdec.engine.kernel_cache import find_cache
 from specdec.errors import SpecDecError
@@ -18,7 +19,7 @@ from specdec.files.reading import read_json
 from specdec.methods import METHODS
 
 from .cache import EngineCache, measure_folder
-from .settings import TARGET_DRAFTERS, GenerateSettings
+from .settings import DRAFTER_FOLDERS, DRAFTS, GenerateSettings
 from .sources import describe_model, describe_tool, name_entry
 
 logger = logs.get_logger(__name__)
@@ -36,7 +37,7 @@ class EnginePlan:
 
     @property
     def models(self) -> list[str]:
-        names = [self.convert.get(name) for name in ("model_dir", *TARGET_DRAFTERS)]
+        names = [self.convert.get(name) for name in ("model_dir", *DRAFTER_FOLDERS)]
         return [name for name in names if name is not None]
 
     def describe(self) -> dict[str, Any]:
@@ -52,19 +53,31 @@ class EnginePlan:
 def plan_target(settings: GenerateSettings) -> EnginePlan:
     """Plan the engine that is run."""
     build = settings.list_stage("build") | {"max_seq_len": settings.max_seq_len}
-    if num_tokens := count_draft_tokens(settings):
-        # Engines of both methods are the same.
-        build["speculative_decoding_mode"] = METHODS["draft_target"].mode
-        build["max_draft_len"] = num_tokens
+    build |= plan_drafts(settings)
     return EnginePlan(convert=settings.list_stage("convert"), build=build)
 
 
-def count_draft_tokens(settings: GenerateSettings) -> int:
-    """Return the most tokens that are drafted beside the engine, 0 if nothing drafts there."""
-    if settings.draft_model_dir is None:
-        return settings.prompt_lookup_num_tokens or 0
-    length = settings.draft_len or ""
-    return max(MAX_DRAFT_LEN, int(length) if length.isdecimal() else 0)
+def plan_drafts(settings: GenerateSettings) -> dict[str, Any]:
+    """Return the build's options for drafts of no weights in the checkpoint, {} if there are none.
+
+    Methods of the same mode share an engine.
+    """
+    if settings.draft_model_dir is not None:
+        length = settings.draft_len or ""
+        num_tokens = max(MAX_DRAFT_LEN, int(length) if length.isdecimal() else 0)
+        return {
+            "speculative_decoding_mode": METHODS["draft_target"].mode, "max_draft_len": num_tokens,
+        }  # fmt: skip
+    given = settings.list_stage("run") | {"no_speculation": False}  # which needs the same engine
+    run = load_command("run").settings_class(**given)
+    for method in METHODS.values():
+        options = method.read(run) if method.source == "target" else None
+        if options is not None:
+            return {
+                "speculative_decoding_mode": method.mode,
+                "max_draft_len": options.max_draft_tokens,
+            }
+    return {}
 
 
 def plan_draft(settings: GenerateSettings) -> EnginePlan:
@@ -87,7 +100,8 @@ def generate(settings: GenerateSettings) -> None:
             if not settings.no_speculation:
                 run["draft_engine_dir"] = draft
         if settings.no_speculation:
-            run |= {"prompt_lookup_num_tokens": None, "draft_len": None}
+            flags = {name: flag for kind in DRAFTS for name, flag in get_flags(kind).items()}
+            run |= {"draft_len": None} | {name: default for name, (_, default) in flags.items()}
         call_stage("run", run | {"engine_dir": engine})
 
 

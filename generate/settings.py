@@ -6,12 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import get_flags, setting
+from specdec.command.settings import add_options, get_flags, setting
 from specdec.command.stages import load_command
 from specdec.errors import UsageError
+from specdec.methods import METHODS
 
-TARGET_DRAFTERS = ("drafter_model_dir", "medusa_model_dir", "eagle_model_dir")
-DRAFTERS = (*TARGET_DRAFTERS, "draft_model_dir", "prompt_lookup_num_tokens")
+# Of the methods: folders of drafters, and settings of those that draft by the target alone.
+DRAFTER_FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
+DRAFTS = tuple(m.options["draft"] for m in METHODS.values() if m.source == "target")
 
 
 def _like(stage: str, name: str) -> Any:
@@ -23,6 +25,15 @@ def _like(stage: str, name: str) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+DrafterFolders = dataclasses.make_dataclass(
+    "DrafterFolders",
+    [(name, "str | None", _like("convert", name)) for name in DRAFTER_FOLDERS],
+    frozen=True,
+    kw_only=True,
+)
+
+
+@add_options(DrafterFolders, *DRAFTS)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
     """One field is one flag; most are convert's, build's or run's, and mean the same here."""
@@ -32,13 +43,9 @@ class GenerateSettings:
     )
     input_file: Path | None = _like("run", "input_file")
     model_dir: str | None = _like("convert", "model_dir")
-    drafter_model_dir: str | None = _like("convert", "drafter_model_dir")
-    medusa_model_dir: str | None = _like("convert", "medusa_model_dir")
-    eagle_model_dir: str | None = _like("convert", "eagle_model_dir")
     draft_model_dir: str | None = setting(
         metavar="SMALL", help="A small model that drafts for the target: a folder or Hub id."
     )
-    prompt_lookup_num_tokens: int | None = _like("run", "prompt_lookup_num_tokens")
     tokenizer_dir: str | None = setting(
         metavar="DIR", help="Folder or Hub id of the tokenizer; --model-dir if not given."
     )
@@ -77,11 +84,10 @@ class GenerateSettings:
 
     def list_stage(self, stage: str) -> dict[str, Any]:
         """Return the settings that are those of one stage, by name."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.metadata.get("stage") == stage
-        }
+        names = [f.name for f in dataclasses.fields(self) if f.metadata.get("stage") == stage]
+        if stage == "run":
+            names += [name for kind in DRAFTS for name in get_flags(kind)]
+        return {name: getattr(self, name) for name in names}
 
 
 def check_settings(settings: GenerateSettings) -> None:
@@ -105,7 +111,9 @@ def check_settings(settings: GenerateSettings) -> None:
             if lists
             else 'write prompts behind the options, such as "def main():", or give --input-file',
         )
-    drafters = [name for name in DRAFTERS if name in given]
+    ways = [[name] for name in (*DRAFTER_FOLDERS, "draft_model_dir")]
+    ways += [list(get_flags(kind)) for kind in DRAFTS]
+    drafters = [found[0] for way in ways if (found := [name for name in way if name in given])]
     if len(drafters) > 1:
         raise UsageError(f"{_join(drafters)} exclude one another", "give one of them")
     if settings.no_cache and settings.force:

@@ -23,9 +23,10 @@ from typing import Any
 
 import yaml
 
+from specdec.methods import METHODS
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-METHODS = ("redrafter", "medusa", "eagle", "draft_target", "prompt_lookup", "lookahead")
 # In this order; a recipe has a section for each of its commands.
 STAGES = ("data", "train", "convert", "build", "verify", "bench", "run")
 RESUMED = ("data", "train")

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec import logs
+from specdec.command.settings import list_given, name_flag
 from specdec.decode.devices import check_count
 from specdec.decode.requests import Request, find_problems
 from specdec.errors import Problems, UsageError
-from specdec.methods import METHODS
+from specdec.methods import METHODS, list_starters
 from specdec.methods.draft_target import DraftOptions
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.trtllm.defects import list_defects
@@ -23,6 +24,10 @@ from ..settings import RunSettings
 logger = logs.get_logger(__name__)
 
 MAX_TOP_K = 1024  # the sampling kernels' own limit, to which they cut a larger one
+# Drafted by its runtime, or by our loop around it.
+KNOWN_METHODS = (
+    "redrafter", "medusa", "eagle", "draft_target", "prompt_lookup", "lookahead",
+)  # fmt: skip
 REDRAFTER, MEDUSA, EAGLE = (METHODS[name].mode for name in ("redrafter", "medusa", "eagle"))
 
 
@@ -105,8 +110,8 @@ def find_engine_problems(
     if is_external and not (settings.no_speculation or draft or has_lookup):
         problems.add(
             f"{folder.folder} was built for external drafts, and nothing drafts",
-            "give --draft-engine-dir, --prompt-lookup-num-tokens to draft from the text"
-            " itself, or --no-speculation to decode without",
+            f"give {', '.join(list_starters(EXTERNAL, KNOWN_METHODS))}, or --no-speculation to"
+            " decode without",
         )
     reusing = [folder] if is_external or settings.kv_cache_enable_block_reuse else []
     for engine in [*reusing, *([draft] if draft else [])]:
@@ -210,6 +215,15 @@ def check_settings(settings: RunSettings) -> None:
             "--device cpu: a TensorRT-LLM engine runs on the GPU it was built for",
             "leave it out, or build the checkpoint with --backend torch",
         )
+    for method in METHODS.values():
+        if method.name in KNOWN_METHODS:
+            continue
+        if given := list_given(settings, method.options["draft"]):
+            raise UsageError(
+                f"{name_flag(given[0])} is for engines of torch: nothing drafts by {method.name}"
+                " for TensorRT-LLM",
+                "leave it out, or build the checkpoint with --backend torch",
+            )
     fraction = settings.kv_cache_free_gpu_memory_fraction
     if fraction is not None and not 0 < fraction <= 1:
         raise UsageError(

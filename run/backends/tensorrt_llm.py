@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec import logs
+from specdec.decode.drafters.base import check_room
 from specdec.decode.drafters.pacing import DraftLength
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer, check_lookup
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.loop import Interrupted, Options, Timing
 from specdec.decode.requests import ActiveRequest, Request, Result
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 from specdec.errors import SpecDecError
 from specdec.methods.draft_target import DraftOptions
+from specdec.methods.prompt_lookup import METHOD as PROMPT_LOOKUP
 from specdec.methods.prompt_lookup import read_options as read_lookup_options
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder, read_engine_folder
 
@@ -72,7 +74,9 @@ class TensorRTEngine:
         ).raise_all()
         self._method_options = make_method_options(settings, self.folder)
         if self._lookup is not None:
-            check_lookup(self._lookup, self.folder.mode, self.folder.max_draft_len)
+            check_room(
+                PROMPT_LOOKUP, self._lookup.num_tokens, self.folder.mode, self.folder.max_draft_len
+            )
         check_machine(self.folder, self.draft, must_run=not settings.dry_run)
 
     @property

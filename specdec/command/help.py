@@ -37,6 +37,10 @@ def list_method_options() -> dict[str, list[str]]:
     }
 
 
+DRAFTER_FOLDERS = [method.folder for method in METHODS.values() if method.folder]
+TARGET_STARTERS = [
+    method.starter for method in METHODS.values() if method.source == "target" and method.starter
+]
 # Beside the methods' own options, in every command that has them.
 SHARED: Mapping[str, Sequence[str]] = {
     "Typical acceptance (lossy)": ("acceptance", "typical_epsilon", "typical_delta"),
@@ -51,8 +55,7 @@ PAGES: Mapping[str, Page] = {
         "docs/generate.md",
         {
             "Models": (
-                "model_dir", "drafter_model_dir", "medusa_model_dir", "eagle_model_dir",
-                "draft_model_dir", "prompt_lookup_num_tokens", "tokenizer_dir",
+                "model_dir", *DRAFTER_FOLDERS, "draft_model_dir", *TARGET_STARTERS, "tokenizer_dir",
             ),
             "Text": (
                 "input_file", "apply_chat_template", "max_output_len", "temperature", "top_k",
@@ -72,8 +75,7 @@ PAGES: Mapping[str, Page] = {
         "docs/convert.md",
         {
             "Models": (
-                "model_dir", "base_model_checkpoint_dir", "drafter_model_dir", "medusa_model_dir",
-                "eagle_model_dir",
+                "model_dir", "base_model_checkpoint_dir", *DRAFTER_FOLDERS,
             ),
             "Checkpoint": ("output_dir", "dtype", "tp_size", "pp_size", "trtllm_version"),
         },

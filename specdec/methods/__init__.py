@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
+
+from specdec.command.settings import name_flag
 
 from . import draft_target, eagle, lookahead, medusa, prompt_lookup, redrafter
 from .base import DrafterParams, Method
@@ -16,6 +18,7 @@ __all__ = [
     "find_mode",
     "list_modes",
     "list_options",
+    "list_starters",
 ]
 
 METHODS: dict[str, Method] = {
@@ -34,6 +37,18 @@ def list_options(*uses: str) -> tuple[type, ...]:
 def list_modes() -> tuple[str, ...]:
     """Every `--speculative-decoding-mode`, each once."""
     return tuple(dict.fromkeys(method.mode for method in METHODS.values()))
+
+
+def list_starters(mode: str, names: Container[str] | None = None) -> list[str]:
+    """The flags by which methods begin to draft for engines of a mode.
+
+    names: of the methods to choose from, all if not given.
+    """
+    return [
+        name_flag(method.starter)
+        for method in METHODS.values()
+        if method.mode == mode and method.starter and (names is None or method.name in names)
+    ]
 
 
 def find_mode(mode: str | None) -> Method | None:

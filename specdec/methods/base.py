@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from specdec.command.settings import get_flags
 from specdec.errors import Problems, SpecDecError, UsageError, shorten
 
 if TYPE_CHECKING:
@@ -81,6 +82,13 @@ class Method:
     read: Callable[[Any], Any | None] = read_nothing
     can_pause: bool = True
     training: Mapping[str, Any] | None = None
+
+    @property
+    def starter(self) -> str | None:
+        """The option that makes it draft: the first of its own; None if its weights do."""
+        if self.source == "checkpoint":
+            return None
+        return next(iter(get_flags(self.options["draft"])))
 
 
 class SizedTree:

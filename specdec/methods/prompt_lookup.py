@@ -46,6 +46,11 @@ class LookupOptions:
     max_ngram_size: int
     target_devices: tuple[int, ...] | None = None
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens drafted a step, which an engine is built for."""
+        return self.num_tokens
+
 
 def read_options(settings: Any) -> LookupOptions | None:
     """Return the options of a prompt-lookup run, None of any other; raise UsageError."""

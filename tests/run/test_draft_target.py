@@ -472,7 +472,7 @@ def test_the_command(folder: Path) -> None:
         ([*draft, "--target-devices", "0,1"], 1, "the target's device list [0, 1] has 2 entries"),
         ([*draft, joined, "[4,[0,1],[1],True]"], 1, "the draft's device list [0, 1] has 2"),
         ([*draft, joined, "[7,[0],[1],True]"], 1, "draft length is 7, the target's engine was"),
-        ([], 1, "built for a draft model, and none is given"),
+        ([], 1, "built for external drafts, and nothing drafts"),
         ([*draft, "--use-py-session"], 2, "Python session"),
         ([*draft, "--num-beams", 2], 2, "no beam search"),
     ):

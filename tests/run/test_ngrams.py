@@ -404,7 +404,11 @@ def test_the_command(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "flags", "message"),
     [
-        ("draft_tokens_external", {}, "--prompt-lookup-num-tokens to draft from the text itself"),
+        (
+            "draft_tokens_external",
+            {},
+            "give --draft-engine-dir, --prompt-lookup-num-tokens,",
+        ),
         ("draft_tokens_external", {"prompt_lookup_num_tokens": 7}, "max_draft_len 6"),
         ("draft_tokens_external", {"lookahead_config": "[7,7,7]"}, "--max-draft-len 83"),
         ("lookahead_decoding", {"lookahead_config": "[7,7,7]"}, "drafts 83 tokens a step"),

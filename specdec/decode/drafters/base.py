@@ -18,7 +18,8 @@ from specdec.engine.graphs import Graphs
 from specdec.engine.layout import EngineConfig
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import Tree, make_root
-from specdec.methods import DrafterParams
+from specdec.errors import SpecDecError
+from specdec.methods import DrafterParams, Method
 
 
 class Proposer(Protocol):
@@ -90,6 +91,25 @@ class DraftContext:
     options: Any = None
     engine: EngineHandle | None = None
     tokenizer: Any = None
+
+
+def check_room(method: Method, num_tokens: int, mode: str | None, max_draft_len: int) -> None:
+    """Raise SpecDecError where an engine was not built for a method's drafts of so many tokens.
+
+    mode, max_draft_len: the engine's.
+    """
+    drafts = f"{method.title.lower()} drafts {num_tokens} tokens a step"
+    if mode != method.mode:
+        raise SpecDecError(
+            f"{drafts}, and the engine was built with speculative_decoding_mode {mode}",
+            f"build it from a plain checkpoint with --speculative-decoding-mode {method.mode}"
+            f" --max-draft-len {num_tokens}",
+        )
+    if num_tokens > max_draft_len:
+        raise SpecDecError(
+            f"{drafts}, the engine was built with max_draft_len {max_draft_len}",
+            f"draft {max_draft_len} or fewer, or build with --max-draft-len {num_tokens}",
+        )
 
 
 def get_graphs(decoder: Decoder) -> Graphs | None:

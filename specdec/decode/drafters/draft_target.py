@@ -29,6 +29,7 @@ from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
 from specdec.errors import SpecDecError, raise_problems
+from specdec.methods import list_starters
 from specdec.methods.draft_target import METHOD, DraftOptions
 
 logger = logs.get_logger(__name__)
@@ -40,9 +41,8 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer:
     assert target is not None
     if options is None:
         raise SpecDecError(
-            f"{target.folder} was built for a draft model, and none is given",
-            "give --draft-engine-dir, --prompt-lookup-num-tokens to draft from the text itself,"
-            " or --no-speculation to decode without",
+            f"{target.folder} was built for external drafts, and nothing drafts",
+            f"give {', '.join(list_starters(METHOD.mode))}, or --no-speculation to decode without",
         )
     assert isinstance(options, DraftOptions)
     draft = TorchEngine(

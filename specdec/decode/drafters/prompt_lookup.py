@@ -13,10 +13,9 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.devices import check_devices
-from specdec.decode.drafters.base import DraftContext
+from specdec.decode.drafters.base import DraftContext, check_room
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import make_root, pack_beams
-from specdec.errors import SpecDecError
 from specdec.methods.prompt_lookup import METHOD, LookupOptions
 
 
@@ -26,27 +25,9 @@ def make_proposer(context: DraftContext) -> PromptLookupProposer:
     assert engine is not None
     assert isinstance(options, LookupOptions)
     build = engine.config.build
-    check_lookup(options, build.speculative_decoding_mode, build.max_draft_len)
+    check_room(METHOD, options.num_tokens, build.speculative_decoding_mode, build.max_draft_len)
     check_devices("target", options.target_devices, engine)
     return PromptLookupProposer(options)
-
-
-def check_lookup(options: LookupOptions, mode: str | None, max_draft_len: int) -> None:
-    """Raise SpecDecError where an engine was not built for as many draft tokens."""
-    wanted = METHOD.mode
-    if mode != wanted:
-        raise SpecDecError(
-            f"prompt lookup drafts {options.num_tokens} tokens a step, and the engine was built"
-            f" with speculative_decoding_mode {mode}",
-            f"build it from a plain checkpoint with --speculative-decoding-mode {wanted}"
-            f" --max-draft-len {options.num_tokens}",
-        )
-    if options.num_tokens > max_draft_len:
-        raise SpecDecError(
-            f"prompt lookup drafts {options.num_tokens} tokens a step, the engine was built with"
-            f" max_draft_len {max_draft_len}",
-            f"draft {max_draft_len} or fewer, or build with --max-draft-len {options.num_tokens}",
-        )
 
 
 class NgramIndex:
