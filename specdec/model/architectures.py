@@ -12,7 +12,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from specdec.errors import SpecDecError, join_names, raise_problems, shorten
+from specdec.errors import SpecDecError, join_names, shorten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,22 +107,20 @@ def _read_flags(flags: Any) -> Architecture:
     if not isinstance(flags, dict):
         fact = f"checkpoint config: {KEY} is {shorten(flags)}, not an object"
         raise SpecDecError(fact, "convert it again")
-    problems = []
     if unknown := sorted(set(flags) - set(kinds)):
-        problems.append(
-            (
-                f"checkpoint config: {KEY} has {join_names(unknown)}, which this release does not"
-                " compute",
-                f"use the release that wrote it; this one knows {', '.join(kinds)}",
-            )
+        raise SpecDecError(
+            f"checkpoint config: {KEY} has {join_names(unknown)}, which this release does not"
+            " compute",
+            f"use the release that wrote it; this one knows {', '.join(kinds)}",
         )
-    for name in sorted(flags.keys() & kinds.keys()):
-        fits = _fits(flags[name], kinds[name])
-        if not fits or (name == "activations" and not set(flags[name]) <= _ACTIVATIONS):
-            problems.append(
-                (f"checkpoint config: {KEY}.{name} is {shorten(flags[name])}", "convert it again")
-            )
-    raise_problems(problems)
+    wrong = [
+        f"{KEY}.{name} is {shorten(value)}"
+        for name, value in flags.items()
+        if not _fits(value, kinds[name])
+        or (name == "activations" and not set(value) <= _ACTIVATIONS)
+    ]
+    if wrong:
+        raise SpecDecError(f"checkpoint config: {', '.join(wrong)}", "convert it again")
     lists = {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
     return Architecture(**flags | lists)
 
