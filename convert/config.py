@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from specdec import logs
 from specdec.errors import SpecDecError
+from specdec.model.architectures import KEY, list_flags
 from specdec.model.config import ModelConfig
+from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
 
 if TYPE_CHECKING:
     from .families.base import Family
+
+logger = logs.get_logger(__name__)
 
 # What 1.x takes no more. There a head that is left out is the embedding; and it renamed keys of
 # `moe` and refuses the old ones, while a dense model may go without.
@@ -46,6 +51,7 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
     problem = family.find_problem_014(model) if version == "0.14" else None
     if problem is not None:
         raise SpecDecError(*problem)
+    _check_architecture(model.architecture, version)
     config: dict[str, Any] = {
         "architecture": model.architecture,
         "dtype": model.dtype,
@@ -90,9 +96,26 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
     if model.original_max_position_embeddings is not None:
         config["original_max_position_embeddings"] = model.original_max_position_embeddings
     config = family.describe(model, config)
+    if model.own_arithmetic is not None:
+        config[KEY] = list_flags(model.own_arithmetic)
     if version != "0.14":
         config = {key: value for key, value in config.items() if key not in KEYS_014_ONLY}
     return config
+
+
+def _check_architecture(architecture: str, version: str) -> None:
+    """Say that a line of TensorRT-LLM lacks an architecture; raise where that line was asked for.
+
+    The default line is not asked for: its checkpoints are our own engine's too.
+    """
+    if architecture in load_facts(version).architectures:
+        return
+    fact = f"TensorRT-LLM {version} has no {architecture}"
+    if version != DEFAULT_LABEL:
+        raise SpecDecError(
+            fact, "leave --trtllm-version out: the checkpoint is then for the torch backend"
+        )
+    logger.info("%s: this checkpoint is for the torch backend", fact)
 
 
 def adapt_config(config: Mapping[str, Any], version: str) -> dict[str, Any]:

@@ -16,7 +16,13 @@ CLASSES = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
     "opt": ("OPTConfig", "OPTForCausalLM"),
     "gemma": ("GemmaConfig", "GemmaForCausalLM"),
+    "ministral": ("MinistralConfig", "MinistralForCausalLM"),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
 }
+# Those that TensorRT-LLM has no class for, and the one whose checkpoint is another's.
+OWN = ("seed_oss", "stablelm")
+WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
 
 
@@ -57,8 +63,10 @@ def make_family_model(
         values = {renamed.get(key, key): value for key, value in values.items()}
     elif family == "opt":
         values |= {"ffn_dim": values.pop("intermediate_size"), "word_embed_proj_dim": hidden}
-    elif family == "gemma":
+    elif family in ("gemma", "ministral", "seed_oss"):
         values["head_dim"] = hidden // heads
+    elif family == "stablelm":
+        values["partial_rotary_factor"] = 0.5
     if family in ("gpt2", "opt"):
         del values["num_key_value_heads"]
     config_class, model_class = (getattr(transformers, each) for each in CLASSES[family])

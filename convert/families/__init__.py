@@ -11,7 +11,8 @@ from ..hf import HfFolder
 from .base import Family
 
 
-def _list_families() -> list[Family]:
+def list_families() -> list[Family]:
+    """The `FAMILY` of every module here but `base`."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return [
         importlib.import_module(f"{__name__}.{name}").FAMILY for name in names if name != "base"
@@ -19,7 +20,7 @@ def _list_families() -> list[Family]:
 
 
 FAMILIES: dict[str, Family] = {
-    architecture: family for family in _list_families() for architecture in family.architectures
+    architecture: family for family in list_families() for architecture in family.architectures
 }
 
 

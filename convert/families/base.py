@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError
+from specdec.model.architectures import Architecture
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind, list_kinds
 from specdec.model.tensors import EMBEDDING, HEAD
@@ -42,6 +43,17 @@ class Layout:
         return self.pp_size == 1 and not (splits_columns and self.tp_size > 1)
 
 
+def describe_rotary(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys that an architecture of our own needs: biases and the rotary embedding."""
+    return config | {
+        "mlp_bias": model.mlp_bias,
+        "attn_bias": model.attn_bias,
+        "rotary_base": model.rotary_base,
+        "rotary_scaling": model.rotary_scaling,
+        "rotary_pct": model.rotary_pct,
+    }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A Hugging Face model family.
@@ -52,7 +64,8 @@ class Family:
     ignored: patterns of tensors that carry no weights.
     always_shares: TensorRT-LLM's own checkpoints of the family store a tied head as the embedding
     alone.
-    describe: completes a checkpoint's config.json with the keys that only this family has.
+    read_config: makes the model's configuration of its config.json, by `make_model`.
+    describe: completes a checkpoint's config.json with the keys that TensorRT-LLM has for it.
     find_problem_014: what TensorRT-LLM 0.14 cannot express of a model, with a remedy, or None.
     """
 
@@ -65,7 +78,7 @@ class Family:
     is_tied_by_default: bool = False
     always_shares: bool = False
     read_config: Callable[[ConfigReader, Layout], ModelConfig]
-    describe: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]]
+    describe: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = describe_rotary
     find_problem_014: Callable[[ModelConfig], tuple[str, str] | None] = lambda model: None
 
     def read_model(self, folder: HfFolder, layout: Layout) -> tuple[ModelConfig, bool]:
@@ -202,11 +215,22 @@ def read_decoder(
 
 
 def make_model(
-    reader: ConfigReader, layout: Layout, architecture: str, values: Mapping[str, Any]
+    reader: ConfigReader,
+    layout: Layout,
+    architecture: str,
+    values: Mapping[str, Any],
+    arithmetic: Architecture | None = None,
 ) -> ModelConfig:
-    """Return the configuration, or raise SpecDecError for what the reader found wrong."""
+    """Return the configuration, or raise SpecDecError for what the reader found wrong.
+
+    architecture: TensorRT-LLM's name of one that computes the same, or a name that it does not
+    have; then `arithmetic` tells what the model computes.
+    """
     reader.finish()
-    return ModelConfig(architecture=architecture, **values, **dataclasses.asdict(layout))
+    return ModelConfig(
+        architecture=architecture, own_arithmetic=arithmetic, **values,
+        **dataclasses.asdict(layout),
+    )  # fmt: skip
 
 
 def refuse_unless(reader: ConfigReader, name: str, *allowed: Any, remedy: str) -> None:

@@ -1,18 +1,23 @@
-"""The target architectures: what each computes besides its sizes.
+"""What a target computes besides its sizes: flags that the decoder and the list of tensors read.
 
-The decoder and the list of tensors read these flags, so that a family is a row here and a table of
-names in `convert/families/`, never a model file of its own.
+A model family is a file of names in `convert/families/`, never a model file of its own. What it
+computes is told by the `architecture` of its checkpoint where TensorRT-LLM has that name, and by
+flags in the checkpoint itself where it has not.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from specdec.errors import SpecDecError, join_names, shorten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How a target computes.
+    """How a target computes. The defaults are a Llama's; checkpoints leave them out, so they stay.
 
     norm: root-mean-square, or layer norm with a bias.
     positions: rotary embedding, or a learned table added to the token embedding.
@@ -39,6 +44,7 @@ class Architecture:
     norm_epsilon: float | None = None
 
 
+# TensorRT-LLM's architectures: a checkpoint's name alone says what it computes, whoever wrote it.
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
     "MistralForCausalLM": Architecture(),
@@ -62,3 +68,70 @@ ARCHITECTURES: dict[str, Architecture] = {
         scales_embedding=True, exact_gelu=False, activations=("gelu",),
     ),
 }  # fmt: skip
+
+# The key of a checkpoint's config.json with the flags of any other architecture.
+KEY = "arithmetic"
+_ACTIVATIONS = {name for known in ARCHITECTURES.values() for name in known.activations}
+
+
+def find_arithmetic(config: Mapping[str, Any], architecture: str) -> Architecture | None:
+    """Return what a target computes by its checkpoint's config.json, None if nothing there tells.
+
+    Raises SpecDecError for flags that this release does not know, or that contradict the name.
+    """
+    known = ARCHITECTURES.get(architecture)
+    if config.get(KEY) is None:
+        return known
+    told = _read_flags(config[KEY])
+    if known not in (None, told):
+        raise SpecDecError(
+            f"checkpoint config: {KEY} {shorten(config[KEY])} is not what {architecture} computes",
+            f"remove {KEY}, or give the architecture another name",
+        )
+    return told
+
+
+def list_flags(arithmetic: Architecture) -> dict[str, Any]:
+    """The flags that are not the default, as `find_arithmetic` reads them."""
+    default = dataclasses.asdict(Architecture())
+    flags = dataclasses.asdict(arithmetic).items()
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in flags
+        if value != default[name]
+    }
+
+
+def _read_flags(flags: Any) -> Architecture:
+    kinds = get_type_hints(Architecture)
+    if not isinstance(flags, dict):
+        fact = f"checkpoint config: {KEY} is {shorten(flags)}, not an object"
+        raise SpecDecError(fact, "convert it again")
+    if unknown := sorted(set(flags) - set(kinds)):
+        raise SpecDecError(
+            f"checkpoint config: {KEY} has {join_names(unknown)}, which this release does not"
+            " compute",
+            f"use the release that wrote it; this one knows {', '.join(kinds)}",
+        )
+    wrong = [
+        f"{KEY}.{name} is {shorten(value)}"
+        for name, value in flags.items()
+        if not _fits(value, kinds[name])
+        or (name == "activations" and not set(value) <= _ACTIVATIONS)
+    ]
+    if wrong:
+        raise SpecDecError(f"checkpoint config: {', '.join(wrong)}", "convert it again")
+    lists = {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
+    return Architecture(**flags | lists)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON is of a field's type."""
+    inner = get_args(kind)
+    if get_origin(kind) is Literal:
+        return value in inner
+    if get_origin(kind) is tuple:
+        return isinstance(value, list) and all(type(each) is inner[0] for each in value)
+    if get_origin(kind) in (Union, types.UnionType):
+        return any(_fits(value, each) for each in inner)
+    return type(value) is kind

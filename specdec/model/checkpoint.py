@@ -12,11 +12,9 @@ from specdec.files.folders import CHECKPOINT, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS, DrafterParams, Method, find_method
-from specdec.model.architectures import ARCHITECTURES, Architecture
+from specdec.model.architectures import ARCHITECTURES, Architecture, find_arithmetic
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import Quantization, parse_quantization
-
-TARGET_ARCHITECTURES = tuple(ARCHITECTURES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +37,9 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     architecture = config.get("architecture")
     method = find_method(config)
     base = find_target_architecture(config) if method else architecture
-    known = [*TARGET_ARCHITECTURES, *(a for m in METHODS.values() for a in m.architectures)]
-    if base not in TARGET_ARCHITECTURES:
+    known = [*ARCHITECTURES, *(a for m in METHODS.values() for a in m.architectures)]
+    arithmetic = find_arithmetic(config, base) if isinstance(base, str) else None
+    if not isinstance(base, str) or arithmetic is None:
         raise SpecDecError(
             f"checkpoint architecture {base!r} is not supported{suggest(str(base), known)}",
             f"the supported ones are {', '.join(known)}",
@@ -68,7 +67,7 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     }  # fmt: skip
     values: dict[str, Any] = {}
     problems = Problems()
-    defaults = _list_defaults(config, ARCHITECTURES[base])
+    defaults = _list_defaults(config, arithmetic)
     for name, kind in required.items():
         value = config.get(name)
         value = defaults.get(name) if value is None else value
@@ -102,9 +101,12 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
         if value is not None and (is_stray_bool or not isinstance(value, kinds)):
             problems.add(f"checkpoint config: {name} is {value!r}", "mend the key")
         values[name] = default if value is None else value
-    problems += _find_lost_rotary(config, ARCHITECTURES[base])
+    problems += _find_lost_rotary(config, arithmetic)
     problems.raise_all()
-    model = ModelConfig(architecture=base, tp_size=tp_size, pp_size=pp_size, **values)
+    own = None if base in ARCHITECTURES else arithmetic
+    model = ModelConfig(
+        architecture=base, tp_size=tp_size, pp_size=pp_size, own_arithmetic=own, **values
+    )
     model.find_problems().raise_all()
     drafter = method.params.from_checkpoint(config) if method and method.params else None
     if drafter:

@@ -33,6 +33,7 @@ class ModelConfig:
     rotary_pct: the rotated part of each head. sliding_window: a token sees that many tokens, itself
     included; None sees all. share_embedding_table: `lm_head.weight` is not stored, the embedding
     stands for it. original_max_position_embeddings: of longrope scaling, the length it switches at.
+    own_arithmetic: what an architecture computes that ARCHITECTURES does not have.
     """
 
     architecture: str
@@ -59,11 +60,18 @@ class ModelConfig:
     share_embedding_table: bool = False
     tp_size: int = 1
     pp_size: int = 1
+    own_arithmetic: Architecture | None = None
+
+    def __post_init__(self) -> None:
+        if self.own_arithmetic is None and self.architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"nothing tells what {self.architecture} computes: own_arithmetic must"
+            )
 
     @property
     def arithmetic(self) -> Architecture:
         """What the architecture computes besides its sizes."""
-        return ARCHITECTURES[self.architecture]
+        return self.own_arithmetic or ARCHITECTURES[self.architecture]
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -25,12 +25,14 @@ from specdec.verify.contents import check_contents
 from tests.convert.conftest import Source
 from tests.convert.fuzzing import attempt, fuzz
 from tests.convert.golden_models import GOLDEN
+from tests.families import make_family_model
 
 MAX_GROWTH = 300 << 20  # bytes that the process may grow by in a test, leftovers included
-# A target of every family, the smallest there is of each.
+# A target of every family: the smallest there is with a checkpoint of TensorRT-LLM's own, or None.
 TARGETS = {
     "gemma": "gemma_mha", "gpt2": "gpt2_tiny", "llama": "llama_gqa", "mistral": "mistral_swa",
-    "opt": "opt_tiny", "phi": "phi2", "phi3": "phi3", "qwen2": "qwen2_gqa",
+    "opt": "opt_tiny", "phi": "phi2", "phi3": "phi3", "qwen2": "qwen2_gqa", "ministral": None,
+    "seed_oss": None, "stablelm": None,
 }  # fmt: skip
 DRAFTERS = {"drafter_model_dir": "drafter_A_rnn_e96", "medusa_model_dir": "medusa_4x1"}
 KEYS = [
@@ -100,8 +102,12 @@ def test_every_family_is_here() -> None:
 
 @pytest.mark.parametrize("family", TARGETS)
 def test_targets(family: str, source: Source, tmp_path: Path) -> None:
-    folder = shutil.copytree(source(TARGETS[family]), tmp_path / "model")
-    good = read_source(TARGETS[family])
+    golden = TARGETS[family]
+    if golden is not None:
+        folder = Path(shutil.copytree(source(golden), tmp_path / "model"))
+    else:
+        folder = make_family_model(tmp_path, family, name="model")
+    good = json.loads((folder / "config.json").read_text())
     assert plan(model_dir=str(folder)).ranks[0]
 
     @fuzz(80)
@@ -135,16 +141,20 @@ def test_drafters(flag: str, source: Source, tmp_path: Path) -> None:
     check()
 
 
-CHECKPOINTS = ["llama_gqa", "llama_gqa+drafter_A_rnn_e96", "phi3", "gpt2_tiny", "modelopt"]
+CHECKPOINTS = [
+    "llama_gqa", "llama_gqa+drafter_A_rnn_e96", "phi3", "gpt2_tiny", "modelopt", "stablelm",
+]  # fmt: skip
 
 
 def make_checkpoint(name: str, source: Source, folder: Path) -> Path:
     if name == "modelopt":
         return Path(shutil.copytree(GOLDEN / "modelopt" / "trtllm" / "llama-fp8-fp8kv-tp1", folder))
     model, _, drafter = name.partition("+")
+    is_golden = name != "stablelm"
+    target = source(model) if is_golden else make_family_model(folder.parent, name)
     convert_model(
         ConvertSettings(
-            model_dir=str(source(model)), output_dir=folder,
+            model_dir=str(target), output_dir=folder,
             drafter_model_dir=str(source(drafter)) if drafter else None,
         )
     )  # fmt: skip

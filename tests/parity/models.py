@@ -93,6 +93,23 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "GemmaForCausalLM": {
         "tied": {**_GQA, "head_dim": 24, "num_key_value_heads": 1, "tie_word_embeddings": True},
     },
+    "MinistralForCausalLM": {
+        "window": {**_GQA, "head_dim": 24, "sliding_window": WINDOW},
+    },
+    "SeedOssForCausalLM": {
+        "plain": {**_GQA, "head_dim": 16},
+        "biases": {
+            **_GQA, "head_dim": 24, "attention_bias": False, "attention_out_bias": True,
+            "mlp_bias": True, "rope_scaling": _YARN,
+        },
+    },
+    "StableLmForCausalLM": {
+        "plain": {**_PHI, "partial_rotary_factor": 0.5},
+        "parallel": {
+            **_PHI, "partial_rotary_factor": 0.25, "use_parallel_residual": True,
+            "use_qkv_bias": True, "tie_word_embeddings": True,
+        },
+    },
 }  # fmt: skip
 NAMES = [f"{name}-{variant}" for name, variants in VARIANTS.items() for variant in variants]
 

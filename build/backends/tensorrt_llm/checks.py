@@ -73,8 +73,9 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
         problems.add(
             f"TensorRT-LLM {label} knows no architecture {architecture!r}"
             f"{suggest(architecture, facts.architectures)}",
-            f"convert it with --trtllm-version {label}"
-            + (f", or build it for {others[0]}" if others else ""),
+            f"convert it with --trtllm-version {label}, or build it for {others[0]}"
+            if others
+            else "use --backend torch",
         )
     for section, known in (
         ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys),

@@ -1,0 +1,14 @@
+"""Ministral: a Mistral whose layers may differ in their window; here are those where none does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from . import mistral
+
+FAMILY = dataclasses.replace(
+    mistral.FAMILY,
+    name="ministral",
+    model_type="ministral",
+    architectures=("MinistralForCausalLM",),
+)

@@ -1,0 +1,45 @@
+"""StableLM 3B, StableLM 2 1.6B, Stable Code 3B: Llama's names, layer norm, part of a head rotated.
+
+TensorRT-LLM has no class for them, so the checkpoint tells what they compute.
+"""
+
+from __future__ import annotations
+
+from specdec.model.architectures import Architecture
+from specdec.model.config import ModelConfig
+
+from ..hf import ConfigReader
+from . import llama
+from .base import ROTARY_BUFFERS, Family, Layout, make_model, read_decoder, refuse_unless
+
+
+def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+    """Read a StableLM config.json; an absent optional field has the value transformers gives it."""
+    values = read_decoder(
+        reader, norm_epsilon=("layer_norm_eps", 1e-5), max_positions=4096, num_kv_heads=32,
+        rotary_fraction=0.25,
+    )  # fmt: skip
+    size = values["hidden_size"] // values["num_attention_heads"]
+    refuse_unless(reader, "head_dim", size, remedy=f"StableLM has heads of {size} dimensions")
+    refuse_unless(
+        reader, "qk_layernorm", False,
+        remedy="StableLM that normalizes queries and keys (StableLM 2 12B) is not supported",
+    )  # fmt: skip
+    arithmetic = Architecture(
+        norm="layer",
+        is_parallel=reader.get_bool("use_parallel_residual", False),
+        qkv_bias=reader.get_bool("use_qkv_bias", False),
+        dense_bias=False,
+        mlp_bias=False,
+    )
+    return make_model(reader, layout, "StableLmForCausalLM", values, arithmetic)
+
+
+FAMILY = Family(
+    name="stablelm",
+    model_type="stablelm",
+    architectures=("StableLmForCausalLM",),
+    modules=llama.MODULES,
+    ignored=ROTARY_BUFFERS,
+    read_config=read_config,
+)
