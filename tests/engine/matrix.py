@@ -258,11 +258,10 @@ def cover_pairs(choices: list[Build], builds: list[Build]) -> Iterator[Build]:
     missing = set[tuple[tuple[int, str], ...]]().union(*pairs.values())
     for build in builds:
         missing -= list_pairs(build)
-    while missing:  # those with a form first
+    while missing:
         found = {build: pairs[build] & missing for build in choices}
-        best = max(
-            choices, key=lambda b: (sum(pair[0][0] == 0 for pair in found[b]), len(found[b]))
-        )
+        # Pairs with a form first.
+        best = max(found, key=lambda b: (sum(p[0][0] == 0 for p in found[b]), len(found[b])))
         missing -= pairs[best]
         yield best
 
@@ -354,12 +353,13 @@ def run_sanitized() -> int:
     driver = compile_driver(compiler, *SANITIZERS)
     environ = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
     os.environ.update(environ)
-    has = read_cpu_flags()
-    for form in [form for form in X86_FORMS if IS_X86 and has.issuperset(form.cpu_flags)]:
-        library = compile_shared(Build(compiler, form, SANITIZERS))
-        _, lines = run_driver([str(driver), str(library)])
+    for form in list_forms()[1:]:
+        build = Build(compiler, form, SANITIZERS)
+        _, lines = run_driver([str(driver), str(compile_shared(build))])
         faults += bool(lines)
-        print("sanitizers,", form.name, "fault" if lines else "ok", *lines[:12], sep="\n  ")
+        print("  fault" if lines else "  ok   ", build, flush=True)
+        for line in lines[:12]:
+            print(f"          {line}")
     preload = []
     for name in ("libasan.so", "libubsan.so"):
         command = [compiler, f"-print-file-name={name}"]
