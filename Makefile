@@ -25,7 +25,7 @@ help:
 	@echo "make demo    drafted tokens marked in a text, and where speculation pays: some minutes"
 	@echo "make test    run the tests (TESTS=tests/core for some of them)"
 	@echo "make kernels the native kernels by all compilers installed, for ARM, and under the"
-	@echo "             sanitizers: up to an hour (KERNELS='--only sanitizers' for a part)"
+	@echo "             sanitizers: half an hour or more (KERNELS='--only sanitizers' for a part)"
 	@echo "make check   lint, format and type checks, as in CI"
 	@echo "make fix     mend what the linter and the formatter can"
 	@echo "make bench   run the CPU benchmarks, beside other engines last: hours, 20 GB of memory and"

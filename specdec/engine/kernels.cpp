@@ -921,29 +921,36 @@ void pack_matrix(const E *weight, const float *scales, int64_t N, int64_t depth,
   }
 }
 
-// The best `kept` of `count` logits, best first, of equal ones the first.
-void find_best(const float *logits, int64_t count, int64_t kept,
-               std::vector<std::pair<float, int64_t>> &heap) {
-  auto above = [](const std::pair<float, int64_t> &a, const std::pair<float, int64_t> &b) {
-    return a.first > b.first || (a.first == b.first && a.second < b.second);
-  };
+typedef std::pair<float, int64_t> Ranked;  // a logit or score, and which one it is
+
+// Whether one goes before the other: the larger, of equal ones the first. NaN has no place in such
+// an order, and the library's sorting needs one: all that is ranked comes out of `rank`.
+inline bool goes_before(const Ranked &a, const Ranked &b) {
+  return a.first > b.first || (a.first == b.first && a.second < b.second);
+}
+
+// NaN is ranked as minus infinity.
+inline Ranked rank(float x, int64_t which) { return {x == x ? x : -HUGE_VALF, which}; }
+
+// The best `kept` of `count` logits, best first.
+void find_best(const float *logits, int64_t count, int64_t kept, std::vector<Ranked> &heap) {
   heap.clear();
   for (int64_t v = 0; v < count; ++v) {
     if (static_cast<int64_t>(heap.size()) < kept) {
-      heap.emplace_back(logits[v], v);
-      std::push_heap(heap.begin(), heap.end(), above);
+      heap.push_back(rank(logits[v], v));
+      std::push_heap(heap.begin(), heap.end(), goes_before);
     } else if (logits[v] > heap.front().first) {
-      std::pop_heap(heap.begin(), heap.end(), above);
+      std::pop_heap(heap.begin(), heap.end(), goes_before);
       heap.back() = {logits[v], v};
-      std::push_heap(heap.begin(), heap.end(), above);
+      std::push_heap(heap.begin(), heap.end(), goes_before);
     }
   }
-  std::sort_heap(heap.begin(), heap.end(), above);
+  std::sort_heap(heap.begin(), heap.end(), goes_before);
 }
 
 // The best `width` of `count` logits, best first, as (log-probability among the best `kept`, token).
 void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width,
-                 std::vector<std::pair<float, int64_t>> &heap) {
+                 std::vector<Ranked> &heap) {
   find_best(logits, count, kept, heap);
   const float top = heap[0].first;
   float total = 0.0f;
@@ -962,7 +969,7 @@ void rank_outputs(const E *x, int64_t M, int64_t depth, const E *head, const E *
 #pragma omp parallel for if (M * V > kParallelWork)
   for (int64_t m = 0; m < M; ++m) {
     const float *row = &logits[m * V];
-    std::vector<std::pair<float, int64_t>> best;
+    std::vector<Ranked> best;
     best.reserve(width);
     find_best(row, V, width, best);
     const float top = best[0].first;
@@ -992,7 +999,7 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
   std::vector<float> first(most * wide), second(most * wide), logits(most * V);
   std::vector<float> scores(B, 0.0f), next_scores(most);
   std::vector<int64_t> last(tokens, tokens + B), paths(most * L), next_paths(most * L);
-  std::vector<std::vector<std::pair<float, int64_t>>> ranked(most);
+  std::vector<std::vector<Ranked>> ranked(most);
   for (auto &heap : ranked) heap.reserve(C);
   std::vector<float> contexts(context_proj != nullptr ? B * X : 0);
   if (context_proj != nullptr)
@@ -1039,14 +1046,11 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
     for (int64_t m = 0; m < M; ++m) rank_tokens(&logits[m * V], V, C, W, ranked[m]);
     for (int64_t b = 0; b < B; ++b) {
       // Each beam's best W tokens hold the best W of all.
-      std::vector<std::pair<float, int64_t>> grown;
+      std::vector<Ranked> grown;
       for (int64_t w = 0; w < width; ++w)
         for (int64_t j = 0; j < W; ++j)
-          grown.emplace_back(scores[b * width + w] + ranked[b * width + w][j].first, w * W + j);
-      std::partial_sort(grown.begin(), grown.begin() + W, grown.end(),
-                        [](const auto &a, const auto &c) {
-                          return a.first > c.first || (a.first == c.first && a.second < c.second);
-                        });
+          grown.push_back(rank(scores[b * width + w] + ranked[b * width + w][j].first, w * W + j));
+      std::partial_sort(grown.begin(), grown.begin() + W, grown.end(), goes_before);
       for (int64_t w = 0; w < W; ++w) {
         const int64_t source = b * width + grown[w].second / W, to = b * W + w;
         next_scores[to] = grown[w].first;

@@ -501,6 +501,11 @@ class NativeKernels:
         _check("tokens", tokens, torch.int64, batch)
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise ValueError(f"tokens {tokens.tolist()} of {vocab_size}")
+        if not 0 < width <= drafter.num_candidates <= vocab_size or length < 1:
+            raise ValueError(
+                f"{width} beams of {length} tokens, of {drafter.num_candidates} candidates and a"
+                f" vocabulary of {vocab_size}"
+            )
         beams = torch.empty((batch, width, length), dtype=torch.int64)
         self._set_num_threads(torch.get_num_threads())
         self._search_beams(

@@ -22,6 +22,8 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 # Such as those of a sanitizer, see matrix.py.
 EXTRA_FLAGS = tuple(os.environ.get("SPECDEC_TEST_KERNEL_FLAGS", "").split())
+if EXTRA_FLAGS:
+    FORMS.pop("znver3", None)  # the code of avx2, which it takes minutes to compile once more
 
 needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler here")
 in_every_form = pytest.mark.parametrize("library", FORMS, indirect=True)

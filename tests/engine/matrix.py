@@ -12,13 +12,14 @@ import argparse
 import concurrent.futures
 import dataclasses
 import hashlib
+import itertools
 import os
 import platform
 import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -36,9 +37,17 @@ CROSS_COMPILERS = ("aarch64-linux-gnu-g++-11", "aarch64-linux-gnu-g++-12", "clan
 EMULATOR = "qemu-aarch64"
 CROSS_ROOT = "/usr/aarch64-linux-gnu"
 TUNINGS = ("haswell", "skylake-avx512", "znver2", "znver3", "znver4", "znver5")
+# What a compiler may fuse. By itself it should fuse nothing, and wide vectors least (GCC alone has
+# this parameter); whatever it chooses must make no difference.
+FREEDOMS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("-ffp-contract=fast",),
+    ("--param=avoid-fma-max-bits=512",),
+    ("--param=avoid-fma-max-bits=512", "-ffp-contract=fast"),
+)
 SANITIZERS = (
     "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
-    "-fno-omit-frame-pointer",
+    "-fno-omit-frame-pointer", "-D_GLIBCXX_DEBUG",
 )  # fmt: skip
 
 
@@ -96,9 +105,16 @@ def describe_compiler(compiler: str) -> str:
 
 @lru_cache
 def knows(compiler: str, flags: tuple[str, ...]) -> bool:
-    """Tell whether a compiler takes these flags."""
-    command = [compiler, *flags, "-x", "c++", "-c", "-o", "/dev/null", "-"]
+    """Tell whether a compiler takes these flags, and does not pass over one of them."""
+    command = [compiler, *flags, "-Werror", "-x", "c++", "-c", "-o", "/dev/null", "-"]
     return subprocess.run(command, input=b"int x;", capture_output=True).returncode == 0
+
+
+def can_compile(build: Build) -> bool:
+    """Tell whether a build's compiler knows its form and each of its other flags."""
+    target = ("--target=aarch64-linux-gnu",) if build.is_cross and build.is_clang else ()
+    parts = [build.form.flags, *((flag,) for flag in build.extra)]
+    return all(knows(build.compiler, (*target, *part)) for part in parts)
 
 
 def read_cpu_flags() -> set[str]:
@@ -192,65 +208,92 @@ def group(build: Build, kernel: str) -> tuple[object, ...]:
     )
 
 
-def list_builds(compilers: Iterable[str]) -> Iterator[Build]:
-    """All that can run here, those first that are likeliest to break the rule."""
+def list_forms() -> list[Form]:
+    """The forms that this CPU runs, as compiled for it first."""
     has = read_cpu_flags()
-    forms = [form for form in X86_FORMS if has.issuperset(form.cpu_flags)] if IS_X86 else []
-    if not forms:
-        return
-    own = [flag for flag in native.FLAGS if flag.endswith("=native")]
-    extras: list[tuple[str, ...]] = [
-        # Whatever a compiler chooses to fuse must make no difference.
-        ("-O3", "-mtune=znver3", "-ffp-contract=fast"),
-        ("-O3", "--param=avoid-fma-max-bits=512", "-ffp-contract=fast"),
-        ("-O3", "--param=avoid-fma-max-bits=512"),
-        *[("-O3", f"-mtune={tuning}") for tuning in TUNINGS],
-        *[("-O2", f"-mtune={tuning}") for tuning in TUNINGS],
-    ]
-    for extra in extras:
-        for form in reversed(forms):
-            for compiler in compilers:
-                yield Build(compiler, form, extra)
+    forms = [form for form in X86_FORMS if IS_X86 and has.issuperset(form.cpu_flags)]
+    own = tuple(flag for flag in native.FLAGS if flag.endswith("=native"))
+    return [*(dataclasses.replace(form, name="own", flags=own) for form in forms[:1]), *forms]
+
+
+def list_builds(compilers: list[str], is_full: bool = False) -> list[Build]:
+    """What can run here: as users build it, what broke the rule once, and every pair of choices.
+
+    is_full: every combination.
+    """
+    forms = list_forms()
+    builds = [Build(compiler, form, ("-O3",)) for form in forms[:1] for compiler in compilers]
     for compiler in compilers:
-        yield Build(compiler, dataclasses.replace(forms[0], name="own", flags=(*own,)), ("-O3",))
-        for form in forms:
-            if form.name == "AVX2":
-                plain = dataclasses.replace(form, name="AVX2 pairs", pairs="plain")
-                yield Build(compiler, plain, ("-O3", "-mtune=znver3", "-DSPECDEC_PAIRS"))
+        builds += [build for build in list_chosen_builds(compiler) if build.form.is_fused]
+    for form in forms:
+        if form.name == "AVX2":
+            plain = dataclasses.replace(form, name="AVX2 pairs", pairs="plain")
+            ends = dict.fromkeys([*compilers[:1], *compilers[-1:]])
+            builds += [Build(compiler, plain, ("-O3", "-DSPECDEC_PAIRS")) for compiler in ends]
+    builds = [build for build in builds if can_compile(build)]
+    choices = [
+        Build(compiler, form, (level, f"-mtune={tuning}", *freedom))
+        for compiler in compilers
+        for form in forms
+        for level in ("-O3", "-O2")
+        for tuning in TUNINGS
+        for freedom in FREEDOMS
+    ]
+    choices = [build for build in choices if can_compile(build)]
+    return list(dict.fromkeys([*builds, *(choices if is_full else cover_pairs(choices, builds))]))
+
+
+def list_pairs(build: Build) -> set[tuple[tuple[int, str], ...]]:
+    """Any two of a build's choices: form, compiler, level, tuning, what is left to the compiler."""
+    level, *others = build.extra
+    tuning = [flag for flag in others if flag.startswith("-mtune=")]
+    freedom = [flag for flag in others if flag not in tuning]
+    chosen = [build.form.name, build.compiler, level, " ".join(tuning), " ".join(freedom)]
+    return set(itertools.combinations(enumerate(chosen), 2))
+
+
+def cover_pairs(choices: list[Build], builds: list[Build]) -> Iterator[Build]:
+    """A few builds that have every pair of choices between them, beside what `builds` have."""
+    pairs = {build: list_pairs(build) for build in choices}
+    missing = set[tuple[tuple[int, str], ...]]().union(*pairs.values())
+    for build in builds:
+        missing -= list_pairs(build)
+    while missing:
+        found = {build: pairs[build] & missing for build in choices}
+        # Pairs with a form first.
+        best = max(found, key=lambda b: (sum(p[0][0] == 0 for p in found[b]), len(found[b])))
+        missing -= pairs[best]
+        yield best
 
 
 def list_chosen_builds(compiler: str) -> list[Build]:
     """Those that broke the rule once, or would where the source left the compiler a choice."""
-    has = read_cpu_flags()
-    chosen: dict[str, list[tuple[str, ...]]] = {
-        "AVX-512": [("-O3", "--param=avoid-fma-max-bits=512", "-ffp-contract=fast")],
-        "AVX2": [("-O3", "-mtune=znver3", "-ffp-contract=fast")],
-        "SSE2": [("-O2", "-mtune=haswell")],
+    chosen: dict[str, tuple[str, ...]] = {
+        "AVX-512": ("-O3", "-mtune=znver3", *FREEDOMS[3]),
+        "AVX2": ("-O3", "-mtune=znver3", *FREEDOMS[1]),
+        "SSE2": ("-O2", "-mtune=haswell"),
     }
     return [
-        Build(compiler, form, extra)
-        for form in (X86_FORMS if IS_X86 else ())
-        if has.issuperset(form.cpu_flags)
-        for extra in chosen.get(form.name, [])
+        Build(compiler, form, chosen[form.name]) for form in list_forms() if form.name in chosen
     ]
 
 
-def list_cross_builds(compilers: Iterable[str]) -> Iterator[Build]:
-    for compiler in compilers:
-        for form in ARM_FORMS:
-            for extra in (("-O3",), ("-O2",), ("-O3", "-ffp-contract=fast")):
-                yield Build(compiler, form, extra, is_cross=True)
+def list_cross_builds(compilers: list[str], is_full: bool = False) -> list[Build]:
+    builds = [
+        Build(compiler, form, (level, *freedom), is_cross=True)
+        for compiler in compilers
+        for form in ARM_FORMS
+        for level in ("-O3", "-O2")
+        for freedom in FREEDOMS[:2]
+    ]
+    builds = [build for build in builds if can_compile(build)]
+    return builds if is_full else list(cover_pairs(builds, []))
 
 
-def run_matrix(builds: Iterable[Build], jobs: int) -> int:
+def run_matrix(builds: list[Build], jobs: int) -> int:
     """Compile, run and compare; returns the number of faults, which it prints."""
-    target = ("--target=aarch64-linux-gnu",)
 
-    def run(build: Build) -> tuple[Build, dict[str, str], list[str]] | None:
-        flags = (*build.form.flags, *build.extra)
-        if not knows(build.compiler, (*target, *flags) if build.is_cross and build.is_clang
-                     else flags):  # fmt: skip
-            return None
+    def run(build: Build) -> tuple[Build, dict[str, str], list[str]]:
         try:
             library = compile_shared(build)
         except subprocess.CalledProcessError as error:
@@ -267,7 +310,6 @@ def run_matrix(builds: Iterable[Build], jobs: int) -> int:
             kept.write_text("".join(f"{kernel} {value}\n" for kernel, value in sums.items()))
         return build, sums, lines
 
-    builds = list(builds)
     if not builds:
         return 0
     drivers = {
@@ -280,10 +322,7 @@ def run_matrix(builds: Iterable[Build], jobs: int) -> int:
     faults, found = 0, defaultdict[tuple[object, ...], dict[Build, str]](dict)
     counts = Counter[tuple[str, str]]()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for result in pool.map(run, builds):
-            if result is None:
-                continue
-            build, sums, lines = result
+        for build, sums, lines in pool.map(run, builds):
             counts[build.compiler, build.form.name] += 1
             faults += bool(lines)
             print("  fault" if lines else "  ok   ", build, flush=True)
@@ -314,12 +353,13 @@ def run_sanitized() -> int:
     driver = compile_driver(compiler, *SANITIZERS)
     environ = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
     os.environ.update(environ)
-    has = read_cpu_flags()
-    for form in [form for form in X86_FORMS if IS_X86 and has.issuperset(form.cpu_flags)]:
-        library = compile_shared(Build(compiler, form, SANITIZERS))
-        _, lines = run_driver([str(driver), str(library)])
+    for form in list_forms()[1:]:
+        build = Build(compiler, form, SANITIZERS)
+        _, lines = run_driver([str(driver), str(compile_shared(build))])
         faults += bool(lines)
-        print("sanitizers,", form.name, "fault" if lines else "ok", *lines[:12], sep="\n  ")
+        print("  fault" if lines else "  ok   ", build, flush=True)
+        for line in lines[:12]:
+            print(f"          {line}")
     preload = []
     for name in ("libasan.so", "libubsan.so"):
         command = [compiler, f"-print-file-name={name}"]
@@ -335,6 +375,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", choices=("matrix", "aarch64", "sanitizers"))
     parser.add_argument("--compilers", nargs="*", help="some of them")
+    parser.add_argument("--full", action="store_true", help="every combination, not every pair")
     options = parser.parse_args()
     faults = 0
     builds: list[Build] = []
@@ -346,7 +387,7 @@ def main() -> int:
         if any("clang" in name for name in compilers) and not find_openmp():
             print("left out, no OpenMP for clang (Debian: apt install libomp-16-dev)")
             compilers = [name for name in compilers if "clang" not in name]
-        builds += list_builds(compilers)
+        builds += list_builds(compilers, options.full)
     if options.only in (None, "aarch64"):
         compilers = [name for name in CROSS_COMPILERS if shutil.which(name)]
         for name in sorted(set(CROSS_COMPILERS) - set(compilers)):
@@ -356,7 +397,7 @@ def main() -> int:
         elif not any(name.startswith("aarch64") for name in compilers):
             print("aarch64 left out: no compiler (Debian: apt install g++-aarch64-linux-gnu)")
         else:
-            builds += list_cross_builds(compilers)
+            builds += list_cross_builds(compilers, options.full)
     faults += run_matrix(builds, options.jobs)
     if options.only in (None, "sanitizers"):
         faults += run_sanitized()

@@ -155,6 +155,23 @@ def test_ranking(library: Path, dtype: torch.dtype, width: int) -> None:
     assert torch.equal(tokens, expected.indices)
 
 
+@in_every_form
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranking_of_what_is_no_number(library: Path, dtype: torch.dtype) -> None:
+    """NaN comes last, as minus infinity does: sorting needs an order of all there is."""
+    kernels = native.NativeKernels(library, dtype)
+    packed = kernels.pack_matrix(torch.eye(7, dtype=dtype))
+    nan, inf = float("nan"), float("inf")
+    bias = torch.tensor([nan, 2, nan, 3, -inf, 1, nan], dtype=dtype)
+    x = torch.zeros(1, 7, dtype=dtype)
+    for width in range(1, 8):
+        tokens, scores = kernels.rank_outputs(x, packed, bias, 7, width)
+        assert tokens[0].tolist() == [3, 1, 5, 0, 2, 4, 6][:width]
+        assert scores.isnan().all()  # as torch's log_softmax has it
+    tokens, _ = kernels.rank_outputs(x, packed, torch.full((7,), nan, dtype=dtype), 7, 7)
+    assert tokens[0].tolist() == list(range(7))
+
+
 def test_window_mask_counts_positions_not_slots() -> None:
     """Brute force over a tree whose nodes share positions."""
     past, window = np.array([6, 2]), 3

@@ -140,3 +140,33 @@ def test_native_search_equals_torch_for_any_batch(
     hidden = torch.randn(batch, HIDDEN, generator=torch.Generator().manual_seed(batch))
     tokens = torch.arange(batch)
     assert torch.equal(fast.search_beams(hidden, tokens), plain.search_beams(hidden, tokens))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2]])
+def test_native_search_over_what_is_no_number(
+    broken: float, rows: list[int], kernels: native.NativeKernels
+) -> None:
+    """It ends with tokens of the vocabulary, and disturbs no other sequence."""
+    head, _, _ = make_head(beams=3, length=4, rnn=True, exit_dim=24, kernels=kernels)
+    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+    tokens = torch.tensor([4, 80, 33])
+    whole = head.search_beams(hidden, tokens)
+    hidden[rows] = broken
+    found = head.search_beams(hidden, tokens)
+    assert 0 <= int(found.min()) <= int(found.max()) < VOCAB
+    for row in range(3):
+        if row not in rows:
+            assert torch.equal(found[row], whole[row])
+        else:
+            assert len({tuple(beam) for beam in found[row].tolist()}) == 3
+
+
+def test_native_search_passes_over_what_is_no_number(kernels: native.NativeKernels) -> None:
+    head, weights, embedding = make_head(beams=3, length=3, rnn=True, exit_dim=24, kernels=kernels)
+    hidden = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1))
+    tokens = torch.tensor([4, 80])
+    chosen = head.search_beams(hidden, tokens)[0, 0, 0]
+    weights["drafter.lm_head.weight"][chosen] = float("nan")  # and so is its logit, always
+    head = ReDrafterHead(head.params, weights, embedding, kernels=kernels)
+    assert chosen not in head.search_beams(hidden, tokens)
