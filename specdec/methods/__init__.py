@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.command.settings import name_flag
 
-from . import draft_target, eagle, lookahead, medusa, prompt_lookup, redrafter
+from . import draft_target, eagle, lookahead, medusa, prompt_lookup, redrafter, suffix
 from .base import DrafterParams, Method
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
 
 METHODS: dict[str, Method] = {
     module.METHOD.name: module.METHOD
-    for module in (redrafter, medusa, eagle, draft_target, prompt_lookup, lookahead)
+    for module in (redrafter, medusa, eagle, draft_target, prompt_lookup, suffix, lookahead)
 }
 
 

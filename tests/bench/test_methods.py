@@ -41,6 +41,11 @@ def use_lookup(request: pytest.FixtureRequest) -> Case:
     return use(engine, request.getfixturevalue("folder"), prompt_lookup_num_tokens=3)
 
 
+def use_suffix(request: pytest.FixtureRequest) -> Case:
+    engine, _ = request.getfixturevalue("pair")
+    return use(engine, request.getfixturevalue("folder"), suffix_max_tokens=3)
+
+
 def use_lookahead(request: pytest.FixtureRequest) -> Case:
     request.getfixturevalue("plain")
     folder = request.getfixturevalue("folder")
@@ -57,10 +62,12 @@ CASES: dict[str, Callable[[pytest.FixtureRequest], Case]] = {
     "eagle": use_eagle,
     "draft_target": use_pair,
     "prompt_lookup": use_lookup,
+    "suffix": use_suffix,
     "lookahead": use_lookahead,
 }
 MOST = {  # draft tokens that a step of these settings can accept
-    "redrafter": 3, "medusa": 3, "eagle": 3, "draft_target": 2, "prompt_lookup": 3, "lookahead": 3,
+    "redrafter": 3, "medusa": 3, "eagle": 3, "draft_target": 2, "prompt_lookup": 3, "suffix": 3,
+    "lookahead": 3,
 }  # fmt: skip
 
 
@@ -86,4 +93,4 @@ def test_figures_of_every_method(method: str, request: pytest.FixtureRequest) ->
     (found,) = told["batches"]
     assert found["acceptance_length"] == acceptance["acceptance_length"], "as specdec-bench has it"
     remedies = " ".join(cause["remedy"] for cause in found["causes"])
-    assert ("train" in remedies) <= (method not in ("prompt_lookup", "lookahead"))
+    assert ("train" in remedies) <= (METHODS[method].source != "target")

@@ -169,7 +169,8 @@ def test_forecasts_of_ngrams(pair: tuple[Path, Path], folder: Path) -> None:
     room = max(tuning.prepare(given, folder).max_draft_len for tuning in FREE)
     assert max(c.build["max_draft_len"] for c in candidates) == room
     assert windows[1].run == {"lookahead_config": "[3,3,3]"}
-    check_replays(bench, [*lookups[::9], *windows[:2]], record(bench, 2))
+    trees = [c for c in candidates if "suffix_max_tokens" in c.run]
+    check_replays(bench, [*lookups[::9], *trees[::9], *windows[:2]], record(bench, 2))
 
 
 def test_accuracies_are_those_of_the_text(medusa: Path, folder: Path) -> None:
@@ -316,10 +317,10 @@ def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:
 
 
 def test_a_table_without_a_drafter(folder: Path, plain: Path) -> None:
-    """Prompt lookup and lookahead, of a plain checkpoint; each runs as its recipe says."""
+    """Methods that need no drafter, of a plain checkpoint; each runs as its recipe says."""
     report = run_tune(folder, folder / PLAIN_CHECKPOINT, num_measured=1, max_output_len=4)
     names = [row["name"] for row in report["batches"][0]["settings"]]
-    assert {"lookup of 3, 2-grams", "lookahead [2,2,2]"} < set(names)
+    assert {"lookup of 3, 2-grams", "suffix of 5, factor 2", "lookahead [2,2,2]"} < set(names)
     fake: Any = SimpleNamespace(engine=SimpleNamespace(decoder=None))
     candidates = list_free(fake)
     for candidate, method in ((candidates[0], "prompt_lookup"), (candidates[-1], "lookahead")):

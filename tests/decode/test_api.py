@@ -79,6 +79,8 @@ def load(folder: Path, method: str = "redrafter", **options: Any) -> Engine:
         method = "pair"
     elif method == "prompt_lookup":
         method, options = "pair", options | {"prompt_lookup_num_tokens": 4}
+    elif method == "suffix":
+        method, options = "pair", options | {"suffix_max_tokens": 4}
     elif method == "eagle, dynamic":
         method = "eagle"
         options |= {"eagle_use_dynamic_tree": True, "eagle_tree_tokens": 8}
@@ -90,7 +92,7 @@ def load(folder: Path, method: str = "redrafter", **options: Any) -> Engine:
 
 METHODS = [
     "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "draft_target",
-    "draft_target, logits", "prompt_lookup", "lookahead",
+    "draft_target, logits", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
 
 

@@ -116,6 +116,7 @@ def test_drafts_of_a_small_model_and_of_the_text(models: Path, generate: Stage) 
     methods = {
         "draft_target": ["--draft-model-dir", models / "small" / "target", "--draft-len", 2],
         "prompt_lookup": ["--prompt-lookup-num-tokens", 3],
+        "suffix": ["--suffix-max-tokens", 5],
         "lookahead": ["--lookahead-config", "[2,2,2]"],
     }
     for method, flags in methods.items():

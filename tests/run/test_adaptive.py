@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.drafters.switch import AdaptiveFollower, AdaptiveProposer, Switch, adapt
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options
@@ -17,10 +18,11 @@ from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import UsageError
 from specdec.methods.prompt_lookup import LookupOptions
+from specdec.methods.suffix import SuffixOptions
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import call, make_engine, make_tree_engine, run_here
 
-METHODS = ("redrafter", "medusa", "eagle", "eagle3", "prompt_lookup")
+METHODS = ("redrafter", "medusa", "eagle", "eagle3", "prompt_lookup", "suffix")
 LIMIT = 128
 
 
@@ -95,7 +97,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, options in eagles.items():
         drafter = make_eagle_drafter(parent, scale=2.0, name=f"d-{name}", **options)
         found[name] = make_tree_engine("eagle", parent / name, target, drafter)
-    found["prompt_lookup"] = found["redrafter"]
+    found["prompt_lookup"] = found["suffix"] = found["redrafter"]
     return found
 
 
@@ -104,6 +106,10 @@ def load(folders: dict[str, Path], method: str) -> TorchEngine:
         engine = TorchEngine(folders[method], device="cpu", speculate=False)
         lookup = LookupOptions(num_tokens=4, max_ngram_size=2, target_devices=None)
         engine.use_method(method, PromptLookupProposer(lookup))
+        return engine
+    if method == "suffix":
+        engine = TorchEngine(folders[method], device="cpu", speculate=False)
+        engine.use_method(method, SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)))
         return engine
     return TorchEngine(folders[method], device="cpu")
 
@@ -142,7 +148,7 @@ def test_the_text_is_that_of_plain_decoding(
         results = engine.generate(requests, options)
         assert [r.output_ids for r in results] == expected
         drafted = sum(r.stats.num_draft_tokens for r in results)
-        assert drafted > 0 or method == "prompt_lookup"
+        assert drafted > 0 or method in ("prompt_lookup", "suffix")
     assert 0.2 < sum(chosen) / len(chosen) < 0.8
     kind = AdaptiveFollower if method.startswith("eagle") else AdaptiveProposer
     assert type(engine.proposer) is kind

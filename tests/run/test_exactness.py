@@ -14,6 +14,7 @@ from specdec.decode import accept as verify
 from specdec.decode.drafters.base import Proposer
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import Request, Result
@@ -21,6 +22,7 @@ from specdec.engine import native
 from specdec.engine.tree import Tree
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
+from specdec.methods.suffix import SuffixOptions
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import FORMS, needs_compiler
 from tests.engines import OracleProposer, call, continue_greedily, make_engine
@@ -153,14 +155,19 @@ def test_any_drafter_leaves_the_text_unchanged(
             assert stats.num_verify_steps == steps, "a perfect drafter is always accepted"
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (6, 3), (2, 2, 1), (4, 4, 4), (7, 7, 7)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3,), (12,), (1, 1), (6, 3), (2, 2, 1), (4, 4, 4), (7, 7, 7)], ids=str
+)
 def test_drafts_from_the_text_leave_it_unchanged(
     target: Path, engine: TorchEngine, shape: tuple[int, ...]
 ) -> None:
-    """Prompt lookup, by length and n-gram; lookahead, by [W,N,G], with 84 nodes at most."""
+    """Suffix trees, by size; prompt lookup, by length and n-gram; lookahead, by [W,N,G]."""
     prompts, expected = reference(target)
     proposer: Proposer
-    if len(shape) == 2:
+    if len(shape) == 1:
+        options = SuffixOptions(max_tokens=shape[0], min_probability=0, max_cached_tokens=500)
+        proposer = SuffixProposer(options)
+    elif len(shape) == 2:
         lookup = LookupOptions(num_tokens=shape[0], max_ngram_size=shape[1])
         proposer = PromptLookupProposer(lookup)
     else:

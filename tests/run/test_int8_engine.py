@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
 from specdec.engine.layout import (
@@ -27,6 +28,7 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
+from specdec.methods.suffix import SuffixOptions
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import needs_compiler
 from tests.engines import call, continue_greedily, run_cli_here, save_weights
@@ -145,7 +147,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 METHODS = ["redrafter", "medusa", "eagle", "eagle, dynamic", "draft_target", "draft, wide",
-           "prompt_lookup", "lookahead"]  # fmt: skip
+           "prompt_lookup", "suffix", "lookahead"]  # fmt: skip
 
 
 def load(parent: Path, method: str) -> TorchEngine:
@@ -161,6 +163,8 @@ def load(parent: Path, method: str) -> TorchEngine:
     elif method == "prompt_lookup":
         lookup = PromptLookupProposer(LookupOptions(num_tokens=4, max_ngram_size=2))
         engine.use_method(method, lookup)
+    elif method == "suffix":
+        engine.use_method(method, SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)))
     elif method == "lookahead":
         window = LookaheadProposer(LookaheadConfig(3, 3, 3), engine.decoder)
         engine.use_method(method, window)

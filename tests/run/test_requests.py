@@ -23,6 +23,7 @@ from specdec.decode import loop
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options, generate
 from specdec.decode.prompts import make_requests
@@ -32,6 +33,7 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import TensorFile
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
+from specdec.methods.suffix import SuffixOptions
 from specdec.run.prompts import read_prompts
 from specdec.run.settings import RunSettings
 from tests.conftest import (
@@ -100,10 +102,12 @@ def engines(folder: Path) -> dict[str, TorchEngine]:
         made[name] = TorchEngine(folder / "pair", device="cpu")
         draft = TorchEngine(folder / "draft", device="cpu")
         attach_draft(made[name], draft, draft_len=3, use_logits=use_logits)
-    for name in ("prompt_lookup", "lookahead"):
+    for name in ("prompt_lookup", "suffix", "lookahead"):
         made[name] = TorchEngine(folder / "pair", device="cpu")
     lookup = LookupOptions(num_tokens=4, max_ngram_size=2)
     made["prompt_lookup"].use_method("prompt_lookup", PromptLookupProposer(lookup))
+    suffix = SuffixOptions(max_tokens=6, min_probability=0, max_cached_tokens=300)
+    made["suffix"].use_method("suffix", SuffixProposer(suffix))
     window = LookaheadProposer(LookaheadConfig(3, 3, 3), made["lookahead"].decoder)
     made["lookahead"].use_method("lookahead", window)
     assert set(made) == set(METHODS)
@@ -112,7 +116,7 @@ def engines(folder: Path) -> dict[str, TorchEngine]:
 
 METHODS = [
     "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "eagle3", "draft_target",
-    "draft_target, logits", "prompt_lookup", "lookahead",
+    "draft_target, logits", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
 
 

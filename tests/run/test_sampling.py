@@ -23,6 +23,7 @@ from specdec.decode.accept import Candidates, accept_batch
 from specdec.decode.drafters.eagle import DynamicTree, Level, StaticTree
 from specdec.decode.drafters.lookahead import Lookahead
 from specdec.decode.drafters.prompt_lookup import NgramIndex
+from specdec.decode.drafters.suffix import SuffixTree, grow
 from specdec.decode.sampling import (
     CHOICE,
     DRAFT,
@@ -189,6 +190,19 @@ def _copy(*text: int) -> Tree:
     return pack_beams(root, np.array([copied])) if copied else make_root(root)
 
 
+def draft_suffixes(text: list[int], sampler: Sampler) -> Candidates:
+    """All that followed the longest end of the text before, as suffix decoding proposes."""
+    return Candidates(_grow_suffixes(*text))
+
+
+@functools.cache
+def _grow_suffixes(*text: int) -> Tree:
+    suffixes = SuffixTree(4)
+    suffixes.extend([0, 1, 3, 0, 2, *text])
+    found = grow(suffixes, suffixes.places[0], 5, 0.0, text[-1] if text else 2)
+    return Tree(*(np.array(column, np.int64) for column in found[1:]))
+
+
 def draft_window(text: list[int], sampler: Sampler) -> Candidates:
     """A window that the target itself fills, as lookahead proposes."""
     return Candidates(_fill_window(*text))
@@ -214,13 +228,14 @@ METHODS: dict[str, Drafter] = {
     "draft model, long chain, ratio": draft_chain(DRAFT, 4),
     "draft model, compared": draft_chain(CHOICE, 2),
     "prompt lookup": draft_copy,
+    "suffix": draft_suffixes,
     "lookahead": draft_window,
     "static tree": draft_ranks,
     "dynamic tree": draft_sure,
 }
 EXACT_BY_SEED = [
-    "beams", "heads", "draft model, compared", "prompt lookup", "lookahead", "static tree",
-    "dynamic tree",
+    "beams", "heads", "draft model, compared", "prompt lookup", "suffix", "lookahead",
+    "static tree", "dynamic tree",
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.eagle import EagleProposer
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options
 from specdec.decode.ranks import processes as ranks_module
@@ -35,6 +36,7 @@ from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
+from specdec.methods.suffix import SuffixOptions
 from tests.conftest import (
     ROOT,
     make_drafter,
@@ -50,7 +52,7 @@ EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 9}]
 METHODS = [
     "target", "redrafter", "medusa", "eagle", "eagle dynamic", "eagle3", "prompt_lookup",
-    "lookahead",
+    "suffix", "lookahead",
 ]  # fmt: skip
 # Ranks of the draft model, whether probabilities are compared.
 DRAFTS = [(2, False), (1, True), (2, True)]
@@ -101,11 +103,16 @@ def end_all() -> Iterator[None]:
 
 def load(folder: Path, method: str, size: int) -> TorchEngine:
     """Load an engine of a folder's name, or a variant of one."""
-    name = {"prompt_lookup": "target", "lookahead": "target", "eagle dynamic": "eagle"}.get(method)
+    name = {
+        "prompt_lookup": "target", "suffix": "target", "lookahead": "target",
+        "eagle dynamic": "eagle",
+    }.get(method)  # fmt: skip
     engine = TorchEngine(folder / f"{name or method}-tp{size}", device="cpu")
     if method == "prompt_lookup":
         lookup = LookupOptions(num_tokens=4, max_ngram_size=2)
         engine.use_method(method, PromptLookupProposer(lookup))
+    elif method == "suffix":
+        engine.use_method(method, SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)))
     elif method == "lookahead":
         engine.use_method(method, LookaheadProposer(LookaheadConfig(3, 3, 3), engine.decoder))
     elif method == "eagle dynamic":

@@ -240,6 +240,7 @@ def test_block_reuse_needs_paged_context_fmha_in_the_engine(world: World, plain:
         ({"medusa_choices": "[[0]]"}, UsageError, "--medusa-choices has no effect"),
         ({"acceptance": "typical"}, UsageError, "--acceptance typical is for engines of torch"),
         ({"lookahead_config": "[3,3,3]"}, UsageError, "--lookahead-config has no effect"),
+        ({"suffix_max_tokens": 3}, UsageError, "--suffix-max-tokens is for engines of torch"),
         ({"prompt_lookup_num_tokens": 3}, SpecDecError, "prompt lookup drafts 3 tokens a step"),
         ({"top_k": 2000, "temperature": "1"}, SpecDecError, "cuts to 1024"),
         ({"max_output_len": MAX_TOTAL}, SpecDecError, f"max_seq_len is {MAX_TOTAL}"),

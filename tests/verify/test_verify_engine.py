@@ -156,6 +156,13 @@ def test_prompt_lookup_is_exact(draft_target: Path, parent: Path) -> None:
     assert report["sampling"]["same_seeds"]["different"] == 0
 
 
+def test_suffix_decoding_is_exact(draft_target: Path, parent: Path) -> None:
+    flags = {"suffix_max_tokens": 3, "suffix_min_probability": 0.0, "suffix_share_requests": True}
+    report = verify(draft_target, parent / "target", **SAMPLED, **flags)
+    assert (report["verdict"], report["method"]) == ("exact", "suffix")
+    assert report["sampling"]["same_seeds"]["different"] == 0
+
+
 def test_an_engine_of_two_ranks_is_exact(parent: Path, drafter: Path) -> None:
     engine = make_engine(
         parent, parent / "target", drafter, beams=3, length=3, optimize="none",

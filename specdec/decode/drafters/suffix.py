@@ -1,0 +1,338 @@
+"""Suffix decoding: the ends of the text are looked up in a tree of all its suffixes, with counts.
+
+Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
+https://arxiv.org/abs/2411.04975. There are no weights.
+
+The tree holds every suffix of the text, edges labelled by places of the text, and how many suffixes
+have entered each edge. The ends of the text that occurred before are places in the tree, which move
+on by every token that is appended; so what follows them is found without a search:
+
+    text   a b c a b d a b        the ends found: [a b] and [b], in edges that end here
+    tree   [a b] -> c once, d once; [b] -> c once, d once
+    draft  two branches of probability 1/2: c a b ... and d a b ...
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import DraftContext, check_room
+from specdec.decode.requests import ActiveRequest
+from specdec.engine.tree import Tree, make_root
+from specdec.methods.suffix import METHOD, SuffixOptions
+
+NUM_BRANCHES = 4  # of the tokens that followed a place, the most frequent: no more are drafted
+OPEN = 1 << 60  # length of an edge that goes on to the end of its text
+END = -1  # where a text ends that others follow
+
+
+def make_proposer(context: DraftContext) -> SuffixProposer:
+    """Draft from the text, for an engine that was built for external drafts."""
+    engine, options = context.engine, context.options
+    assert engine is not None
+    assert isinstance(options, SuffixOptions)
+    build = engine.config.build
+    check_room(METHOD, options.max_tokens, build.speculative_decoding_mode, build.max_draft_len)
+    return SuffixProposer(options)
+
+
+class Node:
+    """An edge of the tree, and the node at its end.
+
+    start, length: its label, as a place in the text. count: suffixes that have entered the edge;
+    total: those that have left it for one of `children`. top: the most frequent children.
+    """
+
+    __slots__ = ("children", "count", "length", "start", "top", "total")
+
+    def __init__(self, start: int, length: int) -> None:
+        self.start, self.length = start, length
+        self.count, self.total = 1, 0
+        self.children, self.top = _NO_CHILDREN, _NO_TOP  # until it is split
+
+    def enter(self, child: Node) -> None:
+        """Count a suffix that goes on into a child that is there already."""
+        child.count += 1
+        self.total += 1
+        top = self.top
+        if child not in top:
+            least = min(top, key=_get_count)
+            if child.count > least.count:
+                top[top.index(least)] = child
+
+    def add(self, token: int, child: Node) -> None:
+        """Take a new child and all suffixes in it."""
+        self.children[token] = child
+        self.total += child.count
+        if len(self.top) < NUM_BRANCHES:
+            self.top.append(child)
+
+
+_NO_CHILDREN: dict[int, Node] = {}
+_NO_TOP: list[Node] = []
+
+
+def _get_count(node: Node) -> int:
+    return node.count
+
+
+Place = tuple[Node, int]  # in an edge, so many tokens along it
+
+
+class SuffixTree:
+    """A growing text, or several one after another, and every suffix of them.
+
+    Appending a token costs the same at any length of the text: at most `max_depth` short steps.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        """max_depth: tokens of a text's end that are looked for, at most."""
+        self.max_depth = max_depth
+        self.text: list[int] = []
+        self.root = Node(0, 0)
+        self.root.children, self.root.top = {}, []
+        # The newest text's ends that occurred before, longest first, by one token less each.
+        self.places: list[Place] = [(self.root, 0)]
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the newest text."""
+        text = self.text
+        for token in tokens:
+            places = self.places
+            moved: list[Place] = []
+            for at, (node, offset) in enumerate(places):
+                if offset < node.length:
+                    if text[node.start + offset] == token:
+                        moved.append((node, offset + 1))
+                        continue
+                    # The ends behind this one are no longer; those in the same edge come later.
+                    self._split(node, offset, sum(p[0] is node for p in places[at:]))
+                else:
+                    child = node.children.get(token)
+                    if child is not None:
+                        node.enter(child)
+                        moved.append((child, 1))
+                        continue
+                node.add(token, Node(len(text), OPEN))
+            text.append(token)
+            moved.append((self.root, 0))
+            if len(moved) > self.max_depth + 1:
+                del moved[0]
+            self.places = moved
+
+    def end(self) -> None:
+        """End the newest text: what follows is another."""
+        self.text.append(END)
+        self.places = [(self.root, 0)]
+
+    def find(self, tokens: Sequence[int]) -> list[Place]:
+        """The places of all ends of `tokens` that occur, longest first; at most `max_depth`."""
+        places: list[Place] = [(self.root, 0)]
+        for token in tokens[-self.max_depth :]:
+            places = self.follow(places, token)
+        return places
+
+    def follow(self, places: Iterable[Place], token: int) -> list[Place]:
+        """Move the places of a text that is not in the tree on by a token."""
+        moved: list[Place] = []
+        for node, offset in places:
+            if offset < node.length:
+                if self.text[node.start + offset] == token:
+                    moved.append((node, offset + 1))
+            elif (child := node.children.get(token)) is not None:
+                moved.append((child, 1))
+        moved.append((self.root, 0))
+        return moved[-self.max_depth - 1 :]
+
+    def _split(self, node: Node, offset: int, num_before: int) -> None:
+        """End an edge after `offset` tokens; what is below becomes a child.
+
+        num_before: of the suffixes that have entered the edge, those that have come no further.
+        """
+        text, start = self.text, node.start + offset
+        below = Node(start, node.length - offset if node.length < OPEN else OPEN)
+        below.count = node.count - num_before
+        below.children, below.top, below.total = node.children, node.top, node.total
+        node.length, node.children, node.top, node.total = offset, {}, [], 0
+        node.add(text[start], below)
+
+
+class Draft(NamedTuple):
+    """A tree of drafts; score: the tokens of it that are expected to be accepted."""
+
+    score: float
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+
+
+def grow(
+    tree: SuffixTree, place: Place, max_tokens: int, min_probability: float, root: int
+) -> Draft:
+    """Draft the tokens that are likeliest to follow a place, by the frequencies of their branches.
+
+    A branch that reaches the end of the text goes on with what it has copied, so that a text which
+    repeats itself is continued for any length.
+    """
+    text, (node, offset) = tree.text, place
+    end = len(text)
+    tokens, parents, depths = [root], [-1], [0]
+    probability, parent, depth, score = 1.0, 0, 0, 0.0
+    waiting: list[tuple[float, int, Node, int, int]] = []
+    number = 0
+    while True:
+        # Along an edge there is no choice, so nothing that waits is likelier.
+        while len(tokens) <= max_tokens and offset < node.length:
+            at = node.start + offset
+            if at >= end:
+                first = at - depth
+                at = first + depth % (end - first)
+            token = text[at]
+            if token == END:
+                break
+            parents.append(parent)
+            parent = len(tokens)
+            depth += 1
+            tokens.append(token)
+            depths.append(depth)
+            score += probability
+            offset += 1
+        if len(tokens) > max_tokens:
+            break
+        if offset == node.length:
+            for child in node.top:
+                share = probability * child.count / node.total
+                if share >= min_probability:
+                    number += 1  # settles between equals
+                    heapq.heappush(waiting, (-share, number, child, parent, depth))
+        if not waiting:
+            break
+        share, _, node, parent, depth = heapq.heappop(waiting)
+        probability, offset = -share, 0
+    return Draft(score, tokens, parents, depths)
+
+
+class Finished:
+    """The texts of finished requests, the newest `max_tokens` or a little less.
+
+    There are two trees: when the younger is half of that, it becomes the older, and what was the
+    older is dropped whole.
+    """
+
+    def __init__(self, max_tokens: int, max_depth: int) -> None:
+        self.max_tokens, self.max_depth = max_tokens, max_depth
+        self.trees = [SuffixTree(max_depth)]
+        self.version = 0  # places found in an earlier one are no longer right
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Keep a text; of one that is too long, its end."""
+        half = self.max_tokens // 2
+        tokens = tokens[max(0, len(tokens) - half + 1) :]
+        if len(self.trees[-1].text) + len(tokens) + 1 > half:
+            self.trees = [self.trees[-1], SuffixTree(self.max_depth)]
+        tree = self.trees[-1]
+        tree.extend(tokens)
+        tree.end()
+        self.version += 1
+
+
+class Text:
+    """One request's text as a tree, and where the end of it is in those of finished requests."""
+
+    def __init__(self, request: ActiveRequest, max_depth: int) -> None:
+        self.request = request
+        self.own = SuffixTree(max_depth)
+        self.own.extend(request.request.input_ids)
+        self._version = -1
+        self._places: list[list[Place]] = []  # by tree of the finished
+
+    def read(self, finished: Finished | None) -> list[tuple[SuffixTree, list[Place]]]:
+        """Take the newest output; return all trees with the places to draft from."""
+        own = self.own
+        num_known = len(own.text)
+        own.extend(self.request.output_ids[num_known - len(self.request.request.input_ids) :])
+        found = [(own, own.places)]
+        if finished is not None:
+            if self._version != finished.version:
+                self._version = finished.version
+                self._places = [tree.find(own.text) for tree in finished.trees]
+            else:
+                for token in own.text[num_known:]:
+                    self._places = [
+                        tree.follow(places, token)
+                        for tree, places in zip(finished.trees, self._places, strict=True)
+                    ]
+            found += zip(finished.trees, self._places, strict=True)
+        return found
+
+
+class SuffixProposer:
+    """Proposes the tree of what followed the end of each request's text elsewhere."""
+
+    def __init__(self, options: SuffixOptions) -> None:
+        self.options = options
+        self.max_draft_tokens = self.max_draft_depth = options.max_tokens
+        self._texts: dict[int, Text] = {}  # by row
+        self._finished: Finished | None = None
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Forget the texts, those of finished requests too: another run begins."""
+        options = self.options
+        self._texts = {}
+        self._finished = (
+            Finished(options.max_cached_tokens, options.max_depth)
+            if options.max_cached_tokens
+            else None
+        )
+
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        """Read each request's prompt."""
+        for request in requests:
+            self._finish(request.row)
+            self._texts[request.row] = Text(request, self.options.max_depth)
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Add the newest tokens to each text and draft what followed its end before."""
+        if len(requests) < len(self._texts):
+            for row in self._texts.keys() - {request.row for request in requests}:
+                self._finish(row)
+        return [Candidates(self._draft(request)) for request in requests]
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
+        """Nothing: the emitted tokens are all that is needed."""
+
+    def _finish(self, row: int) -> None:
+        text = self._texts.pop(row, None)
+        if text is not None and self._finished is not None:
+            request = text.request
+            self._finished.add([*request.request.input_ids, *request.output_ids])
+
+    def _draft(self, request: ActiveRequest) -> Tree:
+        """The draft of which most is expected to be accepted, of all ends and all trees.
+
+        No more is drafted than `max_factor` times the tokens that were found, so the longest ends
+        come first and a draft can be the best without the shorter ones being tried.
+        """
+        options, root = self.options, request.output_ids[-1]
+        # The last token that may be emitted is the bonus token's.
+        most = min(options.max_tokens, request.remaining - 1)
+        best: Draft | None = None
+        for tree, places in self._texts[request.row].read(self._finished):
+            for at, place in enumerate(places[:-1]):
+                size = min(most, int(options.max_factor * (len(places) - 1 - at)))
+                if size <= (best.score if best is not None else 0):
+                    break
+                draft = grow(tree, place, size, options.min_probability, root)
+                if best is None or draft.score > best.score:
+                    best = draft
+        if best is None or len(best.tokens) == 1:
+            return make_root(root)
+        return Tree(*(np.array(column, np.int64) for column in best[1:]))

@@ -1,0 +1,116 @@
+"""Suffix decoding: what followed the end of the text wherever it stood before is drafted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from specdec.command.settings import as_options, list_given, name_flag, setting
+from specdec.errors import UsageError
+
+from .base import Method
+
+DEFAULT_DEPTH = 16
+DEFAULT_FACTOR = 2.0
+DEFAULT_PROBABILITY = 0.1
+DEFAULT_CACHED_TOKENS = 100_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuffixDraft:
+    """Options of every command that decodes."""
+
+    suffix_max_tokens: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Draft what followed the end of the text where it occurred before, as a tree of up to"
+        " N tokens in a step.",
+    )  # fmt: skip
+    suffix_max_depth: int | None = setting(
+        kind="int", minimum=1, metavar="D",
+        help=f"Tokens at the end of the text to look for, at most.  [default: {DEFAULT_DEPTH}]",
+    )  # fmt: skip
+    suffix_max_factor: float | None = setting(
+        kind="float", metavar="F",
+        help="Draft at most F tokens for each token that was found.  [default:"
+        f" {DEFAULT_FACTOR:g}]",
+    )  # fmt: skip
+    suffix_min_probability: float | None = setting(
+        kind="float", metavar="P",
+        help="Draft no token that followed in less than this share of the cases, its whole branch"
+        f" counted.  [default: {DEFAULT_PROBABILITY:g}]",
+    )  # fmt: skip
+    suffix_share_requests: bool = setting(
+        False, kind="flag",
+        help="Look also in the prompts and outputs of requests of the same run that are finished.",
+    )  # fmt: skip
+    suffix_max_cached_tokens: int | None = setting(
+        kind="int", minimum=2, metavar="N",
+        help="With --suffix-share-requests: keep at most N tokens of finished requests; the oldest"
+        f" are dropped.  [default: {DEFAULT_CACHED_TOKENS}]",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuffixOptions:
+    """How drafts are taken from the text.
+
+    max_tokens: of a step's tree. max_depth: longest end of the text that is looked for. max_factor:
+    tokens drafted for each that was found. min_probability: of a drafted token's whole branch.
+    max_cached_tokens: of finished requests, 0 to forget them.
+    """
+
+    max_tokens: int
+    max_depth: int = DEFAULT_DEPTH
+    max_factor: float = DEFAULT_FACTOR
+    min_probability: float = DEFAULT_PROBABILITY
+    max_cached_tokens: int = 0
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens drafted a step, which an engine is built for."""
+        return self.max_tokens
+
+
+def read_options(settings: Any) -> SuffixOptions | None:
+    """Return the options of a suffix run, None of any other; raise UsageError."""
+    options = as_options(settings, SuffixDraft)
+    given = [name_flag(name) for name in list_given(settings, SuffixDraft)]
+    if not given:
+        return None
+    if settings.no_speculation:
+        raise UsageError(f"{given[0]} has no effect with --no-speculation", "leave one of them out")
+    if options.suffix_max_tokens is None:
+        raise UsageError(
+            f"{given[0]} without --suffix-max-tokens", "say how many tokens to draft a step"
+        )
+    if options.suffix_max_cached_tokens is not None and not options.suffix_share_requests:
+        raise UsageError(
+            "--suffix-max-cached-tokens without --suffix-share-requests",
+            "without it nothing of a finished request is kept; leave one out or give both",
+        )
+    factor, probability = options.suffix_max_factor, options.suffix_min_probability
+    if factor is not None and not 0 < factor < float("inf"):
+        raise UsageError(f"--suffix-max-factor is {factor:g}", "give a number above 0, such as 2")
+    if probability is not None and not 0 <= probability <= 1:
+        raise UsageError(
+            f"--suffix-min-probability is {probability:g}", "give a number from 0 to 1"
+        )
+    cached = options.suffix_max_cached_tokens or DEFAULT_CACHED_TOKENS
+    return SuffixOptions(
+        max_tokens=options.suffix_max_tokens,
+        max_depth=options.suffix_max_depth or DEFAULT_DEPTH,
+        max_factor=DEFAULT_FACTOR if factor is None else factor,
+        min_probability=DEFAULT_PROBABILITY if probability is None else probability,
+        max_cached_tokens=cached if options.suffix_share_requests else 0,
+    )
+
+
+METHOD = Method(
+    name="suffix",
+    title="Suffix decoding",
+    paper="https://arxiv.org/abs/2411.04975",
+    mode="draft_tokens_external",
+    source="target",
+    read=read_options,
+    options={"draft": SuffixDraft},
+)

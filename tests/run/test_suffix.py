@@ -1,0 +1,215 @@
+"""Suffix decoding: the tree of suffixes, what is drafted from it, and the options."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.decode.drafters.suffix import (
+    END,
+    NUM_BRANCHES,
+    Draft,
+    Finished,
+    Node,
+    SuffixProposer,
+    SuffixTree,
+    grow,
+)
+from specdec.decode.requests import ActiveRequest, Request
+from specdec.errors import UsageError
+from specdec.methods.suffix import SuffixOptions, read_options
+from specdec.run.settings import RunSettings
+
+
+def count(text: list[int], ngram: list[int]) -> int:
+    size = len(ngram)
+    return sum(text[at : at + size] == ngram for at in range(len(text) - size + 1))
+
+
+def descend(tree: SuffixTree, ngram: list[int]) -> tuple[Node, int] | None:
+    node, offset = tree.root, 0
+    for token in ngram:
+        if offset < node.length:
+            at = node.start + offset
+            if at >= len(tree.text) or tree.text[at] != token:
+                return None
+            offset += 1
+        elif token in node.children:
+            node, offset = node.children[token], 1
+        else:
+            return None
+    return node, offset
+
+
+def make_text(kind: str, length: int = 120) -> list[int]:
+    dice = random.Random(kind)
+    if kind == "loop":
+        return [n % 7 for n in range(length)]
+    if kind == "one token":
+        return [3] * length
+    if kind == "passages":
+        passages = [[dice.randrange(5) for _ in range(9)] for _ in range(4)]
+        return [t for _ in range(length // 9) for t in dice.choice(passages)]
+    return [dice.randrange(3) for _ in range(length)]
+
+
+KINDS = ["random", "loop", "one token", "passages"]
+
+
+@pytest.mark.parametrize("depth", [1, 4, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_and_places_are_those_of_the_text(kind: str, depth: int) -> None:
+    """Against a search through the text, after every token."""
+    text, tree = make_text(kind), SuffixTree(depth)
+    for end in range(1, len(text) + 1):
+        tree.extend(text[end - 1 : end])
+        known = text[:end]
+        matched = [n for n in range(1, depth + 1) if n < end and count(known, known[-n:]) > 1]
+        assert len(tree.places) - 1 == len(matched) == max(matched, default=0)
+        for at, place in enumerate(tree.places):
+            size = len(tree.places) - 1 - at
+            assert descend(tree, known[end - size :]) == place
+    ngrams = {tuple(text[a : a + n]) for n in range(1, depth + 1) for a in range(len(text) - n + 1)}
+    for ngram in ngrams:
+        place = descend(tree, list(ngram))
+        assert place is not None
+        node, offset = place
+        if offset == 1:  # an edge is entered by every suffix that begins so
+            assert node.count == count(text, list(ngram))
+        if offset == node.length and len(ngram) < depth:
+            followers = [t for t in range(8) if count(text, [*ngram, t])]
+            assert sorted(node.children) == followers
+            assert node.total == sum(count(text, [*ngram, t]) for t in followers)
+            assert len(node.top) == min(NUM_BRANCHES, len(followers))
+            least = min(child.count for child in node.top)
+            assert all(c.count <= least for c in node.children.values() if c not in node.top)
+
+
+def draft(text: list[int], size: int, probability: float = 0.0) -> Draft:
+    tree = SuffixTree(8)
+    tree.extend(text)
+    return grow(tree, tree.places[0], size, probability, text[-1])
+
+
+def list_paths(found: Draft) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(found.tokens[1:], found.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    assert [len(path) for path in paths] == found.depths
+    return paths[1:]
+
+
+def test_the_likeliest_branches_are_drafted_first() -> None:
+    """After 1 2 came 3 twice, once followed by 8 and once by 9, and 4 once."""
+    text = [1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2]
+    assert list_paths(draft(text, 1)) == [(3,)]
+    found = draft(text, 3)
+    assert list_paths(found) == [(3,), (4,), (4, 7)], "then all that are left are equal"
+    assert found.score == pytest.approx(2 / 3 + 1 / 3 + 1 / 3)
+    assert list_paths(draft(text, 8, 0.5)) == [(3,)], "no other is likelier than a half"
+    text = [1, 2, 4, 7, 1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3, 8, 5, 1, 2]
+    assert list_paths(draft(text, 2)) == [(3,), (3, 8)]
+
+
+def test_a_text_that_repeats_itself_is_drafted_in_full() -> None:
+    assert list_paths(draft([5, 1, 2, 3, 1, 2, 3], 7))[-1] == (1, 2, 3, 1, 2, 3, 1)
+    assert list_paths(draft([4, 4], 3))[-1] == (4, 4, 4)
+
+
+def test_texts_one_after_another_do_not_run_into_each_other() -> None:
+    tree = SuffixTree(4)
+    for text in ([1, 2, 3], [3, 1, 2]):
+        tree.extend(text)
+        tree.end()
+    places = tree.find([9, 1, 2])
+    assert len(places) == 3
+    found = grow(tree, places[0], 5, 0.0, 2)
+    assert list_paths(found) == [(3,)]
+    assert len(tree.find([2, 3, 3])) == 2, "3 3 is in neither"
+    assert END not in found.tokens
+
+
+def test_finished_requests_are_bounded() -> None:
+    finished = Finished(40, 4)
+    for number in range(30):
+        finished.add([number] * (number % 12))
+        assert sum(len(tree.text) for tree in finished.trees) <= 40
+        assert len(finished.trees) <= 2
+    finished.add(list(range(100, 200)))
+    assert finished.trees[-1].text == [*range(181, 200), END], "of a long text, its end"
+    Finished(2, 4).add([1, 2, 3])
+
+
+def make_active(prompt: list[int], row: int, limit: int = 20) -> ActiveRequest:
+    request = Request(index=row, input_ids=prompt, max_output_len=limit, end_ids=frozenset())
+    return ActiveRequest(request, row, max_depth=8, text=None)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_requests_share_only_if_asked(is_shared: bool) -> None:
+    options = SuffixOptions(max_tokens=4, max_cached_tokens=100 if is_shared else 0)
+    proposer = SuffixProposer(options)
+    proposer.allocate(2, 64)
+    first, second = make_active([1, 2, 3, 4, 5, 6], 0), make_active([9, 8, 7], 1)
+    proposer.start([first, second])
+    for request in (first, second):
+        request.emit([30])
+    assert [c.tree.num_draft_tokens for c in proposer.propose([first, second])] == [0, 0]
+    second.emit([2, 3])  # `first` is not finished
+    assert proposer.propose([first, second])[1].tree.num_draft_tokens == 0
+    (found,) = proposer.propose([second])  # now it is
+    assert found.tree.tokens[1:].tolist() == ([4, 5, 6, 30] if is_shared else [])
+    third = make_active([50, 2], 1)
+    proposer.start([third])
+    third.emit([3, 4])
+    (found,) = proposer.propose([third])
+    assert found.tree.tokens[1:].tolist() == ([5, 6, 30] if is_shared else [])
+    third.emit([5])
+    (found,) = proposer.propose([third])
+    assert found.tree.tokens[1:].tolist() == ([6, 30] if is_shared else [])
+    proposer.allocate(2, 64)
+    proposer.start([third])
+    assert proposer.propose([third])[0].tree.num_draft_tokens == 0, "another run has begun"
+
+
+def test_drafts_grow_with_what_was_found_and_end_with_the_request() -> None:
+    for factor, limit, expected in ((1.0, 20, 2), (2.0, 20, 4), (0.2, 20, 0), (2.0, 5, 2)):
+        proposer = SuffixProposer(SuffixOptions(max_tokens=6, max_factor=factor))
+        proposer.allocate(1, 64)
+        request = make_active([1, 2, 3, 4, 5, 6, 7, 8], 0, limit)
+        proposer.start([request])
+        request.emit([2, 3])
+        (found,) = proposer.propose([request])
+        assert found.tree.num_draft_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"suffix_max_depth": 4}, "without --suffix-max-tokens"),
+        ({"suffix_share_requests": True}, "without --suffix-max-tokens"),
+        ({"suffix_max_tokens": 4, "no_speculation": True}, "no effect with --no-speculation"),
+        ({"suffix_max_tokens": 4, "suffix_max_cached_tokens": 9}, "without --suffix-share"),
+        ({"suffix_max_tokens": 4, "suffix_max_factor": 0.0}, "--suffix-max-factor is 0"),
+        ({"suffix_max_tokens": 4, "suffix_max_factor": float("nan")}, "--suffix-max-factor is"),
+        ({"suffix_max_tokens": 4, "suffix_min_probability": 1.5}, "--suffix-min-probability is"),
+    ],
+)
+def test_what_is_written_wrong(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_options(RunSettings(engine_dir=Path("e"), **flags))
+    assert message in caught.value.message
+
+
+def test_options_are_read() -> None:
+    assert read_options(RunSettings(engine_dir=Path("e"))) is None
+    given = RunSettings(
+        engine_dir=Path("e"), suffix_max_tokens=7, suffix_min_probability=0.0,
+        suffix_share_requests=True,
+    )  # fmt: skip
+    assert read_options(given) == SuffixOptions(
+        max_tokens=7, min_probability=0.0, max_cached_tokens=100_000
+    )
