@@ -30,6 +30,27 @@ def read_lines(path: Path, flag: str) -> list[str]:
         raise SpecDecError(f"{path} is not UTF-8 text", "convert the file to UTF-8") from None
 
 
+def read_entries(
+    path: Path, lines: Sequence[str], suffix: str, read: Callable[[str, str], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the request object of each line of a .txt or .jsonl file, {} for an empty line.
+
+    read: makes it from where a line of .jsonl stands and the line, as `read_line` does.
+    """
+    if suffix == ".txt":
+        entries: list[dict[str, Any]] = [{"prompt": line} if line.strip() else {} for line in lines]
+    elif suffix == ".jsonl":
+        entries = [
+            read(f"{path} line {n}", line) if line.strip() else {}
+            for n, line in enumerate(lines, 1)
+        ]
+    else:
+        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
+    if not any(entries):
+        raise SpecDecError(f"{path} holds no prompt", "write one prompt a line")
+    return entries
+
+
 def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str, Any]:
     """Return the request object of a line; `more_keys` may be there too, and are not checked.
 
