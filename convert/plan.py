@@ -184,7 +184,7 @@ RankPlan = dict[str, PlannedTensor]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class ConversionPlan:
     """A whole conversion: the config.json, each rank's tensors, and the files that are read.
 
     vocabulary: what the target's tokens mean, as `specdec.vocabulary` tells it.
