@@ -70,8 +70,8 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     if settings.dry_run:
         seconds = stream.measure_hash_seconds(plan, count_workers(settings))
         return {"dry_run": True, **report, "hash_seconds": round(seconds, 2)}
-    if plan.quantizer is not None:
-        plan.quantizer.measure(count_workers(settings))
+    if plan.measure is not None:
+        plan.measure(count_workers(settings))
     with stage_folder(
         settings.output_dir, force=settings.force, inputs=list_inputs(settings),
         resume=settings.resume,
@@ -198,7 +198,7 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
         ranks=tuple(ranks),
         source_files=tuple(files),
         vocabulary=target.vocabulary,
-        quantizer=target.quantizer,
+        measure=target.quantizer.measure if target.quantizer is not None else None,
     )
 
 
