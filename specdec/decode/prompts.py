@@ -11,7 +11,7 @@ from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.typical import read_typical_rule
-from specdec.errors import SpecDecError, UsageError, raise_problems, shorten, suggest, summarize
+from specdec.errors import Problems, SpecDecError, UsageError, shorten, suggest, summarize
 from specdec.files.reading import parse_json
 
 SOURCE_KEYS = ("prompt", "input_ids", "messages")
@@ -82,13 +82,11 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str,
 
 def check_values(where: str, entry: Mapping[str, Any]) -> None:
     """Raise SpecDecError that lists the keys of a request object whose values are of no use."""
-    raise_problems(
-        [
-            (f"{where}: {key} is {shorten(entry[key])}, not {expected}", f"give {key} {expected}")
-            for key, (is_good, expected) in CHECKS.items()
-            if key in entry and not is_good(entry[key])
-        ]
-    )
+    Problems(
+        (f"{where}: {key} is {shorten(entry[key])}, not {expected}", f"give {key} {expected}")
+        for key, (is_good, expected) in CHECKS.items()
+        if key in entry and not is_good(entry[key])
+    ).raise_all()
 
 
 def _is_number(value: Any) -> bool:
