@@ -20,7 +20,7 @@ MAX_FLOAT16 = 65504.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
+class BatchFacts:
     """What was measured for one batch size.
 
     speculation, plain: milliseconds of a step by part, and `total`. step_ms: of a verify step by
@@ -68,7 +68,7 @@ class Cause:
         return dataclasses.asdict(self) | {"gain": gain}
 
 
-def rank_causes(facts: Facts, others: Sequence[Cause]) -> list[Cause]:
+def rank_causes(facts: BatchFacts, others: Sequence[Cause]) -> list[Cause]:
     """What is certainly wrong first, then by gain, then what can only be suspected."""
     found = [cause for find in FINDERS if (cause := find(facts)) is not None]
     told = [c for c in found if c.gain is not None and c.gain >= LEAST_GAIN]
@@ -77,7 +77,7 @@ def rank_causes(facts: Facts, others: Sequence[Cause]) -> list[Cause]:
     return [*certain, *sorted(told, key=lambda c: -(c.gain or 0.0)), *suspected]
 
 
-def find_low_acceptance(facts: Facts) -> Cause | None:
+def find_low_acceptance(facts: BatchFacts) -> Cause | None:
     """Fewer drafted tokens are right than those of a good drafter would be."""
     if not facts.by_position:
         return None
@@ -95,7 +95,7 @@ def find_low_acceptance(facts: Facts) -> Cause | None:
     )
 
 
-def find_long_draft(facts: Facts) -> Cause | None:
+def find_long_draft(facts: BatchFacts) -> Cause | None:
     """The last positions are accepted too seldom for what they cost."""
     depth = len(facts.by_position)
     if depth < 2:
@@ -117,7 +117,7 @@ def find_long_draft(facts: Facts) -> Cause | None:
     )
 
 
-def find_dear_drafter(facts: Facts) -> Cause | None:
+def find_dear_drafter(facts: BatchFacts) -> Cause | None:
     """Drafting takes much of a step."""
     total, draft = facts.speculation["total"], facts.speculation["draft"]
     return Cause(
@@ -128,7 +128,7 @@ def find_dear_drafter(facts: Facts) -> Cause | None:
     )
 
 
-def find_dear_verification(facts: Facts) -> Cause | None:
+def find_dear_verification(facts: BatchFacts) -> Cause | None:
     """A verify step over the tree costs far more than one over a token."""
     total, verify = facts.speculation["total"], facts.speculation["verify"]
     extra = verify - facts.plain["verify"]
@@ -142,7 +142,7 @@ def find_dear_verification(facts: Facts) -> Cause | None:
     )
 
 
-def find_overhead(facts: Facts) -> Cause | None:
+def find_overhead(facts: BatchFacts) -> Cause | None:
     """Accepting and bookkeeping take more of a step than those of plain decoding."""
     total = facts.speculation["total"]
     ours, plain = (times["accept"] + times["other"] for times in (facts.speculation, facts.plain))
@@ -154,7 +154,7 @@ def find_overhead(facts: Facts) -> Cause | None:
     )
 
 
-def find_large_batch(facts: Facts) -> Cause | None:
+def find_large_batch(facts: BatchFacts) -> Cause | None:
     """Speculation wins more in a smaller batch."""
     size, ratio = facts.smallest
     if size == facts.batch_size:
@@ -168,7 +168,7 @@ def find_large_batch(facts: Facts) -> Cause | None:
     )
 
 
-def find_long_prompts(facts: Facts) -> Cause | None:
+def find_long_prompts(facts: BatchFacts) -> Cause | None:
     """The prompts' own passes, which nothing drafts, take much of the time."""
     return Cause(
         "the prompts take much of the time",
@@ -179,7 +179,7 @@ def find_long_prompts(facts: Facts) -> Cause | None:
     )
 
 
-def find_long_context(facts: Facts) -> Cause | None:
+def find_long_context(facts: BatchFacts) -> Cause | None:
     """Acceptance falls where the text has grown long, of what was trained on shorter ones."""
     if not facts.is_trained:
         return None
@@ -206,7 +206,7 @@ def find_long_context(facts: Facts) -> Cause | None:
     return None
 
 
-FINDERS: tuple[Callable[[Facts], Cause | None], ...] = (
+FINDERS: tuple[Callable[[BatchFacts], Cause | None], ...] = (
     find_low_acceptance, find_long_draft, find_dear_drafter, find_dear_verification,
     find_overhead, find_large_batch, find_long_prompts, find_long_context,
 )  # fmt: skip

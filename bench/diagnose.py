@@ -16,8 +16,8 @@ from specdec.methods import METHODS
 from specdec.vocabulary import read_vocabulary
 
 from .causes import (
+    BatchFacts,
     Cause,
-    Facts,
     find_missing_kernels,
     find_overflow,
     find_unused_template,
@@ -108,12 +108,12 @@ def watch(bench: Bench, observed: Observed) -> Iterator[None]:
     def observe(
         requests: Sequence[ActiveRequest], states: Any, paths: Sequence[Sequence[int]]
     ) -> None:
-        for line, (request, path) in enumerate(zip(requests, paths, strict=True)):
+        for row, (request, path) in enumerate(zip(requests, paths, strict=True)):
             if request.stats.num_verify_steps:  # else it is the prompt's own pass
                 length = len(request.request.input_ids) + len(request.output_ids)
                 observed.contexts.append((length - len(path), len(path) - 1))
             if half:
-                own = states[line, list(path)]
+                own = states[row, list(path)]
                 logits = bench.engine.decoder.compute_logits(own[None])
                 observed.largest = find_largest(observed.largest, own, logits)
         honest(requests, states, paths)
@@ -159,7 +159,7 @@ def collect_facts(
     observed: Observed,
     smallest: tuple[int, float],
     repeat: int,
-) -> Facts:
+) -> BatchFacts:
     """Put together what a batch's measurement and the costs of its steps say."""
     acceptance = measured["acceptance"]
     lengths = [length for length, _ in observed.contexts] or [1]
@@ -171,7 +171,7 @@ def collect_facts(
     plain = measured["plain"]
     prefill = plain["prefill_seconds"]["median"]
     stepping = plain["num_steps"] * plain["step_ms"]["total"] / 1000
-    return Facts(
+    return BatchFacts(
         batch_size=measured["batch_size"],
         speculation=measured["speculation"]["step_ms"],
         plain=plain["step_ms"],

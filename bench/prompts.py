@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.decode.prompts import make_requests, read_line, read_lines
+from specdec.decode.prompts import make_requests, read_entries, read_line, read_lines
 from specdec.decode.requests import Request
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError
@@ -40,24 +41,12 @@ def read_prompt_set(path: Path | None) -> list[Prompt]:
     """Read a file, or take the built-in prompts."""
     if path is None:
         return [Prompt(category, {"prompt": text}) for category, text in BUILT_IN]
-    lines = read_lines(path, "--prompts")
-    if path.suffix == ".txt":
-        prompts = [Prompt(ONLY_CATEGORY, {"prompt": line}) for line in lines if line.strip()]
-    elif path.suffix == ".jsonl":
-        prompts = [
-            _read_prompt(f"{path} line {number}", line)
-            for number, line in enumerate(lines, 1)
-            if line.strip()
-        ]
-    else:
-        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
-    if not prompts:
-        raise SpecDecError(f"{path} holds no prompt", "write one prompt a line")
-    return prompts
+    read = functools.partial(read_line, more_keys=OWN_KEYS)
+    entries = read_entries(path, read_lines(path, "--prompts"), path.suffix, read)
+    return [_make_prompt(f"{path} line {n}", entry) for n, entry in enumerate(entries, 1) if entry]
 
 
-def _read_prompt(where: str, line: str) -> Prompt:
-    entry = read_line(where, line, OWN_KEYS)
+def _make_prompt(where: str, entry: dict[str, Any]) -> Prompt:
     own = {key: entry.pop(key) for key in OWN_KEYS if key in entry}
     category, turns = own.get("category", ONLY_CATEGORY), own.get("turns")
     if not isinstance(category, str) or not category:

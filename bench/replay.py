@@ -62,7 +62,7 @@ class Replay:
         return self.num_emitted / self.num_row_steps if self.num_row_steps else 0.0
 
 
-class Recorder(PlainProposer):
+class StateRecorder(PlainProposer):
     """Drafts nothing and keeps what the target computed at every token."""
 
     def __init__(self, decoder: Decoder) -> None:
@@ -86,7 +86,7 @@ class Recorder(PlainProposer):
         return None
 
 
-class PromptRecorder(Recorder):
+class PromptStateRecorder(StateRecorder):
     """Keeps the prompts' too."""
 
     def __init__(self, decoder: Decoder) -> None:
@@ -103,8 +103,8 @@ class PromptRecorder(Recorder):
         self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
     ) -> None:
         """Keep a pass over prompts."""
-        for line, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            self._passes[row].append(self._choose(states)[line, :count].clone())
+        for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            self._passes[row].append(self._choose(states)[at, :count].clone())
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
@@ -205,11 +205,11 @@ def _step(
     size = max(candidate.tree.num_nodes for candidate in candidates)
     states = active[0][1].states.new_zeros((len(active), size, active[0][1].states.shape[1]))
     paths = []
-    for line, ((request, recording), candidate) in enumerate(zip(active, candidates, strict=True)):
+    for row, ((request, recording), candidate) in enumerate(zip(active, candidates, strict=True)):
         at = len(request.output_ids)
         path = follow_text(candidate.tree, recording.output_ids[at:])
         known = recording.states[at : at + len(path)]
-        states[line, path[: len(known)]] = known
+        states[row, path[: len(known)]] = known
         paths.append(path)
         found.num_emitted += request.emit(recording.output_ids[at : at + len(path)])
         found.num_row_steps += 1

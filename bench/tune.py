@@ -29,7 +29,7 @@ from .methods import load_tuning
 from .methods.base import Candidate, Tuning, call_build
 from .prompts import read_prompt_set
 from .recipe import describe_best, write_recipe
-from .replay import PromptRecorder, Recorder, Recording, Replay
+from .replay import PromptStateRecorder, Recording, Replay, StateRecorder
 from .settings import TuneSettings, read_counts
 from .steps import average, interpolate, level_costs, list_sizes, time_steps
 
@@ -133,7 +133,7 @@ def record(bench: Bench, batch_size: int) -> list[Recording]:
     follows = isinstance(bench.engine.proposer, PromptFollower)
     recordings = []
     for requests in bench.groups.values():
-        recorder = (PromptRecorder if follows else Recorder)(bench.engine.decoder)
+        recorder = (PromptStateRecorder if follows else StateRecorder)(bench.engine.decoder)
         results = bench.decode(requests, recorder, batch_size, bench.engine.timing)
         for result in results:
             request = result.request

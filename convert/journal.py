@@ -22,7 +22,7 @@ from specdec.errors import SpecDecError, join_names
 from specdec.files.staging import JOURNAL_NAME
 
 from .finite import Flaws
-from .plan import CHUNK_BYTES, Plan
+from .plan import CHUNK_BYTES, ConversionPlan
 
 logger = logs.get_logger(__name__)
 
@@ -33,7 +33,7 @@ SCALE_BYTES = 64
 class Journal:
     """The journal of a conversion into `folder`; with `resume`, of the one that began there."""
 
-    def __init__(self, folder: Path, plan: Plan, *, resume: bool) -> None:
+    def __init__(self, folder: Path, plan: ConversionPlan, *, resume: bool) -> None:
         self.path = folder / JOURNAL_NAME
         self.marks: dict[str, list[tuple[int, str]]] = {}  # file -> (bytes, their sha256), ...
         self.sources: dict[str, tuple[str, dict[str, Flaws]]] = {}  # path -> sha256, flaws
@@ -86,7 +86,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def _describe_conversion(plan: Plan) -> dict[str, Any]:
+def _describe_conversion(plan: ConversionPlan) -> dict[str, Any]:
     sources = []
     for path in plan.source_files:
         status = path.stat()
@@ -99,7 +99,7 @@ def _describe_conversion(plan: Plan) -> dict[str, Any]:
     }
 
 
-def hash_plan(plan: Plan) -> str:
+def hash_plan(plan: ConversionPlan) -> str:
     """Return a sha256 over everything that decides the output's bytes, but the sources' own."""
     digest = hashlib.sha256(f"{CHUNK_BYTES} {json.dumps(plan.config)}".encode())
     for rank in plan.ranks:

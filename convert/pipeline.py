@@ -38,7 +38,7 @@ from .hf import QUANTIZATION_NAME, HfFolder, open_model
 from .methods import FOLDERS, find_converter, find_folder, list_folder_flags, load_converter
 from .methods.base import DrafterConverter
 from .plan import (
-    Plan,
+    ConversionPlan,
     PlannedTensor,
     RankPlan,
     check_num_layers,
@@ -70,8 +70,8 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     if settings.dry_run:
         seconds = stream.measure_hash_seconds(plan, count_workers(settings))
         return {"dry_run": True, **report, "hash_seconds": round(seconds, 2)}
-    if plan.quantizer is not None:
-        plan.quantizer.measure(count_workers(settings))
+    if plan.measure is not None:
+        plan.measure(count_workers(settings))
     with stage_folder(
         settings.output_dir, force=settings.force, inputs=list_inputs(settings),
         resume=settings.resume,
@@ -173,7 +173,7 @@ def count_workers(settings: ConvertSettings) -> int:
     return min(num_cores or 1, MAX_WORKERS)
 
 
-def make_plan(settings: ConvertSettings) -> Plan:
+def make_plan(settings: ConvertSettings) -> ConversionPlan:
     """Plan the whole conversion; raise one SpecDecError that names everything wrong with it."""
     problems = Problems()
     if settings.base_model_checkpoint_dir is not None:
@@ -189,7 +189,7 @@ def make_plan(settings: ConvertSettings) -> Plan:
             ranks = merge_ranks(ranks, drafter_ranks)
         files = [*files, *(path for path in folder.files if path not in files)]
     problems.raise_all()
-    return Plan(
+    return ConversionPlan(
         config=config,
         checkpoint=parse_checkpoint_config(
             config | {"share_embedding_table": target.model.share_embedding_table}
@@ -198,12 +198,12 @@ def make_plan(settings: ConvertSettings) -> Plan:
         ranks=tuple(ranks),
         source_files=tuple(files),
         vocabulary=target.vocabulary,
-        quantizer=target.quantizer,
+        measure=target.quantizer.measure if target.quantizer is not None else None,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
+class PlannedTarget:
     """The planned target, to which a drafter may be added."""
 
     model: ModelConfig
@@ -215,7 +215,7 @@ class Target:
     quantizer: Quantizer | None = None
 
 
-def plan_target(settings: ConvertSettings, problems: Problems) -> Target:
+def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan the target from its Hugging Face folder."""
     assert settings.model_dir is not None
     folder = open_model(settings.model_dir, "--model-dir")
@@ -258,7 +258,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> Target:
     if settings.quantization is not None and not problems:
         ranks, config, quantizer = quantize_target(settings, folder, model, parts, ranks, config)
         files = [*files, *list_local(settings.calibration_data)]
-    return Target(
+    return PlannedTarget(
         model=model, config=config, ranks=split_stages(model, ranks), files=files,
         vocabulary=read_vocabulary(folder.path), quantizer=quantizer,
     )  # fmt: skip
@@ -286,7 +286,7 @@ def _cut_layer(name: str) -> str:
     return ".".join(name.split(".")[:3])
 
 
-def plan_checkpoint(settings: ConvertSettings, problems: Problems) -> Target:
+def plan_checkpoint(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan to pass an existing checkpoint's tensors on."""
     assert settings.base_model_checkpoint_dir is not None
     folder = CheckpointFolder(settings.base_model_checkpoint_dir)
@@ -309,7 +309,7 @@ def plan_checkpoint(settings: ConvertSettings, problems: Problems) -> Target:
             f"{folder.path} has a quantized lm_head, which TensorRT-LLM 0.14 cannot load",
             "convert for 1.2, or quantize the target again without its head",
         )
-    return Target(
+    return PlannedTarget(
         model=model,
         config=checkpoint_config.adapt_config(folder.config, settings.trtllm_version),
         ranks=folder.plan(problems),
@@ -358,7 +358,7 @@ def plan_drafter(
     settings: ConvertSettings,
     converter: DrafterConverter,
     folder: HfFolder,
-    target: Target,
+    target: PlannedTarget,
     problems: Problems,
 ) -> tuple[dict[str, Any], list[RankPlan]]:
     """Plan the drafter's tensors; return the configuration of both and each rank's tensors."""
@@ -412,7 +412,7 @@ def _describe_ranks(report: Mapping[str, Any]) -> str:
     return f"tp_size {report['tp_size']}{stages}"
 
 
-def describe_plan(plan: Plan, settings: ConvertSettings) -> dict[str, Any]:
+def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, Any]:
     """Return the plan as JSON-ready values: files, bytes, dtype, configuration, memory."""
     files = [
         {

@@ -12,7 +12,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
 from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import Shard, TensorSpec, get_rank_shape, get_stored_dtype
-
-if TYPE_CHECKING:
-    from .quantize.scales import Quantizer
 
 CHUNK_BYTES = 4 << 20
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
@@ -184,11 +181,12 @@ RankPlan = dict[str, PlannedTensor]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class ConversionPlan:
     """A whole conversion: the config.json, each rank's tensors, and the files that are read.
 
     vocabulary: what the target's tokens mean, as `specdec.vocabulary` tells it.
-    quantizer: finds the scales, where there are any to find, before the tensors can be written.
+    measure: finds the scales, where there are any to find, before the tensors can be written, by
+        that many threads.
     """
 
     config: dict[str, Any]
@@ -197,7 +195,7 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     source_files: tuple[Path, ...]
     vocabulary: dict[str, Any] | None
-    quantizer: Quantizer | None = None
+    measure: Callable[[int], None] | None = None
 
 
 def plan_tensors(

@@ -38,7 +38,15 @@ from specdec.files.tensor_file import (
 
 from .finite import FlawCounter, Flaws, describe_flaws, refuse_flaws
 from .journal import Journal
-from .plan import CHUNK_BYTES, Chunk, Plan, PlannedTensor, RankPlan, TensorSource, get_infos
+from .plan import (
+    CHUNK_BYTES,
+    Chunk,
+    ConversionPlan,
+    PlannedTensor,
+    RankPlan,
+    TensorSource,
+    get_infos,
+)
 
 logger = logs.get_logger(__name__)
 
@@ -99,7 +107,7 @@ class Stopped(Exception):
 
 
 def write_plan(
-    plan: Plan,
+    plan: ConversionPlan,
     folder: Path,
     *,
     workers: int,
@@ -165,7 +173,7 @@ def list_jobs(tensors: RankPlan) -> Iterator[Job]:
         yield Job(offset, num_bytes, tuple(chunks))
 
 
-def list_uses(plan: Plan) -> list[Use]:
+def list_uses(plan: ConversionPlan) -> list[Use]:
     """List the source tensors that are written, each once, with the rows that some rank takes."""
     uses: dict[tuple[int, str], Use] = {}
     for rank in plan.ranks:
@@ -187,7 +195,7 @@ def _join_uses(one: Use, other: Use) -> Use:
     return dataclasses.replace(one, rows=rows, dtypes=one.dtypes | other.dtypes)
 
 
-def measure_buffers(plan: Plan, workers: int) -> int:
+def measure_buffers(plan: ConversionPlan, workers: int) -> int:
     """Return the most bytes of tensor data that are in memory at once."""
     largest = 0
     for rank in plan.ranks:
@@ -213,7 +221,7 @@ def _is_copied(tensor: PlannedTensor) -> bool:
     )
 
 
-def measure_hash_seconds(plan: Plan, workers: int) -> float:
+def measure_hash_seconds(plan: ConversionPlan, workers: int) -> float:
     """Return the time that the hashes alone take, from this machine's speed, measured now."""
     import time
 
@@ -233,9 +241,14 @@ class _Stream:
     """One run: its threads, its open files, and what they share."""
 
     def __init__(
-        self, plan: Plan, folder: Path, journal: Journal, workers: int, allow_nonfinite: bool,
+        self,
+        plan: ConversionPlan,
+        folder: Path,
+        journal: Journal,
+        workers: int,
+        allow_nonfinite: bool,
         states: States,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.plan = plan
         self.folder = folder
         self.journal = journal
@@ -606,7 +619,7 @@ def write_at(descriptor: int, data: Any, offset: int) -> None:
         view, offset = view[num_bytes:], offset + num_bytes
 
 
-def get_states(plan: Plan) -> States:
+def get_states(plan: ConversionPlan) -> States:
     """Return what tells whether a source is still the same: its size and time of last change."""
     states = {}
     for path in plan.source_files:

@@ -30,20 +30,20 @@ def command(settings: RunSettings) -> None:
 
     claim_stdout()
 
-    lines: list[str] = []
+    pieces: list[str] = []
 
     def write(piece: str) -> None:
         click.echo(piece, nl=False)
-        lines.append(piece)
+        pieces.append(piece)
 
     report = run_engine(settings, write)
     if report is None:  # another process has written it
         return None
     if settings.json and settings.streaming and not settings.dry_run:
         rest = {key: value for key, value in report.items() if key != "outputs"}
-        for line in (*({"output": output} for output in report["outputs"]), rest):
-            write(json.dumps(line) + "\n")
-        text = "".join(lines).removesuffix("\n")
+        for document in (*({"output": output} for output in report["outputs"]), rest):
+            write(json.dumps(document) + "\n")
+        text = "".join(pieces).removesuffix("\n")
     else:
         text = json.dumps(report) if settings.json else format_report(report)
         in_colour = not settings.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specdec.decode.prompts import read_line, read_lines
+from specdec.decode.prompts import read_entries, read_line, read_lines
 from specdec.errors import SpecDecError, UsageError
 
 from .settings import RunSettings
@@ -29,17 +29,7 @@ def read_prompts(settings: RunSettings) -> list[dict[str, Any]]:
         suffix = ".jsonl" if lines and lines[0].lstrip().startswith("{") else ".txt"
     else:
         lines, suffix = read_lines(path, "--input-file"), path.suffix
-    if suffix == ".jsonl":
-        prompts = [
-            read_line(f"{path} line {n}", line) for n, line in enumerate(lines, 1) if line.strip()
-        ]
-    elif suffix == ".txt":
-        prompts = [{"prompt": line} for line in lines if line.strip()]
-    else:
-        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
-    if not prompts:
-        raise SpecDecError(f"{path} holds no prompt", "write one prompt a line")
-    return prompts
+    return [entry for entry in read_entries(path, lines, suffix, read_line) if entry]
 
 
 def _read_stdin() -> list[str]:

@@ -86,14 +86,14 @@ class JsonPrinter:
             at = self._num_shown.get(index, 0)
             tokens, origins = request.output_ids[at:], request.origins[at:]
             self._num_shown[index] = at + len(tokens)
-            line = {
+            event = {
                 "index": index,
                 "text": request.text.take(),
                 "token_ids": tokens,
                 "origins": origins if len(origins) == len(tokens) else None,
                 "finish_reason": request.finish_reason,
             }
-            self._write(json.dumps(line) + "\n")
+            self._write(json.dumps(event) + "\n")
 
     def close(self) -> None:
         """Nothing is held back: what is not complete is told with the outputs."""

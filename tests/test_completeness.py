@@ -16,7 +16,7 @@ from specdec.methods import METHODS, Method
 from tests.conftest import ROOT
 
 # A recipe's sections that are no stage of their own, with the package that reads them.
-SUBCOMMANDS = {"data": "train.generation"}
+SUBCOMMANDS = {"data": "train.data"}
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 
 

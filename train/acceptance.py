@@ -18,8 +18,8 @@ from torch import Tensor
 from specdec.errors import SpecDecError
 from specdec.processes import call_run, call_stage
 
-from .data import Rows
 from .output import write_weights
+from .rows import Rows
 from .settings import TrainSettings
 from .target import Target
 

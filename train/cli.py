@@ -8,7 +8,7 @@ import click
 
 from specdec.command.stages import run_command, stage_command
 
-from .generation.settings import DataSettings
+from .data.settings import DataSettings
 from .settings import TrainSettings
 
 
@@ -25,7 +25,7 @@ def command(settings: TrainSettings) -> None:
 @stage_command("train data", DataSettings, section="data")
 def data_command(settings: DataSettings) -> None:
     """Make training data: let the target itself answer conversations or continue prompts."""
-    from .generation.pipeline import regenerate_data
+    from .data.pipeline import regenerate_data
 
     report = regenerate_data(settings)
     if settings.json:

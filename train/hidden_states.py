@@ -37,8 +37,8 @@ from specdec.files.tensor_file import (
 from specdec.files.torch_tensors import to_array, to_tensor, view_tensor
 from specdec.logs import get_logger
 
-from .data import Rows
 from .features import OutputHead
+from .rows import Rows
 from .state import refuse_changes
 from .target import Batch, LiveTarget, Target, join_rows, make_batch
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from specdec.errors import SpecDecError
 from specdec.logs import get_logger
 
-from .data import Rows, choose_rows
 from .launch import Split
 from .loss import Measures
 from .methods.base import Drafter
+from .rows import Rows, choose_rows
 from .settings import TrainSettings
 from .sharding import gather, make_mesh, scatter, scatter_optimizer, shard_drafter
 from .target import Batch, Target, make_batch

@@ -26,9 +26,9 @@ from .settings import TRAINABLE, TrainSettings
 
 if TYPE_CHECKING:
     from .acceptance import AcceptanceMeter
-    from .data import Rows
     from .loop import Loop
     from .methods.base import Drafter, TrainingMethod
+    from .rows import Rows
     from .state import TrainingState
     from .target import LiveTarget, Target
 
@@ -478,7 +478,7 @@ def load_rows(
     accelerator: Any,
 ) -> tuple[Rows, Rows]:
     """Tokenize on the main process; map the result, from which all processes read."""
-    from .data import Rows, prepare_rows
+    from .rows import Rows, prepare_rows
     from .target import load_tokenizer
 
     assert settings.model_dir

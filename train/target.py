@@ -16,9 +16,9 @@ from specdec.errors import SpecDecError, summarize
 from specdec.files.manifest import describe_file
 from specdec.files.torch_tensors import TORCH_DTYPES
 
-from .data import Rows
 from .features import Features, OutputHead, TargetShape
 from .launch import Split
+from .rows import Rows
 from .sharding import shard_layers
 
 

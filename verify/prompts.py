@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.decode.prompts import read_entries, read_lines
 from specdec.engine.layout import BuildConfig
 from specdec.errors import SpecDecError
 from specdec.files.folders import has_tokenizer
@@ -103,26 +104,7 @@ def choose_prompts(longest: int, vocab_size: int, tokenizer: Any) -> Sequence[di
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
     """Read a file as specdec-run does, without what it says of decoding; empty lines are {}."""
-    if path.suffix not in (".txt", ".jsonl"):
-        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
-    try:
-        # Not splitlines(): U+2028 and its like may stand inside a JSON text.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise SpecDecError(f"{path} does not exist", "check the path of --prompts") from None
-    except UnicodeDecodeError:
-        raise SpecDecError(f"{path} is not UTF-8 text", "convert the file to UTF-8") from None
-    entries: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            entries.append({})
-        elif path.suffix == ".txt":
-            entries.append({"prompt": line})
-        else:
-            entries.append(_read_line(f"{path} line {number}", line))
-    if not any(entries):
-        raise SpecDecError(f"{path} holds no prompt", "write one prompt a line")
-    return entries
+    return read_entries(path, read_lines(path, "--prompts"), path.suffix, _read_line)
 
 
 def _read_line(where: str, line: str) -> dict[str, Any]:

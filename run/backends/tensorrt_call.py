@@ -14,7 +14,7 @@ from specdec.decode.text import TextStream, decode_text
 from specdec.errors import SpecDecError
 from specdec.trtllm.engine_folder import EngineFolder
 
-from .tensorrt_runner import NO_END, Output, Runner
+from .tensorrt_runner import NO_END, Output, TensorRTRunner
 
 # What the runtime's own drafting does not tell of its steps.
 UNTOLD = frozenset({"num_draft_tokens", "num_accepted", "acceptance_rate", "accepted_histogram"})
@@ -50,7 +50,7 @@ class Call:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TensorRTRunner,
         folder: EngineFolder,
         requests: Sequence[Request],
         options: Options,

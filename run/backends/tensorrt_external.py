@@ -25,13 +25,13 @@ from specdec.decode.sampling import SamplingParams
 from specdec.decode.text import TextStream
 from specdec.errors import SpecDecError
 
-from .tensorrt_runner import Output, Runner
+from .tensorrt_runner import Output, TensorRTRunner
 
 TARGET, DRAFT = range(2)  # whose random numbers
 
 
 @dataclasses.dataclass(frozen=True)
-class Draft:
+class DraftedTokens:
     """Tokens for one request, perhaps none, and the logits [tokens, V] they were drawn from."""
 
     tokens: list[int]
@@ -46,11 +46,14 @@ class Drafter(Protocol):
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """These requests' rows now belong to them."""
 
-    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[Draft]:
+    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[DraftedTokens]:
         """Return what is drafted for each request."""
 
     def observe(
-        self, drafts: Sequence[Draft], num_accepted: Sequence[int], seconds: tuple[float, float]
+        self,
+        drafts: Sequence[DraftedTokens],
+        num_accepted: Sequence[int],
+        seconds: tuple[float, float],
     ) -> None:
         """Take how much of each draft was accepted, and what drafting and verifying took."""
 
@@ -63,11 +66,14 @@ class NoDrafter:
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         pass
 
-    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[Draft]:
-        return [Draft([]) for _ in requests]
+    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[DraftedTokens]:
+        return [DraftedTokens([]) for _ in requests]
 
     def observe(
-        self, drafts: Sequence[Draft], num_accepted: Sequence[int], seconds: tuple[float, float]
+        self,
+        drafts: Sequence[DraftedTokens],
+        num_accepted: Sequence[int],
+        seconds: tuple[float, float],
     ) -> None:
         pass
 
@@ -82,16 +88,21 @@ class LookupDrafter(NoDrafter):
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         self._proposer.start(requests)
 
-    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[Draft]:
+    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[DraftedTokens]:
         found = self._proposer.propose(requests)
-        return [Draft(candidates.tree.tokens[1:].tolist()) for candidates in found]
+        return [DraftedTokens(candidates.tree.tokens[1:].tolist()) for candidates in found]
 
 
 class EngineDrafter:
     """A second engine drafts, at most up to the token before each request's limit."""
 
     def __init__(
-        self, runner: Runner, length: DraftLength, *, use_logits: bool, target_vocab_size: int
+        self,
+        runner: TensorRTRunner,
+        length: DraftLength,
+        *,
+        use_logits: bool,
+        target_vocab_size: int,
     ) -> None:
         self._runner = runner
         self._length = length
@@ -102,7 +113,7 @@ class EngineDrafter:
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Nothing: each call is given the whole text."""
 
-    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[Draft]:
+    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[DraftedTokens]:
         """Run the draft model for all requests at once that have room for a draft."""
         texts = [get_text(request) for request in requests]
         remaining = [request.remaining for request in requests]
@@ -112,7 +123,7 @@ class EngineDrafter:
             min(count, room - 1) if max(text) < self._runner.folder.vocab_size else 0
             for count, room, text in zip(planned, remaining, texts, strict=True)
         ]
-        drafts = [Draft([])] * len(requests)
+        drafts = [DraftedTokens([])] * len(requests)
         rows = [row for row, count in enumerate(counts) if count > 0]
         if not rows:
             return drafts
@@ -128,7 +139,10 @@ class EngineDrafter:
         return drafts
 
     def observe(
-        self, drafts: Sequence[Draft], num_accepted: Sequence[int], seconds: tuple[float, float]
+        self,
+        drafts: Sequence[DraftedTokens],
+        num_accepted: Sequence[int],
+        seconds: tuple[float, float],
     ) -> None:
         """Let the draft length follow what steps cost and bring."""
         sizes = [len(draft.tokens) for draft in drafts]
@@ -142,13 +156,13 @@ class EngineDrafter:
             drafts=list(zip(sizes, num_accepted, strict=True)),
         )
 
-    def _cut(self, output: Output, count: int) -> Draft:
+    def _cut(self, output: Output, count: int) -> DraftedTokens:
         """Take the first `count` tokens, and none that the target's vocabulary does not have."""
         tokens = output.tokens[:count]
         foreign = [at for at, token in enumerate(tokens) if token >= self._vocab_size]
         tokens = tokens[: foreign[0]] if foreign else tokens
         logits = None if output.logits is None else output.logits[: len(tokens)]
-        return Draft(tokens, logits)
+        return DraftedTokens(tokens, logits)
 
 
 def get_text(request: ActiveRequest) -> list[int]:
@@ -166,7 +180,7 @@ class ExternalLoop:
 
     def __init__(
         self,
-        target: Runner,
+        target: TensorRTRunner,
         drafter: Drafter,
         requests: Sequence[Request],
         options: Options,
@@ -251,7 +265,7 @@ class ExternalLoop:
         self._timing.other += clock() - verified
 
     def _verify(
-        self, requests: Sequence[ActiveRequest], drafts: Sequence[Draft] | None
+        self, requests: Sequence[ActiveRequest], drafts: Sequence[DraftedTokens] | None
     ) -> list[Output]:
         """Return what the target emits for each request; a draft's agreeing part comes first."""
         longest = max((len(draft.tokens) for draft in drafts), default=0) if drafts else 0

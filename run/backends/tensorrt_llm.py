@@ -39,7 +39,7 @@ from .tensorrt_options import (
     make_shared_options,
     place_pair,
 )
-from .tensorrt_runner import Runner, find_rank, import_runtime
+from .tensorrt_runner import TensorRTRunner, find_rank, import_runtime
 
 logger = logs.get_logger(__name__)
 
@@ -62,7 +62,7 @@ class TensorRTEngine:
             )  # fmt: skip
         self._settings, self._options, self._tokenizer = settings, options, tokenizer
         self._lookup = None if settings.no_speculation else read_lookup_options(settings)
-        self._runner: Runner | None = None
+        self._runner: TensorRTRunner | None = None
         self._drafter: Drafter | None = None
         self.timing = Timing()
         self.load_seconds = 0.0
@@ -136,7 +136,7 @@ class TensorRTEngine:
             )  # fmt: skip
         reuses = settings.kv_cache_enable_block_reuse or folder.mode == EXTERNAL
         gathers = choose_logits(settings, self._options, runtime)
-        self._runner = Runner(
+        self._runner = TensorRTRunner(
             folder,
             {
                 **shared, **placement[0], **self._method_options, **gathers,
@@ -188,7 +188,7 @@ class TensorRTEngine:
         assert self._options is not None
         fixed, longest = self._options.draft_len, self.folder.max_draft_len
         return EngineDrafter(
-            Runner(self.draft, {**options, "kv_cache_enable_block_reuse": True}),
+            TensorRTRunner(self.draft, {**options, "kv_cache_enable_block_reuse": True}),
             DraftLength(fixed or longest, is_auto=fixed is None),
             use_logits=self._options.use_logits,
             target_vocab_size=self.folder.vocab_size,

@@ -114,7 +114,7 @@ def has_orchestrator(runtime: Any) -> bool:
     return "is_orchestrator_mode" in inspect.signature(runtime.from_dir).parameters
 
 
-class Recorder:
+class IterationCounter:
     """Stands for a runner's executor and keeps the number of iterations that responses carry.
 
     0.14's carry none; 1.x's `decoding_iter`.
@@ -149,7 +149,7 @@ class Recorder:
         return [self._iterations.get(number) for number in self._ids]
 
 
-class Runner:
+class TensorRTRunner:
     """A loaded engine; rank 0's, where there are several."""
 
     def __init__(self, folder: EngineFolder, options: Mapping[str, Any]) -> None:
@@ -166,11 +166,11 @@ class Runner:
         self._takes_logits = (
             "output_generation_logits" in inspect.signature(runtime.generate).parameters
         )
-        self._recorder: Recorder | None = None
+        self._counter: IterationCounter | None = None
         for name in EXECUTOR_NAMES:
             if hasattr(self._runner, name):
-                self._recorder = Recorder(getattr(self._runner, name))
-                setattr(self._runner, name, self._recorder)
+                self._counter = IterationCounter(getattr(self._runner, name))
+                setattr(self._runner, name, self._counter)
                 break
 
     def generate(
@@ -233,7 +233,7 @@ class Runner:
         return self._list_iterations(num_rows)
 
     def _list_iterations(self, num_rows: int) -> list[int | None]:
-        found = self._recorder.list_iterations() if self._recorder is not None else []
+        found = self._counter.list_iterations() if self._counter is not None else []
         return found if len(found) == num_rows else [None] * num_rows
 
     def _make_arguments(

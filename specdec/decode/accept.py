@@ -156,21 +156,21 @@ def accept_at_once(
     device = logits.device
     trees = [c.tree for c in candidates]
     counts = [tree.num_nodes for tree in trees]
-    lines = [line for line, count in enumerate(counts) for _ in range(count)]
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
     nodes = [node for count in counts for node in range(count)]
     firsts = [0, *itertools.accumulate(counts)]
     probs = process_logits(
-        logits[to_device(lines, device), to_device(nodes, device)],
-        [samplers[line].params for line in lines],
+        logits[to_device(rows, device), to_device(nodes, device)],
+        [samplers[row].params for row in rows],
     )  # [M, V], M the nodes of all trees
     uniforms = [
-        samplers[line].get_uniform(CHOICE, positions[line] + int(trees[line].depths[node]))
-        for line, node in zip(lines, nodes, strict=True)
+        samplers[row].get_uniform(CHOICE, positions[row] + int(trees[row].depths[node]))
+        for row, node in zip(rows, nodes, strict=True)
     ]
     # Of the nodes whose child was drawn: their places, what it was drawn from, the child's token.
     drawn = [
-        (firsts[line] + node, draft, int(candidate.tree.tokens[node + 1]))
-        for line, candidate in enumerate(candidates)
+        (firsts[row] + node, draft, int(candidate.tree.tokens[node + 1]))
+        for row, candidate in enumerate(candidates)
         for node, draft in enumerate(candidate.draft_probs or [])
     ]
     if not drawn:
@@ -186,16 +186,16 @@ def accept_at_once(
         tokens, p, q = to_host(draw_tokens(probs, uniforms), *likelihoods)
         kept = {place: (float(p[at, 0]), float(q[at, 0])) for at, (place, *_) in enumerate(drawn)}
     results = []
-    for line, candidate in enumerate(candidates):
-        first = firsts[line]
-        row_tokens = tokens[first : first + counts[line]].tolist()
+    for row, candidate in enumerate(candidates):
+        first = firsts[row]
+        row_tokens = tokens[first : first + counts[row]].tolist()
         if candidate.draft_probs is None:
             results.append(accept(candidate.tree, row_tokens))
             continue
         end = 0
         while first + end in kept:
             p_child, q_child = kept[first + end]
-            uniform = samplers[line].get_uniform(ACCEPT, positions[line] + end)
+            uniform = samplers[row].get_uniform(ACCEPT, positions[row] + end)
             if not uniform * q_child < p_child:
                 break
             end += 1

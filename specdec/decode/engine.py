@@ -99,7 +99,7 @@ class TorchEngine:
         max_seq_len, max_input_len = self.max_seq_len, build.max_input_len
         if self._draft is not None:
             max_input_len = min(max_input_len, self._draft.config.build.max_input_len)
-        problems = []
+        problems: list[tuple[str, str]] = []
         for request in requests:
             problems += find_problems(
                 request,

@@ -11,7 +11,7 @@ from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.typical import read_typical_rule
-from specdec.errors import SpecDecError, UsageError, raise_problems, shorten, suggest, summarize
+from specdec.errors import Problems, SpecDecError, UsageError, shorten, suggest, summarize
 from specdec.files.reading import parse_json
 
 SOURCE_KEYS = ("prompt", "input_ids", "messages")
@@ -28,6 +28,27 @@ def read_lines(path: Path, flag: str) -> list[str]:
         raise SpecDecError(f"{path} does not exist", f"check the path of {flag}") from None
     except UnicodeDecodeError:
         raise SpecDecError(f"{path} is not UTF-8 text", "convert the file to UTF-8") from None
+
+
+def read_entries(
+    path: Path, lines: Sequence[str], suffix: str, read: Callable[[str, str], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the request object of each line of a .txt or .jsonl file, {} for an empty line.
+
+    read: makes it from where a line of .jsonl stands and the line, as `read_line` does.
+    """
+    if suffix == ".txt":
+        entries: list[dict[str, Any]] = [{"prompt": line} if line.strip() else {} for line in lines]
+    elif suffix == ".jsonl":
+        entries = [
+            read(f"{path} line {n}", line) if line.strip() else {}
+            for n, line in enumerate(lines, 1)
+        ]
+    else:
+        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
+    if not any(entries):
+        raise SpecDecError(f"{path} holds no prompt", "write one prompt a line")
+    return entries
 
 
 def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str, Any]:
@@ -61,13 +82,11 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str,
 
 def check_values(where: str, entry: Mapping[str, Any]) -> None:
     """Raise SpecDecError that lists the keys of a request object whose values are of no use."""
-    raise_problems(
-        [
-            (f"{where}: {key} is {shorten(entry[key])}, not {expected}", f"give {key} {expected}")
-            for key, (is_good, expected) in CHECKS.items()
-            if key in entry and not is_good(entry[key])
-        ]
-    )
+    Problems(
+        (f"{where}: {key} is {shorten(entry[key])}, not {expected}", f"give {key} {expected}")
+        for key, (is_good, expected) in CHECKS.items()
+        if key in entry and not is_good(entry[key])
+    ).raise_all()
 
 
 def _is_number(value: Any) -> bool:

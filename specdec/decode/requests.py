@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.decode.sampling import GREEDY, Sampler, SamplingParams
 from specdec.decode.text import TextStream
+from specdec.errors import Problems
 
 FinishReason = Literal["length", "eos", "stop", "cancelled"]
 Origin = Literal["draft", "bonus", "plain"]
@@ -187,35 +188,29 @@ class ActiveRequest:
 
 def find_problems(
     request: Request, *, max_input_len: int, max_seq_len: int, vocab_size: int
-) -> list[tuple[str, str]]:
+) -> Problems:
     """List what of a request is beyond an engine's limits, each with a remedy."""
     length, where = len(request.input_ids), f"prompt {request.index}"
-    problems = []
+    problems = Problems()
     if length == 0:
-        problems.append((f"{where} is empty", "give at least one token"))
+        problems.add(f"{where} is empty", "give at least one token")
     if length > max_input_len:
-        problems.append(
-            (
-                f"{where} has {length} tokens, the engine's max_input_len is {max_input_len}",
-                "shorten it, or build with a larger --max-input-len",
-            )
+        problems.add(
+            f"{where} has {length} tokens, the engine's max_input_len is {max_input_len}",
+            "shorten it, or build with a larger --max-input-len",
         )
     elif length + request.max_output_len > max_seq_len:
-        problems.append(
-            (
-                f"{where} has {length} tokens and asks for {request.max_output_len} more, the"
-                f" engine's max_seq_len is {max_seq_len}",
-                f"lower --max-output-len to {max_seq_len - length}, or build with a larger"
-                " --max-seq-len",
-            )
+        problems.add(
+            f"{where} has {length} tokens and asks for {request.max_output_len} more, the"
+            f" engine's max_seq_len is {max_seq_len}",
+            f"lower --max-output-len to {max_seq_len - length}, or build with a larger"
+            " --max-seq-len",
         )
     bad = [t for t in request.input_ids if not 0 <= t < vocab_size]
     if bad:
-        problems.append(
-            (
-                f"{where} holds token {bad[0]}, the model's vocabulary has {vocab_size}",
-                "use the tokenizer that belongs to the model",
-            )
+        problems.add(
+            f"{where} holds token {bad[0]}, the model's vocabulary has {vocab_size}",
+            "use the tokenizer that belongs to the model",
         )
     return problems
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.errors import SpecDecError, raise_problems
+from specdec.errors import SpecDecError
 
 logger = logs.get_logger(__name__)
 MAX_SHOWN = 3
@@ -85,14 +85,10 @@ def compare_tokenizers(target: Any, draft: Any) -> None:
         f"{token!r} is {_describe(ours.get(token))} and {_describe(theirs.get(token))}"
         for token in different[:MAX_SHOWN]
     )
-    raise_problems(
-        [
-            (
-                f"the tokenizers differ in {len(different)} tokens (target {len(ours)}, draft"
-                f" {len(theirs)}): {shown}",
-                "use a draft model of the target's family",
-            )
-        ]
+    raise SpecDecError(
+        f"the tokenizers differ in {len(different)} tokens (target {len(ours)}, draft"
+        f" {len(theirs)}): {shown}",
+        "use a draft model of the target's family",
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.errors import Problems, SpecDecError, raise_problems, shorten
+from specdec.errors import Problems, SpecDecError, shorten
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
@@ -224,12 +224,10 @@ def _read_build_config(
     wrong += sorted(set(values) - {field.name for field in dataclasses.fields(BuildConfig)})
     _refuse(folder, document, [f"build_config.{name}" for name in wrong])
     build = BuildConfig(**values)
-    raise_problems(
-        [
-            (f"{folder}/config.json: build_config has {fact}", "build the engine again")
-            for fact in _find_contradictions(build, checkpoint)
-        ]
-    )
+    Problems(
+        (f"{folder}/config.json: build_config has {fact}", "build the engine again")
+        for fact in _find_contradictions(build, checkpoint)
+    ).raise_all()
     return build
 
 
@@ -266,19 +264,17 @@ def count_positions(model: ModelConfig) -> int:
 
 def _refuse(folder: Path, document: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raise SpecDecError for entries of config.json that are not what a build writes."""
-    problems = []
+    problems = Problems()
     for name in names:
         value: Any = document
         for key in name.split("."):
             value = value.get(key) if isinstance(value, dict) else None
-        problems.append(
-            (
-                f"{folder}/config.json: {name} is {shorten(value)}, which this version of specdec"
-                " does not write",
-                "build the engine again",
-            )
+        problems.add(
+            f"{folder}/config.json: {name} is {shorten(value)}, which this version of specdec"
+            " does not write",
+            "build the engine again",
         )
-    raise_problems(problems)
+    problems.raise_all()
 
 
 def make_build_id(checkpoint_sums: Sequence[str | None], quantization: str | None) -> str:
@@ -304,7 +300,7 @@ def find_engine_problems(folder: Path, config: EngineConfig) -> Problems:
         try:
             open_engine_file(folder, config, name)
         except SpecDecError as error:
-            problems.append((error.message, error.hint))
+            problems.add(error.message, error.hint)
     return problems
 
 

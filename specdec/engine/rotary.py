@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.errors import SpecDecError, raise_problems
+from specdec.errors import SpecDecError
 from specdec.model.bounds import MAX_ROTARY_ELEMENTS
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
@@ -21,7 +21,7 @@ from specdec.model.rotary_scaling import get_kind
 
 def find_scaling(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Return a model's kind of scaling and its keys; raise SpecDecError for what is not known."""
-    raise_problems(model.find_scaling_problems())
+    model.find_scaling_problems().raise_all()
     scaling = model.rotary_scaling or {}
     return str(get_kind(scaling)), scaling
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from specdec.bench.causes import (
+    BatchFacts,
     Cause,
-    Facts,
     find_missing_kernels,
     find_overflow,
     find_unused_template,
@@ -32,9 +32,9 @@ from tests.engines import run_cli_here
 RIGHT = (0.8, 0.64, 0.512)
 
 
-def make_facts(**changes: Any) -> Facts:
+def make_facts(**changes: Any) -> BatchFacts:
     """A drafter that is right 4 of 5 times, and costs next to nothing to run and to verify."""
-    healthy = Facts(
+    healthy = BatchFacts(
         batch_size=1,
         speculation={"draft": 0.02, "verify": 1.02, "accept": 0.01, "other": 0.01, "total": 1.06},
         plain={"draft": 0.0, "verify": 1.0, "accept": 0.01, "other": 0.01, "total": 1.02},
@@ -51,7 +51,7 @@ def make_facts(**changes: Any) -> Facts:
     return dataclasses.replace(healthy, **changes)
 
 
-def name_causes(facts: Facts) -> list[str]:
+def name_causes(facts: BatchFacts) -> list[str]:
     return [cause.name for cause in rank_causes(facts, [])]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec.build.backends.tensorrt_llm.plan import Plan, choose_facts, make_plan
+from specdec.build.backends.tensorrt_llm.plan import TensorRTPlan, choose_facts, make_plan
 from specdec.build.backends.tensorrt_llm.record import predict_record
 from specdec.build.settings import BuildSettings
 from specdec.command.settings import Other
@@ -38,7 +38,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> CheckpointStore:
 def plan(
     checkpoint: Path, label: str = "1.2", *, gpus: tuple[Gpu, ...] | None = None,
     others: dict[str, str] | None = None, **settings: Any,
-) -> Plan:  # fmt: skip
+) -> TensorRTPlan:  # fmt: skip
     """Check a build; with `gpus`, as on a machine that has these."""
     chosen = BuildSettings(
         checkpoint_dir=checkpoint, output_dir=checkpoint.parent / "engine", trtllm_version=label,

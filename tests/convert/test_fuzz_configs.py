@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from specdec.convert.checkpoint import CheckpointFolder
 from specdec.convert.families import FAMILIES
 from specdec.convert.pipeline import convert_model, make_plan
-from specdec.convert.plan import Plan
+from specdec.convert.plan import ConversionPlan
 from specdec.convert.settings import ConvertSettings
 from specdec.model.checkpoint import parse_checkpoint_config
 from specdec.model.inventory import describe_rank
@@ -91,7 +91,7 @@ def read_source(name: str) -> dict[str, Any]:
     return config
 
 
-def plan(**flags: Any) -> Plan:
+def plan(**flags: Any) -> ConversionPlan:
     """Plan a conversion, which checks everything; the output's folder is never looked at."""
     return make_plan(ConvertSettings(output_dir=Path("out"), **flags))
 

@@ -21,7 +21,7 @@ from specdec.command.settings import (
 )
 from specdec.command.stages import STAGES, load_command
 from specdec.errors import Problems, SpecDecError, UsageError, suggest
-from specdec.train.generation.settings import DataSettings
+from specdec.train.data.settings import DataSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

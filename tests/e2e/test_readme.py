@@ -136,7 +136,7 @@ def test_pages_name_only_flags_that_exist(name: str) -> None:
     known |= {flag for action in make_parser("")._actions for flag in action.option_strings}
     for label in LABELS:
         known |= {f"--{flag.replace('_', '-')}" for flag in load_facts(label).flags}
-    modules = [module for module, _ in STAGES.values()] + ["specdec.train.generation.settings"]
+    modules = [module for module, _ in STAGES.values()] + ["specdec.train.data.settings"]
     for module in modules:
         settings = importlib.import_module(module.rpartition(".")[0] + ".settings")
         for value in vars(settings).values():

@@ -21,7 +21,7 @@ import yaml
 from examples.pycode import methods, recipe
 from specdec.methods import METHODS
 from specdec.train import acceptance
-from specdec.train.generation import engine as generation
+from specdec.train.data import engine as data_engine
 from specdec.train.settings import TRAINABLE
 from specdec.verify import runner
 from tests.conftest import (
@@ -52,7 +52,7 @@ def call_here(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
 def stages_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the stages that call others do so in this process."""
     monkeypatch.setattr(acceptance, "call_stage", call_here)
-    for module in (acceptance, generation, runner):
+    for module in (acceptance, data_engine, runner):
         monkeypatch.setattr(module, "call_run", lambda arguments: call_here("run", arguments))
 
 

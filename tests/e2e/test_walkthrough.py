@@ -297,7 +297,7 @@ def test_every_command_of_the_page(small: Path, monkeypatch: pytest.MonkeyPatch)
     """In the page's order: what can be dry-run is, and the rest has its settings checked."""
     from specdec.bench.settings import read_counts
     from specdec.decode.drafters import read_drafting
-    from specdec.train.generation.pipeline import check_settings as check_data
+    from specdec.train.data.pipeline import check_settings as check_data
     from specdec.train.pipeline import check_settings as check_training
     from specdec.train.pipeline import fill_defaults
     from specdec.verify.settings import check_flags as check_verify_flags
@@ -323,7 +323,7 @@ def test_every_command_of_the_page(small: Path, monkeypatch: pytest.MonkeyPatch)
             assert found["method"] == Path(arguments[1]).stem.split("-")[0]
         elif arguments[0] == "data":
             settings = resolve(
-                "train", arguments, "train.generation.pipeline.regenerate_data", monkeypatch
+                "train", arguments, "train.data.pipeline.regenerate_data", monkeypatch
             )
             check_data(settings)
             settings.output.write_text('{"text": "which the training reads"}\n')

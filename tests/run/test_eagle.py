@@ -101,7 +101,7 @@ def make_requests(prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = LIMIT
     ]
 
 
-class Recorder:
+class ProposalRecorder:
     """An EAGLE proposer that keeps what it proposes: by request, (text so far, tree) a step."""
 
     def __init__(self, proposer: EagleProposer) -> None:
@@ -121,8 +121,8 @@ class Recorder:
         return candidates
 
 
-def record(case: Case, requests: Sequence[Request], **options: Any) -> Recorder:
-    recorder = Recorder(case.proposer)
+def record(case: Case, requests: Sequence[Request], **options: Any) -> ProposalRecorder:
+    recorder = ProposalRecorder(case.proposer)
     proposer: Any = recorder
     assert isinstance(recorder, PromptFollower)
     with torch.inference_mode():
@@ -215,7 +215,7 @@ def test_native_kernels(version: int, target: Path, tmp_path: Path, expected: An
     for folder in folders:
         engine = TorchEngine(folder, device="cpu")
         assert isinstance(engine.proposer, EagleProposer)
-        recorder: Any = Recorder(engine.proposer)
+        recorder: Any = ProposalRecorder(engine.proposer)
         with torch.inference_mode():
             results = generate(engine.decoder, recorder, make_requests(), Options())
         assert [r.output_ids for r in results] == expected

@@ -67,7 +67,7 @@ def test_a_reused_prefix_brings_its_rotary_table(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-class Recorder:
+class PassRecorder:
     """Stands in for a decoder, and keeps the rows and the size of every pass."""
 
     max_chunk_tokens = 4
@@ -103,7 +103,7 @@ def test_rows_share_a_pass_only_inside_of_the_cache(
     )  # fmt: skip
     cache.past_lens[0] = num_positions - room
     prompts = [list(range(num_positions - room + 2)), list(range(4))]
-    recorder = Recorder()
+    recorder = PassRecorder()
     fill_cache(recorder, cache, [0, 1], prompts, max_num_tokens=64)
     assert recorder.passes == passes
 

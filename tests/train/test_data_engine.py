@@ -11,9 +11,9 @@ import pytest
 
 from specdec.chat import render_messages
 from specdec.errors import SpecDecError
-from specdec.train.generation import engine as engine_module
-from specdec.train.generation.pipeline import regenerate_data
-from specdec.train.generation.settings import DataSettings
+from specdec.train.data import engine as engine_module
+from specdec.train.data.pipeline import regenerate_data
+from specdec.train.data.settings import DataSettings
 from tests.conftest import make_llama, make_tokenizer
 from tests.engines import continue_greedily, make_engine, run_here
 

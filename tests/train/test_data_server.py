@@ -20,7 +20,7 @@ import pytest
 from specdec.command.stages import run_command
 from specdec.errors import UsageError
 from specdec.train.cli import command
-from specdec.train.generation import client, pipeline
+from specdec.train.data import client, pipeline
 from tests.conftest import ROOT
 from tests.train.chat_server import ChatServer, Reply, write_answer
 from tests.train.conftest import Finished
@@ -153,7 +153,7 @@ def test_completions(run_data: RunData, tmp_path: Path, suffix: str) -> None:
 
 def test_training_reads_the_output(run_data: RunData, tmp_path: Path, tokenizer: Any) -> None:
     """The labels are the target's answers, no more."""
-    from specdec.train.data import read_rows
+    from specdec.train.rows import read_rows
 
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps(ROWS[0][0]))
@@ -256,7 +256,7 @@ def test_the_status_of_an_error_whose_body_never_ends(run_data: RunData, tmp_pat
 def test_waits_grow_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     waits: list[float] = []
     monkeypatch.setattr(client.time, "sleep", waits.append)
-    from specdec.train.generation.settings import DataSettings
+    from specdec.train.data.settings import DataSettings
 
     with ChatServer(lambda number, body: {"status": 502, "body": b""}) as server:
         asked = client.Client(DataSettings(base_url=server.url, model="m", max_retries=9))
@@ -591,7 +591,7 @@ def test_what_a_run_depends_on_must_be_the_same(run_data: RunData, tmp_path: Pat
 
 def test_one_process_at_a_time(run_data: RunData, tmp_path: Path) -> None:
     from specdec.errors import SpecDecError
-    from specdec.train.generation.journal import Journal
+    from specdec.train.data.journal import Journal
 
     journal = Journal(tmp_path / "out.jsonl", {}, resume=True, force=False)
     with pytest.raises(SpecDecError, match="another process is writing"):

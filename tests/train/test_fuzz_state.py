@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import SpecDecError
-from specdec.train.data import Rows
 from specdec.train.loop import check_state
+from specdec.train.rows import Rows
 from specdec.train.state import TrainingState
 from tests.convert.fuzzing import attempt, fuzz
 

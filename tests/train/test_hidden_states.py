@@ -15,7 +15,7 @@ import torch
 
 from specdec.files.tensor_file import TensorFile
 from specdec.train import hidden_states, target
-from specdec.train.data import Rows
+from specdec.train.rows import Rows
 
 BASIC = (
     "--dtype", "float32", "--model-max-length", 32, "--batch-size", 2, "--seed", 3,

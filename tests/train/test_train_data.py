@@ -13,7 +13,7 @@ import pytest
 from specdec import chat
 from specdec.documents import check_data_file
 from specdec.errors import SpecDecError
-from specdec.train.data import (
+from specdec.train.rows import (
     Rows,
     choose_heldout_lines,
     choose_rows,

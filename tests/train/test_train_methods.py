@@ -17,9 +17,9 @@ import torch
 from specdec.errors import SpecDecError
 from specdec.train import acceptance, hub, loop
 from specdec.train.acceptance import choose_prompts
-from specdec.train.data import Rows, prepare_rows
 from specdec.train.methods.eagle import choose_layers, describe_layers
 from specdec.train.pipeline import fill_defaults
+from specdec.train.rows import Rows, prepare_rows
 from specdec.train.settings import TRAINABLE, TrainSettings
 from tests.engines import call
 

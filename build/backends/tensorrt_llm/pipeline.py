@@ -20,7 +20,7 @@ from specdec.trtllm.environment import BUILD_COMMAND, Environment, read_environm
 from specdec.vocabulary import read_recorded
 
 from ...settings import BuildSettings
-from .plan import TOLD, Plan, choose_facts, make_plan
+from .plan import TOLD, TensorRTPlan, choose_facts, make_plan
 from .process import run_child
 from .script import find_launcher_problems, format_script, write_script
 
@@ -91,7 +91,7 @@ def check_installed(here: Environment) -> None:
         )
 
 
-def check_disk(plan: Plan) -> None:
+def check_disk(plan: TensorRTPlan) -> None:
     """Raise SpecDecError where the engine's weights alone do not fit on the disk."""
     folder, free = measure_free_space(plan.output_dir)
     needed = sum(plan.weights_bytes)
@@ -104,7 +104,7 @@ def check_disk(plan: Plan) -> None:
 
 
 def run_build(
-    plan: Plan, settings: BuildSettings, here: Environment, tokenizer: Path | None
+    plan: TensorRTPlan, settings: BuildSettings, here: Environment, tokenizer: Path | None
 ) -> dict[str, Any]:
     """Run trtllm-build into the engine folder; return the build_config that it recorded."""
     folder, kept = plan.checkpoint_dir.resolve(), settings.output_dir.resolve()
@@ -138,7 +138,7 @@ def run_build(
     return recorded
 
 
-def check_engine(plan: Plan, folder: Path) -> dict[str, Any]:
+def check_engine(plan: TensorRTPlan, folder: Path) -> dict[str, Any]:
     """Check that the engine is whole, and tell what it recorded otherwise than was predicted."""
     wanted = ["config.json", *(f"rank{rank}.engine" for rank in range(plan.num_ranks))]
     absent = [name for name in wanted if not (folder / name).is_file()]
@@ -162,7 +162,7 @@ def check_engine(plan: Plan, folder: Path) -> dict[str, Any]:
     return {name: found[name] for name in TOLD if name in found}
 
 
-def _normalize(plan: Plan, name: str) -> Any:
+def _normalize(plan: TensorRTPlan, name: str) -> Any:
     """Return a predicted value as config.json has it."""
     value = plan.record.values[name]
     if name == "speculative_decoding_mode":

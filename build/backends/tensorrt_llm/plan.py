@@ -34,7 +34,7 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class TensorRTPlan:
     """A build that has passed every check. files: the checkpoint's, one a rank."""
 
     facts: Facts
@@ -136,7 +136,7 @@ def choose_facts(settings: BuildSettings, here: Environment, *, builds: bool) ->
 
 def make_plan(
     settings: BuildSettings, facts: Facts, checkpoint: CheckpointConfig, here: Environment | None
-) -> Plan:
+) -> TensorRTPlan:
     """Check everything and return the build; raise SpecDecError that lists all that is wrong.
 
     here: this machine, where it is to build; None where another will.
@@ -178,7 +178,7 @@ def make_plan(
     files = [TensorFile(path) for path in paths]
     problems += checks.find_tensor_problems(checkpoint, files)
     problems += checks.find_head_problems(facts, checkpoint, files)
-    plan = Plan(
+    plan = TensorRTPlan(
         facts=facts, checkpoint=checkpoint, checkpoint_dir=settings.checkpoint_dir,
         output_dir=settings.output_dir, mode=mode, given=given, record=record, files=files,
         notes=list_notes(build, here),

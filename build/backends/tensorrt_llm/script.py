@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specdec.errors import Problems, SpecDecError
 
-from .plan import Plan
+from .plan import TensorRTPlan
 
 HEADER = """#!/usr/bin/env bash
 {directives}# Builds a TensorRT-LLM engine: {what}.
@@ -44,7 +44,7 @@ echo "engine: $engine" >&2
 """
 
 
-def find_launcher_problems(plan: Plan, launcher: str) -> Problems:
+def find_launcher_problems(plan: TensorRTPlan, launcher: str) -> Problems:
     """Whether trtllm-build of the line can be started by a launcher."""
     if launcher == "local":
         return Problems()
@@ -66,12 +66,12 @@ def find_launcher_problems(plan: Plan, launcher: str) -> Problems:
     return problems
 
 
-def count_nodes(plan: Plan) -> int:
+def count_nodes(plan: TensorRTPlan) -> int:
     """How many machines the ranks need, by the checkpoint's own number of GPUs a node."""
     return math.ceil(plan.num_ranks / plan.gpus_per_node)
 
 
-def format_script(plan: Plan, launcher: str) -> str:
+def format_script(plan: TensorRTPlan, launcher: str) -> str:
     """Return the script's text."""
     from specdec import __version__
 

@@ -9,7 +9,7 @@ import heapq
 import math
 from collections.abc import Callable
 
-from specdec.errors import raise_problems
+from specdec.errors import Problems
 from specdec.methods.base import Choices
 
 # Draft tokens of a tree that nobody chose, on a CPU: there a verify step over 8 tokens costs half
@@ -36,41 +36,33 @@ def check_paths(
     depth_source: what sets max_depth, and tokens_flag: the option that sets max_tokens, for the
     messages.
     """
-    problems = []
+    problems = Problems()
     known = set(choices)
     if len(known) < len(choices):
         twice = next(path for path in choices if choices.count(path) > 1)
-        problems.append((f"{flag} has {list(twice)} twice", "give every path once"))
+        problems.add(f"{flag} has {list(twice)} twice", "give every path once")
     orphans = [path for path in choices if len(path) > 1 and path[:-1] not in known]
     if orphans:
         path = list(orphans[0])
-        problems.append(
-            (f"{flag} has {path} but not {path[:-1]}", "give every path's beginning too")
-        )
+        problems.add(f"{flag} has {path} but not {path[:-1]}", "give every path's beginning too")
     depth = max(len(path) for path in choices)
     if depth > max_depth:
-        problems.append(
-            (
-                f"{flag} is {depth} deep, the engine has {depth_source}",
-                f"give paths of at most {max_depth} ranks",
-            )
+        problems.add(
+            f"{flag} is {depth} deep, the engine has {depth_source}",
+            f"give paths of at most {max_depth} ranks",
         )
     if len(choices) > max_tokens:
-        problems.append(
-            (
-                f"{flag} has {len(choices)} paths, the engine's max_draft_len is {max_tokens}",
-                f"give fewer, or convert with a larger {tokens_flag}",
-            )
+        problems.add(
+            f"{flag} has {len(choices)} paths, the engine's max_draft_len is {max_tokens}",
+            f"give fewer, or convert with a larger {tokens_flag}",
         )
     highest = max(rank for path in choices for rank in path)
     if highest >= vocab_size:
-        problems.append(
-            (
-                f"{flag} has rank {highest}, the vocabulary {vocab_size} tokens",
-                "give ranks below that",
-            )
+        problems.add(
+            f"{flag} has rank {highest}, the vocabulary {vocab_size} tokens",
+            "give ranks below that",
         )
-    raise_problems(problems)
+    problems.raise_all()
 
 
 def estimate_accuracy(depth: int, rank: int) -> float:

@@ -12,7 +12,7 @@ from specdec.chat import render_messages
 from specdec.pretrained import load_tokenizer
 from specdec.processes import call_run
 
-from .rows import Dialogue, RowError
+from .dialogues import Dialogue, RowError
 from .settings import DataSettings
 
 # Each call loads the engine, and what a kill loses is one call's rows.

@@ -21,7 +21,7 @@ from specdec.chat import Message
 from specdec.errors import SpecDecError, UsageError, name_extra, shorten
 from specdec.logs import get_logger
 
-from .rows import RowError
+from .dialogues import RowError
 from .settings import DataSettings
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from specdec.files.manifest import describe_file
 from specdec.files.reading import write_json
 
 from .client import Client, check_url
+from .dialogues import Dialogue, Row, RowError, Source, open_source
 from .journal import Journal
-from .rows import Dialogue, Row, RowError, Source, open_source
 from .settings import DataSettings
 
 SERVER_FLAGS = ("base_url", "model")
