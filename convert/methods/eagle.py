@@ -21,8 +21,8 @@ from specdec.methods.eagle import (
     EAGLE_ARCHITECTURE,
     Eagle3Params,
     EagleConvert,
-    EagleNet,
     EagleParams,
+    make_net,
 )
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, find_first_copy
@@ -133,7 +133,7 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     net_reader = ConfigReader(net_config, folder.path)
     _check_fixed(net_reader, FIXED_NET, "a Llama's decoder layers without biases")
     values = read_decoder(net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
-    net = EagleNet(**{field.name: values[field.name] for field in dataclasses.fields(EagleNet)})
+    net = make_net(values, model.dtype)
     if net.num_attention_heads % net.num_key_value_heads:
         net_reader.refuse(
             f"num_attention_heads {net.num_attention_heads} is no multiple of"
@@ -200,7 +200,7 @@ def _check_fixed(reader: ConfigReader, fixed: Mapping[str, Any], what: str) -> N
 
 
 def _read_eagle3(
-    reader: ConfigReader, folder: HfFolder, form: Format, net: EagleNet, model: ModelConfig
+    reader: ConfigReader, folder: HfFolder, form: Format, net: ModelConfig, model: ModelConfig
 ) -> Eagle3Params | None:
     """Read what EAGLE-3 has besides its layers; None where something is wrong."""
     place = ConfigReader(

@@ -133,7 +133,7 @@ class EagleNet:
         else:
             assert self.params.eagle3 is not None
             normed = self.hidden_norm(features)
-            first = torch.cat((self.decoder.layers[0].input_norm(embedded), normed), dim=-1)
+            first = torch.cat((self.decoder.stack.layers[0].input_norm(embedded), normed), dim=-1)
             x = normed if self.params.eagle3.norm_before_residual else features
         return self.decoder.run_layers(x, step, cache, first)
 
@@ -142,7 +142,7 @@ class EagleNet:
         return self.decoder.compute_logits(self._make_head_input(hidden))
 
     def _make_head_input(self, hidden: Tensor) -> Tensor:
-        return self.decoder.final_norm(hidden) if self.is_third else hidden
+        return self.decoder.stack.final_norm(hidden) if self.is_third else hidden
 
     def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The `width` most probable tokens, best first, and their log-probabilities."""

@@ -15,6 +15,9 @@ from torch import Tensor
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import IntArray
 
+# Cache positions are visited in whole blocks of this many, so that few shapes occur.
+POSITION_BLOCK = 64
+
 
 class BlockLender(Protocol):
     """Who has memory for a cache that must stay in its place."""

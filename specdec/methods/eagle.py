@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 from specdec.command.settings import as_options, list_given, name_flag, setting
 from specdec.errors import Problems, UsageError
-from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_HEAD_SIZE, MAX_MODULES, MAX_SIZE
-from specdec.model.config import ModelConfig
-from specdec.model.rotary_scaling import find_scaling_problems
+from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
+from specdec.model.config import BOUNDS, ModelConfig
 from specdec.model.tensors import (
     EMBEDDING,
     Shard,
@@ -40,70 +39,56 @@ EAGLE_ARCHITECTURE = "EagleForCausalLM"
 EAGLE3_ARCHITECTURE = "Eagle3ForCausalLM"
 # TensorRT-LLM makes Llamas of EAGLE-1's targets.
 EAGLE1_TARGETS = ("LlamaForCausalLM", "MistralForCausalLM")
+# What a checkpoint says of the layers that draft, in a Llama's field names.
+NET_FIELDS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_size", "intermediate_size", "norm_epsilon", "max_position_embeddings", "rotary_base",
+    "rotary_scaling", "hidden_act",
+)  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EagleNet:
-    """The decoder layers that draft, in a Llama's field names; the vocabulary is the target's."""
+def find_uneven(net: ModelConfig, tp_size: int) -> list[str]:
+    """List the sizes of a drafter's layers that do not split over so many ranks."""
+    kv_heads = net.num_key_value_heads
+    names = ("num_attention_heads", "intermediate_size", "hidden_size")
+    sizes = {name: getattr(net, name) for name in names}
+    uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
+    if kv_heads % tp_size and tp_size % kv_heads:
+        uneven.append(f"num_key_value_heads={kv_heads}")
+    return uneven
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_size: int
-    intermediate_size: int
-    norm_epsilon: float
-    max_position_embeddings: int
-    rotary_base: float
-    rotary_scaling: dict[str, Any] | None
-    hidden_act: str
 
-    def find_uneven(self, tp_size: int) -> list[str]:
-        """List the sizes that do not split over so many ranks."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        sizes = {
-            "num_attention_heads": heads,
-            "intermediate_size": self.intermediate_size,
-            "hidden_size": self.hidden_size,
-        }
-        uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
-        if kv_heads % tp_size and tp_size % kv_heads:
-            uneven.append(f"num_key_value_heads={kv_heads}")
-        return uneven
+def make_net(config: Mapping[str, Any], dtype: str) -> ModelConfig:
+    """The layers that draft, of a drafter's config: a Llama's, for the target's vocabulary."""
+    fields = {name: config[name] for name in NET_FIELDS}
+    return ModelConfig(architecture="LlamaForCausalLM", dtype=dtype, **fields)
 
-    @classmethod
-    def from_checkpoint(cls, key: str, config: object) -> EagleNet:
-        """Read the object `key`, a whole Llama's config; raise SpecDecError for what is wrong."""
-        check(key, config, "an object", is_good=isinstance(config, dict))
-        assert isinstance(config, dict)
-        values: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            name, value = f"{key}.{field.name}", config.get(field.name)
-            if field.name in ("norm_epsilon", "rotary_base"):
-                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                is_good = is_number and 0 < float(str(value)) < math.inf
-                check(name, value, "a positive number", is_good=is_good)
-            elif field.name == "rotary_scaling":
-                is_good = value is None or isinstance(value, dict)
-                check(name, value, "an object or null", is_good=is_good)
-            elif field.name == "hidden_act":
-                check(name, value, "'silu'", is_good=value == "silu")
-            else:
-                most = {"num_hidden_layers": MAX_MODULES, "head_size": MAX_HEAD_SIZE}
-                check_count(name, value, 1, most.get(field.name, MAX_SIZE))
-            values[field.name] = value
-        heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
-        expected = f"a divisor of {key}.num_attention_heads={heads}"
-        check(f"{key}.num_key_value_heads", kv_heads, expected, is_good=heads % kv_heads == 0)
-        problems = find_scaling_problems(
-            values["rotary_scaling"],
-            rotary_size=values["head_size"],
-            rotary_base=values["rotary_base"],
-            max_positions=values["max_position_embeddings"],
-        )
-        Problems((f"{key}: {fact}", remedy) for fact, remedy in problems).raise_all()
-        return cls(**values)
+
+def read_net(key: str, config: object, dtype: str) -> ModelConfig:
+    """Read the object `key`, a whole Llama's config; raise SpecDecError for what is wrong."""
+    check(key, config, "an object", is_good=isinstance(config, dict))
+    assert isinstance(config, dict)
+    values = {field: config.get(field) for field in NET_FIELDS}
+    for field, value in values.items():
+        name = f"{key}.{field}"
+        if field in ("norm_epsilon", "rotary_base"):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            is_good = is_number and 0 < float(str(value)) < math.inf
+            check(name, value, "a positive number", is_good=is_good)
+        elif field == "rotary_scaling":
+            is_good = value is None or isinstance(value, dict)
+            check(name, value, "an object or null", is_good=is_good)
+        elif field == "hidden_act":
+            check(name, value, "'silu'", is_good=value == "silu")
+        else:
+            check_count(name, value, *BOUNDS[field])
+    net = make_net(values, dtype)
+    heads, kv_heads = net.num_attention_heads, net.num_key_value_heads
+    expected = f"a divisor of {key}.num_attention_heads={heads}"
+    check(f"{key}.num_key_value_heads", kv_heads, expected, is_good=heads % kv_heads == 0)
+    problems = net.find_scaling_problems()
+    Problems((f"{key}: {fact}", remedy) for fact, remedy in problems).raise_all()
+    return net
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,12 +136,13 @@ class Eagle3Params:
 class EagleParams(SizedTree):
     """EAGLE (https://arxiv.org/abs/2401.15077): decoder layers that draft from features.
 
-    num_eagle_layers: the depth of a draft tree. max_non_leaves_per_layer: most nodes of a level
-    that have children. max_draft_len: most draft tokens of a tree. eagle3: None for EAGLE-1, whose
-    weights EAGLE-2 (https://arxiv.org/abs/2406.16858) shares.
+    net: the layers, with the target's vocabulary. num_eagle_layers: the depth of a draft tree.
+    max_non_leaves_per_layer: most nodes of a level that have children. max_draft_len: most draft
+    tokens of a tree. eagle3: None for EAGLE-1, whose weights EAGLE-2
+    (https://arxiv.org/abs/2406.16858) shares.
     """
 
-    net: EagleNet
+    net: ModelConfig
     num_eagle_layers: int
     max_non_leaves_per_layer: int
     max_draft_len: int
@@ -201,7 +187,7 @@ class EagleParams(SizedTree):
                 f" target's vocab_size={vocab_size}",
                 remedy,
             )
-        if uneven := self.net.find_uneven(tp_size):
+        if uneven := find_uneven(self.net, tp_size):
             problems.add(
                 f"the EAGLE drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
                 "use a tp_size that divides them",
@@ -210,9 +196,9 @@ class EagleParams(SizedTree):
 
     def make_net_model(self, model: ModelConfig) -> ModelConfig:
         """The net for `model` as a model of its own, with the drafted vocabulary."""
-        return ModelConfig(
-            **(dataclasses.asdict(self.net) | {"vocab_size": self.draft_vocab_size}),
-            architecture="LlamaForCausalLM",
+        return dataclasses.replace(
+            self.net,
+            vocab_size=self.draft_vocab_size,
             dtype=model.dtype,
             use_parallel_embedding=model.use_parallel_embedding,
             embedding_sharding_dim=model.embedding_sharding_dim,
@@ -264,7 +250,7 @@ class EagleParams(SizedTree):
     def to_checkpoint(self) -> dict[str, Any]:
         """Return the keys of a checkpoint's config.json."""
         config: dict[str, Any] = {name: getattr(self, name) for name in self.NUMBERS}
-        config[self.NET] = dataclasses.asdict(self.net)
+        config[self.NET] = {name: getattr(self.net, name) for name in NET_FIELDS}
         if self.eagle3 is not None:
             config[self.EAGLE3] = self.eagle3.to_checkpoint()
         return config
@@ -285,7 +271,7 @@ class EagleParams(SizedTree):
             cls.EAGLE3, config.get(cls.EAGLE3), f"what {config.get('architecture')} has",
             is_good=is_third == (config.get(cls.EAGLE3) is not None),
         )  # fmt: skip
-        net = EagleNet.from_checkpoint(cls.NET, config.get(cls.NET))
+        net = read_net(cls.NET, config.get(cls.NET), config.get("dtype", "float32"))
         if not is_third:
             what = f"{depth} EAGLE nets of {net.num_hidden_layers} layers"
             check_product(what, depth * net.num_hidden_layers, MAX_MODULES)

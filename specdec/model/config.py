@@ -12,7 +12,8 @@ from specdec.model.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
 from specdec.model.rotary_scaling import find_scaling_problems
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
-_BOUNDS = {
+# The least and the largest of the fields that are whole numbers.
+BOUNDS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads",
          "intermediate_size", "max_position_embeddings", "sliding_window"),
@@ -114,7 +115,7 @@ class ModelConfig:
         problems = Problems()
         if self.dtype not in FLOAT_DTYPES:
             problems.add(f"dtype {self.dtype!r}", f"use one of {', '.join(FLOAT_DTYPES)}")
-        for name, (least, most) in _BOUNDS.items():
+        for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 problems.add(f"{name}={value}", f"{name} must be at least {least}")

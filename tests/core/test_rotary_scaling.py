@@ -10,7 +10,7 @@ import pytest
 from specdec.convert.families.base import read_rotary
 from specdec.convert.hf import ConfigReader
 from specdec.errors import SpecDecError
-from specdec.methods.eagle import EagleNet
+from specdec.methods.eagle import read_net
 from specdec.model.checkpoint import parse_checkpoint_config
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind
 from tests.core.test_schema import LLAMA
@@ -99,10 +99,10 @@ def test_a_drafter_s_own_scaling_is_checked() -> None:
         "max_position_embeddings": 2048, "rotary_base": 1e4, "hidden_act": "silu",
     }  # fmt: skip
     for scaling in KNOWN:
-        EagleNet.from_checkpoint("net", net | {"rotary_scaling": scaling})
+        read_net("net", net | {"rotary_scaling": scaling}, "float32")
     for scaling, message in SENSELESS:
         with pytest.raises(SpecDecError) as caught:
-            EagleNet.from_checkpoint("net", net | {"rotary_scaling": scaling})
+            read_net("net", net | {"rotary_scaling": scaling}, "float32")
         assert message in caught.value.message
 
 

@@ -11,9 +11,9 @@ import torch
 
 from specdec.engine import layers, native
 from specdec.engine.compiler import call_compiler
-from specdec.engine.decoder import _build_full_mask
 from specdec.engine.kernel_cache import find_cache
 from specdec.engine.rotary import RotaryTable, rotate
+from specdec.engine.torch_layers import build_full_mask
 from specdec.errors import SpecDecError
 from tests.engine.kernels import in_every_form, needs_compiler
 from tests.engine.models import make_model
@@ -94,7 +94,7 @@ def test_attention(
     expected_cache[1][index[:, None], :, slots] = heads_view[:, :, heads + kv_heads :]
     expected = layers.attend(
         turned[:, :, :heads], expected_cache[0][index], expected_cache[1][index],
-        torch.from_numpy(_build_full_mask(past, mask, positions, num_positions, window)),
+        torch.from_numpy(build_full_mask(past, mask, positions, num_positions, window)),
     )  # fmt: skip
 
     plan = kernels.plan_step(rows, positions, lines, past, mask)
@@ -129,7 +129,7 @@ def test_attention_over_uncommitted_levels(
     expected_cache[1][index, :, slots] = view[:, :, heads + 2 :]
     expected = layers.attend(
         view[:, :, :heads], expected_cache[0], expected_cache[1],
-        torch.from_numpy(_build_full_mask(past, mask, positions, 64, None)),
+        torch.from_numpy(build_full_mask(past, mask, positions, 64, None)),
     )  # fmt: skip
 
     plan = kernels.plan_step(rows, positions, positions, past, mask)
@@ -179,7 +179,7 @@ def test_window_mask_counts_positions_not_slots() -> None:
     tree_mask[0] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
     tree_mask[1] = np.tril(np.ones((4, 4), bool))
     positions = np.array([[6, 7, 7, 8], [2, 3, 4, 5]])
-    mask = _build_full_mask(past, tree_mask, positions, 12, window)
+    mask = build_full_mask(past, tree_mask, positions, 12, window)
     assert mask.shape == (2, 1, 4, 12)
     for row in range(2):
         for token in range(4):

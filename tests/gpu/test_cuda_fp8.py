@@ -43,7 +43,7 @@ def test_an_engine_speculates_in_float8(tmp_path: Path) -> None:
     target = make_llama(tmp_path, dtype="bfloat16")
     drafter = make_drafter(tmp_path, exit_dim=96, dtype="bfloat16")
     engine = TorchEngine(build(quantize(tmp_path, target, drafter)), device="cuda")
-    layer = engine.decoder.layers[0]
+    layer = engine.decoder.stack.layers[0]
     assert all(isinstance(x, Float8Linear) for x in (layer.qkv, layer.dense, layer.up, layer.down))
     request = Request(index=0, input_ids=[5, 6, 7], max_output_len=32, end_ids=frozenset())
     assert len(engine.generate([request])[0].output_ids) == 32

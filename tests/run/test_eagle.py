@@ -27,7 +27,8 @@ from specdec.decode.requests import ActiveRequest, Request
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json
 from specdec.methods.base import parse_paths
-from specdec.methods.eagle import EagleNet, EagleParams
+from specdec.methods.eagle import EagleParams
+from specdec.model.config import ModelConfig
 from tests.conftest import make_eagle_drafter, make_llama, make_tokenizer
 from tests.engine.eagle_reference import EagleReference, list_token_paths
 from tests.engines import call, continue_greedily, make_knowing_drafter, make_tree_engine
@@ -261,7 +262,8 @@ def test_hostile_drafters_cost_steps_only(kind: str, tmp_path: Path) -> None:
 
 # ---- Trees and limits.
 
-NET = EagleNet(
+NET = ModelConfig(
+    architecture="LlamaForCausalLM", dtype="float32",
     vocab_size=90, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, head_size=16, intermediate_size=96, norm_epsilon=1e-6,
     max_position_embeddings=512, rotary_base=10000.0, rotary_scaling=None, hidden_act="silu",

@@ -133,8 +133,8 @@ def test_bfloat16_engine_keeps_its_weights_at_one_byte(tmp_path: Path) -> None:
     call("convert", "--model-dir", rounded, "--output-dir", tmp_path / "wide")
     wide = build(tmp_path / "wide")
     assert generate(engine) == generate(wide)
-    ours = TorchEngine(engine, device="cpu").decoder.layers[1].up.weight
-    theirs = TorchEngine(wide, device="cpu").decoder.layers[1].up.weight
+    ours = TorchEngine(engine, device="cpu").decoder.stack.layers[1].up.weight
+    theirs = TorchEngine(wide, device="cpu").decoder.stack.layers[1].up.weight
     assert ours is not None
     assert theirs is not None
     assert torch.equal(ours, theirs)

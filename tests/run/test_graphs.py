@@ -19,7 +19,6 @@ from specdec.decode.loop import Batch, Options, Timing, fit_batch, generate
 from specdec.decode.plain_ahead import PlainAhead
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
-from specdec.engine.decoder import _build_full_mask
 from specdec.engine.graphs import (
     Graphs,
     StepGraphs,
@@ -29,6 +28,7 @@ from specdec.engine.graphs import (
     round_tokens,
 )
 from specdec.engine.step import Step
+from specdec.engine.torch_layers import build_full_mask
 from specdec.engine.transfers import WAITS, Arrival, Waits
 from specdec.errors import SpecDecError
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
@@ -317,7 +317,7 @@ def test_the_mask_made_on_the_device(
     shape = StepShape(4, 8, 8, 64, is_prefix=False)
     packed = shape.unpack(torch.from_numpy(shape.pack(step, past, positions + 7)))
     bias = packed.build_bias(64, window, torch.float32)
-    expected = _build_full_mask(past, mask, positions, 64, window)
+    expected = build_full_mask(past, mask, positions, 64, window)
     assert set(bias.flatten().tolist()) == {-torch.inf, 0.0}
     seen = (bias == 0).numpy()
     assert (seen[:rows, :, :tokens] == expected).all()

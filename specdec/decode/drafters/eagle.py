@@ -19,10 +19,10 @@ from specdec.decode.drafters.base import DraftContext, get_graphs, list_rows
 from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, check_paths, grow_choices
 from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
-from specdec.engine.decoder import POSITION_BLOCK, Decoder
+from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet
 from specdec.engine.graphs import StepGraphs
-from specdec.engine.kv_cache import KVCache
+from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree

@@ -1,0 +1,140 @@
+"""The ways through a decoder's layers by the native kernels, on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.linear import Linear
+from specdec.engine.native import (
+    GATED_ACTIVATIONS,
+    GATES,
+    PLAIN_ACTIVATIONS,
+    NativeKernels,
+    PackedLayers,
+    StepPlan,
+)
+from specdec.engine.step import Step
+from specdec.engine.torch_layers import Layer, Outcome, Stack, TorchLayers, find_lines
+
+
+class KernelLayers(TorchLayers):
+    """A kernel at a time: between them ranks add up, and torch computes unusual activations."""
+
+    def __init__(self, stack: Stack, kernels: NativeKernels) -> None:
+        super().__init__(stack)
+        self.kernels = kernels
+
+    def run_normed(
+        self, x: Tensor, step: Step, cache: KVCache, observed_layers: tuple[int, ...]
+    ) -> Outcome:
+        """`run`, the last output normed; x [B, T, D] is overwritten."""
+        stack, kernels = self.stack, self.kernels
+        plan = plan_step(kernels, step, cache)
+        h = kernels.norm(x, stack.layers[0].input_norm)
+        seen = []
+        for index, layer in enumerate(stack.layers):
+            attended = kernels.attend(
+                layer.qkv(h), cache.blocks[index], stack.rotary, plan,
+                stack.num_heads, stack.num_kv_heads, stack.head_size, stack.window,
+            )  # fmt: skip
+            mixed = layer.dense(attended)
+            if layer.post_norm is None:
+                mixed = mixed + self._run_mlp(layer, h)
+            else:
+                h = kernels.add_norm(x, stack.sum(mixed), layer.post_norm)
+                mixed = self._run_mlp(layer, h)
+            following = stack.layers[index + 1 :]
+            h = kernels.add_norm(
+                x, stack.sum(mixed), following[0].input_norm if following else stack.final_norm
+            )
+            if index in observed_layers:
+                seen.append(x.clone())
+        return h, torch.cat(seen, dim=-1) if seen else None
+
+    def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
+        activation = self.stack.activation
+        if self.stack.is_gated and activation in GATES:
+            return layer.down(self.kernels.gate_mul(layer.up(h), activation))
+        return super()._run_mlp(layer, h)
+
+
+class NativeLayers:
+    """All layers in one call."""
+
+    def __init__(self, stack: Stack, kernels: NativeKernels, activation: int) -> None:
+        """activation: the kernels' number of the stack's."""
+        self.stack, self.kernels = stack, kernels
+        self._packed = _pack(stack, activation)
+
+    def run_normed(
+        self, x: Tensor, step: Step, cache: KVCache, observed_layers: tuple[int, ...]
+    ) -> Outcome:
+        """`run`, the last output normed; x [B, T, D] is overwritten."""
+        return self._call(x, step, cache, observed_layers, None)
+
+    def run(
+        self,
+        x: Tensor,
+        step: Step,
+        cache: KVCache,
+        observed_layers: tuple[int, ...],
+        first_input: Tensor | None = None,
+    ) -> Outcome:
+        """Run the layers as `TorchLayers.run` does."""
+        x = x.clone(memory_format=torch.contiguous_format)  # which the call overwrites
+        _, observed = self._call(x, step, cache, observed_layers, first_input)
+        return x, observed
+
+    def _call(
+        self,
+        x: Tensor,
+        step: Step,
+        cache: KVCache,
+        observed_layers: tuple[int, ...],
+        first_input: Tensor | None,
+    ) -> Outcome:
+        return self.kernels.run_layers(
+            x, self._packed, cache.blocks, self.stack.rotary,
+            plan_step(self.kernels, step, cache), observed_layers, first_input,
+        )  # fmt: skip
+
+
+def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | KernelLayers:
+    """The quickest way that a stack can go by the kernels."""
+    known = GATED_ACTIVATIONS if stack.is_gated else PLAIN_ACTIVATIONS
+    activation = known.get(stack.activation)
+    if stack.group is not None or activation is None:
+        return KernelLayers(stack, kernels)
+    return NativeLayers(stack, kernels, activation)
+
+
+def plan_step(kernels: NativeKernels, step: Step, cache: KVCache) -> StepPlan:
+    """A step's indices, as the kernels take them."""
+    return kernels.plan_step(
+        step.rows, step.positions, find_lines(step, cache), cache.past_lens[step.rows],
+        step.tree_mask,
+    )  # fmt: skip
+
+
+def _pack(stack: Stack, activation: int) -> PackedLayers:
+    weights = []
+    for layer in stack.layers:
+        row: list[Tensor | None] = []
+        for part in (
+            layer.input_norm, layer.qkv, layer.dense, layer.post_norm, layer.up, layer.down
+        ):  # fmt: skip
+            if part is None:
+                row += [None, None]
+            else:
+                row += [part.packed if isinstance(part, Linear) else part.weight, part.bias]
+        weights.append(row)
+    return PackedLayers(
+        weights, (stack.final_norm.weight, stack.final_norm.bias),
+        hidden=len(stack.final_norm.weight), num_heads=stack.num_heads,
+        num_kv_heads=stack.num_kv_heads, head_size=stack.head_size,
+        inner=stack.layers[0].up.num_outputs // (2 if stack.is_gated else 1),
+        activation=activation, is_gated=stack.is_gated, window=stack.window,
+        epsilon=stack.final_norm.epsilon,
+    )  # fmt: skip

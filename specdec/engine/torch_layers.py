@@ -1,0 +1,248 @@
+"""A decoder's layers, and the way through them by torch's own operators, on any device.
+
+Legend: B rows in the step, T tokens a row, D hidden, S cache positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.graphs import PackedStep, StepGraphs, StepShape
+from specdec.engine.group import Group
+from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
+from specdec.engine.layers import ACTIVATIONS, Norm, attend
+from specdec.engine.linear import Linear
+from specdec.engine.rotary import RotaryTable, rotate
+from specdec.engine.step import Step
+from specdec.engine.transfers import to_device
+from specdec.engine.tree import BoolArray, IntArray
+
+# The last layer's output [B, T, D], and those of the observed layers side by side, [B, T, n * D].
+Outcome = tuple[Tensor, Tensor | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share."""
+
+    input_norm: Norm
+    qkv: Linear
+    dense: Linear
+    post_norm: Norm | None
+    up: Linear
+    down: Linear
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The layers of one rank, with its own heads. window: positions that a token sees, or None."""
+
+    layers: list[Layer]
+    final_norm: Norm
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    activation: str
+    is_gated: bool
+    window: int | None
+    rotary: RotaryTable | None
+    group: Group | None
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Add up what the ranks computed of a product."""
+        return partial if self.group is None else self.group.sum(partial)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placement:
+    """Where a step's tokens go in the cache, and what they see of it, on the device.
+
+    rows: [B], 0 ... B - 1 where is_prefix; slots, lines: [B, T]; mask: [B, 1, T, S], over the cache
+    positions first ... end - 1.
+    """
+
+    rows: Tensor
+    is_prefix: bool
+    slots: Tensor
+    lines: Tensor
+    mask: Tensor
+    first: int
+    end: int
+
+
+class TorchLayers:
+    """The layers one by one, by torch; from recorded graphs where a device has them."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.graphs: StepGraphs | None = None
+
+    def run_normed(
+        self, x: Tensor, step: Step, cache: KVCache, observed_layers: tuple[int, ...]
+    ) -> Outcome:
+        """`run`, the last output normed; x [B, T, D] may be overwritten."""
+        x, observed = self.run(x, step, cache, observed_layers)
+        return self.stack.final_norm(x), observed
+
+    def run(
+        self,
+        x: Tensor,
+        step: Step,
+        cache: KVCache,
+        observed_layers: tuple[int, ...],
+        first_input: Tensor | None = None,
+    ) -> Outcome:
+        """Run the layers over [B, T, D] and write keys and values; the result is not normed.
+
+        first_input: what the first layer's attention reads instead of its normed input.
+        """
+        past = cache.past_lens[step.rows]  # [B]
+        if self.graphs is not None and (shape := self.graphs.find_shape(step, cache)):
+            found = self._replay(self.graphs, shape, x, step, cache, observed_layers, first_input)
+            if found is not None:
+                return found
+        device, window = x.device, self.stack.window
+        num_tokens, num_new = step.tree_mask.shape[1:]
+        used = int(past.max()) + num_new
+        used = min(-(-used // POSITION_BLOCK) * POSITION_BLOCK, cache.num_positions)
+        # The block that holds the first position in any token's window.
+        first = 0 if window is None else max(0, int(step.positions.min()) - window + 1)
+        first = min(first, int(past.min())) // POSITION_BLOCK * POSITION_BLOCK
+        mask = build_full_mask(past, step.tree_mask, step.positions, used, window)[..., first:]
+        newest = np.arange(num_new - num_tokens, num_new)
+        place = _Placement(
+            rows=to_device(step.rows, device),
+            # Rows are sorted and distinct.
+            is_prefix=len(step.rows) == cache.blocks.shape[2],
+            slots=to_device(past[:, None] + newest, device),
+            lines=to_device(find_lines(step, cache), device),
+            mask=to_device(mask, device),
+            first=first,
+            end=used,
+        )
+        return self._compute(x, cache.blocks, place, observed_layers, first_input)
+
+    def _replay(
+        self,
+        graphs: StepGraphs,
+        shape: StepShape,
+        x: Tensor,
+        step: Step,
+        cache: KVCache,
+        observed_layers: tuple[int, ...],
+        first_input: Tensor | None,
+    ) -> Outcome | None:
+        """`run` from a graph; None where there is no room for it."""
+        stack = self.stack
+
+        def compute(
+            shape: StepShape, packed: PackedStep, blocks: Tensor, inputs: Sequence[Tensor]
+        ) -> tuple[Tensor, ...]:
+            size, window = shape.num_positions, stack.window
+            bias = packed.build_bias(size, window, x.dtype)
+            place = _Placement(
+                rows=packed.cache_rows,
+                is_prefix=shape.is_prefix,
+                slots=packed.slots,
+                lines=packed.lines,
+                mask=bias.repeat(1, 1, stack.num_heads // stack.num_kv_heads, 1),
+                first=0,
+                end=size,
+            )
+            first = inputs[1] if len(inputs) > 1 else None
+            out, observed = self._compute(inputs[0], blocks, place, observed_layers, first)
+            return (out,) if observed is None else (out, observed)
+
+        found = graphs.run(
+            shape,
+            (observed_layers, None if first_input is None else first_input.shape[2:]),
+            (step, cache.past_lens[step.rows], find_lines(step, cache)),
+            [x] if first_input is None else [x, first_input],
+            compute,
+        )
+        if found is None:
+            return None
+        return found[0], found[1] if len(found) > 1 else None
+
+    def _compute(
+        self,
+        x: Tensor,
+        blocks: Tensor,
+        place: _Placement,
+        observed_layers: tuple[int, ...],
+        first_input: Tensor | None,
+    ) -> Outcome:
+        """The layers on the device alone."""
+        stack, rows, slots, mask = self.stack, place.rows, place.slots, place.mask
+        num_rows, num_tokens = slots.shape
+        num_heads = stack.num_heads
+        num_turned = num_heads + stack.num_kv_heads  # queries and keys
+        cos = sin = None
+        if stack.rotary is not None:
+            cos = stack.rotary.cos[place.lines].unsqueeze(2)  # [B, T, 1, R]
+            sin = stack.rotary.sin[place.lines].unsqueeze(2)
+        seen = []
+        for index, layer in enumerate(stack.layers):
+            h = first_input if first_input is not None and index == 0 else layer.input_norm(x)
+            qkv = layer.qkv(h).view(num_rows, num_tokens, -1, stack.head_size)
+            turned, new_values = qkv[:, :, :num_turned], qkv[:, :, num_turned:]
+            if cos is not None and sin is not None:
+                turned = rotate(turned, cos, sin)
+            queries, new_keys = turned[:, :, :num_heads], turned[:, :, num_heads:]
+            keys, values = blocks[index, 0], blocks[index, 1]  # [R, N, S, H]
+            keys[rows[:, None], :, slots] = new_keys
+            values[rows[:, None], :, slots] = new_values
+            keys = keys[:, :, place.first : place.end]
+            values = values[:, :, place.first : place.end]
+            if place.is_prefix:
+                keys, values = keys[:num_rows], values[:num_rows]
+            else:
+                keys, values = keys[rows], values[rows]
+            attended = layer.dense(attend(queries, keys, values, mask))
+            if layer.post_norm is None:
+                x = x + stack.sum(attended + self._run_mlp(layer, h))
+            else:
+                x = x + stack.sum(attended)
+                x = x + stack.sum(self._run_mlp(layer, layer.post_norm(x)))
+            if index in observed_layers:
+                seen.append(x)
+        return x, torch.cat(seen, dim=-1) if seen else None
+
+    def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
+        inner = layer.up(h)
+        activate = ACTIVATIONS[self.stack.activation]
+        if self.stack.is_gated:
+            gate, up = inner.chunk(2, dim=-1)
+            return layer.down(activate(gate) * up)
+        return layer.down(activate(inner))
+
+
+def find_lines(step: Step, cache: KVCache) -> IntArray:
+    """Where in the rotary tables a step's tokens stand, [B, T]."""
+    lines: IntArray = step.positions + cache.rotary_starts[step.rows][:, None]
+    return lines
+
+
+def build_full_mask(
+    past: IntArray, tree_mask: BoolArray, positions: IntArray, size: int, window: int | None
+) -> BoolArray:
+    """[B, 1, T, S]: committed positions, then the newest as `tree_mask` [B, T, N] says.
+
+    size: S. window: positions that a token sees, itself included.
+    """
+    batch, num_tokens, num_new = tree_mask.shape
+    mask = np.zeros((batch, 1, num_tokens, size), np.bool_)
+    mask |= (np.arange(size) < past[:, None])[:, None, None, :]
+    if window is not None:
+        lowest = positions[:, :, None] - window  # [B, T, 1]
+        assert num_new == num_tokens
+        mask &= (np.arange(size) > lowest)[:, None]
+        tree_mask = tree_mask & (positions[:, None, :] > lowest)
+    for row, start in enumerate(past):
+        mask[row, 0, :, start : start + num_new] = tree_mask[row]
+    return mask
