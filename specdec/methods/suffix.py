@@ -11,7 +11,7 @@ from specdec.errors import UsageError
 from .base import Method
 
 DEFAULT_DEPTH = 16
-DEFAULT_FACTOR = 2.0
+DEFAULT_FACTOR = 4.0
 DEFAULT_PROBABILITY = 0.1
 DEFAULT_CACHED_TOKENS = 100_000
 
@@ -90,7 +90,7 @@ def read_options(settings: Any) -> SuffixOptions | None:
         )
     factor, probability = options.suffix_max_factor, options.suffix_min_probability
     if factor is not None and not 0 < factor < float("inf"):
-        raise UsageError(f"--suffix-max-factor is {factor:g}", "give a number above 0, such as 2")
+        raise UsageError(f"--suffix-max-factor is {factor:g}", "give a number above 0, such as 4")
     if probability is not None and not 0 <= probability <= 1:
         raise UsageError(
             f"--suffix-min-probability is {probability:g}", "give a number from 0 to 1"

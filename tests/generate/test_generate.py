@@ -113,7 +113,7 @@ def test_the_text_is_that_of_the_three_commands(
 
 def test_drafts_of_a_small_model_and_of_the_text(models: Path, generate: Stage) -> None:
     plain = generate(*PROMPTS, "--json")
-    methods = {
+    methods: dict[str, list[object]] = {
         "draft_target": ["--draft-model-dir", models / "small" / "target", "--draft-len", 2],
         "prompt_lookup": ["--prompt-lookup-num-tokens", 3],
         "suffix": ["--suffix-max-tokens", 5],

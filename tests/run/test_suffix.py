@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specdec.decode.drafters.suffix import (
+    CONTINUATION,
     END,
     NUM_BRANCHES,
     Draft,
@@ -74,9 +75,9 @@ def test_counts_and_places_are_those_of_the_text(kind: str, depth: int) -> None:
             assert descend(tree, known[end - size :]) == place
     ngrams = {tuple(text[a : a + n]) for n in range(1, depth + 1) for a in range(len(text) - n + 1)}
     for ngram in ngrams:
-        place = descend(tree, list(ngram))
-        assert place is not None
-        node, offset = place
+        found = descend(tree, list(ngram))
+        assert found is not None
+        node, offset = found
         if offset == 1:  # an edge is entered by every suffix that begins so
             assert node.count == count(text, list(ngram))
         if offset == node.length and len(ngram) < depth:
@@ -103,15 +104,17 @@ def list_paths(found: Draft) -> list[tuple[int, ...]]:
 
 
 def test_the_likeliest_branches_are_drafted_first() -> None:
-    """After 1 2 came 3 twice, once followed by 8 and once by 9, and 4 once."""
-    text = [1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2]
-    assert list_paths(draft(text, 1)) == [(3,)]
-    found = draft(text, 3)
-    assert list_paths(found) == [(3,), (4,), (4, 7)], "then all that are left are equal"
-    assert found.score == pytest.approx(2 / 3 + 1 / 3 + 1 / 3)
-    assert list_paths(draft(text, 8, 0.5)) == [(3,)], "no other is likelier than a half"
+    """After 1 2 came 4 once and 3 three times: before 8 twice, before 9 once."""
     text = [1, 2, 4, 7, 1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3, 8, 5, 1, 2]
-    assert list_paths(draft(text, 2)) == [(3,), (3, 8)]
+    found = draft(text, 3)
+    assert list_paths(found) == [(3,), (3, 8), (4,)]
+    assert found.score == pytest.approx(3 / 4 + 3 / 4 * CONTINUATION * 2 / 3 + 1 / 4)
+    assert list_paths(draft(text, 8, 0.4)) == [(3,), (3, 8)], "no other is as likely"
+
+
+def test_the_newest_of_equals_comes_first() -> None:
+    text = [1, 2, 3, 5, 1, 2, 4, 6, 1, 2]
+    assert list_paths(draft(text, 2)) == [(4,), (3,)]
 
 
 def test_a_text_that_repeats_itself_is_drafted_in_full() -> None:

@@ -28,6 +28,10 @@ from specdec.engine.tree import Tree, make_root
 from specdec.methods.suffix import METHOD, SuffixOptions
 
 NUM_BRANCHES = 4  # of the tokens that followed a place, the most frequent: no more are drafted
+# That a text which followed another so far goes on to do so, for each token: counts of one or two
+# would promise more than they keep.
+CONTINUATION = 0.9
+EPSILON = 1e-9
 OPEN = 1 << 60  # length of an edge that goes on to the end of its text
 END = -1  # where a text ends that others follow
 
@@ -46,7 +50,8 @@ class Node:
     """An edge of the tree, and the node at its end.
 
     start, length: its label, as a place in the text. count: suffixes that have entered the edge;
-    total: those that have left it for one of `children`. top: the most frequent children.
+    total: those that have left it for one of `children`. top: the most frequent children, newest
+    first.
     """
 
     __slots__ = ("children", "count", "length", "start", "top", "total")
@@ -60,18 +65,24 @@ class Node:
         """Count a suffix that goes on into a child that is there already."""
         child.count += 1
         self.total += 1
-        top = self.top
-        if child not in top:
-            least = min(top, key=_get_count)
-            if child.count > least.count:
-                top[top.index(least)] = child
+        self._place_on_top(child)
 
     def add(self, token: int, child: Node) -> None:
         """Take a new child and all suffixes in it."""
         self.children[token] = child
         self.total += child.count
-        if len(self.top) < NUM_BRANCHES:
-            self.top.append(child)
+        self._place_on_top(child)
+
+    def _place_on_top(self, child: Node) -> None:
+        top = self.top
+        if child in top:
+            top.remove(child)
+        elif len(top) == NUM_BRANCHES:
+            least = min(reversed(top), key=_get_count)  # the oldest of these
+            if child.count < least.count:
+                return
+            top.remove(least)
+        top.insert(0, child)
 
 
 _NO_CHILDREN: dict[int, Node] = {}
@@ -184,11 +195,15 @@ def grow(
     end = len(text)
     tokens, parents, depths = [root], [-1], [0]
     probability, parent, depth, score = 1.0, 0, 0, 0.0
-    waiting: list[tuple[float, int, Node, int, int]] = []
+    waiting: list[tuple[float, int, Node, int, int, int]] = []
     number = 0
     while True:
-        # Along an edge there is no choice, so nothing that waits is likelier.
         while len(tokens) <= max_tokens and offset < node.length:
+            if waiting and -waiting[0][0] > probability:
+                number += 1
+                entry = (-probability, number, node, parent, depth, offset)
+                share, _, node, parent, depth, offset = heapq.heapreplace(waiting, entry)
+                probability = -share
             at = node.start + offset
             if at >= end:
                 first = at - depth
@@ -202,6 +217,7 @@ def grow(
             tokens.append(token)
             depths.append(depth)
             score += probability
+            probability *= CONTINUATION
             offset += 1
         if len(tokens) > max_tokens:
             break
@@ -210,12 +226,17 @@ def grow(
                 share = probability * child.count / node.total
                 if share >= min_probability:
                     number += 1  # settles between equals
-                    heapq.heappush(waiting, (-share, number, child, parent, depth))
+                    heapq.heappush(waiting, (-share, number, child, parent, depth, 0))
         if not waiting:
             break
-        share, _, node, parent, depth = heapq.heappop(waiting)
-        probability, offset = -share, 0
+        share, _, node, parent, depth, offset = heapq.heappop(waiting)
+        probability = -share
     return Draft(score, tokens, parents, depths)
+
+
+def _sum_certain(size: int) -> float:
+    """The score of a draft of so many tokens that only one text can follow: no other is better."""
+    return (1 - CONTINUATION**size) / (1 - CONTINUATION)
 
 
 class Finished:
@@ -328,7 +349,8 @@ class SuffixProposer:
         for tree, places in self._texts[request.row].read(self._finished):
             for at, place in enumerate(places[:-1]):
                 size = min(most, int(options.max_factor * (len(places) - 1 - at)))
-                if size <= (best.score if best is not None else 0):
+                least = best.score + EPSILON if best is not None else 0.0
+                if _sum_certain(size) <= least:
                     break
                 draft = grow(tree, place, size, options.min_probability, root)
                 if best is None or draft.score > best.score:
