@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specdec.convert import plan as plan_module
 from specdec.convert.plan import Part, Piece, PlannedTensor, plan_tensors
+from specdec.errors import Problems
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.config import ModelConfig
 from specdec.model.sharding import join, list_blocks, split
@@ -168,7 +169,7 @@ def test_planned_chunks_laid_end_to_end_are_the_part(
         arrays = {"q": whole[:q], "k": whole[q : q + kv], "v": whole[q + kv :]}
     stored, parts = store(arrays, change)
     source = ArraySource(**stored)
-    problems: list[tuple[str, str]] = []
+    problems = Problems()
     ranks = plan_tensors(
         {"name": spec}, {"name": parts}, source, model=model, dtype="float32",
         ignored=(), problems=problems,

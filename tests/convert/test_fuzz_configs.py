@@ -19,6 +19,7 @@ from specdec.convert.families import FAMILIES
 from specdec.convert.pipeline import convert_model, make_plan
 from specdec.convert.plan import ConversionPlan
 from specdec.convert.settings import ConvertSettings
+from specdec.errors import Problems
 from specdec.model.checkpoint import parse_checkpoint_config
 from specdec.model.inventory import describe_rank
 from specdec.verify.contents import check_contents
@@ -176,7 +177,7 @@ def test_checkpoints(name: str, source: Source, tmp_path: Path) -> None:
     @given(change(good))
     def check(config: dict[str, Any]) -> None:
         path.write_text(json.dumps(config))
-        attempt(lambda: CheckpointFolder(folder).plan([]))
+        attempt(lambda: CheckpointFolder(folder).plan(Problems()))
         attempt(lambda: check_contents(folder, []))
         parsed, _ = attempt(lambda: parse_checkpoint_config(config))
         if parsed is not None and parsed.model.num_hidden_layers < 100:
