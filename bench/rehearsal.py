@@ -17,7 +17,7 @@ import numpy as np
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import PlainProposer
-from specdec.decode.drafters.eagle import Draft, DynamicTree, EagleProposer, Level
+from specdec.decode.drafters.eagle import DynamicTree, EagleProposer, Level, TreeDraft
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet
@@ -44,7 +44,7 @@ class TextChain:
         self.following: list[list[int]] = []
         self.found: IntArray = np.zeros((0, depth), np.int64)
 
-    def grow(self, draft: Draft) -> list[Tree]:
+    def grow(self, draft: TreeDraft) -> list[Tree]:
         """Draft from the text's own tokens; propose none."""
         wanted = np.array([row + [-1] * (self.depth - len(row)) for row in self.following])
         self.found = np.full(wanted.shape, -1)

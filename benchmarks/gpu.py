@@ -36,7 +36,7 @@ from specdec.decode.drafters.redrafter import make_proposer
 from specdec.decode.loop import Options, Timing, generate
 from specdec.decode.requests import Request
 from specdec.engine.decoder import Decoder
-from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
+from specdec.engine.graphs import CudaRecorder, GraphRecorder, Graphs, StepGraphs
 from specdec.engine.layout import list_engine_tensors
 from specdec.engine.transfers import WAITS
 from specdec.errors import summarize
@@ -87,7 +87,7 @@ def make_model(shape: Shape) -> ModelConfig:
 class Bench:
     """One shape on a device: its weights, decoder, drafter and transformers' model of it."""
 
-    def __init__(self, shape: Shape, device: torch.device, recorder: Recorder | None) -> None:
+    def __init__(self, shape: Shape, device: torch.device, recorder: GraphRecorder | None) -> None:
         self.shape, self.device = shape, device
         self.model = make_model(shape)
         self.params = ReDrafterParams(
@@ -355,7 +355,7 @@ def list_kernels(bench: Bench) -> dict[str, Any]:
 
 
 def measure_shape(
-    shape: Shape, device: torch.device, recorder: Recorder | None, repeat: int, *, static: bool
+    shape: Shape, device: torch.device, recorder: GraphRecorder | None, repeat: int, *, static: bool
 ) -> dict[str, Any]:
     """Everything of one shape."""
     bench = Bench(shape, device, recorder)
@@ -459,7 +459,7 @@ def format_markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure(args: argparse.Namespace, recorder: Recorder | None = None) -> dict[str, Any]:
+def measure(args: argparse.Namespace, recorder: GraphRecorder | None = None) -> dict[str, Any]:
     """Run what was asked for; recorder: of graphs, on a device that has none of its own."""
     name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -507,7 +507,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def main(words: list[str] | None = None, recorder: Recorder | None = None) -> dict[str, Any]:
+def main(words: list[str] | None = None, recorder: GraphRecorder | None = None) -> dict[str, Any]:
     args = parse_args(words)
     report = measure(args, recorder)
     text = format_markdown(report)

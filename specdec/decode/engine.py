@@ -17,7 +17,7 @@ from specdec.decode.ranks.part import choose_device, is_packed, list_options
 from specdec.decode.ranks.processes import open_ranks
 from specdec.decode.requests import Request, Result, find_problems
 from specdec.engine.decoder import Decoder
-from specdec.engine.graphs import CudaRecorder, Graphs, Recorder, StepGraphs
+from specdec.engine.graphs import CudaRecorder, GraphRecorder, Graphs, StepGraphs
 from specdec.engine.layout import EngineConfig, find_engine_problems, read_engine_config
 from specdec.engine.loading import load_embedding, load_weights
 from specdec.errors import UsageError, raise_problems
@@ -40,7 +40,7 @@ class TorchEngine:
         devices: Sequence[int] | None = None,
         speculate: bool = True,
         drafting: Drafting | None = None,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         """speculate: False decodes one token a step. recorder: of graphs, for devices without any.
 
@@ -66,7 +66,12 @@ class TorchEngine:
         self.timing = Timing()
 
     def _load(
-        self, folder: Path, recorder: Recorder | None, drafting: Drafting | None, *, speculate: bool
+        self,
+        folder: Path,
+        recorder: GraphRecorder | None,
+        drafting: Drafting | None,
+        *,
+        speculate: bool,
     ) -> None:
         ranks, checkpoint = self._ranks, self.config.checkpoint
         model = checkpoint.model

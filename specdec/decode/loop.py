@@ -59,10 +59,34 @@ class Timing:
     num_reused_tokens: int = 0
     is_exact: bool = False
 
+    def add(self, part: str, seconds: float) -> None:
+        """Count seconds as a part's."""
+        setattr(self, part, getattr(self, part) + seconds)
+
     def list_seconds(self) -> dict[str, float]:
         """The seconds of each part, by its name."""
         fields = dataclasses.fields(self)
         return {field.name: getattr(self, field.name) for field in fields if field.type == "float"}
+
+
+class _Stopwatch:
+    """Counts the seconds between its beginning and its end as a part's; none if it is left early.
+
+    device: a CUDA device that is waited for at the end where the timing is exact, or None.
+    """
+
+    def __init__(self, timing: Timing, part: str, device: torch.device | None) -> None:
+        self._timing, self._part, self._device = timing, part, device
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            if self._device is not None and self._timing.is_exact:
+                torch.cuda.synchronize(self._device)
+            self._timing.add(self._part, time.perf_counter() - self._began)
 
 
 class Interrupted(Exception):
@@ -155,6 +179,8 @@ class Batch:
         self.active: list[ActiveRequest] = []  # by row
         num_positions = max_seq_len + proposer.max_draft_tokens + 1
         self.cache: KVCache = decoder.make_cache(num_rows, num_positions)
+        device = decoder.device if decoder.device.type == "cuda" else None
+        self._clocks = {part: _Stopwatch(timing, part, device) for part in timing.list_seconds()}
         proposer.allocate(num_rows, num_positions)
         self._ahead = PlainAhead(decoder, self.cache)
         self._held: list[list[int]] = [[] for _ in range(num_rows)]  # tokens in a row's cache
@@ -197,22 +223,21 @@ class Batch:
         free = [row for row in range(len(self._held)) if row not in taken]
         if not free or not self.waiting:
             return
-        began = time.perf_counter()
-        # One by one where prefixes are shared, so that each can use those before it.
-        count = 1 if self.options.reuse_blocks else len(free)
-        while free and self.waiting:
-            admitted: list[ActiveRequest] = []
-            while free and self.waiting and len(admitted) < count:
-                request = self.waiting.popleft()
-                if request.finish_reason is not None:  # cancelled before its turn
-                    continue
-                request.row = self._prepare_row(free, request.request.input_ids)
-                free.remove(request.row)
-                admitted.append(request)
-            if admitted:
-                self._run_prompts(admitted)
-        self._retire()
-        self.timing.prefill += time.perf_counter() - began
+        with self._clocks["prefill"]:
+            # One by one where prefixes are shared, so that each can use those before it.
+            count = 1 if self.options.reuse_blocks else len(free)
+            while free and self.waiting:
+                admitted: list[ActiveRequest] = []
+                while free and self.waiting and len(admitted) < count:
+                    request = self.waiting.popleft()
+                    if request.finish_reason is not None:  # cancelled before its turn
+                        continue
+                    request.row = self._prepare_row(free, request.request.input_ids)
+                    free.remove(request.row)
+                    admitted.append(request)
+                if admitted:
+                    self._run_prompts(admitted)
+            self._retire()
 
     def _run_prompts(self, admitted: list[ActiveRequest]) -> None:
         hidden = fill_cache(
@@ -233,41 +258,36 @@ class Batch:
         self.active = sorted([*self.active, *admitted], key=lambda r: r.row)
 
     def _verify(self) -> None:
-        """One verify step of every active request."""
+        """One verify step of every active request: propose, forward, accept, commit."""
         active = self.active
-        clock = time.perf_counter
-        began = clock()
-        candidates = self.proposer.propose(active)
+        with self._clocks["draft"]:
+            candidates = self.proposer.propose(active)
         trees = [c.tree for c in candidates]
-        self._settle()
-        drafted = clock()
-        step = pack_step(trees, list_rows(active), self.cache)
-        states = self.decoder.forward(step, self.cache)  # [B, T, D]
-        logits = self.decoder.compute_logits(states)  # [B, T, V]
-        self._settle()
-        verified = clock()
-        choices = self._draft_ahead(step, trees, states, logits)
-        ahead = clock()
+        with self._clocks["verify"]:
+            step = pack_step(trees, list_rows(active), self.cache)
+            states = self.decoder.forward(step, self.cache)  # [B, T, D]
+            logits = self.decoder.compute_logits(states)  # [B, T, V]
+        with self._clocks["draft"]:
+            best = self._draft_ahead(step, trees, states, logits)
         lengths = [len(r.output_ids) for r in active]
-        paths = self._emit(active, candidates, logits, choices)
-        accepted = clock()
-        for request, tree, path, before in zip(active, trees, paths, lengths, strict=True):
-            taken = len(request.output_ids) - before
-            request.stats.count_step(
-                num_draft_tokens=tree.num_draft_tokens,
-                depth=tree.depth,
-                num_accepted=min(taken, len(path) - 1),
-            )
-            self._held[request.row] += tree.tokens[path].tolist()
-            self.cache.commit(request.row, path)
-        self.proposer.observe(active, states, paths)
-        self._retire()
-        timing = self.timing
-        timing.num_steps += 1
-        timing.draft += drafted - began + ahead - verified
-        timing.verify += verified - drafted
-        timing.accept += accepted - ahead
-        timing.other += clock() - accepted
+        with self._clocks["accept"]:
+            paths = self._emit(active, candidates, logits, best)
+        with self._clocks["other"]:
+            for request, tree, path, before in zip(active, trees, paths, lengths, strict=True):
+                self._commit(request, tree, path, len(request.output_ids) - before)
+            self.proposer.observe(active, states, paths)
+            self._retire()
+        self.timing.num_steps += 1
+
+    def _commit(self, request: ActiveRequest, tree: Tree, path: list[int], taken: int) -> None:
+        """Keep an accepted path, of which the request took so many tokens."""
+        request.stats.count_step(
+            num_draft_tokens=tree.num_draft_tokens,
+            depth=tree.depth,
+            num_accepted=min(taken, len(path) - 1),
+        )
+        self._held[request.row] += tree.tokens[path].tolist()
+        self.cache.commit(request.row, path)
 
     def _runs_ahead(self) -> bool:
         """Whether steps are begun before the host has the tokens of the step before."""
@@ -281,19 +301,17 @@ class Batch:
 
     def _emit_ahead(self, run: Callable[[list[ActiveRequest]], list[Emitted]]) -> None:
         """What `_verify` does where nothing is drafted, the device a step ahead."""
-        began = time.perf_counter()
-        emitted = run(self.active)
-        verified = time.perf_counter()
-        for request, token in emitted:
-            self._held[request.row].append(request.output_ids[-1])
-            request.emit([token], [PLAIN])
-            request.stats.count_step(num_draft_tokens=0, depth=0, num_accepted=0)
-        if self.options.on_progress is not None:
-            self.options.on_progress([request for request, _ in emitted])
-        self._retire()
+        with self._clocks["verify"]:
+            emitted = run(self.active)
+        with self._clocks["accept"]:
+            for request, token in emitted:
+                self._held[request.row].append(request.output_ids[-1])
+                request.emit([token], [PLAIN])
+                request.stats.count_step(num_draft_tokens=0, depth=0, num_accepted=0)
+            if self.options.on_progress is not None:
+                self.options.on_progress([request for request, _ in emitted])
+            self._retire()
         self.timing.num_steps += 1
-        self.timing.verify += verified - began
-        self.timing.accept += time.perf_counter() - verified
 
     def _draft_ahead(
         self, step: Step, trees: Sequence[Tree], states: Tensor, logits: Tensor
@@ -346,10 +364,6 @@ class Batch:
         if self.options.on_progress is not None:
             self.options.on_progress(requests)
         return paths
-
-    def _settle(self) -> None:
-        if self.timing.is_exact and self.cache.blocks.is_cuda:
-            torch.cuda.synchronize(self.cache.blocks.device)
 
     def _prepare_row(self, free: Sequence[int], prompt: Sequence[int]) -> int:
         """Choose a row; with block reuse, put the longest known prefix of the prompt into it."""

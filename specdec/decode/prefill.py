@@ -13,7 +13,7 @@ from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """What prompts are run by: the decoder, or what stands in its place."""
 
     @property
@@ -29,7 +29,7 @@ Follow = Callable[[Sequence[int], Sequence[int], Sequence[int], Tensor], None]
 
 
 def fill_cache(
-    decoder: Runner,
+    decoder: StepRunner,
     cache: KVCache,
     rows: Sequence[int],
     prompts: Sequence[Sequence[int]],
@@ -74,7 +74,7 @@ def fill_cache(
 
 
 def _run_pass(
-    decoder: Runner,
+    decoder: StepRunner,
     cache: KVCache,
     rows: Sequence[int],
     prompts: Sequence[Sequence[int]],

@@ -40,7 +40,7 @@ LEAST_POSITIONS = 64  # that attention goes over
 CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records calls on one device."""
 
     device: torch.device
@@ -119,7 +119,7 @@ class Graphs:
     is not recorded. The first replay is held against the computation that it stands for.
     """
 
-    def __init__(self, recorder: Recorder, *, max_graphs: int = MAX_GRAPHS) -> None:
+    def __init__(self, recorder: GraphRecorder, *, max_graphs: int = MAX_GRAPHS) -> None:
         self.recorder = recorder
         self.max_graphs = max_graphs
         self.is_enabled = True

@@ -135,7 +135,7 @@ class StaticTree:
         self._children = [[p for p in paths if len(p) == d] for d in range(1, self.depth + 1)]
         self.num_run = sum(map(len, inner[1:]))
 
-    def grow(self, draft: Draft) -> list[Tree]:
+    def grow(self, draft: TreeDraft) -> list[Tree]:
         """Draft every level of the tree for all rows."""
         levels: list[IntArray] = []
         for depth, children in enumerate(self._children):
@@ -172,7 +172,7 @@ class DynamicTree:
         self.num_tokens = min(num_tokens, num_drafted)
         self.num_run = (depth - 1) * top_k
 
-    def grow(self, draft: Draft) -> list[Tree]:
+    def grow(self, draft: TreeDraft) -> list[Tree]:
         """Draft all levels for all rows, then choose."""
         top_k = self.top_k
         ranked, scores = draft.rank_root(top_k)  # [B, 1, K]
@@ -225,7 +225,7 @@ def _find_best(scores: np.ndarray, count: int) -> IntArray:
     return best
 
 
-class Draft:
+class TreeDraft:
     """One draft of all rows: the drafter, their roots, and where the next level goes."""
 
     def __init__(
@@ -417,7 +417,7 @@ class EagleProposer:
             [text[1:] for text in texts],
             MAX_PASS_TOKENS,
         )
-        draft = Draft(self.net, self._cache, rows, roots, hidden)
+        draft = TreeDraft(self.net, self._cache, rows, roots, hidden)
         return [Candidates(tree) for tree in self.tree.grow(draft)]
 
     def observe(
