@@ -70,11 +70,6 @@ class Problems(list[tuple[str, str]]):
         )
 
 
-def raise_problems(problems: Sequence[tuple[str, str]]) -> None:
-    """Raise one error that lists every (fact, remedy) pair once; do nothing for an empty list."""
-    Problems(problems).raise_all()
-
-
 def suggest(name: str, known: Sequence[str]) -> str:
     """Return ` (did you mean X?)` for the known name nearest to `name`, or an empty string."""
     import difflib

@@ -54,13 +54,13 @@ def test_the_package_imports_nothing_heavy() -> None:
 
 
 def test_help_of_specdec_imports_nothing_heavy() -> None:
-    code = "sys.argv = ['specdec', '--help']; from specdec.command import main; main()"
+    code = "sys.argv = ['specdec', '--help']; from specdec.command.stages import main; main()"
     assert list_heavy_imports(code) == []
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_help_of_a_stage_imports_nothing_heavy(stage: str) -> None:
-    code = f"sys.argv = ['specdec', {stage!r}, '--help']; from specdec.command import main; main()"
+    code = f"sys.argv = ['specdec', {stage!r}, '--help']; from specdec.command.stages import main; main()"
     assert list_heavy_imports(code) == []
 
 

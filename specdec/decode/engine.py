@@ -20,7 +20,7 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import CudaRecorder, GraphRecorder, Graphs, StepGraphs
 from specdec.engine.layout import EngineConfig, find_engine_problems, read_engine_config
 from specdec.engine.loading import load_embedding, load_weights
-from specdec.errors import UsageError, raise_problems
+from specdec.errors import Problems, UsageError
 from specdec.model.tensors import EMBEDDING
 
 logger = logs.get_logger(__name__)
@@ -49,7 +49,7 @@ class TorchEngine:
         began = time.perf_counter()
         self.folder = folder
         self.config: EngineConfig = read_engine_config(folder)
-        raise_problems(find_engine_problems(folder, self.config))
+        find_engine_problems(folder, self.config).raise_all()
         model = self.config.checkpoint.model
         self.device = choose_device(device, model.tp_size, devices)
         self._draft: EngineHandle | None = None
@@ -104,7 +104,7 @@ class TorchEngine:
         max_seq_len, max_input_len = self.max_seq_len, build.max_input_len
         if self._draft is not None:
             max_input_len = min(max_input_len, self._draft.config.build.max_input_len)
-        problems: list[tuple[str, str]] = []
+        problems = Problems()
         for request in requests:
             problems += find_problems(
                 request,
@@ -115,8 +115,8 @@ class TorchEngine:
             length = len(request.input_ids)
             table, total = self.decoder.rotary, length + request.max_output_len
             if table is not None and (found := table.check_request(length, total)):
-                problems.append((f"prompt {request.index}: {found[0]}", found[1]))
-        raise_problems(problems)
+                problems.add(f"prompt {request.index}: {found[0]}", found[1])
+        problems.raise_all()
 
     def use_method(self, name: str, proposer: Proposer, draft: EngineHandle | None = None) -> None:
         """Let a method that has no weights in the checkpoint draft for this engine.

@@ -113,7 +113,7 @@ def test_full_disk(source: Source, convert: Converter, monkeypatch: pytest.Monke
 # The command in a process of its own with more jobs waiting than writers, when something ends it.
 CROWDED = """
 import errno, os, sys, threading, time
-from specdec import command
+from specdec.command import stages as command
 from specdec.convert import cli, journal, plan, stream
 
 for module in (plan, stream, journal):

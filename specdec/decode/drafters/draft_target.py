@@ -28,7 +28,7 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
-from specdec.errors import SpecDecError, raise_problems
+from specdec.errors import Problems, SpecDecError
 from specdec.methods import list_starters
 from specdec.methods.draft_target import METHOD, DraftOptions
 
@@ -74,38 +74,32 @@ def attach_draft(
     """
     own, theirs = target.config, draft.config
     longest = own.build.max_draft_len
-    problems = []
+    problems = Problems()
     if own.build.speculative_decoding_mode != METHOD.mode:
-        problems.append(
-            (
-                f"the target's engine was built with speculative_decoding_mode"
-                f" {own.build.speculative_decoding_mode}",
-                "build it from a plain checkpoint with --speculative-decoding-mode"
-                " draft_tokens_external --max-draft-len N",
-            )
+        problems.add(
+            f"the target's engine was built with speculative_decoding_mode"
+            f" {own.build.speculative_decoding_mode}",
+            "build it from a plain checkpoint with --speculative-decoding-mode"
+            " draft_tokens_external --max-draft-len N",
         )
     elif draft_len is not None and draft_len > longest:
-        problems.append(
-            (
-                f"the draft length is {draft_len}, the target's engine was built with"
-                f" max_draft_len {longest}",
-                f"draft {longest} or fewer, or build with --max-draft-len {draft_len}",
-            )
+        problems.add(
+            f"the draft length is {draft_len}, the target's engine was built with"
+            f" max_draft_len {longest}",
+            f"draft {longest} or fewer, or build with --max-draft-len {draft_len}",
         )
     if theirs.build.speculative_decoding_mode is not None:
-        problems.append(
-            (
-                f"the draft engine was built with speculative_decoding_mode"
-                f" {theirs.build.speculative_decoding_mode}",
-                "give a plain engine as --draft-engine-dir",
-            )
+        problems.add(
+            f"the draft engine was built with speculative_decoding_mode"
+            f" {theirs.build.speculative_decoding_mode}",
+            "give a plain engine as --draft-engine-dir",
         )
     if theirs.build.max_seq_len < own.build.max_seq_len:
         logger.warning(
             "the draft engine's max_seq_len is %d, the target's %d: requests may use the less",
             theirs.build.max_seq_len, own.build.max_seq_len,
         )  # fmt: skip
-    raise_problems(problems)
+    problems.raise_all()
     proposer = DraftTargetProposer(
         draft.decoder,
         DraftLength(draft_len or longest, is_auto=draft_len is None),
