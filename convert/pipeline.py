@@ -400,7 +400,7 @@ def plan_drafter(
                 problems.append(
                     (
                         f"{folder.path} does not hold what makes {name}, and the target has no"
-                        f" {other} {list(info.shape)} to stand for it",
+                        f" {other} {list(info.shape)} to take its place",
                         "use the drafter that was trained for this target",
                     )
                 )

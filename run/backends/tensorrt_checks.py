@@ -173,7 +173,7 @@ def find_build_problems(engine: EngineFolder) -> Problems:
         problems.append(
             (
                 f"{engine.folder} was built with max_beam_width {engine.max_beam_width}, and the"
-                " runtime takes no beams of the output beside drafts",
+                " runtime takes no beams of the output together with drafts",
                 "build it again with --max-beam-width 1",
             )
         )
@@ -226,7 +226,7 @@ def find_logits_problems(folder: EngineFolder, draft: EngineFolder) -> Problems:
             problems.append(
                 (
                     f"--use-logits: the target's {name} is {ours}, the draft engine's {theirs}",
-                    "leave --use-logits out, or convert both models alike",
+                    "leave --use-logits out, or convert both models in the same way",
                 )
             )
     return problems
@@ -256,15 +256,15 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
         if is_greedy_engine and not params.is_greedy:
             problems.append(
                 (
-                    f"{where} samples with temperature {params.temperature:g}, and the engine"
-                    " decodes greedily whatever it is asked",
+                    f"{where} samples with temperature {params.temperature:g}, but"
+                    " this engine always decodes greedily",
                     "leave the temperature out, or convert with --redrafter-no-greedy-search",
                 )
             )
         elif not is_greedy_engine and params.is_greedy:
             problems.append(
                 (
-                    f"{where} decodes greedily, and the engine samples whatever it is asked: it"
+                    f"{where} decodes greedily, but this engine always samples: it"
                     " was converted with --redrafter-no-greedy-search",
                     "give --temperature, or convert without that flag",
                 )
@@ -272,7 +272,7 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
         elif not is_greedy_engine and (params.top_k or params.top_p < 1):
             problems.append(
                 (
-                    f"{where} has top_k {params.top_k} and top_p {params.top_p:g}, of which"
+                    f"{where} has top_k {params.top_k} and top_p {params.top_p:g};"
                     " TensorRT-LLM's ReDrafter knows neither",
                     "leave them out",
                 )

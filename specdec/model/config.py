@@ -125,7 +125,7 @@ class ModelConfig:
                 problems.append(
                     (
                         "share_embedding_table with embedding_sharding_dim=1: a rank's columns of"
-                        " the embedding are no part of the head",
+                        " the embedding are not part of the head",
                         "use embedding_sharding_dim 0, or store the head",
                     )
                 )
@@ -145,7 +145,8 @@ class ModelConfig:
         if heads % kv_heads:
             problems.append(
                 (
-                    f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}",
+                    f"num_attention_heads={heads} is not a multiple of"
+                    f" num_key_value_heads={kv_heads}",
                     "check the source model's config.json",
                 )
             )

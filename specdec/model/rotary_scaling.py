@@ -96,7 +96,7 @@ def find_scaling_problems(
     return [
         (
             f"rotary scaling {kind!r} has {'; '.join(facts)}",
-            f"its keys are {keys}; copy the model's config.json again, or mend it",
+            f"its keys are {keys}; copy the model's config.json again, or correct it",
         )
     ]
 

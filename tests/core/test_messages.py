@@ -39,16 +39,18 @@ def test_texts_are_cut_only_where_they_are_long() -> None:
 
 def test_problems_and_remedies_are_told_once() -> None:
     with pytest.raises(SpecDecError) as caught:
-        raise_problems([("a", "mend it"), ("b", "mend it"), ("a", "mend it"), ("c", "leave it")])
+        raise_problems(
+            [("a", "correct it"), ("b", "correct it"), ("a", "correct it"), ("c", "leave it")]
+        )
     assert caught.value.message == "3 problems: (1) a; (2) b; (3) c"
-    assert caught.value.hint == "(1, 2) mend it; (3) leave it"
-    assert caught.value.problems == [("a", "mend it"), ("b", "mend it"), ("c", "leave it")]
+    assert caught.value.hint == "(1, 2) correct it; (3) leave it"
+    assert caught.value.problems == [("a", "correct it"), ("b", "correct it"), ("c", "leave it")]
     with pytest.raises(SpecDecError) as caught:
-        raise_problems([(str(n), "mend it") for n in range(1000)])
+        raise_problems([(str(n), "correct it") for n in range(1000)])
     assert caught.value.message.endswith("(20) 19; and 980 more")
-    assert caught.value.hint == "mend it"
+    assert caught.value.hint == "correct it"
     with pytest.raises(SpecDecError) as caught:
-        raise_problems([("a", "mend it")] * 7)
+        raise_problems([("a", "correct it")] * 7)
     assert caught.value.message == "a"
 
 

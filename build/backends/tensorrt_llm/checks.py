@@ -68,7 +68,8 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
     if architecture == EAGLE3_ARCHITECTURE:
         problems.append(
             (
-                "the checkpoint holds an EAGLE-3 drafter, which TensorRT-LLM's engines have not",
+                "the checkpoint holds an EAGLE-3 drafter, which TensorRT-LLM's engines"
+                " do not support",
                 "use --backend torch, or EAGLE-1 heads",
             )
         )
@@ -178,7 +179,7 @@ def find_method_problems(build: Build) -> Problems:
     problems: Problems = []
     paged = "use_paged_context_fmha"
     if mode == EXTERNAL and not build.record.is_on(paged):
-        why = build.record.reasons.get(paged, f"the line {build.label} has it off unless told")
+        why = build.record.reasons.get(paged, f"the line {build.label} has it off by default")
         problems.append(
             (
                 "draft_tokens_external without paged context FMHA: the KV cache's blocks cannot be"

@@ -52,7 +52,7 @@ def find_launcher_problems(plan: Plan, launcher: str) -> list[tuple[str, str]]:
     if plan.label == "0.14" and not (launcher == "srun" and count_nodes(plan) == 1):
         problems.append(
             (
-                f"--launcher {launcher}: trtllm-build of 0.14 takes no part in MPI, every process"
+                f"--launcher {launcher}: trtllm-build of 0.14 does not use MPI, every process"
                 " would build every rank",
                 "use --launcher local with --workers, on one node",
             )
