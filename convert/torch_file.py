@@ -105,8 +105,8 @@ def _load(path: Path, *, is_mapped: bool) -> dict[str, torch.Tensor]:
     except Exception as error:  # noqa: BLE001 - damaged files make torch raise any kind
         if foreign := _GLOBAL.search(str(error)):
             raise SpecDecError(
-                f"{path} cannot be read as weights alone: it holds {foreign[1]}, which is no"
-                " tensor, and might run code",
+                f"{path} cannot be read as weights alone: it holds {foreign[1]}, which is not"
+                " a tensor, and might run code",
                 _SAVE_HINT,
             ) from None
         raise SpecDecError(
