@@ -27,7 +27,7 @@ help:
 	@echo "make kernels the native kernels by all compilers installed, for ARM, and under the"
 	@echo "             sanitizers: half an hour or more (KERNELS='--only sanitizers' for a part)"
 	@echo "make check   lint, format and type checks, as in CI"
-	@echo "make fix     mend what the linter and the formatter can"
+	@echo "make fix     fix what the linter and the formatter can"
 	@echo "make bench   run the CPU benchmarks, beside other engines last: hours, 20 GB of memory and"
 	@echo "             24 GB of disk at SIZE=full; SIZE=small or pycode for less, PEERS='specdec ...',"
 	@echo "             PEERS_FLAGS='--rounds 2 --prompts 2' for fewer turns, --record to keep them"

@@ -134,7 +134,7 @@ def find_dear_verification(facts: BatchFacts) -> Cause | None:
     extra = verify - facts.plain["verify"]
     costs = ", ".join(f"{n}: {ms / facts.step_ms[1]:.2f}" for n, ms in facts.step_ms.items())
     return Cause(
-        "verification is dear on this machine",
+        "verification is expensive on this machine",
         f"a step verifies {facts.tokens_per_step:.1f} tokens a request in {verify:.3f} ms, a plain"
         f" one takes {facts.plain['verify']:.3f} ms; times of one token, by tokens: {costs}",
         "verify a smaller tree, or bfloat16 weights with compiled kernels",

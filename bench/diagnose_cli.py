@@ -45,6 +45,6 @@ def format_report(report: dict[str, Any]) -> str:
                 f"   -> {cause['remedy']}",
             ]
         if not batch["causes"]:
-            lines.append("no cause would bring 5 % or more")
+            lines.append("no single cause costs 5 % or more")
     lines += [f"warning: {warning}" for warning in report["warnings"]]
     return "\n".join(lines)

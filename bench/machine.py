@@ -110,5 +110,6 @@ def describe_load(others: float | None) -> list[str]:
     if others is None or others <= BUSY_SHARE * cores:
         return []
     return [
-        f"others kept {others:.1f} of {cores} processors busy meanwhile: the figures are doubtful"
+        f"other programs kept {others:.1f} of {cores} processors busy meanwhile:"
+        " the figures are doubtful"
     ]

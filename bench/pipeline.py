@@ -103,5 +103,5 @@ def find_error(report: dict[str, Any], use_logits: bool) -> SpecDecError | None:
     return SpecDecError(
         f"{report['engine_dir']}: texts differ with and without speculation in float32:"
         f" {', '.join(different)}",
-        "specdec-verify --engine-dir tells where, and whether a near-tie explains it",
+        "specdec-verify --engine-dir shows where, and whether a near-tie explains it",
     )

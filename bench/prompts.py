@@ -50,11 +50,11 @@ def _make_prompt(where: str, entry: dict[str, Any]) -> Prompt:
     own = {key: entry.pop(key) for key in OWN_KEYS if key in entry}
     category, turns = own.get("category", ONLY_CATEGORY), own.get("turns")
     if not isinstance(category, str) or not category:
-        raise SpecDecError(f"{where}: category is {category!r}, not a text", "mend category")
+        raise SpecDecError(f"{where}: category is {category!r}, not a text", "correct category")
     if turns is None:
         return Prompt(category, entry)
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-        raise SpecDecError(f"{where}: turns is {turns!r}, not a list of texts", "mend turns")
+        raise SpecDecError(f"{where}: turns is {turns!r}, not a list of texts", "correct turns")
     return Prompt(category, entry, tuple(turns))
 
 

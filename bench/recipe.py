@@ -32,7 +32,7 @@ def describe_best(
         checkpoint_dir += "-tuned"
         if converted is None:
             notes.append(
-                f"{settings.checkpoint_dir} does not tell how it was converted: convert it again"
+                f"{settings.checkpoint_dir} does not record how it was converted: convert it again"
                 f" into {checkpoint_dir} with {to_flags(best.convert)}"
             )
         else:

@@ -89,7 +89,7 @@ def refuse_foreign(settings: BuildSettings) -> None:
     ]
     if settings.backend == "auto" and given and set(given) <= set(TENSORRT_MEANS):
         shown = ", ".join("--" + name.replace("_", "-") for name in given)
-        logger.warning("without effect on the torch backend, which is chosen here: %s", shown)
+        logger.warning("no effect on the torch backend, which was chosen here: %s", shown)
     elif given:
         shown = "--" + given[0].replace("_", "-")
         raise UsageError(

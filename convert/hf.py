@@ -274,5 +274,5 @@ class ConfigReader:
         if value is None:
             self.refuse(f"{name} is missing", f"give {name}, {expected}")
         else:
-            self.refuse(f"{name} is {shorten(value)}, not {expected}", f"mend {name}")
+            self.refuse(f"{name} is {shorten(value)}, not {expected}", f"correct {name}")
         return placeholder

@@ -132,11 +132,11 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> No
         known: Sequence[Any] = before.get("sources") or ()
         changed = [source[0] for source in now["sources"] if source not in known]
         raise SpecDecError(
-            f"{folder} was begun from other sources; new or changed since:"
+            f"{folder} was started from other sources; new or changed since:"
             f" {join_names(changed) or 'none, but some are gone'}",
             hint,
         )
     different = [key for key in now if before.get(key) != now[key]]
     if different:
         what = "another version of specdec" if "plan" not in different else "other settings"
-        raise SpecDecError(f"{folder} was begun with {what} than these", hint)
+        raise SpecDecError(f"{folder} was started with {what} than these", hint)

@@ -397,7 +397,7 @@ def plan_drafter(
             else:
                 problems.add(
                     f"{folder.path} does not hold what makes {name}, and the target has no"
-                    f" {other} {list(info.shape)} to stand for it",
+                    f" {other} {list(info.shape)} to take its place",
                     "use the drafter that was trained for this target",
                 )
     return config, ranks

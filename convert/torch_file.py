@@ -105,13 +105,13 @@ def _load(path: Path, *, is_mapped: bool) -> dict[str, torch.Tensor]:
     except Exception as error:  # noqa: BLE001 - damaged files make torch raise any kind
         if foreign := _GLOBAL.search(str(error)):
             raise SpecDecError(
-                f"{path} cannot be read as weights alone: it holds {foreign[1]}, which is no"
-                " tensor, and might run code",
+                f"{path} cannot be read as weights alone: it holds {foreign[1]}, which is not"
+                " a tensor, and might run code",
                 _SAVE_HINT,
             ) from None
         raise SpecDecError(
             f"{path} cannot be read as weights alone: {_summarize(error)}",
-            "the file is truncated, damaged or no file of torch.save: copy or download it again",
+            "the file is truncated, damaged or not a file of torch.save: copy or download it again",
         ) from None
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
@@ -131,7 +131,7 @@ def _summarize(error: Exception) -> str:
     """Return what was wrong, without torch's advice to load the file in a way that runs code."""
     paragraphs = str(error).split("\n\n")
     if paragraphs[0].startswith("Weights only load failed") and len(paragraphs) > 1:
-        return f"its pickle is none of weights ({paragraphs[1][:200]})"
+        return f"its pickle holds more than weights ({paragraphs[1][:200]})"
     return summarize(error)[:200]
 
 

@@ -98,7 +98,7 @@ def format_stats(stats: dict[str, Any]) -> str:
         line += f", {stats['acceptance']} acceptance (lossy)"
     if profile := stats.get("profile_seconds"):
         told = [f"{name} {value:.2f} s" for name, value in profile.items() if value is not None]
-        line += "; " + (", ".join(told) or "the runtime does not tell its parts' times")
+        line += "; " + (", ".join(told) or "the runtime does not report the times of its parts")
     return line
 
 

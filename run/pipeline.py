@@ -121,7 +121,7 @@ def check_flags(settings: RunSettings) -> None:
     if settings.show_drafts and settings.streaming and not settings.json:
         raise UsageError(
             "--show-drafts and --streaming: what is rejected is known when a text is complete",
-            "leave --streaming out, or add --json, whose lines tell how each token came",
+            "leave --streaming out, or add --json, whose lines say how each token came about",
         )
     for method in METHODS.values():
         method.read(settings)  # what is written wrong is said before anything is loaded
@@ -143,7 +143,7 @@ def check_shows_drafts(settings: RunSettings, engine: Engine, method: str, token
         )
     if not engine.tells_origins:
         raise UsageError(
-            f"--show-drafts: TensorRT-LLM does not tell which tokens {method} drafted",
+            f"--show-drafts: TensorRT-LLM does not report which tokens {method} drafted",
             "leave it out, or build the engine with --backend torch",
         )
     if tokenizer is None and not settings.json:
@@ -167,7 +167,7 @@ def load_any_engine(settings: RunSettings, options: DraftOptions | None, tokeniz
         return TensorRTEngine(settings, options, tokenizer)
     if settings.kv_cache_free_gpu_memory_fraction is not None:
         logger.warning(
-            "--kv-cache-free-gpu-memory-fraction is without effect on an engine of torch, whose"
+            "--kv-cache-free-gpu-memory-fraction has no effect on a torch engine, whose"
             " cache is as large as the requests need"
         )
     from specdec.decode.loading import load_engine
@@ -222,7 +222,7 @@ def describe_stats(
     totals = sum_stats(results)
     num_tokens = sum(result.stats.num_output_tokens for result in results)
     if untold := sorted(key for key, value in totals.items() if value is None):
-        logger.info("the runtime does not tell %s: null in the statistics", ", ".join(untold))
+        logger.info("the runtime does not report %s: null in the statistics", ", ".join(untold))
     stats: dict[str, Any] = {
         **totals,
         "generate_seconds": round(seconds, 4),

@@ -43,10 +43,10 @@ class RunSettings(DecodeSettings, PromptSettings):
         help="Also write the logits of every new token, into a file beside --output-file.",
     )  # fmt: skip
     use_py_session: bool = setting(False, kind="flag", hidden=True, help="Refused.")
-    num_beams: int = setting(1, kind="int", minimum=1, hidden=True, help="Refused beyond 1.")
+    num_beams: int = setting(1, kind="int", minimum=1, hidden=True, help="Refused above 1.")
     output_file: Path | None = setting(kind="path", help="Also write the results into this file.")
     run_profiling: bool = setting(
-        False, kind="flag", help="Tell how long drafting, verification and the rest took."
+        False, kind="flag", help="Say how long drafting, verification and the rest took."
     )
     verify_hashes: bool = setting(
         False, kind="flag", help="Compare every byte of the engine with its manifest first."

@@ -22,10 +22,10 @@ def explain(hub_id: str, flag: str, error: Exception) -> SpecDecError:
     for name, fact, remedy in REFUSALS:
         if name in kinds:
             return SpecDecError(
-                f"{flag} {hub_id} is no local folder, and at the Hub {fact}", remedy
+                f"{flag} {hub_id} is not a local folder, and at the Hub {fact}", remedy
             )
     return SpecDecError(
-        f"{flag} {hub_id} is no local folder, and the Hub gave {summarize_answer(error)}",
+        f"{flag} {hub_id} is not a local folder, and the Hub gave {summarize_answer(error)}",
         "check the spelling and the network and run it again, which goes on where it stopped;"
         " or download the model and give its folder",
     )

@@ -48,7 +48,7 @@ def call_stage(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
         raise SpecDecError(found["error"], found["hint"])
     raise SpecDecError(
         f"specdec {stage} ended with status {child.returncode}: {lines[-1] or 'it said nothing'}",
-        f"call it by itself: specdec {stage} {' '.join(arguments)}",
+        f"run it on its own: specdec {stage} {' '.join(arguments)}",
     )
 
 

@@ -41,7 +41,8 @@ def check_tokenizer(directory: str, recorded: dict[str, Any] | None) -> Path:
             folder = Path(snapshot_download(directory, allow_patterns=list(FILES)))
         except Exception as error:  # noqa: BLE001 - the hub's client raises anything
             raise SpecDecError(
-                f"--tokenizer-dir {directory} is no folder, and not on the hub: {summarize(error)}",
+                f"--tokenizer-dir {directory} is not a folder, and not on the hub:"
+                f" {summarize(error)}",
                 "give the folder of the Hugging Face base model",
             ) from None
     load_tokenizer(str(folder))

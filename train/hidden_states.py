@@ -43,7 +43,7 @@ from .state import refuse_changes
 from .target import Batch, LiveTarget, Target, join_rows, make_batch
 
 KIND = "hidden-states"  # in the manifest
-ANEW = "name another folder, or remove this one: it is then made anew"
+ANEW = "name another folder, or remove this one: it is then made again"
 SHARD_BYTES = 1 << 28  # about; held in memory before it is written
 MAX_OPEN = 64  # files mapped at a time
 TARGET_FILE = "target.safetensors"
@@ -169,7 +169,7 @@ def _begin(folder: Path, partial: Path, plan: Plan) -> None:
     if journal.is_file():
         before = read_json(journal)
         refuse_changes(
-            f"{partial} was begun with something else",
+            f"{partial} was started with something else",
             {**before["facts"], "layers": before["layers"]},
             {**plan.facts, "layers": list(plan.layers)},
             hint="remove it, or name another folder",

@@ -160,7 +160,9 @@ class Loop:
             if settings.eval_steps and step % settings.eval_steps == 0 and not is_last:
                 evaluation = self._report_evaluation()
                 if self.hooks.is_enough(evaluation):
-                    logger.info("step %d of %d: good enough, it ends here", step, self.num_steps)
+                    logger.info(
+                        "step %d of %d: good enough, the training ends here", step, self.num_steps
+                    )
                     return Outcome(step, self.num_tokens, evaluation)
                 began, tokens_then = time.monotonic(), self.num_tokens
                 recent.clear()

@@ -425,7 +425,7 @@ def start_accelerator(settings: TrainSettings, split: Split) -> Any:
         if not place:
             raise
         raise SpecDecError(
-            f"rank {launch.rank if launch else 0} does not meet the others at {place}:"
+            f"rank {launch.rank if launch else 0} cannot reach the other ranks at {place}:"
             f" {summarize(error)}",
             "check MASTER_ADDR and MASTER_PORT, and that every rank has its own RANK",
         ) from None

@@ -97,7 +97,7 @@ ROW_DTYPES = {"tokens": (np.uint16, np.int32), "mask": (np.bool_,), "bounds": (n
 
 def _refuse_array(path: Path, reason: str) -> SpecDecError:
     return SpecDecError(
-        f"the tokenized rows {path} are damaged: {reason}", "start anew with --force"
+        f"the tokenized rows {path} are damaged: {reason}", "start over with --force"
     )
 
 

@@ -50,7 +50,7 @@ class TrainingState:
         if self._settings.is_file() and not resume and not force:
             raise SpecDecError(
                 f"an unfinished training is in {self.folder}",
-                "continue it with --resume, or start anew with --force",
+                "continue it with --resume, or start over with --force",
             )
 
     def open(self, facts: Mapping[str, Any], *, resume: bool) -> None:
@@ -72,7 +72,7 @@ class TrainingState:
             "--resume: not the same training",
             read_json(self._settings),
             facts,
-            hint="give what it was started with, or start anew with --force",
+            hint="give what it was started with, or start over with --force",
         )
 
     def _write_aside(self, path: Path, write: Any) -> None:
@@ -113,7 +113,7 @@ class TrainingState:
 
     def refuse_checkpoint(self) -> SpecDecError:
         """The error for a checkpoint that is none of this training's."""
-        return SpecDecError(f"{self._checkpoint} is damaged", "start anew with --force")
+        return SpecDecError(f"{self._checkpoint} is damaged", "start over with --force")
 
     def cut_log(self, step: int) -> None:
         """Drop the log lines after `step`, which are about to be written again."""
@@ -142,8 +142,8 @@ class TrainingState:
                     raise ValueError("it has no step")
             except ValueError as error:
                 raise SpecDecError(
-                    f"{self._log} line {number} is none of this training: {error}",
-                    "remove the line, or start anew with --force",
+                    f"{self._log} line {number} does not belong to this training: {error}",
+                    "remove the line, or start over with --force",
                 ) from None
             lines.append(line)
         return lines

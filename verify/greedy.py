@@ -135,7 +135,7 @@ def find_wrong_end(
     if reason == "eos":
         if tokens and tokens[-1] in may_end:
             return None
-        return f"{where} ends at token {tokens[-1:]}, which is none of the model's end tokens"
+        return f"{where} ends at token {tokens[-1:]}, which is not one of the model's end tokens"
     if reason == "length" and len(tokens) == length:
         return None
     return f"{where} ends by {reason} after {len(tokens)} tokens, not at {length} or an end token"

@@ -39,7 +39,7 @@ def format_report(report: dict[str, Any]) -> str:
     if len(found) > MAX_LINES:
         wrong = sum(not f["near_tie"] for f in found)
         lines.append(
-            f"  {len(found) - MAX_LINES} more; of all {len(found)}, {wrong} are no near-ties"
+            f"  {len(found) - MAX_LINES} more; of all {len(found)}, {wrong} are not near-ties"
         )
     lines += [f"  {wrong}" for wrong in report["wrong_ends"]]
     if report["sampling"] is not None:

@@ -86,7 +86,7 @@ def check_flags(settings: VerifySettings) -> None:
     require(settings, "engine_dir", "model_dir")
     if settings.acceptance != "exact":
         raise UsageError(
-            "--acceptance typical gives up the target's distribution, so that it can have no proof;"
+            "--acceptance typical gives up the target's distribution, so it cannot be proved;"
             " greedy text is exact with it too",
             "leave it out: what is verified is the engine with exact acceptance",
         )

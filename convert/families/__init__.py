@@ -30,7 +30,7 @@ def find_family(folder: HfFolder) -> Family:
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         raise SpecDecError(
             f"{folder.path}: architectures is {shorten(listed)}, not a list of names",
-            "mend architectures in its config.json",
+            "correct architectures in its config.json",
         )
     architecture = listed[0] if listed else None
     remedy = f"the supported architectures are {', '.join(FAMILIES)}"

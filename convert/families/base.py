@@ -180,7 +180,7 @@ def read_decoder(
     num_heads, hidden_size = reader.get_int("num_attention_heads"), reader.get_int("hidden_size")
     if reader.config.get("head_dim") is None and head_dim is None and hidden_size % num_heads:
         reader.refuse(
-            f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}",
+            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}",
             "give head_dim",
         )
     if "num_key_value_heads" in reader.config or num_kv_heads is None:

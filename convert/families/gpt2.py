@@ -33,7 +33,9 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     """Read a GPT-2 config.json; an absent optional field has the value transformers gives it."""
     num_heads, hidden_size = reader.get_int("n_head"), reader.get_int("n_embd")
     if hidden_size % num_heads:
-        reader.refuse(f"n_embd {hidden_size} is no multiple of n_head {num_heads}", "mend n_head")
+        reader.refuse(
+            f"n_embd {hidden_size} is not a multiple of n_head {num_heads}", "correct n_head"
+        )
     remedy = "TensorRT-LLM's GPT-2 computes otherwise; this model is not supported"
     refuse_unless(reader, "scale_attn_weights", True, remedy=remedy)
     refuse_unless(reader, "scale_attn_by_inverse_layer_idx", False, remedy=remedy)

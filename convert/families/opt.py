@@ -35,8 +35,8 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     num_heads, hidden_size = reader.get_int("num_attention_heads"), reader.get_int("hidden_size")
     if hidden_size % num_heads:
         reader.refuse(
-            f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}",
-            "mend num_attention_heads",
+            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}",
+            "correct num_attention_heads",
         )
     remedy = "this variant of OPT is not supported; the usual ones normalize before each layer"
     refuse_unless(reader, "do_layer_norm_before", True, remedy=remedy)

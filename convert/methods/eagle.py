@@ -136,9 +136,9 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     net = make_net(values, model.dtype)
     if net.num_attention_heads % net.num_key_value_heads:
         net_reader.refuse(
-            f"num_attention_heads {net.num_attention_heads} is no multiple of"
+            f"num_attention_heads {net.num_attention_heads} is not a multiple of"
             f" num_key_value_heads {net.num_key_value_heads}",
-            "mend them",
+            "correct them",
         )
     if net.hidden_act != "silu":
         net_reader.refuse(f"hidden_act is {net.hidden_act!r}", "EAGLE drafters have 'silu'")
@@ -222,7 +222,7 @@ def _read_eagle3(
             f"fc.weight has shape {list(folder.tensors['fc.weight'].shape)}, for the outputs of"
             f" {len(layers)} layers of {model.hidden_size} it would be"
             f" {[net.hidden_size, len(layers) * model.hidden_size]}",
-            f"use the drafter that was trained for this target, and mend {form.layers_key}",
+            f"use the drafter that was trained for this target, and correct {form.layers_key}",
         )
     draft_vocab_size = reader.get_int("draft_vocab_size", net.vocab_size)
     normed = reader.get_bool("norm_before_residual", False)

@@ -160,7 +160,7 @@ def check_disagreements(folder: HfFolder, params: ReDrafterParams) -> None:
             f"{folder.path}: exit_dim {params.exit_dim} is twice hidden_size"
             f" {params.hidden_size}, which needs no input projection, but there is"
             f" {join_names(present)}",
-            "mend exit_dim, or remove the tensors",
+            "correct exit_dim, or remove the tensors",
         )
     problems.raise_all()
 

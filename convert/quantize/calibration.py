@@ -93,7 +93,7 @@ def read_rows(
 
 def _check_tokens(tokens: Any, vocab_size: int) -> list[int]:
     if not isinstance(tokens, list) or not tokens or not all(type(t) is int for t in tokens):
-        raise ValueError("input_ids is no list of whole numbers, or empty")
+        raise ValueError("input_ids is not a list of whole numbers, or empty")
     outside = [token for token in tokens if not 0 <= token < vocab_size]
     if outside:
         raise ValueError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")

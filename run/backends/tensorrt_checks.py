@@ -160,7 +160,7 @@ def find_build_problems(engine: EngineFolder) -> Problems:
     if engine.mode is not None and engine.max_beam_width != 1:
         problems.add(
             f"{engine.folder} was built with max_beam_width {engine.max_beam_width}, and the"
-            " runtime takes no beams of the output beside drafts",
+            " runtime takes no beams of the output together with drafts",
             "build it again with --max-beam-width 1",
         )
     if engine.mode is not None and engine.built_draft_len != engine.max_draft_len:
@@ -203,7 +203,7 @@ def find_logits_problems(folder: EngineFolder, draft: EngineFolder) -> Problems:
         if ours != theirs:
             problems.add(
                 f"--use-logits: the target's {name} is {ours}, the draft engine's {theirs}",
-                "leave --use-logits out, or convert both models alike",
+                "leave --use-logits out, or convert both models in the same way",
             )
     return problems
 
@@ -240,19 +240,23 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
         is_greedy_engine = bool(folder.pretrained.get("redrafter_greedy_search", True))
         if is_greedy_engine and not params.is_greedy:
             problems.add(
-                f"{where} samples with temperature {params.temperature:g}, and the engine"
-                " decodes greedily whatever it is asked",
+                f"{where} samples with temperature {params.temperature:g}, but"
+                " this engine always decodes greedily",
                 "leave the temperature out, or convert with --redrafter-no-greedy-search",
             )
-        elif not is_greedy_engine and params.is_greedy:
-            problems.add(
-                f"{where} decodes greedily, and the engine samples whatever it is asked: it"
+        )
+    elif not is_greedy_engine and params.is_greedy:
+        problems.append(
+            (
+                f"{where} decodes greedily, but this engine always samples: it"
                 " was converted with --redrafter-no-greedy-search",
                 "give --temperature, or convert without that flag",
             )
-        elif not is_greedy_engine and (params.top_k or params.top_p < 1):
-            problems.add(
-                f"{where} has top_k {params.top_k} and top_p {params.top_p:g}, of which"
+        )
+    elif not is_greedy_engine and (params.top_k or params.top_p < 1):
+        problems.append(
+            (
+                f"{where} has top_k {params.top_k} and top_p {params.top_p:g};"
                 " TensorRT-LLM's ReDrafter knows neither",
                 "leave them out",
             )

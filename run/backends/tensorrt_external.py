@@ -322,12 +322,12 @@ def check_step(index: int, draft: Sequence[int], emitted: Sequence[int]) -> None
     if not 1 <= len(emitted) <= len(draft) + 1:
         raise SpecDecError(
             f"TensorRT-LLM returned {len(emitted)} tokens for prompt {index}, one to"
-            f" {len(draft) + 1} were to come",
+            f" {len(draft) + 1} were expected",
             "the target must be built with --speculative-decoding-mode draft_tokens_external",
         )
     if list(emitted[:-1]) != list(draft[: len(emitted) - 1]):
         raise SpecDecError(
             f"TensorRT-LLM returned {list(emitted)} for prompt {index}, which does not begin as"
             f" the draft {list(draft)}",
-            "its answers cannot be told from one another; run one prompt at a time and report it",
+            "its answers cannot be told apart; run one prompt at a time and report it",
         )

@@ -71,7 +71,7 @@ def make_window(settings: RunSettings, folder: EngineFolder) -> LookaheadConfig 
     if window is not None and window.max_draft_tokens != folder.max_draft_len:
         raise SpecDecError(
             f"lookahead {window} drafts {window.max_draft_tokens} tokens a step, and TensorRT-LLM"
-            f" wants exactly the engine's max_draft_len, {folder.max_draft_len}",
+            f" needs exactly the engine's max_draft_len, {folder.max_draft_len}",
             f"give {fit_lookahead(folder.max_draft_len)}, or build with --max-draft-len"
             f" {window.max_draft_tokens}",
         )
@@ -104,7 +104,7 @@ def make_eagle_options(settings: RunSettings, folder: EngineFolder) -> dict[str,
     depth = max(map(len, choices))
     if depth != params.num_eagle_layers:
         raise UsageError(
-            f"--eagle-choices is {depth} deep, and TensorRT-LLM wants exactly num_eagle_layers"
+            f"--eagle-choices is {depth} deep, and TensorRT-LLM needs exactly num_eagle_layers"
             f" {params.num_eagle_layers}",
             "make the longest path as long",
         )

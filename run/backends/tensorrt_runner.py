@@ -31,7 +31,7 @@ EXECUTOR_NAMES = ("session", "executor")
 REMEDIES = (
     ("incompatible device", "build the engine again on a GPU of the kind that runs it"),
     ("plan file", "build the engine again with the TensorRT that is installed here"),
-    ("libmpi", "install the MPI that TensorRT-LLM was built with; `specdec doctor` tells more"),
+    ("libmpi", "install the MPI that TensorRT-LLM was built with; `specdec doctor` says more"),
     ("out of memory", "lower --kv-cache-free-gpu-memory-fraction, or use a GPU with more memory"),
     ("cudamalloc", "lower --kv-cache-free-gpu-memory-fraction, or use a GPU with more memory"),
     ("serializ", "build the engine again with the TensorRT that is installed here"),
@@ -76,7 +76,7 @@ def call_runtime(doing: str) -> Iterator[None]:
         hints = [hint for part, hint in REMEDIES if part in str(error).lower()]
         raise SpecDecError(
             f"TensorRT-LLM failed {doing}: {text}",
-            hints[0] if hints else "its own log above tells more; --debug shows the traceback",
+            hints[0] if hints else "its own log above says more; --debug shows the traceback",
         ) from error
 
 

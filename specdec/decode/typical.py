@@ -101,7 +101,7 @@ def check_typical(
     if requests is not None and all(request.sampling.is_greedy for request in requests):
         raise UsageError(
             "--acceptance typical has no effect on greedy requests: where only the likeliest token"
-            " has any probability, none but that is typical",
+            " has any probability",
             "give --temperature, such as 0.7",
         )
     logger.warning("--acceptance typical is lossy: sampled text is not distributed as the target's")

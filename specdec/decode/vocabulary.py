@@ -56,7 +56,7 @@ def check_vocabularies(
                 )
             raise SpecDecError(
                 f"the tokenizers differ: {how}",
-                "use a draft model of the target's family; --draft-tokenizer-dir tells which"
+                "use a draft model of the target's family; --draft-tokenizer-dir shows which"
                 " tokens differ",
             )
         return

@@ -30,7 +30,7 @@ def make_scales(largest: Tensor, name: str) -> Tensor:
         raise SpecDecError(
             f"{name} has NaN or infinite values in {len(rows)} of {len(largest)} rows, the first"
             f" is {rows[0]}: there is no scale for them",
-            "leave --quantization out, or mend the model",
+            "leave --quantization out, or repair the model",
         )
     scales = (largest / LARGEST).clamp(min=SMALLEST_SCALE)
     return torch.where(largest == 0, 1.0, scales)

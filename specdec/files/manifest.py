@@ -76,7 +76,7 @@ def read_manifest(folder: Path, kind: str) -> Manifest:
 def _read_entries(path: Path, document: dict[str, Any], key: str) -> tuple[Entry, ...]:
     values = document.get(key)
     if not isinstance(values, list) or not all(_is_entry(value) for value in values):
-        raise SpecDecError(f"{path}: {key} is no list of files with bytes and sha256", _AGAIN)
+        raise SpecDecError(f"{path}: {key} is not a list of files with bytes and sha256", _AGAIN)
     return tuple(Entry(v["path"], v["bytes"], v["sha256"]) for v in values)
 
 
@@ -110,7 +110,7 @@ def _find_difference(path: Path, entry: Entry, is_ending: threading.Event) -> st
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            return "is no file"
+            return "is not a file"
         if status.st_size != entry.num_bytes:
             return f"has {status.st_size} bytes, not {entry.num_bytes}"
         if entry.sha256 is not None and (sha256 := hash_file(path, is_ending)) != entry.sha256:

@@ -124,7 +124,7 @@ def _parse_float(text: str) -> float:
 
 
 def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _check_depth(document: Any) -> None:
@@ -148,16 +148,16 @@ def read_json(path: Path) -> dict[str, Any]:
         if size > MAX_JSON_BYTES:
             raise SpecDecError(
                 f"{path} has {size} bytes, more than the {MAX_JSON_BYTES} that are read",
-                "mend or replace the file",
+                "correct or replace the file",
             )
         data = file.read()
     try:
         document = parse_json(data)
         _check_depth(document)
     except ValueError as error:
-        raise SpecDecError(f"{path} is not JSON: {error}", "mend or replace the file") from None
+        raise SpecDecError(f"{path} is not JSON: {error}", "correct or replace the file") from None
     if not isinstance(document, dict):
-        raise SpecDecError(f"{path} holds no JSON object", "mend or replace the file")
+        raise SpecDecError(f"{path} holds no JSON object", "correct or replace the file")
     return document
 
 

@@ -134,7 +134,7 @@ def _is_in_use(output_dir: Path) -> bool:
 
 def _refuse_newcomer(output: Path) -> SpecDecError:
     return SpecDecError(
-        f"{output} was not there at the start, but somebody has made it meanwhile",
+        f"{output} was not there at the start, but it has been made since",
         "move it away, or choose another name, and run this again",
     )
 

@@ -165,11 +165,11 @@ def parse_paths(text: str, flag: str) -> Choices:
     try:
         listed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{flag} is no JSON: {error}", hint) from None
+        raise UsageError(f"{flag} is not JSON: {error}", hint) from None
     if not isinstance(listed, list) or not listed:
         raise UsageError(f"{flag} is {text[:80]}, not a list of paths", hint)
     for path in listed:
         is_path = isinstance(path, list) and bool(path)
         if not is_path or not all(type(rank) is int and rank >= 0 for rank in path):
-            raise UsageError(f"{flag}: {json.dumps(path)[:80]} is no path", hint)
+            raise UsageError(f"{flag}: {json.dumps(path)[:80]} is not a path", hint)
     return tuple(tuple(path) for path in listed)

@@ -99,7 +99,7 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
         value = config.get(name)
         is_stray_bool = isinstance(value, bool) and kinds is not bool
         if value is not None and (is_stray_bool or not isinstance(value, kinds)):
-            problems.add(f"checkpoint config: {name} is {value!r}", "mend the key")
+            problems.add(f"checkpoint config: {name} is {value!r}", "correct the key")
         values[name] = default if value is None else value
     problems += _find_lost_rotary(config, arithmetic)
     problems.raise_all()
@@ -185,5 +185,7 @@ def find_shared_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _get_object(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = config.get(name) or {}
     if not isinstance(value, dict):
-        raise SpecDecError(f"checkpoint config: {name} is {value!r}, not an object", "mend the key")
+        raise SpecDecError(
+            f"checkpoint config: {name} is {value!r}, not an object", "correct the key"
+        )
     return value

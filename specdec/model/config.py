@@ -133,7 +133,7 @@ class ModelConfig:
             if self.embedding_sharding_dim == 1 and self.tp_size > 1:
                 problems.add(
                     "share_embedding_table with embedding_sharding_dim=1: a rank's columns of"
-                    " the embedding are no part of the head",
+                    " the embedding are not part of the head",
                     "use embedding_sharding_dim 0, or store the head",
                 )
         if self.share_embedding_table and self.pp_size > 1:
@@ -149,7 +149,7 @@ class ModelConfig:
         )  # fmt: skip
         if heads % kv_heads:
             problems.add(
-                f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}",
+                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}",
                 "check the source model's config.json",
             )
         usable = [n for n in (1, 2, 3, 4, 6, 8, 16) if self._splits(n)]

@@ -70,7 +70,7 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
         return Quantization()
     if not isinstance(section, dict):
         raise SpecDecError(
-            f"checkpoint config: quantization is {section!r}, not an object", "mend the key"
+            f"checkpoint config: quantization is {section!r}, not an object", "correct the key"
         )
     values: dict[str, str | None] = {}
     for key in ("quant_algo", "kv_cache_quant_algo"):
@@ -78,7 +78,7 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
         if value is not None and not isinstance(value, str):
             raise SpecDecError(
                 f"checkpoint config: quantization.{key} is {value!r}, not a text or null",
-                "mend the key",
+                "correct the key",
             )
         # TensorRT-LLM has a name for "none" as well.
         values[key] = None if value in (None, "", "NO_QUANT") else value
@@ -88,7 +88,7 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
     ):
         raise SpecDecError(
             f"checkpoint config: quantization.exclude_modules is {excluded!r}, not a list of names",
-            "mend the key",
+            "correct the key",
         )
     return Quantization(
         quant_algo=values["quant_algo"],

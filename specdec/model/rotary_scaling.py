@@ -93,7 +93,7 @@ def find_scaling_problems(
     keys = ", ".join((*required, *optional)) or "none"
     return Problems().add(
         f"rotary scaling {kind!r} has {'; '.join(facts)}",
-        f"its keys are {keys}; copy the model's config.json again, or mend it",
+        f"its keys are {keys}; copy the model's config.json again, or correct it",
     )
 
 

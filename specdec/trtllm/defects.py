@@ -25,7 +25,7 @@ def list_defects(version: str, mode: str | None, config: Mapping[str, Any]) -> l
             found.append(
                 f"TensorRT-LLM before 0.19 (here {version}) accepts ReDrafter's drafts by"
                 f" probabilities that are not normalized; with {beams} beams the text was reported"
-                " to be clearly worse than the target's (issue 3125, mended in April 2025 by pull"
+                " to be clearly worse than the target's (issue 3125, fixed in April 2025 by pull"
                 f" request 3278): use a later release or one beam, and {CHECK}"
             )
     if mode == METHODS["lookahead"].mode and release < (1, 0):

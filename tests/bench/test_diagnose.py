@@ -77,7 +77,7 @@ def with_step(**parts: float) -> dict[str, float]:
             "the draft is too long",
         ),
         ({"speculation": with_step(draft=0.5)}, "the drafter takes long"),
-        ({"speculation": with_step(verify=1.8)}, "verification is dear on this machine"),
+        ({"speculation": with_step(verify=1.8)}, "verification is expensive on this machine"),
         ({"speculation": with_step(other=0.3)}, "acceptance and bookkeeping take long"),
         ({"batch_size": 8, "ratio": 1.1}, "the batch is large"),
         ({"ratio": 2.0, "smallest": (1, 2.0)}, "the prompts take much of the time"),

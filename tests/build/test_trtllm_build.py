@@ -328,7 +328,7 @@ def test_script_for_several_nodes(store: CheckpointStore, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("label", "flags", "match"),
     [
-        ("0.14", ["--launcher", "mpirun"], "0.14 takes no part in MPI"),
+        ("0.14", ["--launcher", "mpirun"], "0.14 does not use MPI"),
         ("1.2", ["--launcher", "mpirun", "--workers", "2"], "--workers 2 has no effect under mpi"),
     ],
 )

@@ -143,7 +143,7 @@ def test_beam_width_must_be_1(store: CheckpointStore) -> None:
 def test_redrafter_before_0_19_accepts_by_unnormalized_probabilities(
     store: CheckpointStore, tmp_path: Path
 ) -> None:
-    """Nothing shows it but the text: issue 3125 of TensorRT-LLM, mended by pull request 3278."""
+    """Nothing shows it but the text: issue 3125 of TensorRT-LLM, fixed by pull request 3278."""
     told = [note for note in plan(store.get("redrafter", "0.14"), "0.14").notes if "3125" in note]
     assert len(told) == 1
     assert "with 3 beams" in told[0]

@@ -163,9 +163,9 @@ def test_no_config_and_no_weights(copy: Copy, convert: Converter) -> None:
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not a boolean"),
         ({"num_hidden_layers": 999}, "is said to have 999 layers, but holds 21 tensors"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 1000"),
-        ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size 64 is no multiple of"
+        ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size 64 is not a multiple of"
          " num_attention_heads 7"),
-        ({"num_key_value_heads": 3}, "is no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "is not a multiple of num_key_value_heads=3"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', not an object"),
         ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta is 5.0 and in"
          " rope_parameters 6.0"),
@@ -214,8 +214,8 @@ def test_intermediate_size_that_tp_size_does_not_divide(source: Source, convert:
     [
         (b"\xef\xbb\xbf{}", "is not JSON: it begins with a byte order mark"),
         ("{}".encode("utf-16"), "is not JSON: 'utf-8' codec can't decode byte 0xff"),
-        (b'{"hidden_size": NaN}', "is not JSON: NaN is no number of JSON"),
-        (b'{"hidden_size": -Infinity}', "is not JSON: -Infinity is no number of JSON"),
+        (b'{"hidden_size": NaN}', "is not JSON: NaN is not a JSON number"),
+        (b'{"hidden_size": -Infinity}', "is not JSON: -Infinity is not a JSON number"),
         (b'{"rms_norm_eps": 1e999}', "is not JSON: the number '1e999' is too large"),
         (b'{"hidden_size": 1' + b"0" * 5000 + b"}", "is not JSON: a number of 5001 digits"),
         (b'{"a": 1, "a": 2}', "is not JSON: the key 'a' is given twice"),
@@ -581,7 +581,7 @@ def test_flags_that_contradict_or_have_no_effect(
     [
         ("./no/such/folder", "--model-dir ./no/such/folder does not exist"),
         ("nobody/nothing", "at the Hub nothing was asked: HF_HUB_OFFLINE is set, and no copy is"),
-        ("nothing", "--model-dir nothing is no local folder, and at the Hub nothing was asked"),
+        ("nothing", "--model-dir nothing is not a local folder, and at the Hub nothing was asked"),
         ("a/b/c", "--model-dir a/b/c does not exist"),
         ("no\0thing", "does not exist"),
         ("", "--model-dir is empty"),

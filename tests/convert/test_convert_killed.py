@@ -293,8 +293,8 @@ def test_resuming_something_else_is_refused(broken_off: Converter, tmp_path: Pat
         assert caught.value.hint == "run it again without --resume, which starts over"
         return caught.value
 
-    assert "was begun with other settings" in fail(tp_size=1).message
-    assert "was begun with other settings" in fail(tp_size=2, dtype="float16").message
+    assert "was started with other settings" in fail(tp_size=1).message
+    assert "was started with other settings" in fail(tp_size=2, dtype="float16").message
     config = tmp_path / "model" / "config.json"
     os.utime(config, ns=(1, 1))
     assert f"new or changed since: {config}" in fail(tp_size=2).message

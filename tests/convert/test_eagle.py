@@ -348,7 +348,7 @@ def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         (1, put(num_hidden_layers=2**60), "is said to have"),
         (1, put(attention_bias=True), "attention_bias is True"),
         (1, put(hidden_act="gelu"), "hidden_act is 'gelu'"),
-        (1, put(num_key_value_heads=3), "is no multiple of num_key_value_heads 3"),
+        (1, put(num_key_value_heads=3), "is not a multiple of num_key_value_heads 3"),
         (3, put_eagle(eagle_aux_hidden_state_layer_ids=[1, 3, 8]), "layers [1, 3, 8], the target"),
         (3, put_eagle(eagle_aux_hidden_state_layer_ids=[1, 3, 3]), "layers [1, 3, 3], the target"),
         (3, put_eagle(eagle_aux_hidden_state_layer_ids=[1, 3]), "for the outputs of 2 layers"),

@@ -548,8 +548,8 @@ def test_texts_conversations_and_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"input_ids": []}, "line 1 cannot be used: input_ids is no list"),
-        ({"input_ids": [1, "2"]}, "line 1 cannot be used: input_ids is no list"),
+        ({"input_ids": []}, "line 1 cannot be used: input_ids is not a list"),
+        ({"input_ids": [1, "2"]}, "line 1 cannot be used: input_ids is not a list"),
         ({"input_ids": [1, 128]}, "token 128 is outside the vocabulary of 128"),
         ({"prompt": "x"}, "it has none of the keys text, messages, conversations or input_ids"),
         ([1, 2], "it is a list, not an object"),
@@ -702,7 +702,7 @@ def test_a_broken_off_run_goes_on_with_the_same_scales(
             convert(**flags)
     assert list(tmp_path.glob(".out.partial/rank0.safetensors"))
     more = write_rows(tmp_path / "other.jsonl", [{"input_ids": [7, 9, 100]}])
-    with pytest.raises(SpecDecError, match="was begun from other sources"):
+    with pytest.raises(SpecDecError, match="was started from other sources"):
         convert(**flags | get_flags(more))
     convert(**flags)
     for name in ("rank0.safetensors", "config.json"):

@@ -159,7 +159,7 @@ def test_code_in_a_pickle_is_never_run(
         {**state, "trap": Trap(touched)}, model / BIN, _use_new_zipfile_serialization=not is_old
     )
     error = convert.fail(model_dir=model)
-    assert "it holds posix.system, which is no tensor, and might run code" in error.message
+    assert "it holds posix.system, which is not a tensor, and might run code" in error.message
     assert "state_dict" in error.hint
     assert not touched.exists()
     (model / BIN).write_bytes(pickle.dumps(Trap(touched)))

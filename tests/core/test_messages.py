@@ -40,17 +40,17 @@ def test_texts_are_cut_only_where_they_are_long() -> None:
 def test_problems_and_remedies_are_told_once() -> None:
     with pytest.raises(SpecDecError) as caught:
         Problems(
-            [("a", "mend it"), ("b", "mend it"), ("a", "mend it"), ("c", "leave it")]
+            [("a", "correct it"), ("b", "correct it"), ("a", "correct it"), ("c", "leave it")]
         ).raise_all()
     assert caught.value.message == "3 problems: (1) a; (2) b; (3) c"
-    assert caught.value.hint == "(1, 2) mend it; (3) leave it"
-    assert caught.value.problems == [("a", "mend it"), ("b", "mend it"), ("c", "leave it")]
+    assert caught.value.hint == "(1, 2) correct it; (3) leave it"
+    assert caught.value.problems == [("a", "correct it"), ("b", "correct it"), ("c", "leave it")]
     with pytest.raises(SpecDecError) as caught:
-        Problems([(str(n), "mend it") for n in range(1000)]).raise_all()
+        Problems([(str(n), "correct it") for n in range(1000)]).raise_all()
     assert caught.value.message.endswith("(20) 19; and 980 more")
-    assert caught.value.hint == "mend it"
+    assert caught.value.hint == "correct it"
     with pytest.raises(SpecDecError) as caught:
-        Problems([("a", "mend it")] * 7).raise_all()
+        Problems([("a", "correct it")] * 7).raise_all()
     assert caught.value.message == "a"
 
 

@@ -173,7 +173,10 @@ def test_attention_code_of_the_hub_is_refused(tmp_path: Path) -> None:
     [
         ("no/such/folder", "no/such/folder does not exist, nor does no"),
         ("./nothere", "./nothere does not exist"),
-        ("someone/model", "is no local folder, and at the Hub nothing was asked: HF_HUB_OFFLINE"),
+        (
+            "someone/model",
+            "is not a local folder, and at the Hub nothing was asked: HF_HUB_OFFLINE",
+        ),
         ("", "--tokenizer-dir is empty"),
     ],
 )

@@ -53,11 +53,11 @@ def test_choices_are_read() -> None:
         ("{}", "is {}, not a list of paths"),
         ("[]", r"is \[\], not a list of paths"),
         ("7", "is 7, not a list"),
-        ("[0]", ": 0 is no path"),
-        ("[[]]", r": \[\] is no path"),
-        ("[[0], [-1]]", r": \[-1\] is no path"),
-        ("[[0], [true]]", r": \[true\] is no path"),
-        ("[[0.0]]", r": \[0.0\] is no path"),
+        ("[0]", ": 0 is not a path"),
+        ("[[]]", r": \[\] is not a path"),
+        ("[[0], [-1]]", r": \[-1\] is not a path"),
+        ("[[0], [true]]", r": \[true\] is not a path"),
+        ("[[0.0]]", r": \[0.0\] is not a path"),
     ],
 )
 def test_choices_that_are_none(text: str, message: str) -> None:

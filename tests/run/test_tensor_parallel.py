@@ -351,7 +351,7 @@ def test_a_killed_rank_ends_all(folder: Path, tmp_path: Path) -> None:
     assert process.returncode == 1
     assert out == ""
     error, hint = read_error_lines(err)
-    assert error == "rank 2 of 4 was killed by signal 9; the others were ended"
+    assert error == "rank 2 of 4 was killed by signal 9; the other ranks were stopped"
     assert "memory" in hint
     wait_for_end(others)
 

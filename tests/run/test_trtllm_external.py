@@ -336,7 +336,7 @@ def test_answers_that_are_not_a_steps_are_an_error() -> None:
     check_step(0, [5, 6, 7], [5, 6, 7, 8])
     check_step(0, [], [4])
     for emitted in ([], [5, 6, 7, 8, 9]):
-        with pytest.raises(SpecDecError, match="one to 4 were to come"):
+        with pytest.raises(SpecDecError, match="one to 4 were expected"):
             check_step(3, [5, 6, 7], emitted)
     with pytest.raises(SpecDecError, match="does not begin as the draft"):
         check_step(3, [5, 6, 7], [5, 9, 7])

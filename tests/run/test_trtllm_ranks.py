@@ -224,7 +224,7 @@ def test_an_eagle_tree_is_as_deep_as_the_engine(eagle_folder: EngineFolder) -> N
     """The runtime's default tree is four deep: another engine refuses it when it is loaded."""
     own = make_eagle_options(RunSettings(), eagle_folder)["eagle_choices"]
     assert (len(own), max(map(len, own))) == (8, 3)
-    with pytest.raises(UsageError, match="2 deep, and TensorRT-LLM wants exactly"):
+    with pytest.raises(UsageError, match="2 deep, and TensorRT-LLM needs exactly"):
         make_eagle_options(RunSettings(eagle_choices="[[0],[0,0]]"), eagle_folder)
     choices = "[[0],[0,0],[0,0,0]]"
     assert make_eagle_options(RunSettings(eagle_choices=choices), eagle_folder) == {

@@ -156,7 +156,7 @@ def test_damaged_arrays(name: str, state: TrainingState) -> None:
     ("line", "fact"),
     [
         (b"no JSON", "line 2 is none of this training"),
-        (b"[1]", "line 2 is none of this training: it has no step"),
+        (b"[1]", "line 2 does not belong to this training: it has no step"),
         (b'{"steps": 3}', "it has no step"),
         (b'{"step": "3"}', "it has no step"),
         (b'{"step": 3, "mean_loss": "low"}', "it has no step"),

@@ -169,7 +169,7 @@ def test_a_killed_run_goes_on_with_the_next_file(
     assert (partial / "train-00002.safetensors.partial").read_bytes() == b"half of"
     changed = run_train(*options, "--output-dir", tmp_path / "other", "--dtype", "bfloat16")
     assert changed.status == 1
-    assert f"{partial} was begun with something else: --dtype is" in changed.last_lines[0]
+    assert f"{partial} was started with something else: --dtype is" in changed.last_lines[0]
 
     resumed: list[str] = []
 

@@ -189,7 +189,7 @@ def test_a_killed_training_resumes_to_the_same_bytes(
     assert refused.status == 1
     assert refused.last_lines == [
         f"error: an unfinished training is in {state}",
-        "hint: continue it with --resume, or start anew with --force",
+        "hint: continue it with --resume, or start over with --force",
     ]
     changed = run_train(*options, "--output-dir", killed, "--resume", "--learning-rate", "0.002")
     assert changed.status == 1
@@ -226,7 +226,7 @@ def test_a_damaged_checkpoint_is_refused_and_force_starts_anew(
     assert damaged.status == 1
     assert damaged.last_lines == [
         f"error: {checkpoint} is damaged",
-        "hint: start anew with --force",
+        "hint: start over with --force",
     ]
     assert run_train(*options, "--force").status == 0
     existing = run_train(*options)

@@ -197,10 +197,13 @@ def test_damaged_folders(change: Callable[[Path], Any], problem: str, copy: Path
     [
         ({"format_version": 99}, "has format_version 99, this specdec reads 1"),
         ({"kind": "engine"}, "describes a folder of kind 'engine', not 'checkpoint'"),
-        ({"outputs": None}, "outputs is no list of files"),
-        ({"outputs": [{"path": "a", "bytes": "1", "sha256": "x"}]}, "outputs is no list of files"),
-        ({"outputs": [{"path": "a", "bytes": 1}]}, "outputs is no list of files"),
-        ({"sources": [3]}, "sources is no list of files"),
+        ({"outputs": None}, "outputs is not a list of files"),
+        (
+            {"outputs": [{"path": "a", "bytes": "1", "sha256": "x"}]},
+            "outputs is not a list of files",
+        ),
+        ({"outputs": [{"path": "a", "bytes": 1}]}, "outputs is not a list of files"),
+        ({"sources": [3]}, "sources is not a list of files"),
         ({"outputs": [{"path": "../a", "bytes": 1, "sha256": None}]}, "names files outside the"),
         ({"outputs": [{"path": "a" * 300, "bytes": 1, "sha256": None}]}, "cannot be read"),
         ({"outputs": []}, "rank0.safetensors is not in manifest.json"),

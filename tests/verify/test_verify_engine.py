@@ -328,7 +328,7 @@ def test_a_broken_rule_of_sampling_is_found(
     ("change", "message"),
     [
         (lambda o, _: o["output_ids"].pop(), "ends by length after 11 tokens, not at 12"),
-        (lambda o, _: o.update(finish_reason="eos"), "which is none of the model's end tokens"),
+        (lambda o, _: o.update(finish_reason="eos"), "which is not one of the model's end tokens"),
     ],
 )
 def test_a_wrong_end_is_found(

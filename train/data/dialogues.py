@@ -89,7 +89,7 @@ def _read_list(path: Path) -> Source:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise SpecDecError(f"--input {path} is not JSON: {error}", "mend the file") from None
+        raise SpecDecError(f"--input {path} is not JSON: {error}", "correct the file") from None
     if not isinstance(rows, list):
         raise SpecDecError(
             f"--input {path} is a {type(rows).__name__}, not a list of rows",
@@ -103,14 +103,15 @@ def _load_dataset(name: str, split: str) -> Source:
         from datasets import load_dataset
     except ImportError:
         raise SpecDecError(
-            f"--input {name} is no file, and to take it from the Hub `datasets` is not installed",
+            f"--input {name} is not a file, and to take it from the Hub"
+            " `datasets` is not installed",
             "check the path, or pip install datasets",
         ) from None
     try:
         rows = load_dataset(name, split=split)
     except Exception as error:  # noqa: BLE001 - `datasets` raises whatever it likes
         raise SpecDecError(
-            f"--input {name} is no file, and `datasets` cannot load its split {split}: {error}",
+            f"--input {name} is not a file, and `datasets` cannot load its split {split}: {error}",
             "check the path or the Hub id, and --dataset-split",
         ) from None
     digest = hashlib.sha256()
@@ -215,5 +216,5 @@ def _plan_answers(messages: list[Message], system_prompt: str | None) -> list[Me
         elif turns and turns[-1]["role"] in ASKING_ROLES:
             turns.append({"role": "assistant", "content": ""})
     if all(turn["role"] != "assistant" for turn in turns):
-        raise ValueError("no user's turn is there to be answered")
+        raise ValueError("there is no user's turn to answer")
     return turns

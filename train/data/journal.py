@@ -34,7 +34,7 @@ class Journal:
         if exists and not resume and not force:
             raise SpecDecError(
                 f"{self.path} holds the rows of an unfinished run",
-                "continue it with --resume, or start anew with --force",
+                "continue it with --resume, or start over with --force",
             )
         self._file: BinaryIO = self.path.open("a+b")
         try:
@@ -129,7 +129,7 @@ class Journal:
         except (ValueError, LookupError):
             pass
         raise SpecDecError(
-            f"{self.path} is damaged: a line of it is no row", "start anew with --force"
+            f"{self.path} is damaged: one of its lines is not a row", "start over with --force"
         )
 
     def _compare(self, facts: Any) -> None:
@@ -141,5 +141,5 @@ class Journal:
                               for k in different[:3])  # fmt: skip
             raise SpecDecError(
                 f"{self.path} was made otherwise: {named}",
-                "resume with the same input and options, or start anew with --force",
+                "resume with the same input and options, or start over with --force",
             )

@@ -81,7 +81,7 @@ def check_settings(settings: DataSettings) -> None:
     is_engine = settings.engine_dir is not None
     if not given or set(given) - set(ENGINE_FLAGS if is_engine else SERVER_FLAGS):
         raise UsageError(
-            "the target is neither one server nor one engine",
+            "the target must be one server or one engine",
             "give --base-url and --model, or --engine-dir and --tokenizer-dir",
         )
     require(settings, *(ENGINE_FLAGS if is_engine else SERVER_FLAGS))
@@ -92,7 +92,7 @@ def check_settings(settings: DataSettings) -> None:
     if not 0 < settings.top_p <= 1:
         raise UsageError(f"--top-p is {settings.top_p:g}", "give a number above 0 and at most 1")
     if settings.resume and settings.force:
-        raise UsageError("--resume and --force are both given", "continue, or start anew")
+        raise UsageError("--resume and --force are both given", "continue, or start over")
     output = settings.output
     if output.suffix != ".jsonl":
         raise UsageError(f"--output is {output}", "name a .jsonl file, as specdec-train takes it")
@@ -122,7 +122,7 @@ def make_rows(settings: DataSettings, source: Source, journal: Journal) -> None:
                 assert isinstance(result, RowError)
                 raise SpecDecError(
                     f"{num_lost} rows in succession got no answer, the last one: {result.reason}",
-                    "see to the server, then run the same command with --resume",
+                    "check the server, then run the same command with --resume",
                 )
 
 

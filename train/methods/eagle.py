@@ -317,7 +317,7 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
     assert settings.self_distillation is not None
     if target.head.bias is not None:
         raise SpecDecError(
-            f"{target.name}: its output layer has a bias, which EAGLE drafters have not",
+            f"{target.name}: its output layer has a bias, which EAGLE drafters do not have",
             "use --method redrafter",
         )
     options = as_options(settings, EagleTrain)

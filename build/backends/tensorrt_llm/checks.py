@@ -65,7 +65,7 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
     problems = Problems()
     if architecture == EAGLE3_ARCHITECTURE:
         problems.add(
-            "the checkpoint holds an EAGLE-3 drafter, which TensorRT-LLM's engines have not",
+            "the checkpoint holds an EAGLE-3 drafter, which TensorRT-LLM's engines do not support",
             "use --backend torch, or EAGLE-1 heads",
         )
     elif architecture not in facts.architectures:
@@ -155,7 +155,7 @@ def find_method_problems(build: Build) -> Problems:
     problems = Problems()
     paged = "use_paged_context_fmha"
     if mode == EXTERNAL and not build.record.is_on(paged):
-        why = build.record.reasons.get(paged, f"the line {build.label} has it off unless told")
+        why = build.record.reasons.get(paged, f"the line {build.label} has it off by default")
         problems.add(
             "draft_tokens_external without paged context FMHA: the KV cache's blocks cannot be"
             f" reused, and each step would compute the whole prompt again ({why})",

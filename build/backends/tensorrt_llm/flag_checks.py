@@ -115,7 +115,8 @@ def _find_idle_problems(build: Build) -> Problems:
     for name, kind in IDLE.items():
         if name in given:
             problems.add(
-                f"{dash(name)} is for models with {kind}, this is none", f"leave {dash(name)} out"
+                f"{dash(name)} is for models with {kind}, this is not one",
+                f"leave {dash(name)} out",
             )
     if given.get("pp_reduce_scatter") == "enable":
         problems.add("--pp-reduce-scatter is for Mixtral alone", "leave --pp-reduce-scatter out")

@@ -22,7 +22,7 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
     (
         r"unrecognized arguments: (?P<what>.*)|invalid choice: (?P<choice>\S+)",
         "this trtllm-build does not know a flag or value: {what}{choice}",
-        "it is of another line than --trtllm-version says; `specdec doctor` tells which is here",
+        "it is of another line than --trtllm-version says; `specdec doctor` shows yours",
     ),
     (
         r"Unsupported model architecture: (?P<what>\S+)",
@@ -60,7 +60,7 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
         r"(no CUDA-capable device|CUDA driver version is insufficient|"
         r"Found no NVIDIA driver|max_workers must be greater than 0)",
         "trtllm-build found no usable GPU or driver",
-        "`specdec doctor` tells what is visible; in a container start it with --gpus all",
+        "`specdec doctor` shows what is visible; in a container start it with --gpus all",
     ),
     (
         r"Could not find any implementation for node (?P<what>\S+)",
@@ -161,4 +161,4 @@ def _explain(status: int, lines: list[str], log_path: Path) -> SpecDecError:
     )
 
 
-_SEARCH = "its first line with an error tells more than its last"
+_SEARCH = "its first line with an error says more than its last"

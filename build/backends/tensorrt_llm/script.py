@@ -51,7 +51,7 @@ def find_launcher_problems(plan: TensorRTPlan, launcher: str) -> Problems:
     problems = Problems()
     if plan.label == "0.14" and not (launcher == "srun" and count_nodes(plan) == 1):
         problems.add(
-            f"--launcher {launcher}: trtllm-build of 0.14 takes no part in MPI, every process"
+            f"--launcher {launcher}: trtllm-build of 0.14 does not use MPI, every process"
             " would build every rank",
             "use --launcher local with --workers, on one node",
         )

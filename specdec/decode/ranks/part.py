@@ -40,7 +40,7 @@ def list_options(config: EngineConfig, folder: Path, device: torch.device) -> di
     kernels = _load_kernels(config, folder, device)
     if config.quantization == INT8 and kernels is None:
         logger.info(
-            "int8: no native kernels run here, so that the weights take the memory of %s",
+            "int8: no native kernels run here, so the weights take the memory of %s",
             config.checkpoint.model.dtype,
         )
     depth = drafter.max_draft_depth if drafter else build.max_draft_len
@@ -96,7 +96,7 @@ def _load_kernels(config: EngineConfig, folder: Path, device: torch.device) -> N
         if any(find_fault(path) is None for path in list_entries(folder, config.kernels)):
             hint = (
                 f"install g++, or set SPECDEC_CACHE_DIR={folder} to take the engine's own copy,"
-                " which is code of whoever built it"
+                " which is code from whoever built it"
             )
         logger.warning(
             "native kernels: %s; torch's own operators run in their place, slower: %s",

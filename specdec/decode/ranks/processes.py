@@ -82,7 +82,7 @@ def join_group(rank: int, size: int, store: Any) -> Group:
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise SpecDecError(
-            f"rank {rank} of {size} does not meet the others at {place}: {summarize(error)}",
+            f"rank {rank} of {size} cannot reach the other ranks at {place}: {summarize(error)}",
             "check MASTER_ADDR and MASTER_PORT, and that every rank has its own RANK",
         ) from None
     group = Group(rank, size)
@@ -283,13 +283,13 @@ class Ranks:
         if not ended:
             return SpecDecError(
                 f"another of {self.size} ranks cannot be reached: {' '.join(str(lost).split())}",
-                "what it wrote to stderr, or its launcher's log, tells why",
+                "what it wrote to stderr, or its launcher's log, says why",
             )
         rank, status = ended
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return SpecDecError(
-            f"rank {rank} of {self.size} {how}; the others were ended",
-            "run it again; what the rank wrote to stderr, or the machine's memory, may tell why",
+            f"rank {rank} of {self.size} {how}; the other ranks were stopped",
+            "run it again; what the rank wrote to stderr, or the machine's memory, may explain it",
         )
 
     def _find_ended(self) -> tuple[int, int] | None:
