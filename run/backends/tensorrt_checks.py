@@ -244,18 +244,14 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
                 " this engine always decodes greedily",
                 "leave the temperature out, or convert with --redrafter-no-greedy-search",
             )
-        )
-    elif not is_greedy_engine and params.is_greedy:
-        problems.append(
-            (
+        elif not is_greedy_engine and params.is_greedy:
+            problems.add(
                 f"{where} decodes greedily, but this engine always samples: it"
                 " was converted with --redrafter-no-greedy-search",
                 "give --temperature, or convert without that flag",
             )
-        )
-    elif not is_greedy_engine and (params.top_k or params.top_p < 1):
-        problems.append(
-            (
+        elif not is_greedy_engine and (params.top_k or params.top_p < 1):
+            problems.add(
                 f"{where} has top_k {params.top_k} and top_p {params.top_p:g};"
                 " TensorRT-LLM's ReDrafter knows neither",
                 "leave them out",
