@@ -88,6 +88,8 @@ def compile_kernels(folder: Path) -> dict[str, str]:
     }
     library = folder / LIBRARY_NAME
     if kept := find_kept(info):
+        # One that this process has loaded may lie there: written into, it would break under us.
+        library.unlink(missing_ok=True)
         shutil.copyfile(kept, library)
         logger.debug("kernels taken from %s", kept)
         return info
