@@ -178,7 +178,6 @@ def test_jobs_that_wait_for_a_writer_hold_nothing_up(
 MORTAL = """
 import os, signal, sys, threading
 from pathlib import Path
-from specdec import storage
 from specdec.convert import journal, pipeline, plan, stream
 from specdec.convert.settings import ConvertSettings
 

@@ -119,7 +119,7 @@ OTHERS_FLAGS = {
     "--nproc-per-node", "--num-processes", "--no-python", "--no-deps", "--drafter-output-dir",
     "--use-fsdp", "--fsdp-version", "--use-deepspeed", "--zero-stage", "--multi-gpu",
     "--config-file", "--gradient-clipping", "--mixed-precision", "--dynamo-backend",
-    "--quick", "--shapes", "--param", "--only", "--compilers",
+    "--quick", "--shapes", "--param", "--only", "--compilers", "--full",
 }  # fmt: skip
 
 
