@@ -102,7 +102,6 @@ def make_redrafter(model: Model, folder: str) -> str:
 def show_text(engine: str) -> None:
     """Continue a prompt, with the tokens marked by where they come from."""
     words = ["specdec-run", "--engine-dir", engine, "--tokenizer-dir", TARGET]
-    # This checkout's specdec-run may not have the flag yet.
     words.append("--show-drafts")
     call_program([*words, "--max-output-len", "80", "--input-text", SAMPLE])
 

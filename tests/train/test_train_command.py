@@ -47,7 +47,9 @@ def test_help_is_quick_to_import(command: list[str]) -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
     if command:
-        code = code.replace("specdec.train.cli import command", "specdec.command.stages import group")
+        code = code.replace(
+            "specdec.train.cli import command", "specdec.command.stages import group"
+        )
         code = code.replace("command.main(['--help']", "group.main(['train', '--help']")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
