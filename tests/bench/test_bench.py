@@ -147,7 +147,7 @@ def test_warnings(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
     steady["processors_used_by_others"] = 1.5
     assert list_warnings(steady, use_logits=False) == [
-        "others kept 1.5 of 4 processors busy meanwhile: the figures are doubtful"
+        "other programs kept 1.5 of 4 processors busy meanwhile: the figures are doubtful"
     ]
     steady["processors_used_by_others"] = None
     steady["batches"][0]["looping"] |= {"texts": 5, "of": 6}

@@ -291,7 +291,7 @@ def test_choices_that_the_engine_has_no_room_for(choices: str, message: str) -> 
 
 
 def test_choices_that_are_none() -> None:
-    with pytest.raises(UsageError, match="--eagle-choices is no JSON"):
+    with pytest.raises(UsageError, match="--eagle-choices is not JSON"):
         parse_paths("[[0", "--eagle-choices")
 
 

@@ -48,8 +48,8 @@ def test_choices_are_read() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[0", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("[[0", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("{}", "is {}, not a list of paths"),
         ("[]", r"is \[\], not a list of paths"),
         ("7", "is 7, not a list"),

@@ -378,7 +378,7 @@ def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
     ("line", "message"),
     [
         ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
-        ('{"prompt": "a", "temperature": NaN}', "NaN is no number of JSON"),
+        ('{"prompt": "a", "temperature": NaN}', "NaN is not a JSON number"),
         ('{"prompt": "a", "top_k": 1.5}', "top_k is 1.5"),
         ('{"prompt": "a", "top_p": 0}', "top_p is 0"),
         ('{"prompt": "a", "top_p": true}', "top_p is True"),

@@ -68,7 +68,7 @@ def test_a_pasted_share_of_gpu_memory_is_no_error(folder: Path) -> None:
         "--input_text", "def a", "--max_output_len", 5, "--kv_cache_free_gpu_memory_fraction=0.4",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("--kv-cache-free-gpu-memory-fraction is without effect") == 1
+    assert done.stderr.count("--kv-cache-free-gpu-memory-fraction has no effect") == 1
 
 
 def test_text_form_and_output_file(folder: Path, tmp_path: Path) -> None:

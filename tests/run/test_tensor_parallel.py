@@ -33,7 +33,7 @@ from specdec.decode.ranks.part import choose_device
 from specdec.decode.ranks.processes import end_ranks
 from specdec.decode.requests import Request, Result
 from specdec.decode.sampling import SamplingParams
-from specdec.errors import SpecDecError
+from specdec.errors import Problems, SpecDecError
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import SuffixOptions
@@ -457,7 +457,7 @@ def test_a_rank_tells_what_is_wrong_with_its_file(
 ) -> None:
     """Rank 0 looks at all files, which on another machine may be others."""
     if not is_seen_by_rank_0:
-        monkeypatch.setattr(torch_engine, "find_engine_problems", lambda *_: [])
+        monkeypatch.setattr(torch_engine, "find_engine_problems", lambda *_: Problems())
     engine = tmp_path / "engine"
     engine.mkdir()
     for path in (folder / "target-tp2").glob("*.*"):

@@ -216,7 +216,7 @@ def test_plain_engines_have_nothing_to_accept(engine: Path) -> None:
 
 def test_no_proof_of_it_is_offered(engine: Path) -> None:
     settings = VerifySettings(engine_dir=engine, model_dir="target", acceptance="typical")
-    with pytest.raises(UsageError, match="it can have no proof"):
+    with pytest.raises(UsageError, match="it cannot be proved"):
         check_flags(settings)
     with pytest.raises(UsageError, match="^--acceptance: no effect with --checkpoint-dir"):
         check_flags(VerifySettings(checkpoint_dir=engine, acceptance="typical"))

@@ -676,7 +676,11 @@ def test_a_url_holds_no_key() -> None:
         (["--input", "absent.jsonl"], 1, "does not exist"),
         (["--input", "x/y"], 1, "pip install datasets"),
         ([], 2, "missing --input"),
-        (["--input", "{in}", "--engine-dir", "e"], 2, "neither one server nor one engine"),
+        (
+            ["--input", "{in}", "--engine-dir", "e"],
+            2,
+            "the target must be one server or one engine",
+        ),
         (["--input", "{in}", "--output", "out.txt"], 2, "name a .jsonl file"),
         (["--input", "{in}", "--output", "absent/out.jsonl"], 1, "absent is not a folder"),
         (["--input", "{in}", "--output", "{in}"], 1, "exists"),

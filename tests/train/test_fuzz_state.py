@@ -155,13 +155,13 @@ def test_damaged_arrays(name: str, state: TrainingState) -> None:
 @pytest.mark.parametrize(
     ("line", "fact"),
     [
-        (b"no JSON", "line 2 is none of this training"),
+        (b"no JSON", "line 2 does not belong to this training"),
         (b"[1]", "line 2 does not belong to this training: it has no step"),
         (b'{"steps": 3}', "it has no step"),
         (b'{"step": "3"}', "it has no step"),
         (b'{"step": 3, "mean_loss": "low"}', "it has no step"),
-        (b'{"step": 3, "x": "\xff"}', "line 2 is none of this training"),
-        (b"", "line 2 is none of this training"),
+        (b'{"step": 3, "x": "\xff"}', "line 2 does not belong to this training"),
+        (b"", "line 2 does not belong to this training"),
     ],
 )
 def test_foreign_lines_of_the_log(line: bytes, fact: str, state: TrainingState) -> None:
