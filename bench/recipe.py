@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import as_options
+from specdec.command.settings import as_options, name_flag
 from specdec.files.reading import read_json
 from specdec.files.staging import place_file
 from specdec.methods.draft_target import DraftTargetTune
@@ -89,7 +89,7 @@ def to_flags(options: dict[str, Any]) -> str:
     """Return options as they are typed."""
     words = []
     for key, value in options.items():
-        words.append("--" + key.replace("_", "-"))
+        words.append(name_flag(key))
         if value is not True:
             words.append(str(value))
     return shlex.join(words)

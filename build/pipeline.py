@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.command.settings import get_flags, make_unknown_error, require, to_plain
+from specdec.command.settings import get_flags, make_unknown_error, name_flag, require, to_plain
 from specdec.errors import UsageError
 from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.staging import check_output_dir, stage_folder
@@ -75,7 +75,7 @@ def refuse_foreign(settings: BuildSettings) -> None:
 
     for name, other in settings.others.items():
         if list_lines_with(name):
-            shown = "--" + name.replace("_", "-")
+            shown = name_flag(name)
             raise UsageError(
                 f"{shown} is a flag of trtllm-build, which the torch backend has no use for",
                 f"leave {shown} out, or give --backend tensorrt-llm",
@@ -88,10 +88,10 @@ def refuse_foreign(settings: BuildSettings) -> None:
         if getattr(settings, name) != flags[name][1]
     ]
     if settings.backend == "auto" and given and set(given) <= set(TENSORRT_MEANS):
-        shown = ", ".join("--" + name.replace("_", "-") for name in given)
+        shown = ", ".join(name_flag(name) for name in given)
         logger.warning("no effect on the torch backend, which was chosen here: %s", shown)
     elif given:
-        shown = "--" + given[0].replace("_", "-")
+        shown = name_flag(given[0])
         raise UsageError(
             f"{shown} has no meaning for the torch backend",
             f"leave {shown} out, or give --backend tensorrt-llm",

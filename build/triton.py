@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
+from specdec.command.settings import name_flag
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, suggest
 from specdec.files.staging import check_output_dir, stage_folder
 from specdec.methods.lookahead import count_lookahead_tokens
@@ -132,7 +133,7 @@ def check_fields(settings: BuildSettings) -> None:
     given = [name for name in FIELDS if getattr(settings, name) not in (None, False, [])]
     if settings.emit_triton is None:
         if given:
-            flag = "--" + given[0].replace("_", "-")
+            flag = name_flag(given[0])
             raise UsageError(f"{flag} has no effect without --emit-triton", "leave it out")
         return
     if settings.emit_script is not None:
@@ -147,7 +148,7 @@ def check_fields(settings: BuildSettings) -> None:
         )
     for name in ("triton_draft_devices", "triton_draft_engine_path"):
         if settings.triton_draft_engine_dir is None and getattr(settings, name) is not None:
-            flag = "--" + name.replace("_", "-")
+            flag = name_flag(name)
             raise UsageError(f"{flag} without --triton-draft-engine-dir", "give the draft engine")
     if settings.triton_streaming and settings.triton_draft_engine_dir is not None:
         raise UsageError(

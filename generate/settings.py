@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import add_options, get_flags, setting
+from specdec.command.settings import add_options, get_flags, name_flag, setting
 from specdec.command.stages import load_command
 from specdec.errors import UsageError
 from specdec.methods import METHODS
@@ -121,5 +121,5 @@ def check_settings(settings: GenerateSettings) -> None:
 
 
 def _join(names: list[str]) -> str:
-    shown = ["TEXT" if name == "texts" else "--" + name.replace("_", "-") for name in names]
+    shown = ["TEXT" if name == "texts" else name_flag(name) for name in names]
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

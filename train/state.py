@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import to_plain
+from specdec.command.settings import name_flag, to_plain
 from specdec.errors import SpecDecError
 from specdec.files.reading import parse_json, read_json, write_json
 from specdec.logs import get_logger
@@ -199,9 +199,7 @@ def collect_facts(
 ) -> dict[str, Any]:
     """Gather everything that the weights depend on, under names a user can act on."""
     facts = {
-        "--" + name.replace("_", "-"): value
-        for name, value in to_plain(settings).items()
-        if name not in FREE
+        name_flag(name): value for name, value in to_plain(settings).items() if name not in FREE
     }
     facts["--dtype"] = dtype
     facts["number of processes"] = num_processes

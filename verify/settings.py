@@ -106,6 +106,6 @@ def check_flags(settings: VerifySettings) -> None:
 
 
 def _refuse(given: list[str], allowed: set[str], what: str) -> None:
-    useless = ["--" + name.replace("_", "-") for name in given if name not in allowed]
+    useless = [name_flag(name) for name in given if name not in allowed]
     if useless:
         raise UsageError(f"{', '.join(useless)}: no effect with {what}", "leave it out")

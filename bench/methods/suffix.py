@@ -22,7 +22,6 @@ FACTORS = (1.0, 2.0, 4.0)
 
 def prepare(settings: TuneSettings, folder: Path) -> Trial:
     """Build the target with room for the largest tree."""
-    assert settings.checkpoint_dir is not None
     most = max(NUM_TOKENS)
     return Trial(
         checkpoint=settings.checkpoint_dir,

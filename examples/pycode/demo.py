@@ -101,8 +101,7 @@ def make_redrafter(model: Model, folder: str) -> str:
 
 def show_text(engine: str) -> None:
     """Continue a prompt, with the tokens marked by where they come from."""
-    words = ["specdec-run", "--engine-dir", engine, "--tokenizer-dir", TARGET]
-    words.append("--show-drafts")
+    words = ["specdec-run", "--engine-dir", engine, "--tokenizer-dir", TARGET, "--show-drafts"]
     call_program([*words, "--max-output-len", "80", "--input-text", SAMPLE])
 
 

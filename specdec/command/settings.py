@@ -140,7 +140,7 @@ def make_unknown_error(
     if other.recipe is not None:
         fact = f"recipe {other.recipe}: unknown key {name!r} in section {section}"
         return UsageError(fact + suggest(name, known), hint)
-    shown = "--" + name.replace("_", "-")
+    shown = name_flag(name)
     return UsageError(
         f"no such option {shown}{suggest_option(name, known)}", "--help lists the options"
     )
@@ -266,7 +266,7 @@ def resolve_settings(
             if value is not None:  # an empty key leaves the default
                 values[name] = check_value(name, value, flags[name][0])
     for name, value in typed.items():
-        values[name] = check_value("--" + name.replace("_", "-"), value, flags[name][0])
+        values[name] = check_value(name_flag(name), value, flags[name][0])
     unknown |= {name: Other(words=tuple(words)) for name, words in (others or {}).items()}
     if takes_others(settings_class):
         values["others"] = unknown
@@ -317,7 +317,7 @@ def to_arguments(settings: Any, kind: type | None = None) -> list[str]:
     arguments = []
     for name, (flag, default) in get_flags(kind or type(settings)).items():
         value = getattr(settings, name)
-        option = "--" + name.replace("_", "-")
+        option = name_flag(name)
         if value == default or value is None:
             continue
         if flag.kind == "flag":

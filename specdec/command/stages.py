@@ -21,6 +21,7 @@ from specdec.command.settings import (
     SECTIONS,
     Flag,
     get_flags,
+    name_flag,
     resolve_settings,
     suggest_option,
     takes_others,
@@ -100,7 +101,7 @@ class StageCommand(click.Command):
 def _build_parameter(name: str, flag: Flag, default: Any) -> click.Parameter:
     if flag.is_argument:
         return click.Argument([name], nargs=-1, metavar=f"[{flag.metavar or 'TEXT'}]...")
-    declaration = "--" + name.replace("_", "-")
+    declaration = name_flag(name)
     text = flag.help
     shown = default is not None and default is not False and default != []
     options: dict[str, Any] = {"default": None, "hidden": flag.hidden, "metavar": flag.metavar}
@@ -181,7 +182,7 @@ def stage_command(
         )  # fmt: skip
         command.settings_class, command.work = settings_class, work
         command.list_options = frozenset(
-            "--" + key.replace("_", "-")
+            name_flag(key)
             for key, (flag, _) in flags.items()
             if flag.kind == "list" and not flag.is_argument
         )
