@@ -312,7 +312,7 @@ def test_interruption_while_prompts_are_run(
     def interrupt(*args: Any) -> Tensor:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "fill_cache", interrupt)
+    monkeypatch.setattr(loop.PromptReader, "run_pass", interrupt)
     engine = engines["plain"]
     with pytest.raises(Interrupted) as caught:
         generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=2))
