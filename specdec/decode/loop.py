@@ -332,7 +332,7 @@ class Batch:
             and isinstance(self.proposer, PlainProposer)
             and not self.options.keep_logits
             and not self.timing.is_exact
-            and all(r.sampler.params.is_greedy for r in self.active)
+            and all(r.needs_only_best for r in self.active)
         )
 
     def _emit_ahead(self, run: Callable[[list[ActiveRequest]], list[Emitted]]) -> None:
@@ -360,7 +360,7 @@ class Batch:
         if not (
             isinstance(proposer, StateProposer)
             and proposer.drafts_ahead
-            and all(r.sampler.params.is_greedy for r in active)
+            and all(r.needs_only_best for r in active)
         ):
             return None
         best = logits.argmax(-1)
@@ -393,6 +393,8 @@ class Batch:
             taken = request.emit([*drafted, bonus], [*[DRAFT] * len(drafted), last])
             if self.options.keep_rejected and taken > len(drafted):
                 request.note_rejected(follow_branch(tree, path[-1]))
+            if request.request.num_logprobs is not None:
+                request.note_logprobs(logits[at, to_device(path[:taken], logits.device)])
             if self.options.keep_logits:
                 chosen = logits[at, to_device(path[:taken], logits.device)]
                 request.logits.append(torch.from_numpy(to_host(chosen.float())[0]))
