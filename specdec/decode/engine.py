@@ -198,7 +198,7 @@ class TorchEngine:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another rank of this engine, or of its draft engine, has ended."""
+        """Whether another rank of this engine has ended."""
         return self._ranks is not None and self._ranks.is_ended
 
     @property

@@ -119,16 +119,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_drafts_change_nothing_of_shaped_texts(folder: Path) -> None:
     """With drafts as without, greedy and sampled, beside requests that are not shaped."""
-    prompts = [
-        Prompt(
-            token_ids=[5, 9, 77 - n], temperature=(n % 3) * 0.6, seed=n, end_ids=(), logprobs=n % 4,
-            **({} if n % 4 == 3 else {
-                "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -0.5,
-                "min_p": 0.02, "logit_bias": {n: 3.0, 100: -100},
-            }),
-        )
-        for n in range(12)
-    ]  # fmt: skip
+    prompts = []
+    for n in range(12):
+        shaped: Any = {
+            "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -0.5,
+            "min_p": 0.02, "logit_bias": {n: 3.0, 100: -100},
+        }  # fmt: skip
+        own = {} if n % 4 == 3 else shaped
+        prompt = [5, 9, 77 - n]
+        prompts.append(
+            Prompt(
+                token_ids=prompt, temperature=(n % 3) * 0.6, seed=n, end_ids=(), logprobs=n % 4,
+                **own,
+            )
+        )  # fmt: skip
     texts = []
     for speculation in (True, False):
         with Engine.load(folder, device="cpu", speculation=speculation) as engine:
