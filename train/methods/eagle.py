@@ -30,7 +30,7 @@ from specdec.command.settings import as_options
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import SpecDecError
-from specdec.methods.eagle import EAGLE1_TARGETS, EagleTrain
+from specdec.methods.eagle import EagleTrain
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
@@ -371,21 +371,6 @@ def describe_layers(target: Target, num_layers: int) -> ModelConfig:
     )
 
 
-def check_target(settings: TrainSettings, config: Any) -> None:
-    """Raise SpecDecError for a target that no engine has EAGLE-1 for."""
-    names = getattr(config, "architectures", None) or []
-    if (
-        as_options(settings, EagleTrain).eagle_version == "1"
-        and names
-        and names[0] not in EAGLE1_TARGETS
-    ):
-        raise SpecDecError(
-            f"--method eagle is EAGLE version 1, which no engine runs for {names[0]}: its targets"
-            f" are {', '.join(EAGLE1_TARGETS)}",
-            "give --eagle-version 3, which the torch engine runs for any target",
-        )
-
-
 def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
     """Choose the target's layers whose outputs are read: EAGLE-3's usual ones, or an even spread.
 
@@ -453,7 +438,6 @@ METHOD = TrainingMethod(
     describe=describe_eagle,
     convert_folder="--eagle-model-dir",
     choose_layers=choose_layers,
-    check_target=check_target,
     list_shared=list_shared,
     needs_head=True,
 )
