@@ -55,10 +55,12 @@ def find_probs(logits: list[float]) -> np.ndarray:
 def test_shaped_texts_follow_their_distribution(method: str) -> None:
     """False alarm: one seed in ten thousand, as of every test of this kind."""
     exact = np.zeros((VOCAB,) * LENGTH)
-    for text in itertools.product(range(VOCAB), repeat=LENGTH):
-        exact[text] = math.prod(
-            find_probs(shape_by_hand(TARGET.get_logits(text[:at]).tolist(), list(text[:at])))[token]
-            for at, token in enumerate(text)
+    for known in itertools.product(range(VOCAB), repeat=LENGTH):
+        exact[known] = math.prod(
+            find_probs(shape_by_hand(TARGET.get_logits(known[:at]).tolist(), list(known[:at])))[
+                token
+            ]
+            for at, token in enumerate(known)
         )
     counts = np.zeros(exact.shape, np.int64)
     for seed in range(400):
