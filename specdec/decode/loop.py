@@ -20,6 +20,7 @@ from specdec.decode.accept import Candidates, accept_batch, accept_on_device
 from specdec.decode.drafters.base import (
     PlainProposer,
     PromptFollower,
+    PromptLatecomer,
     Proposer,
     StateProposer,
     list_rows,
@@ -107,7 +108,7 @@ class Options:
 
     max_batch_size: requests decoded at once; None is all. max_num_tokens: bound of one prompt pass.
     prompt_chunk: prompt tokens that are read between two steps of other requests, which so wait for
-    one pass of that many at most; None reads whole prompts first.
+    one pass of that many at most, and of a draft model's; None reads whole prompts first.
     tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
     prompts from the cache. keep_logits: return the logits that tokens were chosen by.
     keep_rejected: return what was drafted and not accepted.
@@ -189,6 +190,8 @@ class Batch:
         device = decoder.device if decoder.device.type == "cuda" else None
         self._clocks = {part: _Stopwatch(timing, part, device) for part in timing.list_seconds()}
         proposer.allocate(num_rows, num_positions)
+        if isinstance(proposer, PromptLatecomer):
+            proposer.max_catch_up = options.prompt_chunk
         self._ahead = PlainAhead(decoder, self.cache)
         self._reading: list[ActiveRequest] = []  # whose prompts are on their way into their rows
         self._reader = PromptReader(
