@@ -56,11 +56,14 @@ class Job:
         self.request = request
         self.times = Times(time.perf_counter())
         self.stream: Stream | None = None
+        self.steps: list[tuple[int, int]] = []  # of each verify step: tokens drafted, accepted
         self.stats: RequestStats | None = None  # once it is over
         self.error: Exception | None = None
         self.is_cancelled = False
         self.on_change = on_change
         self._events: deque[Event] = deque()
+        self._before = 0, 0  # tokens drafted and accepted when the last step was noted
+        self._num_told = 0  # of the steps
 
     @property
     def is_over(self) -> bool:
@@ -82,8 +85,21 @@ class Job:
             else:
                 times.gaps.append(now - times.last_token)
             times.last_token = now
+        if self.stream is not None:
+            self._note_step(self.stream.stats)
         self._events.append(event)
         self.stats = event.stats
+
+    def take_steps(self) -> list[tuple[int, int]]:
+        """The steps that came since the last call."""
+        at, self._num_told = self._num_told, len(self.steps)
+        return self.steps[at:]
+
+    def _note_step(self, stats: RequestStats) -> None:
+        if stats.num_verify_steps > len(self.steps):
+            drafted, accepted = stats.num_draft_tokens, stats.num_accepted
+            self.steps.append((drafted - self._before[0], accepted - self._before[1]))
+            self._before = drafted, accepted
 
 
 class Watcher(Protocol):
@@ -164,10 +180,14 @@ class Scheduler:
                 self._end(job, "cancelled")
             self._changed.notify()
 
+    def close(self) -> None:
+        """Take no more requests."""
+        self._is_draining = True
+
     def drain(self, seconds: float | None = None) -> bool:
         """Take no more requests, and wait until those there are have ended; whether they have."""
+        self.close()
         with self._changed:
-            self._is_draining = True
             return self._changed.wait_for(lambda: not (self._running or self._waiting), seconds)
 
     def stop(self) -> None:
@@ -184,9 +204,7 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._running or self._waiting or self._is_stopped
-                )
+                self._changed.wait_for(lambda: self._running or self._waiting or self._is_stopped)
                 if self._is_stopped:
                     break
                 self._admit()
@@ -198,8 +216,8 @@ class Scheduler:
                 continue
             self._deliver(began)
         with self._changed:
-            error = self.lost or SpecDecError("the server was stopped", "ask again later")
-            self._fail_all([*self._running, *self._waiting], error)
+            reason = self.lost or SpecDecError("the server was stopped", "ask again later")
+            self._fail_all([*self._running, *self._waiting], reason)
             self._waiting.clear()
             self._running = []
             self._changed.notify_all()

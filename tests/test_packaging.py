@@ -23,7 +23,7 @@ else:
     tomllib = None
 
 SOURCES = (
-    "specdec", "convert", "build", "run", "generate", "train", "verify", "doctor", "bench",
+    "specdec", "convert", "build", "run", "serve", "generate", "train", "verify", "doctor", "bench",
     "configs",
 )  # fmt: skip
 

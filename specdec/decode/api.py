@@ -466,6 +466,11 @@ class Stream:
             )
 
     @property
+    def stats(self) -> RequestStats:
+        """Counts of the stream's verify steps so far; they go on counting."""
+        return self._active.stats
+
+    @property
     def output(self) -> Output:
         """All that the stream has given so far."""
         return _describe(self._active.make_result(), self._engine.tokenizer)

@@ -1,22 +1,20 @@
 """Sampling: the target's processed distribution, and each request's own random numbers.
 
-Legend: B rows, V vocabulary.
+Legend: B rows, T tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.engine.transfers import to_device, to_host
-
-if TYPE_CHECKING:
-    from specdec.decode.shaping import Shaper
+from specdec.engine.tree import Tree
 
 # Streams of a request's random numbers. Each emitted token reads each stream at its own position,
 # so what a token is drawn with depends neither on the batch nor on how many steps it took.
@@ -67,6 +65,13 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
+
+
+class Shaper(Protocol):
+    """Changes the logits of one request."""
+
+    def shape(self, tree: Tree, logits: Tensor) -> Tensor:
+        """Return float32 logits [T, V] for those after each node; the tree may be padded there."""
 
 
 class Sampler:

@@ -8,22 +8,14 @@ Legend: T tree nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.decode.sampling import SamplingParams
+from specdec.decode.sampling import SamplingParams, Shaper
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import Tree
-
-
-class Shaper(Protocol):
-    """Changes the logits of one request."""
-
-    def shape(self, tree: Tree, logits: Tensor) -> Tensor:
-        """Return float32 logits [T, V] for those after each node; the tree may be padded there."""
 
 
 class Penalties:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -224,7 +225,7 @@ def test_a_failing_step_fails_its_requests_alone(run: Run, monkeypatch: pytest.M
     wait_until(lambda: all(job.times.last_token for job in jobs))
     is_broken.set()
     for job in jobs:
-        wait_until(lambda job=job: job.is_over)
+        wait_until(functools.partial(getattr, job, "is_over"))
         with pytest.raises(ValueError, match="out of order"):
             job.take()
     assert run.finish(late) == expected, "one that waited is served by the next batch"
@@ -267,5 +268,3 @@ def test_the_queue_has_a_bound_and_closes(folder: Path) -> None:
         with pytest.raises(Closing):
             run.submit([5])
         run.scheduler.stop()
-
-
