@@ -73,9 +73,11 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
         problems.add(
             f"TensorRT-LLM {label} knows no architecture {architecture!r}"
             f"{suggest(architecture, facts.architectures)}",
-            f"convert it with --trtllm-version {label}, or build it for {others[0]}"
-            if others
-            else "use --backend torch",
+            "use --backend torch"
+            if not others
+            else f"build it for {others[0]}, or use --backend torch"
+            if checkpoint.method is None  # a model has one name on every line that has it
+            else f"convert it with --trtllm-version {label}, or build it for {others[0]}",
         )
     for section, known in (
         ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys),
