@@ -62,6 +62,7 @@ from .quantize.sections import Scheme, read_scheme
 from .quantize.target import check_flags as check_quantization_flags
 from .quantize.target import quantize_target
 from .settings import ConvertSettings
+from .wrappers import unwrap
 
 logger = logs.get_logger(__name__)
 
@@ -231,6 +232,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan the target from its Hugging Face folder."""
     assert settings.model_dir is not None
     folder = open_model(settings.model_dir, "--model-dir")
+    unwrap(folder)
     family = find_family(folder)
     files = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)]
     folder, scheme, matrices = open_quantized(settings, folder)
