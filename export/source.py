@@ -20,6 +20,7 @@ from specdec.model.tensors import (
     EAGLE_NET,
     EMBEDDING,
     HEAD,
+    HEAD_BIAS,
     find_first_copy,
     list_target_tensors,
 )
@@ -170,9 +171,9 @@ class Source:
         head = HEAD if HEAD in self.file.tensors else EMBEDDING
         shared = {"embed_tokens.weight": EMBEDDING}
         if params.eagle3 is None:
-            shared["lm_head.weight"] = head
+            shared |= {"lm_head.weight": head, HEAD_BIAS: HEAD_BIAS}
         for name, targets in shared.items():
-            if self.is_same(parts[name].name, targets):
+            if name in parts and self.is_same(parts[name].name, targets):
                 self.left_out[name] = "equals the target's, which is taken"
         if "fc.bias" in parts and not self.read(parts["fc.bias"]).any():
             self.left_out["fc.bias"] = "is zero"
