@@ -19,11 +19,20 @@ CLASSES = {
     "ministral": ("MinistralConfig", "MinistralForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
 }
 # Those that TensorRT-LLM has no class for, and the one whose checkpoint is another's.
 OWN = ("seed_oss", "stablelm")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 48,
+    },
+}  # fmt: skip
 
 
 def make_family_model(
@@ -65,6 +74,8 @@ def make_family_model(
         values |= {"ffn_dim": values.pop("intermediate_size"), "word_embed_proj_dim": hidden}
     elif family in ("gemma", "ministral", "seed_oss"):
         values["head_dim"] = hidden // heads
+    elif family in EXPERTS:
+        values |= EXPERTS[family]
     elif family == "stablelm":
         values["partial_rotary_factor"] = 0.5
     if family in ("gpt2", "opt"):
