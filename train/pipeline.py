@@ -143,7 +143,7 @@ def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
     config = load_config(settings.model_dir)
     max_length = choose_max_length(settings, config)
     method = load_method(settings.method)
-    method.check_target(settings, config)
+    method.check_options(settings)
     load = functools.partial(open_target, settings, method, config, dtype, accelerator, split=split)
     target: Target | None = None if settings.hidden_states_dir else load()
     state = TrainingState(settings.output_dir)
@@ -163,12 +163,12 @@ def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
     vocab_size = target.shape.vocab_size if target is not None else int(config.vocab_size)
     train, heldout = load_rows(settings, state, vocab_size, max_length, accelerator)
     if target is None:
-        from .hidden_states import Plan, Work, hash_rows, open_states
+        from .hidden_states import StatesPlan, Work, hash_rows, open_states
 
         assert settings.hidden_states_dir
         parts = {"train": train, "heldout": heldout}
         hashes = {f"sha256 of the {name} rows": hash_rows(rows) for name, rows in parts.items()}
-        plan = Plan(
+        plan = StatesPlan(
             facts={"--dtype": dtype, **name_hashes(target_files, data_files), **hashes},
             parts=parts,
             layers=method.choose_layers(settings, config),

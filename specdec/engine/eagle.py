@@ -5,6 +5,7 @@ makes a layer's input of it and the next token's embedding; what comes out is th
 which the target's head reads. EAGLE-3, https://arxiv.org/abs/2503.01840: the feature is what `fc`
 makes of the outputs of some of the target's layers; the first layer's attention reads embedding and
 feature side by side, each normed; what comes out is the next feature, and normed, the head's input.
+EAGLE-3.1 may norm what `fc` reads, and feed the normed state on in place of the bare one.
 
     text       t0 t1 t2 t3        pairs      (f0, t1) (f1, t2) (f2, t3)
     features   f0 f1 f2           positions     0        1        2
@@ -31,7 +32,7 @@ from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import EagleParams
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD
+from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, HEAD_BIAS
 
 _LAYER0 = "transformer.layers.0."
 
@@ -48,6 +49,16 @@ def _check_offsets(offsets: Tensor, vocab_size: int) -> None:
             f" vocab_size {vocab_size} ({int(outside.sum())} of {len(offsets)} are outside)",
             "the drafter's weights are damaged or of another target: convert and build it again",
         )
+
+
+def _is_head(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+    """Whether a drafter's head is the target's, whose own may be its embedding."""
+    bias, targets = own.get(HEAD_BIAS), weights.get(HEAD_BIAS)
+    if bias is None or targets is None:
+        same_bias = bias is targets
+    else:
+        same_bias = torch.equal(bias, targets)
+    return same_bias and torch.equal(own[HEAD], weights.get(HEAD, weights[EMBEDDING]))
 
 
 class EagleNet:
@@ -80,8 +91,8 @@ class EagleNet:
             for name, weight in own.items()
             if name.startswith("drafter.")
         }
-        decoder[HEAD] = own[HEAD]
-        if head is not None and not torch.equal(own[HEAD], weights.get(HEAD, weights[EMBEDDING])):
+        decoder |= {name: own[name] for name in (HEAD, HEAD_BIAS) if name in own}
+        if head is not None and not _is_head(own, weights):
             head = None
         if EMBEDDING in weights and torch.equal(decoder[EMBEDDING], weights[EMBEDDING]):
             decoder[EMBEDDING] = weights[EMBEDDING]
@@ -106,6 +117,13 @@ class EagleNet:
             own["drafter.fc.weight"], own.get("drafter.fc.bias"), prepack=prepack, kernels=kernels
         )
         self.hidden_norm: Norm | None = None
+        # Norms of what `fc` reads: one of all of it, or one of each layer's part.
+        self.read_norms: list[Norm] = []
+        self.is_output_normed = False
+        if params.eagle3 is not None:
+            names = params.eagle3.list_read_norms()
+            self.read_norms = [Norm(own[f"drafter.{n}"], None, net.norm_epsilon) for n in names]
+            self.is_output_normed = params.eagle3.norm_output
         if self.is_third:
             name = f"{_LAYER0}hidden_norm.weight"
             self.hidden_norm = Norm(decoder[name], None, net.norm_epsilon)
@@ -119,7 +137,13 @@ class EagleNet:
 
     def make_features(self, states: Tensor) -> Tensor:
         """Features [..., D] from what is read of the target [..., F]."""
-        return self.fc(states) if self.is_third else states
+        if not self.is_third:
+            return states
+        if self.read_norms:
+            parts = states.chunk(len(self.read_norms), dim=-1)
+            normed = [norm(part) for norm, part in zip(self.read_norms, parts, strict=True)]
+            states = torch.cat(normed, dim=-1)
+        return self.fc(states)
 
     def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
         """Run pairs of a feature [B, T, D] and the next token; return the next features [B, T, D].
@@ -135,14 +159,16 @@ class EagleNet:
             normed = self.hidden_norm(features)
             first = torch.cat((self.decoder.stack.layers[0].input_norm(embedded), normed), dim=-1)
             x = normed if self.params.eagle3.norm_before_residual else features
-        return self.decoder.run_layers(x, step, cache, first)
+        x = self.decoder.run_layers(x, step, cache, first)
+        return self.decoder.stack.final_norm(x) if self.is_output_normed else x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of the token after the pairs that `forward` made `hidden` from."""
         return self.decoder.compute_logits(self._make_head_input(hidden))
 
     def _make_head_input(self, hidden: Tensor) -> Tensor:
-        return self.decoder.stack.final_norm(hidden) if self.is_third else hidden
+        is_bare = self.is_third and not self.is_output_normed
+        return self.decoder.stack.final_norm(hidden) if is_bare else hidden
 
     def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The `width` most probable tokens, best first, and their log-probabilities."""

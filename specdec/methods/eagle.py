@@ -16,6 +16,8 @@ from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
 from specdec.model.config import BOUNDS, ModelConfig
 from specdec.model.tensors import (
     EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
     Shard,
     TensorSpec,
     list_layer_tensors,
@@ -34,11 +36,9 @@ from .base import (
     parse_paths,
 )
 
-EAGLE_ARCHITECTURE = "EagleForCausalLM"
-# Ours: TensorRT-LLM's engine path has no EAGLE-3, and is to know that it is none of its own.
-EAGLE3_ARCHITECTURE = "Eagle3ForCausalLM"
-# TensorRT-LLM makes Llamas of EAGLE-1's targets.
-EAGLE1_TARGETS = ("LlamaForCausalLM", "MistralForCausalLM")
+# Ours: TensorRT-LLM's engine path has EAGLE-1 for Llamas alone and no EAGLE-3, and is to know that
+# these are none of its own.
+OWN_ARCHITECTURE, EAGLE3_ARCHITECTURE = "SpecDecEagleForCausalLM", "Eagle3ForCausalLM"
 # What a checkpoint says of the layers that draft, in a Llama's field names.
 NET_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -97,16 +97,30 @@ class Eagle3Params:
 
     aux_layers: the target's layers, from 0, whose outputs are read, rising. draft_vocab_size:
     tokens that can be drafted. norm_before_residual: whether the first layer's attention is added
-    to the normed state.
+    to the normed state. The others are EAGLE-3.1's: norm_before_fc norms what is read of the target
+    as a whole, fc_norm each layer's part, and norm_output makes the normed state the next feature.
     """
 
     aux_layers: tuple[int, ...]
     draft_vocab_size: int
     norm_before_residual: bool
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    NEWER: ClassVar[tuple[str, ...]] = ("norm_before_fc", "fc_norm", "norm_output")
+
+    def list_read_norms(self) -> list[str]:
+        """Names of the norms of what `fc` reads: none, one of all, or one of each layer's part."""
+        if self.norm_before_fc:
+            return ["input_norm.weight"]
+        num_parts = len(self.aux_layers) if self.fc_norm else 0
+        return [f"fc_norm.{part}.weight" for part in range(num_parts)]
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return the keys of the object in a checkpoint's config.json."""
-        return dataclasses.asdict(self) | {"aux_layers": list(self.aux_layers)}
+        config = dataclasses.asdict(self) | {"aux_layers": list(self.aux_layers)}
+        return {key: value for key, value in config.items() if value or key not in self.NEWER}
 
     @classmethod
     def from_checkpoint(cls, key: str, config: object) -> Eagle3Params:
@@ -120,16 +134,16 @@ class Eagle3Params:
         is_good = is_good and layers == sorted(set(layers))
         check(f"{key}.aux_layers", found, "a rising list of layers", is_good=is_good)
         check_count(f"{key}.draft_vocab_size", config.get("draft_vocab_size"), 1, MAX_SIZE)
-        normed = config.get("norm_before_residual")
-        name = f"{key}.norm_before_residual"
-        check(name, normed, "true or false", is_good=isinstance(normed, bool))
-        assert isinstance(normed, bool)
+        norms = {name: config.get(name, False) for name in cls.NEWER}
+        norms["norm_before_residual"] = config.get("norm_before_residual")
+        for name, value in norms.items():
+            check(f"{key}.{name}", value, "true or false", is_good=isinstance(value, bool))
+        check(
+            f"{key}.fc_norm", True, "false where norm_before_fc is true",
+            is_good=not (norms["fc_norm"] and norms["norm_before_fc"]),
+        )  # fmt: skip
         check_unknown(config, {field.name for field in dataclasses.fields(cls)})
-        return cls(
-            aux_layers=tuple(layers),
-            draft_vocab_size=config["draft_vocab_size"],
-            norm_before_residual=normed,
-        )
+        return cls(aux_layers=tuple(layers), draft_vocab_size=config["draft_vocab_size"], **norms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,6 +239,9 @@ class EagleParams(SizedTree):
         else:
             width = len(eagle3.aux_layers) * model.hidden_size
             tensors["drafter.fc.weight"] = TensorSpec((hidden, width), Shard.ROWS)
+            for name in (norms := eagle3.list_read_norms()):
+                shape = (width // len(norms),)
+                tensors[f"drafter.{name}"] = TensorSpec(shape, Shard.WHOLE)
         for layer in range(net.num_hidden_layers):
             prefix = f"drafter.layers.{layer}."
             for name, spec in list_layer_tensors(net).items():
@@ -238,7 +255,9 @@ class EagleParams(SizedTree):
         if eagle3 is not None:
             tensors |= list_norm(net, "drafter.layers.0.hidden_norm")
             tensors |= list_norm(net, "drafter.ln_f")
-        tensors["lm_head.weight"] = TensorSpec((self.draft_vocab_size, hidden), Shard.VOCAB)
+        tensors[HEAD] = TensorSpec((self.draft_vocab_size, hidden), Shard.VOCAB)
+        if eagle3 is None and model.arithmetic.head_bias:  # its head is the target's
+            tensors[HEAD_BIAS] = TensorSpec((self.draft_vocab_size,), Shard.VOCAB)
         if self.draft_vocab_size < model.vocab_size:
             tensors["d2t"] = TensorSpec((self.draft_vocab_size,), Shard.WHOLE)
         return {
@@ -355,6 +374,15 @@ class EagleTrain:
         kind="float",
         minimum=0,
     )
+    eagle_norm_before_fc: bool = setting(
+        False, kind="flag", help="EAGLE-3: norm what is read of the target, all layers as one."
+    )
+    eagle_fc_norm: bool = setting(
+        False, kind="flag", help="EAGLE-3: norm what is read of the target, each layer by itself."
+    )
+    eagle_norm_output: bool = setting(
+        False, kind="flag", help="EAGLE-3: a step reads the normed state of the one before."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -390,7 +418,8 @@ METHOD = Method(
     mode="eagle",
     source="checkpoint",
     params=EagleParams,
-    architectures=(EAGLE_ARCHITECTURE, EAGLE3_ARCHITECTURE),
+    architectures=("EagleForCausalLM", OWN_ARCHITECTURE, EAGLE3_ARCHITECTURE),
+    own_architectures={OWN_ARCHITECTURE: "EAGLE-1", EAGLE3_ARCHITECTURE: "EAGLE-3"},
     folder="eagle_model_dir",
     read=read_options,
     options={"convert": EagleConvert, "draft": EagleDraft, "train": EagleTrain},

@@ -10,7 +10,7 @@ from specdec.model.config import ModelConfig
 from specdec.model.experts import Experts
 
 EMBEDDING = "transformer.vocab_embedding.weight"
-HEAD = "lm_head.weight"
+HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 # EAGLE: its first net, and what a reduced vocabulary adds to a drafted token's number.
 EAGLE_NET = "eagle_nets.0."
 EAGLE_OFFSETS = EAGLE_NET + "d2t"

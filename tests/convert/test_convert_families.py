@@ -17,15 +17,16 @@ from safetensors.torch import load_file, save_file
 from specdec.convert.families import FAMILIES, list_families
 from specdec.convert.families.base import Family, Layout, describe_rotary
 from specdec.convert.hf import HfFolder
-from specdec.convert.methods import redrafter
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import TensorFile
+from specdec.methods import METHODS
 from specdec.model.architectures import ARCHITECTURES, KEY, Architecture
 from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import list_target_tensors
 from specdec.trtllm.facts import LABELS, load_facts
-from tests.conftest import ROOT, make_drafter, make_eagle_drafter
+from specdec.trtllm.pairs import PAIRS
+from tests.conftest import ROOT, make_drafter, make_eagle_drafter, make_medusa_heads
 from tests.convert.checkpoints import (
     join_checkpoint,
     read_config,
@@ -114,8 +115,25 @@ def read_docs_table() -> dict[str, list[str]]:
     """The table of families in docs/convert.md: architecture -> the cells beside it."""
     text = (ROOT / "docs/convert.md").read_text().split("## Families")[1].split("\n\n")[1]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()]
-    assert rows[0] == ["architecture", "models", "TensorRT-LLM", "ReDrafter"]
+    assert rows[0] == ["architecture", "models", "TensorRT-LLM"]
     return {row[0].strip("`"): row[1:] for row in rows[2:]}
+
+
+def test_the_table_of_drafters_is_what_the_lines_have() -> None:
+    text = (ROOT / "docs/convert.md").read_text().split("## Drafters and backends")[1]
+    lines = [row.strip("|").strip() for row in text.splitlines() if row.startswith("|")]
+    rows = [re.split(r" *\| *", line) for line in lines[: lines.index("--- | --- | ---") + 7]]
+    assert [cell.removeprefix("TensorRT-LLM ") for cell in rows[0][1:]] == list(LABELS)
+    told = {title: cells for title, *cells in rows[2:]}
+    names = {title: m for m in METHODS.values() for title in m.own_architectures.values()}
+    assert names.keys() <= told.keys()
+    for title, method in names.items():
+        for label, cell in zip(LABELS, told[title], strict=True):
+            pairs = {} if title == "EAGLE-3" else PAIRS[label].get(method.name, {})
+            assert cell == (", ".join(f"`{name}`" for name in pairs) or "none"), title
+            known = load_facts(label).architectures
+            assert {name for pair in pairs.values() for name in pair} <= {*known, *pairs}
+            assert not set(known) & method.own_architectures.keys()
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -132,8 +150,6 @@ def test_what_a_family_computes_is_told(architecture: str, make: Maker) -> None:
         assert set(lines) == set(LABELS)
     told = f"as `{model.architecture}`" if model.architecture != architecture else "yes"
     assert read_docs_table()[architecture][1] == (told if lines else "no")
-    has_redrafter = model.architecture in redrafter.TARGETS
-    assert (read_docs_table()[architecture][2] == "no") == (not has_redrafter)
 
 
 def test_a_family_that_tells_nothing_is_an_error() -> None:
@@ -180,7 +196,7 @@ def test_a_line_without_the_architecture_is_refused(
             "--backend", "tensorrt-llm", "--trtllm-version", label, "--dry-run",
         )  # fmt: skip
         assert done.returncode == 1
-        assert f"TensorRT-LLM {label} knows no architecture '{name}'" in done.stderr
+        assert f"TensorRT-LLM {label} has no {name}" in done.stderr
         assert done.stderr.endswith("hint: use --backend torch\n")
 
 
@@ -738,13 +754,36 @@ def test_redrafter_on_other_bases(
         assert (second / rank).read_bytes() == (convert.output / rank).read_bytes()
 
 
-@pytest.mark.parametrize("family", sorted(set(NAMES) - {"llama", "mistral", "ministral", "qwen2"}))
-def test_families_without_a_redrafter(
-    family: str, make: Maker, tmp_path: Path, convert: Converter
-) -> None:
-    drafter = make_drafter(tmp_path, vocab=67)
-    error = convert.fail(model_dir=make(family), drafter_model_dir=drafter)
-    assert f"TensorRT-LLM has no ReDrafter for {CLASSES[family][1]}" in error.message
+@pytest.mark.parametrize(
+    ("title", "option", "make_folder", "sizes"),
+    [
+        ("ReDrafter", "drafter_model_dir", make_drafter, {}),
+        ("Medusa", "medusa_model_dir", make_medusa_heads, {}),
+        ("EAGLE-1", "eagle_model_dir", make_eagle_drafter, {"heads": 8}),
+        ("EAGLE-3", "eagle_model_dir", make_eagle_drafter, {"heads": 8, "version": 3}),
+    ],
+)
+def test_a_drafter_that_tensorrt_llm_has_no_class_for(
+    title: str, option: str, make_folder: Maker, sizes: dict[str, Any], make: Maker,
+    tmp_path: Path, convert: Converter, log: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Convert takes it and says once who builds it; what was asked for TensorRT-LLM is refused.
+
+    What each line's build says of each pair is tested in tests/parity/test_pairs.py.
+    """
+    log.set_level(logging.INFO)
+    drafter = make_folder(tmp_path, vocab=67, **sizes)
+    fact = f"has no {title} for PhiForCausalLM" if title != "EAGLE-3" else "has no EAGLE-3"
+    convert(model_dir=make("phi"), **{option: str(drafter)})
+    assert convert.report["backends"] == ["torch"]
+    assert convert.report["lack"] == f"TensorRT-LLM 1.2 {fact}"
+    assert log.text.count(f"1.2 {fact}: this checkpoint is for the torch backend") == 1
+    for family, hint in (("phi", "leave --trtllm-version out"), ("llama", "convert for 1.2")):
+        if family == "phi" or title in ("EAGLE-1", "EAGLE-3"):
+            flags = {option: str(drafter), "output_dir": tmp_path / "no", "trtllm_version": "0.14"}
+            error = convert.fail(model_dir=make(family), **flags)
+            assert error.message.startswith(f"TensorRT-LLM 0.14 has no {title} for")
+            assert hint in error.hint
 
 
 def test_a_head_that_only_some_ranks_have_is_no_shared_one(

@@ -9,16 +9,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.command.settings import name_flag
 from specdec.engine.layout import count_positions
-from specdec.errors import Problems, join_names, suggest
+from specdec.errors import Problems, join_names
 from specdec.files.tensor_file import TensorFile
-from specdec.methods.eagle import EAGLE3_ARCHITECTURE
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.inventory import compare_tensors, describe_rank
 from specdec.model.quantization import FLOAT8_STORAGE
 from specdec.model.rotary_scaling import get_kind
 from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
-from specdec.trtllm.facts import LABELS, Facts, load_facts
+from specdec.trtllm.facts import Facts
+from specdec.trtllm.pairs import find_lack
 
 from .record import Record, deduce_max_seq_len
 
@@ -53,30 +54,14 @@ class Build:
         return self.record.values
 
 
-def dash(name: str) -> str:
-    """Return a flag as it is typed."""
-    return "--" + name.replace("_", "-")
-
-
 def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Problems:
     """What the line's loader makes of the checkpoint's config.json."""
     raw, label = checkpoint.raw, facts.label
     architecture = raw["architecture"]
     problems = Problems()
-    if architecture == EAGLE3_ARCHITECTURE:
-        problems.add(
-            "the checkpoint holds an EAGLE-3 drafter, which TensorRT-LLM's engines do not support",
-            "use --backend torch, or EAGLE-1 heads",
-        )
-    elif architecture not in facts.architectures:
-        others = [other for other in LABELS if architecture in load_facts(other).architectures]
-        problems.add(
-            f"TensorRT-LLM {label} knows no architecture {architecture!r}"
-            f"{suggest(architecture, facts.architectures)}",
-            f"convert it with --trtllm-version {label}, or build it for {others[0]}"
-            if others
-            else "use --backend torch",
-        )
+    lack = find_lack(label, raw, checkpoint.model.architecture)
+    if lack is not None:
+        problems.add(*lack)
     for section, known in (
         ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys),
     ):  # fmt: skip
@@ -173,12 +158,12 @@ def find_method_problems(build: Build) -> Problems:
         ):  # fmt: skip
             if values[name] > limit:
                 problems.add(
-                    f"{name}={values[name]} with EAGLE", f"use {dash(name)} {limit} or less"
+                    f"{name}={values[name]} with EAGLE", f"use {name_flag(name)} {limit} or less"
                 )
         if given.get(paged) == "disable":
             problems.add(
-                f"{dash(paged)} disable with EAGLE, which trtllm-build would turn on again",
-                f"leave {dash(paged)} out",
+                f"{name_flag(paged)} disable with EAGLE, which trtllm-build would turn on again",
+                f"leave {name_flag(paged)} out",
             )
     return problems
 
@@ -212,8 +197,8 @@ def find_bent(build: Build) -> Problems:
             continue
         typed, recorded = build.given[name], build.values[name]
         problems.add(
-            f"{dash(name)} {typed} would quietly become {recorded}: {reason}",
-            f"leave {dash(name)} out, or give {dash(name)} {recorded}",
+            f"{name_flag(name)} {typed} would quietly become {recorded}: {reason}",
+            f"leave {name_flag(name)} out, or give {name_flag(name)} {recorded}",
         )
     return problems
 
