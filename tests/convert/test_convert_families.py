@@ -344,7 +344,6 @@ def test_experts_over_the_ranks(
         ({"tp_size": 2, "moe_tp_size": 2, "moe_ep_size": 2}, "moe_ep_size=2 is not tp_size=2"),
         ({"tp_size": 8, "moe_ep_size": 8}, "num_experts=4 do not split over moe_ep_size=8"),
         ({"tp_size": 16, "moe_ep_size": 1}, "do not split over moe_tp_size=16"),
-        ({"quantization": "fp8", "calibration_data": Path(__file__)}, "is a mixture of experts"),
     ],
 )  # fmt: skip
 def test_ranks_that_experts_do_not_split_over(
@@ -352,6 +351,13 @@ def test_ranks_that_experts_do_not_split_over(
 ) -> None:
     model_dir = make("qwen2_moe", heads=16, kv_heads=16, hidden=64)
     assert message in convert.fail(model_dir=model_dir, **flags).message
+
+
+def test_quantizing_experts_is_refused(make: Maker, tmp_path: Path, convert: Converter) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a b c\n")
+    error = convert.fail(model_dir=make("mixtral"), quantization="fp8", calibration_data=texts)
+    assert "is a mixture of experts, and --quantization is given" in error.message
 
 
 def test_flags_of_experts_for_a_model_without(make: Maker, convert: Converter) -> None:
