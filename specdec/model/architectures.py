@@ -29,6 +29,7 @@ class Architecture:
     scales_embedding: token embeddings are multiplied by the square root of the hidden size.
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
     norm_epsilon: where a checkpoint's config.json need not tell it.
+    qk_norm: each head's queries and keys are normed before they are rotated.
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -43,6 +44,7 @@ class Architecture:
     exact_gelu: bool = True
     activations: tuple[str, ...] = ("silu",)
     norm_epsilon: float | None = None
+    qk_norm: bool = False
 
 
 # TensorRT-LLM's architectures: a checkpoint's name alone says what it computes, whoever wrote it.
@@ -50,6 +52,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
     "MistralForCausalLM": Architecture(),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, dense_bias=False),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True),
     "MixtralForCausalLM": Architecture(mlp="experts", activations=("swiglu",)),
     "Qwen2MoeForCausalLM": Architecture(
         mlp="experts", qkv_bias=True, dense_bias=False, activations=("swiglu",),
