@@ -62,9 +62,13 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     """Add the keys of TensorRT-LLM's Qwen config."""
+    return qwen2.describe(model, config) | describe_sizes(model) | {"qwen_type": "qwen2_moe"}
+
+
+def describe_sizes(model: ModelConfig) -> dict[str, Any]:
+    """The sizes of experts, as TensorRT-LLM's Qwen config has them."""
     assert model.experts is not None
-    return qwen2.describe(model, config) | {
-        "qwen_type": FAMILY.model_type,
+    return {
         "moe_intermediate_size": model.experts.inner,
         "moe_shared_expert_intermediate_size": model.experts.shared_inner,
     }

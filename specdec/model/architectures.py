@@ -53,6 +53,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": Architecture(),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, dense_bias=False),
     "Qwen3ForCausalLM": Architecture(qk_norm=True),
+    "Qwen3MoeForCausalLM": Architecture(
+        mlp="experts", qk_norm=True, activations=("swiglu",),
+    ),
     "MixtralForCausalLM": Architecture(mlp="experts", activations=("swiglu",)),
     "Qwen2MoeForCausalLM": Architecture(
         mlp="experts", qkv_bias=True, dense_bias=False, activations=("swiglu",),

@@ -16,13 +16,13 @@ from tests.convert.golden_models import read_tensors
 from tests.families import CLASSES
 
 LLAMA_NAMES = {
+    "mlp.gate.": "mlp.router.", "block_sparse_moe.gate": "mlp.router",
     "self_attn.q_norm": "attention.q_layernorm", "self_attn.k_norm": "attention.k_layernorm",
     "model.embed_tokens": "transformer.vocab_embedding", "model.norm": "transformer.ln_f",
     "model.layers": "transformer.layers", "post_attention_layernorm": "post_layernorm",
     "self_attn.o_proj": "attention.dense", "self_attn.qkv_proj": "attention.qkv",
     "mlp.gate_proj": "mlp.fc", "mlp.up_proj": "mlp.gate", "mlp.down_proj": "mlp.proj",
-    "mlp.gate_up_proj": "mlp.fc", "mlp.gate.": "mlp.router.",
-    "block_sparse_moe.gate": "mlp.router",
+    "mlp.gate_up_proj": "mlp.fc",
 }  # fmt: skip
 NEW_NAMES = {
     "phi": {

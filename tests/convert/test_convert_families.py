@@ -335,8 +335,9 @@ def test_experts_over_the_ranks(
     family: str, tp_size: int, moe: tuple[int, int], make: Maker, convert: Converter
 ) -> None:
     model_dir = make(family, heads=4, kv_heads=2)
+    version = "1.2" if family in NOT_IN_014 else "0.14"
     output = convert(
-        model_dir=model_dir, tp_size=tp_size, moe_ep_size=moe[1], trtllm_version="0.14"
+        model_dir=model_dir, tp_size=tp_size, moe_ep_size=moe[1], trtllm_version=version
     )
     check_tensors(output, family, model_dir)
     mapping = read_config(output)["mapping"]

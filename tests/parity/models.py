@@ -117,6 +117,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": _QWEN_MOE,
         "renormalized": {**_QWEN_MOE, "norm_topk_prob": True, "tie_word_embeddings": True},
     },
+    "Qwen3MoeForCausalLM": {
+        "renormalized": {**_QWEN_MOE, "norm_topk_prob": True, "head_dim": 24},
+        "biases": {**_QWEN_MOE, "attention_bias": True, "head_dim": 16, "rope_scaling": _YARN},
+    },
     "SeedOssForCausalLM": {
         "plain": {**_GQA, "head_dim": 16},
         "biases": {
