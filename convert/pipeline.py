@@ -310,8 +310,8 @@ def check_experts(
         kind = "it is quantized" if is_quantized else "--quantization is given"
         raise SpecDecError(
             f"{folder.path} is a mixture of experts, and {kind}",
-            "give an unquantized model and leave --quantization out: quantized experts are not"
-            " supported yet",
+            "leave --quantization out, or give --dequantize: quantized experts are not supported"
+            " yet",
         )
     # Before that many names are listed.
     if model.experts.num > len(folder.tensors):
