@@ -217,9 +217,10 @@ def plan_tensors(
     for canonical, spec in specs.items():
         heights = _list_heights(spec, model, len(parts[canonical]))
         stored = get_stored_dtype(canonical, dtype)
+        whole = TensorInfo(stored, spec.shape)
         is_complete = True
         for part, num_rows in zip(parts[canonical], heights, strict=True):
-            expected = part.get_source_shape(num_rows, spec.row_shape)
+            expected = part.get_source_shape(num_rows, whole.row_shape)
             info = source.tensors.get(part.name)
             if info is None:
                 missing.append(part.name)
@@ -301,13 +302,14 @@ def report_unread(source: TensorSource, names: Sequence[str], problems: Problems
 
 def _list_heights(spec: TensorSpec, model: ModelConfig, num_parts: int) -> list[int]:
     """Rows of each of the source tensors that make up a tensor."""
+    num_rows = TensorInfo(model.dtype, spec.shape).num_rows
     if num_parts == 1:
-        return [spec.num_rows]
+        return [num_rows]
     if spec.shard is Shard.QKV:
         model = spec.owner or model
         kv_size = model.num_key_value_heads * model.head_size
         return [model.num_attention_heads * model.head_size, kv_size, kv_size]
-    return [spec.num_rows // num_parts] * num_parts
+    return [num_rows // num_parts] * num_parts
 
 
 def _find_pieces(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from enum import Enum
 
-from specdec.files.tensor_file import TensorInfo
 from specdec.model.config import ModelConfig
 from specdec.model.experts import Experts
 
@@ -43,16 +42,6 @@ class TensorSpec:
     shape: tuple[int, ...]
     shard: Shard
     owner: ModelConfig | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """As `TensorInfo` has it."""
-        return TensorInfo("", self.shape).num_rows
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """As `TensorInfo` has it."""
-        return TensorInfo("", self.shape).row_shape
 
 
 def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:
