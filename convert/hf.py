@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +16,7 @@ from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import MAX_NUMBER, TensorFile, TensorInfo
 from specdec.model.config import FLOAT_DTYPES
 
-from .plan import count_elements
+from .plan import TensorSource, count_elements
 from .torch_file import TorchFile
 
 logger = logs.get_logger(__name__)
@@ -41,7 +42,8 @@ class HfFolder:
         self.config = read_json(path / "config.json")
         self.files: list[Path] = [path / "config.json"]
         self.tensors: dict[str, TensorInfo] = {}
-        self._holders: dict[str, TensorFile | TorchFile] = {}
+        self._holders: dict[str, TensorSource] = {}
+        self._stored: dict[str, str] = {}  # name -> the one in the file, where `rename` changed it
         self._open_files: list[TensorFile | TorchFile] = []
         # A link that leads nowhere counts as there: it is an error, not a reason to read another.
         present = [name for name in (*weight_files, *WEIGHT_NAMES) if os.path.lexists(path / name)]
@@ -54,24 +56,53 @@ class HfFolder:
         else:
             self._add_file(_open_weights(path / present[0]))
 
+    def rename(self, names: Mapping[str, str], *, left_out: Collection[str]) -> None:
+        """Let tensors go by other names, given by their own; forget those that are left out."""
+        problems = Problems()
+        tensors: dict[str, TensorInfo] = {}
+        for name, info in self.tensors.items():
+            new = names.get(name, name)
+            if name in left_out:
+                continue
+            if new in tensors:
+                problems.add(
+                    f"{self.path} has two namings of one tensor, {self._stored[new]} and {name}",
+                    "keep one of them: which is the trained one cannot be known",
+                )
+            tensors[new], self._stored[new] = info, name
+        problems.raise_all()
+        self.tensors = tensors
+
     def read(self, name: str) -> Array:
         """Return a tensor in its storage type (bfloat16 as uint16)."""
+        name = self._stored.get(name, name)
         return self._holders[name].read(name)
 
     def read_block(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> Array:
         """Return a copy of some rows of a tensor, all columns or columns [first, last)."""
+        name = self._stored.get(name, name)
         return self._holders[name].read_block(name, start, stop, columns)
 
     def locate(self, name: str) -> tuple[Path, int] | None:
         """Return the file and offset of a tensor's bytes, or None where they are no such run."""
+        name = self._stored.get(name, name)
         return self._holders[name].locate(name)
 
     def release(self) -> None:
         """Let go of the memory of what was read."""
         for holder in self._open_files:
             holder.release()
+
+    def substitute(self, source: TensorSource, replaced: Collection[str]) -> HfFolder:
+        """Return a folder like this with a source's tensors in the place of some of its own."""
+        changed = copy.copy(self)
+        changed.tensors = {n: info for n, info in self.tensors.items() if n not in replaced}
+        changed.tensors |= source.tensors
+        changed._holders = self._holders | dict.fromkeys(source.tensors, source)
+        changed._stored = {n: own for n, own in self._stored.items() if n not in source.tensors}
+        return changed
 
     def find_dtype(self) -> str:
         """Return the dtype that config.json names, or else the one that most weights have."""

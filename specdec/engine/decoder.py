@@ -10,12 +10,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from specdec.engine.experts import ExpertLayer
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
 from specdec.engine.int8 import Int8Linear
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
-from specdec.engine.layers import Norm, name_activation
+from specdec.engine.layers import Attention, Norm, name_activation
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
@@ -27,6 +28,7 @@ from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import INT8_SCALES, SCALES
+from specdec.model.tensors import ROUTER
 
 # Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native
 # products no faster, and every pass then takes the way of verify steps, to the last bit.
@@ -73,7 +75,6 @@ class Decoder:
         self.is_prepacked = prepack
         arithmetic = model.arithmetic
 
-        parts = _Parts(model, weights, self.rank, prepack=prepack, kernels=kernels)
         self.embedding = weights["transformer.vocab_embedding.weight"]
         self.position_embedding: Tensor | None = None
         self.rotary: RotaryTable | None = None
@@ -85,6 +86,9 @@ class Decoder:
         if arithmetic.scales_embedding:
             # Rounded to the model's type first, as the family was trained.
             self.embedding_scale = torch.tensor(model.hidden_size**0.5, dtype=self.dtype)
+        parts = _Parts(
+            model, weights, self.rank, rotary=self.rotary, prepack=prepack, kernels=kernels
+        )
         self.stack = Stack(
             layers=[parts.make_layer(index) for index in range(model.num_hidden_layers)],
             final_norm=parts.make_norm("transformer.ln_f"),
@@ -93,8 +97,6 @@ class Decoder:
             head_size=model.head_size,
             activation=name_activation(model),
             is_gated=arithmetic.mlp != "plain",
-            window=model.sliding_window,
-            rotary=self.rotary,
             group=group,
         )
         self._torch = TorchLayers(self.stack)
@@ -245,11 +247,12 @@ class _Parts:
         weights: Mapping[str, Tensor],
         rank: int,
         *,
+        rotary: RotaryTable | None,
         prepack: bool,
         kernels: NativeKernels | None,
     ) -> None:
         self._model, self._weights, self._rank = model, weights, rank
-        self._prepack, self._kernels = prepack, kernels
+        self._rotary, self._prepack, self._kernels = rotary, prepack, kernels
 
     def make_linear(self, name: str, *, is_summed: bool = False) -> Linear:
         """is_summed: its products are summed over the ranks, of which the first adds the bias."""
@@ -275,11 +278,46 @@ class _Parts:
         prefix, arithmetic = f"transformer.layers.{index}.", self._model.arithmetic
         post_norm = None if arithmetic.is_parallel else self.make_norm(prefix + "post_layernorm")
         up = "mlp.fc" if arithmetic.mlp == "plain" else "mlp.gate_up"
+        has_experts = arithmetic.mlp == "experts"
         return Layer(
+            attention=self.make_attention(index, prefix + "attention."),
             input_norm=self.make_norm(prefix + "input_layernorm"),
             qkv=self.make_linear(prefix + "attention.qkv"),
             dense=self.make_linear(prefix + "attention.dense", is_summed=True),
             post_norm=post_norm,
-            up=self.make_linear(prefix + up),
-            down=self.make_linear(prefix + "mlp.proj", is_summed=True),
+            up=None if has_experts else self.make_linear(prefix + up),
+            down=None if has_experts else self.make_linear(prefix + "mlp.proj", is_summed=True),
+            experts=self._make_experts(prefix) if has_experts else None,
         )
+
+    def make_attention(self, index: int, prefix: str) -> Attention:
+        model, norms = self._model, []
+        is_rotated = index not in model.arithmetic.layers_without_positions
+        for part in "qk" if model.arithmetic.qk_norm else "":
+            weight = self._weights[f"{prefix}{part}_layernorm.weight"]
+            norms.append(Norm(weight, None, model.norm_epsilon))
+        q_norm, k_norm = norms or (None, None)
+        return Attention(
+            scale=model.head_size**-0.5, cap=None, window=model.sliding_window,
+            rotary=self._rotary if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
+        )  # fmt: skip
+
+    def _make_experts(self, prefix: str) -> ExpertLayer:
+        sizes, weights = self._model.experts, self._weights
+        assert sizes is not None
+        up, down = (
+            [
+                Linear(matrix, prepack=self._prepack, kernels=self._kernels)
+                for matrix in weights[f"{prefix}mlp.{name}.weight"]
+            ]
+            for name in ("fc", "proj")
+        )
+        shared = None
+        if sizes.shared_inner:
+            name = prefix + sizes.shared_name
+            gate = weights[f"{name}_gate.weight"].clone()  # not in a file that may be let go
+            shared = self.make_linear(f"{name}.fc"), self.make_linear(f"{name}.proj"), gate
+        return ExpertLayer(
+            sizes, self._rank, name_activation(self._model), weights[prefix + ROUTER],
+            up, down, shared, self._kernels,
+        )  # fmt: skip

@@ -22,17 +22,20 @@ class Architecture:
     norm: root-mean-square, or layer norm with a bias.
     positions: rotary embedding, or a learned table added to the token embedding.
     mlp: `gated` has fc (activated) and gate side by side; `fused` stacks them in fc as
-    [gate; fc]; `plain` has fc alone.
+    [gate; fc]; `plain` has fc alone; `experts` are fused ones, of which a
+        token takes some.
     is_parallel: attention and MLP read one norm, and both are added to the layer's input.
     qkv_bias, dense_bias, mlp_bias: None where the configuration's attn_bias or mlp_bias decides.
     scales_embedding: token embeddings are multiplied by the square root of the hidden size.
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
     norm_epsilon: where a checkpoint's config.json need not tell it.
+    qk_norm: each head's queries and keys are normed before they are rotated.
+    layers_without_positions: from 0, those whose queries and keys are not rotated.
     """
 
     norm: Literal["rms", "layer"] = "rms"
     positions: Literal["rotary", "learned"] = "rotary"
-    mlp: Literal["gated", "fused", "plain"] = "gated"
+    mlp: Literal["gated", "fused", "plain", "experts"] = "gated"
     is_parallel: bool = False
     qkv_bias: bool | None = None
     dense_bias: bool | None = None
@@ -42,6 +45,8 @@ class Architecture:
     exact_gelu: bool = True
     activations: tuple[str, ...] = ("silu",)
     norm_epsilon: float | None = None
+    qk_norm: bool = False
+    layers_without_positions: tuple[int, ...] = ()
 
 
 # TensorRT-LLM's architectures: a checkpoint's name alone says what it computes, whoever wrote it.
@@ -49,6 +54,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
     "MistralForCausalLM": Architecture(),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, dense_bias=False),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True),
+    "Qwen3MoeForCausalLM": Architecture(
+        mlp="experts", qk_norm=True, activations=("swiglu",),
+    ),
+    "MixtralForCausalLM": Architecture(mlp="experts", activations=("swiglu",)),
+    "Qwen2MoeForCausalLM": Architecture(
+        mlp="experts", qkv_bias=True, dense_bias=False, activations=("swiglu",),
+    ),
     "PhiForCausalLM": Architecture(
         norm="layer", mlp="plain", is_parallel=True, qkv_bias=True, dense_bias=True,
         mlp_bias=True, head_bias=True, activations=("gelu_new", "gelu", "gelu_fast", "relu"),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.methods import find_method
+from specdec.model.architectures import ARCHITECTURES
 
 from .facts import DEFAULT_LABEL, LABELS, load_facts
 
@@ -61,6 +62,8 @@ def describe_lines(architecture: str, label: str) -> str:
     others = [other for other in LABELS if architecture in load_facts(other).architectures]
     if not others:
         return "use --backend torch"
+    if architecture in ARCHITECTURES:  # a target, which has one name wherever it is
+        return f"build it for {others[0]}, or use --backend torch"
     return f"convert it with --trtllm-version {label}, or build it for {others[0]}"
 
 
