@@ -1,6 +1,7 @@
-"""What is quantized and how its scales come about: the plan of an FP8 checkpoint.
+"""What is quantized and how its scales come about: the plan of a quantized checkpoint.
 
-Scales, all float32, one per tensor and before any split over ranks:
+Scales of whole matrices, all float32, before any split over ranks (448 is float8's largest number,
+`formats` has what others divide by):
 weight: the largest magnitude of the weight / 448, shared by q, k and v, and by fc and gate;
 activation: the largest magnitude of the linear's input in the calibration / 448;
 K/V cache: the largest magnitude of K's and V's outputs / 448, at least 1.
@@ -10,6 +11,8 @@ A layer that only ever saw zeros has scale 1.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +22,7 @@ import numpy as np
 
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
+from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES, TensorInfo
 from specdec.model.config import ModelConfig
@@ -27,16 +31,20 @@ from specdec.model.quantization import (
     FLOAT8,
     FLOAT8_MAX,
     FP8,
+    INPUT_SCALE,
     KV_SCALES,
     WEIGHT_SCALE,
+    WEIGHT_SCALE_2,
 )
-from specdec.model.sharding import Block
-from specdec.model.tensors import list_linears
+from specdec.model.sharding import Block, list_blocks
+from specdec.model.tensors import TensorSpec, list_linears
 from specdec.threads import Pool
 
-from ..plan import Chunk, Part, Piece, PlannedTensor, RankPlan
-from .calibration import Watch
+from ..plan import CHUNK_BYTES, Chunk, Part, Piece, PlannedTensor, RankPlan
+from .calibration import Observations, Watch
 from .float8 import Requantizer, find_amax
+from .formats import Format, Rounding
+from .search import search_inputs
 
 logger = logs.get_logger(__name__)
 
@@ -54,25 +62,34 @@ class Scales:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
-        self._values: dict[str, np.float32] = {}
+        self._values: dict[str, Array] = {}
 
-    def add(self, name: str, value: np.float32 | None = None) -> PlannedTensor:
-        """Plan a scale, of which the value may be told later."""
-        self.tensors[name] = SCALE_INFO
+    def add(
+        self,
+        name: str,
+        value: np.float32 | None = None,
+        *,
+        info: TensorInfo = SCALE_INFO,
+        columns: tuple[int, int] | None = None,
+    ) -> PlannedTensor:
+        """Plan a scale, or some of them, of which the values may be told later."""
+        self.tensors[name] = info
         if value is not None:
-            self._values[name] = value
-        return PlannedTensor(SCALE_INFO, (Piece(self, name, Block(0, 1)),))
+            self.set(name, value)
+        block = Block(*(columns or (0, info.shape[0])))
+        shape = (block.stop - block.start,)
+        return PlannedTensor(TensorInfo(info.dtype, shape), (Piece(self, name, block),))
 
-    def set(self, name: str, value: np.float32) -> None:
-        """Tell a scale's value."""
-        self._values[name] = np.float32(value)
+    def set(self, name: str, value: np.float32 | Array) -> None:
+        """Tell a scale's value, or several as they are stored."""
+        self._values[name] = np.atleast_1d(value)
 
     def get(self, name: str) -> np.float32:
         """Return a scale that was measured."""
-        return self._values[name]
+        return np.float32(self._values[name][0])
 
     def read(self, name: str) -> Array:
-        return np.array([self._values[name]], np.float32)
+        return self._values[name]
 
     def read_block(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
@@ -84,7 +101,7 @@ class Scales:
         """Return None: a scale lies in no file."""
 
     def release(self) -> None:
-        """Do nothing: a scale has four bytes."""
+        """Do nothing: scales are small."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,18 +124,152 @@ def change_chunk(chunk: Chunk, dtype: str, change: Callable[[Array], Array]) -> 
     return Chunk(chunk.num_bytes // itemsize, lambda: change(chunk.make()))
 
 
+class RoundedMatrix:
+    """A whole matrix [out, in], and how its rows are rounded.
+
+    tensor: where its rows are. input_scale: float32 [in], what the inputs are multiplied with and
+    the weights divided by; kept: see `Rounding`. Both are found by a search, where there is one.
+    """
+
+    def __init__(
+        self, module: str, tensor: PlannedTensor, rounding: Rounding, scales: Scales
+    ) -> None:
+        self.module, self.tensor, self.rounding, self.scales = module, tensor, rounding, scales
+        self.input_scale: Array | None = None
+        self.kept: Array | None = None
+
+    def __repr__(self) -> str:
+        """What decides its numbers besides its source, as text: a journal compares it."""
+        digest = hashlib.sha256()
+        for array in (self.input_scale, self.kept):
+            digest.update(b"-" if array is None else np.ascontiguousarray(array).data)
+        return f"{self.module} {self.rounding} {digest.hexdigest()}"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_rows, num_inputs = self.tensor.info.shape
+        return num_rows, num_inputs
+
+    def list_rows(self, num_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
+        """Yield ranges of an even number of rows that take about so many bytes as float32."""
+        height = max(1, num_bytes // (8 * self.shape[1])) * 2
+        for start in range(0, self.shape[0], height):
+            yield start, min(start + height, self.shape[0])
+
+    def read(self, start: int, stop: int) -> Array:
+        """Return rows [start, stop) as float32 [rows, in]."""
+        parts, offset = [], 0
+        for piece in self.tensor.pieces:
+            assert piece.block is not None
+            height = piece.block.stop - piece.block.start
+            first, last = max(start - offset, 0), min(stop - offset, height)
+            if first < last:
+                rows = Block(piece.block.start + first, piece.block.start + last)
+                parts.append(piece.read(rows, self.tensor.info.dtype))
+            offset += height
+        return cast(np.concatenate(parts), self.tensor.info.dtype, "float32")
+
+    def round(self, start: int, stop: int) -> tuple[Array, Array]:
+        """Return the codes and scales of rows, not packed."""
+        values = self.read(start, stop)
+        if self.input_scale is not None:
+            values /= self.input_scale
+        kept = None if self.kept is None else self.kept[start:stop]
+        return self.rounding.round(values, self._get_whole(), kept)
+
+    def restore(self, start: int, stop: int) -> Array:
+        """Return what rows [start, stop) are after rounding, for unscaled inputs: float32."""
+        restored = self.rounding.restore(*self.round(start, stop), self._get_whole())
+        return restored if self.input_scale is None else restored * self.input_scale
+
+    def _get_whole(self) -> np.float32:
+        name = f"{self.module}.{WEIGHT_SCALE_2}"
+        return self.scales.get(name) if name in self.scales.tensors else np.float32(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTensor(PlannedTensor):
+    """One rank's part of a matrix's codes or of the scales of its rows or groups.
+
+    pieces: what is read of the sources; blocks: the part, of the whole matrix. Rows are rounded
+    whole, so that their scales do not depend on the split.
+    """
+
+    matrix: RoundedMatrix
+    blocks: tuple[Block, ...]
+    is_weight: bool
+
+    def list_chunks(self) -> Iterator[Chunk]:
+        num_rows = sum(block.stop - block.start for block in self.blocks)
+        for block in self.blocks:
+            for start, stop in self.matrix.list_rows():
+                first, last = max(start, block.start), min(stop, block.stop)
+                if first < last:
+                    num_bytes = self.info.num_bytes * (last - first) // num_rows
+                    yield Chunk(
+                        num_bytes, functools.partial(self._make, first, last, block.columns)
+                    )
+
+    def _make(self, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
+        codes, scales = self.matrix.round(start, stop)
+        first, last = columns or (0, codes.shape[1])
+        if self.is_weight:
+            return self.matrix.rounding.pack(codes[:, first:last])
+        if scales.ndim == 2:
+            group_size = codes.shape[1] // scales.shape[1]
+            scales = scales[:, first // group_size : last // group_size]
+        return scales
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """What `measure` needs to find every scale. weights: by the scale they share."""
+    """What `measure` needs to find every scale. weights: by the scale they share.
 
+    matrices: what is rounded by rows, by module. evaluate: compares the quantized model with the
+    model, where there is text for that.
+    """
+
+    format: Format
     model_dir: Path
     scales: Scales
     weights: Mapping[str, tuple[PlannedTensor, ...]]
     watches: tuple[Watch, ...]
-    calibrate: Callable[[Sequence[Watch]], dict[str, np.float32]]
+    calibrate: Callable[[Sequence[Watch]], Observations]
+    matrices: Mapping[str, RoundedMatrix] = dataclasses.field(default_factory=dict)
+    evaluate: Callable[[Quantizer], dict[str, Any] | None] = lambda quantizer: None
 
-    def measure(self, workers: int) -> None:
-        """Read all weights, run the calibration, and set every scale."""
+    def measure(self, workers: int) -> dict[str, Any] | None:
+        """Read all weights, run the calibration, set every scale; return what it costs, if known."""
+        amaxes = self._measure_weights(workers) if self.format.smooths is None else {}
+        observed = self.calibrate(self.watches)
+        amaxes |= observed.largest
+        if self.format.smooths is not None:
+            amaxes |= self._search(observed, workers)
+        dead = [name.rpartition(".")[0] for name, amax in amaxes.items() if amax == 0]
+        if dead:
+            logger.warning("only zeros, so the scale is 1: %s", join_names(dead))
+        for name in self.scales.tensors:
+            module, _, kind = name.rpartition(".")
+            if kind in KV_SCALES:
+                parts = [
+                    _divide(amaxes[f"{module}.{part}"], FLOAT8_MAX) for part in _KV_PARTS[kind]
+                ]
+                self.scales.set(name, np.maximum(max(parts), MIN_KV_SCALE))
+            elif kind != INPUT_SCALE:
+                self.scales.set(
+                    name, _divide(amaxes[f"{find_group(module)}.{kind}"], self._get_maximum(kind))
+                )
+        return self.evaluate(self)
+
+    def _get_maximum(self, kind: str) -> float:
+        maximum = self.format.inputs
+        if self.format.weight is not None and self.format.weight[0] == kind:
+            maximum = self.format.weight[1]
+        assert maximum is not None
+        return maximum
+
+    def _measure_weights(self, workers: int) -> dict[str, np.float32]:
+        """Return the largest magnitude of the weights under each scale."""
         with Pool(workers) as pool:
             tasks = {
                 name: pool.submit(_measure, tensors, pool.is_ending)
@@ -128,31 +279,53 @@ class Quantizer:
             for task in done:
                 task.result()
         weights = {name: task.result() for name, task in tasks.items()}
-        broken = [
-            name.rpartition(".")[0] for name, amax in weights.items() if not np.isfinite(amax)
-        ]
+        self._refuse_broken([name for name, amax in weights.items() if not np.isfinite(amax)])
+        return weights
+
+    def _search(self, observed: Observations, workers: int) -> dict[str, np.float32]:
+        """Find the inputs' scales; return the largest magnitudes of what they leave."""
+        groups: dict[str, list[RoundedMatrix]] = {}
+        for module, matrix in self.matrices.items():
+            groups.setdefault(find_group(module), []).append(matrix)
+        with Pool(workers) as pool:
+            tasks = {
+                group: pool.submit(
+                    search_inputs, members, observed.inputs[f"{group}.{ACTIVATION_SCALE}"],
+                    self.format, pool.is_ending,
+                )
+                for group, members in groups.items()
+            }  # fmt: skip
+            done = logs.show_progress(tasks.values(), label="searching scales", total=len(tasks))
+            for task in done:
+                task.result()
+        self._refuse_broken(
+            [f"{group}." for group, task in tasks.items() if not np.isfinite(task.result().error)]
+        )
+        amaxes = {}
+        for group, task in tasks.items():
+            found = task.result()
+            for member in groups[group]:
+                name = f"{member.module}.{INPUT_SCALE}"
+                dtype = self.scales.tensors[name].dtype
+                assert member.input_scale is not None
+                self.scales.set(name, cast(member.input_scale, "float32", dtype))
+            amaxes[f"{group}.{ACTIVATION_SCALE}"] = found.largest_input
+            if self.format.weight is not None:
+                amaxes[f"{group}.{self.format.weight[0]}"] = found.largest_weight
+        return amaxes
+
+    def _refuse_broken(self, names: Sequence[str]) -> None:
+        broken = [name.rpartition(".")[0] for name in names]
         if broken:
             raise SpecDecError(
                 f"{self.model_dir} has weights that are NaN or infinite, and no scale, in"
                 f" {join_names(broken)}",
                 "copy or download the folder again",
             )
-        amaxes = weights | self.calibrate(self.watches)
-        dead = [name.rpartition(".")[0] for name, amax in amaxes.items() if amax == 0]
-        if dead:
-            logger.warning("only zeros, so the scale is 1: %s", join_names(dead))
-        found = {name: _divide(amax) for name, amax in amaxes.items()}
-        for name in self.scales.tensors:
-            module, _, kind = name.rpartition(".")
-            if kind in KV_SCALES:
-                parts = [found[f"{module}.{part}"] for part in _KV_PARTS[kind]]
-                self.scales.set(name, np.maximum(max(parts), MIN_KV_SCALE))
-            else:
-                self.scales.set(name, found[f"{find_group(module)}.{kind}"])
 
 
-def _divide(amax: np.float32) -> np.float32:
-    return np.float32(amax / np.float32(FLOAT8_MAX)) if amax else np.float32(1)
+def _divide(amax: np.float32, maximum: float) -> np.float32:
+    return np.float32(amax / np.float32(maximum)) if amax else np.float32(1)
 
 
 def find_group(module: str) -> str:
