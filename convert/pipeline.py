@@ -48,6 +48,7 @@ from .plan import (
     plan_tensors,
 )
 from .quantize import unified
+from .quantize.formats import FORMATS
 from .quantize.scales import Quantizer, name_kv_scales, quantize_config
 from .quantize.target import check_flags as check_quantization_flags
 from .quantize.target import quantize_target
@@ -71,7 +72,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         seconds = stream.measure_hash_seconds(plan, count_workers(settings))
         return {"dry_run": True, **report, "hash_seconds": round(seconds, 2)}
     if plan.measure is not None:
-        plan.measure(count_workers(settings))
+        report["quality"] = plan.measure(count_workers(settings))
     with stage_folder(
         settings.output_dir, force=settings.force, inputs=list_inputs(settings),
         resume=settings.resume,
@@ -248,7 +249,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
             folder, specs, parts, model, ignored=ignored, problems=problems,
             kv_scales=name_kv_scales(settings.trtllm_version),
         )  # fmt: skip
-        config = quantize_config(config, has_kv_scales=has_kv_scales, kept=kept)
+        config = quantize_config(config, FORMATS["fp8"], has_kv_scales=has_kv_scales, kept=kept)
     else:
         ranks = plan_tensors(
             specs, parts, folder, model=model, dtype=model.dtype, ignored=ignored,
@@ -256,7 +257,9 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         )  # fmt: skip
     files, quantizer = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)], None
     if settings.quantization is not None and not problems:
-        ranks, config, quantizer = quantize_target(settings, folder, model, parts, ranks, config)
+        ranks, config, quantizer = quantize_target(
+            settings, folder, model, specs, parts, ranks, config
+        )
         files = [*files, *list_local(settings.calibration_data)]
     return PlannedTarget(
         model=model, config=config, ranks=split_stages(model, ranks), files=files,

@@ -7,6 +7,7 @@ returns what the rounded numbers stand for. A row or group of zeros has scale 1.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +15,6 @@ import numpy as np
 from specdec.files.reading import Array
 from specdec.model import int4
 from specdec.model.quantization import (
-    ACTIVATION_SCALE,
     ALGORITHMS,
     CHANNEL_SCALE,
     FLOAT4_VALUES,
@@ -29,14 +29,14 @@ from . import float8
 
 INT4_MAX, INT8_MAX, FLOAT4_MAX = 7.0, 127.0, 6.0
 MIN_FLOAT8 = 2.0**-9
+# Whose inputs are rounded as the rows of their weights are.
+DYNAMIC_INPUTS = ("FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")
 
 
 class Rounding(Protocol):
     """How rows are rounded: with one scale a row or group, beside those of the whole matrix."""
 
-    def round(
-        self, values: Array, whole: np.float32, kept: Array | None
-    ) -> tuple[Array, Array]:
+    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
         """Return codes [rows, in] and scales [rows] or [rows, groups] as they are stored.
 
         whole: the matrix's own scale; kept: what part of each group's largest magnitude is to be
@@ -53,9 +53,7 @@ class Rounding(Protocol):
 class Float8Rows:
     """float8 with a scale a row: its largest magnitude / 448."""
 
-    def round(
-        self, values: Array, whole: np.float32, kept: Array | None
-    ) -> tuple[Array, Array]:
+    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
         scales = _make_scales(np.abs(values).max(1), FLOAT8_MAX)
         return float8.encode(values / scales[:, None]), scales
 
@@ -70,9 +68,7 @@ class Float8Rows:
 class Int8Rows:
     """int8 with a scale a row: its largest magnitude / 127."""
 
-    def round(
-        self, values: Array, whole: np.float32, kept: Array | None
-    ) -> tuple[Array, Array]:
+    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
         scales = _make_scales(np.abs(values).max(1), INT8_MAX)
         return np.rint(values / scales[:, None]).clip(-128, 127).astype(np.int8), scales
 
@@ -90,9 +86,7 @@ class Int4Groups:
 
     group_size: int
 
-    def round(
-        self, values: Array, whole: np.float32, kept: Array | None
-    ) -> tuple[Array, Array]:
+    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
         grouped = values.reshape(len(values), -1, self.group_size)
         largest = np.abs(grouped).max(2)
         scales = _make_scales(largest if kept is None else largest * kept, INT4_MAX)
@@ -118,9 +112,7 @@ class Float4Groups:
     # Where a magnitude is rounded up to the next of FLOAT4_VALUES; a tie goes to the even one.
     BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)
 
-    def round(
-        self, values: Array, whole: np.float32, kept: Array | None
-    ) -> tuple[Array, Array]:
+    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
         grouped = values.reshape(len(values), -1, self.group_size)
         wanted = np.abs(grouped).max(2) / (np.float32(FLOAT4_MAX) * whole)
         wanted[wanted == 0] = 1
@@ -184,6 +176,17 @@ class Format:
         if self.algorithm.rows == 2:
             return Int4Groups(group_size)
         return Int8Rows() if self.algorithm.dtype == "int8" else Float8Rows()
+
+    def make_input_rounding(self) -> Callable[[Array, np.float32], Array] | None:
+        """Return how inputs [tokens, in] are rounded, given activation_scaling_factor; or None."""
+        if self.name in DYNAMIC_INPUTS:
+            rounding = self.make_rounding(0)
+            return lambda values, step: rounding.restore(*rounding.round(values, step, None), step)
+        if self.inputs == INT8_MAX:
+            return lambda values, step: np.rint(values / step).clip(-128, 127) * step
+        if self.inputs is not None:
+            return lambda values, step: float8.decode(float8.encode(values / step)) * step
+        return None
 
 
 # By TensorRT-LLM's own names of them, those of its quantize.py.

@@ -239,7 +239,7 @@ class Quantizer:
     evaluate: Callable[[Quantizer], dict[str, Any] | None] = lambda quantizer: None
 
     def measure(self, workers: int) -> dict[str, Any] | None:
-        """Read all weights, run the calibration, set every scale; return what it costs, if known."""
+        """Find every scale, of weights and inputs; return what the quantization costs, if known."""
         amaxes = self._measure_weights(workers) if self.format.smooths is None else {}
         observed = self.calibrate(self.watches)
         amaxes |= observed.largest
@@ -345,15 +345,24 @@ def _measure(tensors: Sequence[PlannedTensor], is_ending: threading.Event) -> np
 
 
 def quantize_config(
-    config: Mapping[str, Any], *, has_kv_scales: bool, kept: Sequence[str] = ()
+    config: Mapping[str, Any],
+    format_: Format,
+    *,
+    has_kv_scales: bool,
+    group_size: int | None = None,
+    kept: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return a checkpoint's config.json that says what is quantized. kept: linears that are not."""
     section = {
         **config["quantization"],
-        "quant_algo": FP8,
+        "quant_algo": format_.name,
         "kv_cache_quant_algo": FP8 if has_kv_scales else None,
-        "exclude_modules": [*EXCLUDED, *kept],
+        "exclude_modules": [*EXCLUDED, *format_.excluded, *kept],
     }
+    if group_size is not None:
+        section["group_size"] = group_size
+        if INPUT_SCALE in format_.algorithm.scales:
+            section |= {"has_zero_point": False, "pre_quant_scale": True}
     return {**config, "quantization": section}
 
 
@@ -363,50 +372,101 @@ def name_kv_scales(version: str) -> tuple[str, ...]:
 
 
 def plan_quantizer(
+    format_: Format,
     ranks: Sequence[RankPlan],
+    whole: RankPlan,
+    specs: Mapping[str, TensorSpec],
     sources: Mapping[str, tuple[Part, ...]],
     model: ModelConfig,
     *,
     model_dir: Path,
+    group_size: int,
     kv_scales: Sequence[str],
-    calibrate: Callable[[Sequence[Watch]], dict[str, np.float32]],
+    **calls: Any,
 ) -> tuple[list[RankPlan], Quantizer]:
     """Replace every linear's weight by a rounded one with its scales, on every rank.
 
-    sources: the Hugging Face tensors of each canonical one; kv_scales: the K/V scales to write.
+    whole: the linears' weights on one rank; sources: the Hugging Face tensors of each canonical
+    one; kv_scales: the K/V scales to write; calls: what `Quantizer` calls.
     """
     scales = Scales(model_dir)
-    linears = set(list_linears(model))
+    rounding = format_.make_rounding(group_size)
+    matrices = {
+        module: RoundedMatrix(module, whole[f"{module}.weight"], rounding, scales)
+        for module in list_linears(model)
+    }
     weights: dict[str, list[PlannedTensor]] = {}
     quantized = []
-    for rank in ranks:
+    for i, rank in enumerate(ranks):
         tensors: RankPlan = {}
         for name, tensor in rank.items():
             module = name.removesuffix(".weight")
-            if module not in linears:
+            if module not in matrices:
                 tensors[name] = tensor
                 continue
-            scale = f"{module}.{WEIGHT_SCALE}"
-            weights.setdefault(f"{find_group(module)}.{WEIGHT_SCALE}", []).append(tensor)
-            info = TensorInfo(FLOAT8, tensor.info.shape)
-            tensors[name] = QuantizedTensor(info, tensor.pieces, tensor, scales, scale)
-            added = [f"{module}.{kind}" for kind in (WEIGHT_SCALE, ACTIVATION_SCALE)]
+            if format_.weight is not None and format_.smooths is None:
+                shared = f"{find_group(module)}.{format_.weight[0]}"
+                weights.setdefault(shared, []).append(tensor)
+            blocks = tuple(list_blocks(specs[name], model, i))
+            tensors |= _plan_matrix(matrices[module], tensor, blocks, format_, group_size)
             if module.endswith(".attention.qkv"):
-                added += [module.removesuffix("qkv") + kind for kind in kv_scales]
-            tensors |= {name: scales.add(name) for name in added}
+                prefix = module.removesuffix("qkv")
+                tensors |= {prefix + kind: scales.add(prefix + kind) for kind in kv_scales}
         quantized.append(tensors)
+    moments = None if format_.smooths is None else format_.group_size and group_size or 1
     quantizer = Quantizer(
+        format=format_,
         model_dir=model_dir,
         scales=scales,
         weights={name: tuple(tensors) for name, tensors in weights.items()},
-        watches=tuple(_list_watches(sources, model, has_kv_scales=bool(kv_scales))),
-        calibrate=calibrate,
-    )
+        watches=tuple(
+            _list_watches(
+                sources, model, has_inputs=format_.needs_data, has_kv_scales=bool(kv_scales),
+                group_size=moments,
+            )
+        ),
+        matrices=matrices,
+        **calls,
+    )  # fmt: skip
     return quantized, quantizer
 
 
+def _plan_matrix(
+    matrix: RoundedMatrix,
+    tensor: PlannedTensor,
+    blocks: tuple[Block, ...],
+    format_: Format,
+    group_size: int,
+) -> RankPlan:
+    """Plan a rank's part of a matrix and its scales. tensor: the part before it is rounded."""
+    module, scales = matrix.module, matrix.scales
+    num_rows, num_inputs = tensor.info.shape
+    planned: RankPlan = {}
+    infos = format_.algorithm.describe((num_rows, num_inputs), tensor.info.dtype, group_size)
+    for kind, info in infos.items():
+        name, each = f"{module}.{kind}", format_.algorithm.scales.get(kind)
+        if each == "matrix":
+            planned[name] = scales.add(name)
+        elif each == "input":
+            of_all = TensorInfo(info.dtype, (matrix.shape[1],))
+            planned[name] = scales.add(name, info=of_all, columns=blocks[0].columns)
+        elif format_.row_scale is None:
+            scale = f"{module}.{WEIGHT_SCALE}"
+            planned[name] = QuantizedTensor(
+                TensorInfo(FLOAT8, tensor.info.shape), tensor.pieces, tensor, scales, scale
+            )
+        else:
+            planned[name] = RowTensor(info, tensor.pieces, matrix, blocks, kind == "weight")
+    return planned
+
+
 def _list_watches(
-    sources: Mapping[str, tuple[Part, ...]], model: ModelConfig, *, has_kv_scales: bool
+    sources: Mapping[str, tuple[Part, ...]],
+    model: ModelConfig,
+    *,
+    has_inputs: bool,
+    has_kv_scales: bool,
+    group_size: int | None,
 ) -> Iterator[Watch]:
     """The model's linears to watch; one that makes two of ours is watched once for each."""
     q_size = model.num_attention_heads * model.head_size
@@ -421,5 +481,8 @@ def _list_watches(
                 columns = slice(start, start + kv_size) if is_fused else slice(None)
                 outputs[0 if is_fused else i].append((f"{attention}.{'qkv'[i]}", columns))
         name = f"{find_group(module)}.{ACTIVATION_SCALE}"
+        is_first = find_group(module) == module
         for part, watched in zip(parts, outputs, strict=False):
-            yield Watch(part, name, tuple(watched))
+            if has_inputs or watched:
+                yield Watch(part, name, tuple(watched), group_size if is_first else None)
+                is_first = False

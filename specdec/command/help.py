@@ -81,7 +81,7 @@ PAGES: Mapping[str, Page] = {
         },
         {
             "Quantization": (
-                "quantization", "kv_cache_dtype", "calibration_data", "calib_size",
+                "quantization", "group_size", "kv_cache_dtype", "calibration_data", "calib_size",
                 "calib_batch_size", "calib_max_seq_length", "calib_device",
             ),
             "Embedding": (

@@ -32,7 +32,7 @@ FLOAT8_STORAGE = (FLOAT8, "int8", "uint8")
 # What specdec-build makes of a checkpoint that is not quantized: weights alone, of the target's
 # layers, with one float32 scale a row.
 INT8 = "int8"
-INT8_SCALES = "per_channel_scale"
+INT8_SCALES = CHANNEL_SCALE
 
 # What TensorRT-LLM leaves unquantized where a checkpoint lists nothing.
 DEFAULT_EXCLUDED = (
@@ -62,7 +62,7 @@ class Algorithm:
     ) -> dict[str, TensorInfo]:
         """Types and shapes of `weight` and the scales of a matrix [out, in], by kind."""
         num_rows, num_inputs = shape
-        infos = {"weight": TensorInfo(self.dtype, (num_rows // self.rows, num_inputs // self.columns))}
+        stored = (num_rows // self.rows, num_inputs // self.columns)
         kinds = {
             "matrix": TensorInfo("float32", (1,)),
             "row": TensorInfo("float32", (num_rows,)),
@@ -70,7 +70,8 @@ class Algorithm:
         }
         if self.group_sizes:
             kinds["group"] = TensorInfo(self.group_dtype, (num_rows, num_inputs // group_size))
-        return infos | {kind: kinds[each] for kind, each in self.scales.items()}
+        scales = {kind: kinds[each] for kind, each in self.scales.items()}
+        return {"weight": TensorInfo(self.dtype, stored), **scales}
 
 
 # An int4 byte is of two rows, the lower in its low nibble, both in two's complement. A byte of
