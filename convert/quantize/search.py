@@ -55,6 +55,16 @@ def search_inputs(
 
     Raise nothing where weights are NaN: the error is NaN then.
     """
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _search(members, inputs, format_, is_ending)
+
+
+def _search(
+    members: Sequence[RoundedMatrix],
+    inputs: Inputs,
+    format_: Format,
+    is_ending: threading.Event,
+) -> Found:
     candidates = _list_candidates(members, inputs, format_)
     errors = np.zeros(len(candidates))
     for member in members:

@@ -73,9 +73,9 @@ def check_flags(settings: ConvertSettings) -> None:
 
 def _check_group_size(group_size: int, name: str, format_: Format) -> None:
     known = format_.algorithm.group_sizes
-    if format_.group_size is None:
+    if len(known) < 2:
         raise UsageError(
-            f"--group-size has no effect with --quantization {name}, whose scales have no groups",
+            f"--group-size has no effect with --quantization {name}: there is nothing to choose",
             "leave it out",
         )
     if group_size not in known:
