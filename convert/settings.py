@@ -70,6 +70,10 @@ class ConvertSettings:
         kind="int", metavar="[32|64|128]",
         help="With int4_awq and w4a8_awq: weights that share a scale; 128 if not given.",
     )  # fmt: skip
+    dequantize: bool = setting(
+        False, kind="flag",
+        help="Write the plain weights that a quantized target's numbers stand for, in --dtype.",
+    )  # fmt: skip
     kv_cache_dtype: str | None = setting(
         choices=("fp8",), help="With --quantization: also write scales for an FP8 KV cache."
     )

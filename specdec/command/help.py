@@ -82,7 +82,8 @@ PAGES: Mapping[str, Page] = {
         },
         {
             "Quantization": (
-                "quantization", "group_size", "kv_cache_dtype", "calibration_data", "calib_size",
+                "quantization", "group_size", "dequantize", "kv_cache_dtype", "calibration_data",
+                "calib_size",
                 "calib_batch_size", "calib_max_seq_length", "calib_device",
             ),
             "Embedding": (
@@ -228,6 +229,18 @@ PAGES: Mapping[str, Page] = {
                 "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
             ),
             "Measurement": ("repeat", "batch_sizes", "draft_len", "draft_chain"),
+        },
+    ),
+    "export": Page(
+        (
+            "specdec-export --model-dir BASE --eagle-model-dir DRAFTER --to vllm --output-dir out",
+            "specdec-export --model-dir BASE --to gguf --output-dir out",
+        ),
+        "docs/export.md",
+        {
+            "Models": ("checkpoint_dir", "model_dir", *DRAFTER_FOLDERS),
+            "Format": ("to", "output_dir", "dtype", "gguf_type", "trtllm_version"),
+            "Use": ("num_draft_tokens",),
         },
     ),
     "doctor": Page(

@@ -37,7 +37,8 @@ from specdec.errors import SpecDecError
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
-from specdec.model.quantization import INPUT_SCALE, WEIGHT_SCALE
+from specdec.model.quantization import INPUT_SCALE as INPUT_SCALE
+from specdec.model.quantization import WEIGHT_SCALE
 
 W4A16_AWQ = "W4A16_AWQ"
 W4A8_AWQ = "W4A8_AWQ"
