@@ -40,6 +40,16 @@ class ConvertSettings:
         kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
         help="Number of pipeline-parallel stages, only without a drafter; 1 if not given.",
     )  # fmt: skip
+    moe_tp_size: int | None = setting(
+        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
+        help="Of a mixture of experts: ranks that share each expert; if not given, as many as are"
+        " left by --moe-ep-size.",
+    )  # fmt: skip
+    moe_ep_size: int | None = setting(
+        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
+        help="Of a mixture of experts: groups of ranks that have experts of their own; 1 if not"
+        " given. Times --moe-tp-size it is --tp-size.",
+    )  # fmt: skip
     workers: int | None = setting(
         kind="int",
         minimum=1,

@@ -89,6 +89,7 @@ PAGES: Mapping[str, Page] = {
             "Embedding": (
                 "use_parallel_embedding", "embedding_sharding_dim", "use_embedding_sharing",
             ),
+            "Experts": ("moe_tp_size", "moe_ep_size"),
             "Work": ("workers", "resume", "allow_nonfinite"),
         },
     ),
