@@ -17,7 +17,7 @@ from specdec.model.quantization import ACTIVATION_SCALE
 
 from .calibration import find_module, load_weights
 from .formats import Format
-from .scales import RoundedMatrix, Scales
+from .rounded import RoundedMatrix, Scales
 
 if TYPE_CHECKING:
     import torch

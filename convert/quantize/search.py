@@ -28,7 +28,7 @@ from .formats import Format
 
 if TYPE_CHECKING:
     from .calibration import Inputs
-    from .scales import RoundedMatrix
+    from .rounded import RoundedMatrix
 
 ALPHAS = tuple(i / 20 for i in range(21))
 KEPT = (1.0, 0.95, 0.9, 0.875, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)

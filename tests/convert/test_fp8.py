@@ -18,7 +18,8 @@ from specdec.convert import pipeline
 from specdec.convert.plan import Chunk
 from specdec.convert.quantize import calibration
 from specdec.convert.quantize.formats import FORMATS
-from specdec.convert.quantize.scales import Quantizer, Scales
+from specdec.convert.quantize.rounded import Scales
+from specdec.convert.quantize.scales import Quantizer
 from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.checkpoint import read_checkpoint_config

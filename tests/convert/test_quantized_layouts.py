@@ -16,7 +16,7 @@ from specdec.convert.plan import PlannedTensor
 from specdec.convert.quantize import calibration, evaluate, search
 from specdec.convert.quantize.calibration import Inputs
 from specdec.convert.quantize.formats import FORMATS, Format
-from specdec.convert.quantize.scales import RoundedMatrix, Scales
+from specdec.convert.quantize.rounded import RoundedMatrix, Scales
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.sharding import join
