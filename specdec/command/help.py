@@ -67,7 +67,8 @@ PAGES: Mapping[str, Page] = {
         {
             "Several drafters": ("draft_chain",),
             "Engine": (
-                "dtype", "quantization", "max_batch_size", "max_seq_len", "backend", "device",
+                "dtype", "quantization", "dequantize", "max_batch_size", "max_seq_len", "backend",
+                "device",
             ),
         },
     ),
