@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -147,6 +148,14 @@ class Decoder:
     def max_chunk_tokens(self) -> int:
         """Tokens of a prompt that one pass should run at most."""
         return MAX_CHUNK_TOKENS if self.kernels is None else NATIVE_CHUNK_TOKENS
+
+    def count_experts(self) -> tuple[float, ...]:
+        """Steps so far, tokens of them, and experts that each layer read for them, on average.
+
+        Nothing where there are no experts.
+        """
+        seen = [layer.experts.seen for layer in self.stack.layers if layer.experts is not None]
+        return tuple(np.mean(seen, axis=0).tolist()) if seen else ()
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Input embeddings, [..., D]."""
