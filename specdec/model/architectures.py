@@ -29,6 +29,7 @@ class Architecture:
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
     norm_epsilon: where a checkpoint's config.json need not tell it.
     qk_norm: each head's queries and keys are normed before they are rotated.
+    inner_norms: what attention and MLP yield is normed before it is added to the layer's input.
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -44,8 +45,10 @@ class Architecture:
     activations: tuple[str, ...] = ("silu",)
     norm_epsilon: float | None = None
     qk_norm: bool = False
+    inner_norms: bool = False
 
 
+_GELU = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")
 # TensorRT-LLM's architectures: a checkpoint's name alone says what it computes, whoever wrote it.
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
@@ -70,6 +73,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": Architecture(
         scales_embedding=True, exact_gelu=False, activations=("gelu",),
     ),
+    "Gemma2ForCausalLM": Architecture(
+        scales_embedding=True, exact_gelu=False, activations=_GELU, inner_norms=True,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        scales_embedding=True, exact_gelu=False, activations=_GELU, inner_norms=True,
+        qk_norm=True,
+    ),
+    "GraniteForCausalLM": Architecture(),
 }  # fmt: skip
 
 # The key of a checkpoint's config.json with the flags of any other architecture.

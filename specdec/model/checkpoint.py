@@ -94,6 +94,15 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
         "use_parallel_embedding": (bool, False),
         "embedding_sharding_dim": (int, 0),
         "share_embedding_table": (bool, False),
+        "layer_types": (list, None),
+        "rope_local_base_freq": ((int, float), None),
+        "embedding_multiplier": ((int, float), 1.0),
+        "attention_multiplier": ((int, float), 1.0),
+        "residual_multiplier": ((int, float), 1.0),
+        "output_multiplier_scale": ((int, float), 1.0),
+        "query_pre_attn_scalar": ((int, float), None),
+        "attn_logit_softcapping": ((int, float), None),
+        "final_logit_softcapping": ((int, float), None),
     }
     for name, (kinds, default) in optional.items():
         value = config.get(name)
