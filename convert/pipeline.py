@@ -60,6 +60,7 @@ from .quantize.scales import Quantizer, name_kv_scales, quantize_config
 from .quantize.target import check_flags as check_quantization_flags
 from .quantize.target import quantize_target
 from .settings import ConvertSettings
+from .wrappers import unwrap
 
 logger = logs.get_logger(__name__)
 
@@ -229,6 +230,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan the target from its Hugging Face folder."""
     assert settings.model_dir is not None
     folder = open_model(settings.model_dir, "--model-dir")
+    unwrap(folder)
     family = find_family(folder)
     is_quantized = unified.is_quantized(folder)
     if is_quantized and settings.quantization is not None:
