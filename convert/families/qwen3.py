@@ -25,7 +25,7 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     )  # fmt: skip
     values |= {
         "attn_bias": reader.get_bool("attention_bias", False),
-        "sliding_window": qwen2.read_window(reader, values),
+        **qwen2.read_window(reader, values),
     }
     if values["attn_bias"]:
         logger.warning(

@@ -83,10 +83,11 @@ class Decoder:
             self.rotary = RotaryTable(model, num_positions, self.dtype, device)
         local = self.rotary
         if self.rotary is not None and model.rope_local_base_freq is not None:
-            base = {"rotary_base": model.rope_local_base_freq, "rotary_scaling": None}
-            local = RotaryTable(
-                dataclasses.replace(model, **base), num_positions, self.dtype, device
+            unscaled = dataclasses.replace(
+                model, rotary_base=model.rope_local_base_freq, rotary_scaling=None
             )
+            local = RotaryTable(unscaled, num_positions, self.dtype, device)
+            local.repeat(len(self.rotary.cos))
         self.embedding_scale = model.embedding_multiplier
         if arithmetic.scales_embedding:
             # Rounded to the model's type first, as the family was trained.

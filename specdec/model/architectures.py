@@ -29,6 +29,8 @@ class Architecture:
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
     norm_epsilon: where a checkpoint's config.json need not tell it.
     qk_norm: each head's queries and keys are normed before they are rotated.
+    window_pattern: every so many layers one sees all tokens, the others a window; None where the
+    configuration tells.
     inner_norms: what attention and MLP yield is normed before it is added to the layer's input.
     """
 
@@ -46,6 +48,7 @@ class Architecture:
     norm_epsilon: float | None = None
     qk_norm: bool = False
     inner_norms: bool = False
+    window_pattern: int | None = None
 
 
 _GELU = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")
@@ -75,10 +78,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Gemma2ForCausalLM": Architecture(
         scales_embedding=True, exact_gelu=False, activations=_GELU, inner_norms=True,
+        window_pattern=2,
     ),
     "Gemma3ForCausalLM": Architecture(
         scales_embedding=True, exact_gelu=False, activations=_GELU, inner_norms=True,
-        qk_norm=True,
+        qk_norm=True, window_pattern=6,
     ),
     "GraniteForCausalLM": Architecture(),
 }  # fmt: skip

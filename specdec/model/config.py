@@ -9,7 +9,7 @@ from typing import Any
 from specdec.errors import Problems, shorten
 from specdec.model.architectures import ARCHITECTURES, Architecture
 from specdec.model.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
-from specdec.model.rotary_scaling import find_scaling_problems, get_kind
+from specdec.model.rotary_scaling import find_scaling_problems
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 # What a layer's attention may be, in transformers' names: of a window, or of all tokens.
@@ -33,6 +33,17 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "tp_size": (1, MAX_RANKS),
     "pp_size": (1, MAX_RANKS),
 }  # fmt: skip
+
+
+def list_layer_types(num_layers: int, pattern: int | None, first_layer: int = 0) -> tuple[str, ...]:
+    """Of each layer SLIDING or FULL: SLIDING from `first_layer` on, but every `pattern`-th is FULL.
+
+    Of a number of layers that no model has, none.
+    """
+    return tuple(
+        SLIDING if at > first_layer and (pattern is None or at % pattern) else FULL
+        for at in range(1, num_layers + 1 if num_layers <= MAX_MODULES else 1)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +133,13 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """What the scores of attention are multiplied by."""
-        return self.attention_multiplier * (self.query_pre_attn_scalar or self.head_size) ** -0.5
+        return self.attention_multiplier / math.sqrt(self.query_pre_attn_scalar or self.head_size)
+
+    @property
+    def usual_layer_types(self) -> tuple[str, ...] | None:
+        """What the architecture alone tells of `layer_types`."""
+        pattern = self.arithmetic.window_pattern
+        return None if pattern is None else list_layer_types(self.num_hidden_layers, pattern)
 
     def is_sliding(self, layer: int) -> bool:
         """Whether a layer's attention is that of a window."""
@@ -162,7 +179,14 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 problems.add(f"{name}={value}", f"{name} must be positive")
-        problems += self._find_layer_problems()
+        types = self.layer_types
+        if types is not None and (
+            len(types) != self.num_hidden_layers or any(t not in (SLIDING, FULL) for t in types)
+        ):
+            problems.add(
+                f"layer_types is {shorten(list(types))} for {self.num_hidden_layers} layers",
+                f"give {SLIDING} or {FULL} for each layer",
+            )
         if self.embedding_sharding_dim not in (0, 1):
             problems.add(f"embedding_sharding_dim={self.embedding_sharding_dim}", "use 0 or 1")
         if not 0 < self.rotary_pct <= 1:
@@ -215,23 +239,6 @@ class ModelConfig:
                 f"num_hidden_layers={self.num_hidden_layers} does not split over"
                 f" pp_size={self.pp_size}",
                 "use a pp_size that divides it",
-            )
-        return problems
-
-    def _find_layer_problems(self) -> Problems:
-        problems, types = Problems(), self.layer_types
-        if types is not None and (
-            len(types) != self.num_hidden_layers or any(t not in (SLIDING, FULL) for t in types)
-        ):
-            problems.add(
-                f"layer_types is {shorten(list(types))} for {self.num_hidden_layers} layers",
-                f"give {SLIDING} or {FULL} for each layer",
-            )
-        is_local = self.rope_local_base_freq is not None
-        if is_local and self.rotary_scaling and get_kind(self.rotary_scaling) == "longrope":
-            problems.add(
-                "rope_local_base_freq beside a rotary scaling longrope, which has two tables itself",
-                "no model has both: copy its config.json again",
             )
         return problems
 
