@@ -26,7 +26,7 @@ from specdec.files.staging import (
 from specdec.files.tensor_file import TensorInfo, measure_tensor_file
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
-from specdec.model.quantization import EXECUTED
+from specdec.model.quantization import EXECUTED, FP8
 from specdec.model.tensors import (
     EMBEDDING,
     HEAD,
@@ -55,8 +55,11 @@ from .plan import (
     merge_ranks,
     plan_tensors,
 )
-from .quantize import unified
+from .quantize import packed, unified
+from .quantize.formats import FORMATS
+from .quantize.matrices import IntMatrix
 from .quantize.scales import Quantizer, name_kv_scales, quantize_config
+from .quantize.sections import Scheme, read_scheme
 from .quantize.target import check_flags as check_quantization_flags
 from .quantize.target import quantize_target
 from .settings import ConvertSettings
@@ -80,7 +83,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         seconds = stream.measure_hash_seconds(plan, count_workers(settings))
         return {"dry_run": True, **report, "hash_seconds": round(seconds, 2)}
     if plan.measure is not None:
-        plan.measure(count_workers(settings))
+        report["quality"] = plan.measure(count_workers(settings))
     with stage_folder(
         settings.output_dir, force=settings.force, inputs=list_inputs(settings),
         resume=settings.resume,
@@ -155,6 +158,13 @@ def check_layout_flags(settings: ConvertSettings) -> None:
                 " made from another one: their head is always written",
                 "leave it out",
             )
+    if settings.base_model_checkpoint_dir is not None and (
+        settings.moe_tp_size is not None or settings.moe_ep_size is not None
+    ):
+        raise UsageError(
+            "--moe-tp-size and --moe-ep-size have no effect with --base-model-checkpoint-dir",
+            "leave them out: the checkpoint's experts stay as they are split",
+        )
     if settings.embedding_sharding_dim is not None:
         if settings.embedding_sharding_dim not in (0, 1):
             raise UsageError(
@@ -232,11 +242,9 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     folder = open_model(settings.model_dir, "--model-dir")
     unwrap(folder)
     family = find_family(folder)
-    is_quantized = unified.is_quantized(folder)
-    if is_quantized and settings.quantization is not None:
-        raise SpecDecError(
-            f"{folder.path} is FP8 already", "leave --quantization and its options out"
-        )
+    files = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)]
+    folder, scheme, matrices = open_quantized(settings, folder)
+    is_quantized = settings.dequantize or scheme is not None
     layout = Layout(
         dtype=folder.find_dtype() if settings.dtype == "auto" else settings.dtype,
         tp_size=settings.tp_size or 1,
@@ -244,36 +252,108 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         use_parallel_embedding=settings.use_parallel_embedding,
         embedding_sharding_dim=settings.embedding_sharding_dim or 0,
         share_embedding_table=settings.use_embedding_sharing,
+        moe_tp_size=settings.moe_tp_size,
+        moe_ep_size=settings.moe_ep_size,
+        trtllm_version=settings.trtllm_version,
     )
     model, is_tied = family.read_model(folder, layout)
     model.find_problems().raise_all()
+    check_experts(settings, folder, model, is_quantized=scheme is not None)
     check_num_layers(model.num_hidden_layers, folder)
     specs = list_target_tensors(model)
-    parts, ignored = family.find_sources(specs, folder), list(family.ignored)
+    num_experts = model.experts.num if model.experts is not None else 1
+    parts, ignored = family.find_sources(specs, folder, num_experts), list(family.ignored)
     ignored += ignore_drafter(settings, folder)
+    ignored += packed.find_empty_biases(folder, parts) if is_quantized else []
     if is_tied:
         parts = tie_head(family, folder, parts)
         ignored.append(HEAD)
     config = checkpoint_config.describe_target(model, family, settings.trtllm_version)
-    if is_quantized:
-        ranks, kept, has_kv_scales = unified.plan_unified(
-            folder, specs, parts, model, ignored=ignored, problems=problems,
-            kv_scales=name_kv_scales(settings.trtllm_version),
+    kv_scales = name_kv_scales(settings.trtllm_version)
+    if matrices:
+        ranks, config = packed.plan_int4(
+            folder, matrices, specs, parts, model, config, ignored=ignored, problems=problems,
+            kv_scales=kv_scales,
         )  # fmt: skip
-        config = quantize_config(config, has_kv_scales=has_kv_scales, kept=kept)
+    elif scheme is not None:
+        ranks, kept, has_kv_scales = unified.plan_unified(
+            folder, specs, parts, model, ignored=ignored, problems=problems, kv_scales=kv_scales
+        )
+        config = quantize_config(config, FORMATS["fp8"], has_kv_scales=has_kv_scales, kept=kept)
     else:
         ranks = plan_tensors(
             specs, parts, folder, model=model, dtype=model.dtype, ignored=ignored,
             problems=problems,
         )  # fmt: skip
-    files, quantizer = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)], None
+    quantizer = None
     if settings.quantization is not None and not problems:
-        ranks, config, quantizer = quantize_target(settings, folder, model, parts, ranks, config)
+        ranks, config, quantizer = quantize_target(
+            settings, folder, model, specs, parts, ranks, config
+        )
         files = [*files, *list_local(settings.calibration_data)]
     return PlannedTarget(
         model=model, config=config, ranks=split_stages(model, ranks), files=files,
         vocabulary=read_vocabulary(folder.path), quantizer=quantizer,
     )  # fmt: skip
+
+
+def check_experts(
+    settings: ConvertSettings, folder: HfFolder, model: ModelConfig, *, is_quantized: bool
+) -> None:
+    """Raise for flags about experts of a model without, and for what is not done with experts."""
+    sizes = [name for name in ("moe_tp_size", "moe_ep_size") if getattr(settings, name) is not None]
+    if model.experts is None and sizes:
+        raise SpecDecError(
+            f"{folder.path} is no mixture of experts: {name_flag(sizes[0])} has no effect",
+            "leave it out",
+        )
+    if model.experts is None:
+        return
+    if is_quantized or settings.quantization is not None:
+        kind = "it is quantized" if is_quantized else "--quantization is given"
+        raise SpecDecError(
+            f"{folder.path} is a mixture of experts, and {kind}",
+            "leave --quantization out, or give --dequantize: quantized experts are not supported"
+            " yet",
+        )
+    # Before that many names are listed.
+    if model.experts.num > len(folder.tensors):
+        raise SpecDecError(
+            f"{folder.path} is said to have {model.experts.num} experts a layer, but holds"
+            f" {len(folder.tensors)} tensors",
+            "its config.json and tensors disagree: take both from the same model",
+        )
+
+
+def open_quantized(
+    settings: ConvertSettings, folder: HfFolder
+) -> tuple[HfFolder, Scheme | None, dict[str, IntMatrix]]:
+    """Open a target that may be quantized.
+
+    Returns the folder to plan from, with plain weights where they are asked for; how it is still
+    quantized; and its matrices where a checkpoint holds their four bits.
+    """
+    scheme = read_scheme(folder)
+    if scheme is None:
+        if settings.dequantize:
+            raise SpecDecError(
+                f"--dequantize has no effect: {folder.path} does not say that it is quantized",
+                "leave it out",
+            )
+        return folder, None, {}
+    if settings.quantization is not None:
+        raise SpecDecError(
+            f"{folder.path} is quantized already ({scheme.description})",
+            "leave --quantization and its options out",
+        )
+    if settings.dequantize:
+        return packed.dequantize(folder, scheme), None, {}
+    if scheme.kept is None:
+        raise packed.refuse_unheld(folder, scheme)
+    if scheme.kept == FP8:
+        return folder, scheme, {}
+    folder, matrices = packed.open_codes(folder, scheme)
+    return folder, scheme, matrices
 
 
 def split_stages(model: ModelConfig, ranks: list[RankPlan]) -> list[RankPlan]:

@@ -65,8 +65,10 @@ PAGES: Mapping[str, Page] = {
             "Kept engines": ("no_cache", "clear_cache"),
         },
         {
+            "Several drafters": ("draft_chain",),
             "Engine": (
-                "dtype", "quantization", "max_batch_size", "max_seq_len", "backend", "device",
+                "dtype", "quantization", "dequantize", "max_batch_size", "max_seq_len", "backend",
+                "device",
             ),
         },
     ),
@@ -81,12 +83,14 @@ PAGES: Mapping[str, Page] = {
         },
         {
             "Quantization": (
-                "quantization", "kv_cache_dtype", "calibration_data", "calib_size",
+                "quantization", "group_size", "dequantize", "kv_cache_dtype", "calibration_data",
+                "calib_size",
                 "calib_batch_size", "calib_max_seq_length", "calib_device",
             ),
             "Embedding": (
                 "use_parallel_embedding", "embedding_sharding_dim", "use_embedding_sharing",
             ),
+            "Experts": ("moe_tp_size", "moe_ep_size"),
             "Work": ("workers", "resume", "allow_nonfinite"),
         },
     ),
@@ -133,6 +137,7 @@ PAGES: Mapping[str, Page] = {
             "Output": ("streaming", "show_drafts", "output_file"),
         },
         {
+            "Several drafters": ("draft_chain",),
             "Machine": (
                 "device", "kv_cache_enable_block_reuse", "kv_cache_free_gpu_memory_fraction",
             ),
@@ -192,7 +197,7 @@ PAGES: Mapping[str, Page] = {
             "Its sampling": ("sampling", "num_samples", "temperature", "top_k", "random_seed"),
             "A checkpoint's files": ("checkpoint_dir", "workers"),
         },
-        {"Draft length": ("draft_len",)},
+        {"Drafting": ("draft_len", "draft_chain")},
     ),
     "bench": Page(
         ("specdec-bench --engine-dir engine --tokenizer-dir BASE --prompts prompts.jsonl",),
@@ -201,7 +206,7 @@ PAGES: Mapping[str, Page] = {
             "Engine and prompts": (
                 "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
             ),
-            "Measurement": ("repeat", "batch_sizes", "draft_len"),
+            "Measurement": ("repeat", "batch_sizes", "draft_len", "draft_chain"),
             "Output": ("output",),
         },
     ),
@@ -225,7 +230,19 @@ PAGES: Mapping[str, Page] = {
             "Engine and prompts": (
                 "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
             ),
-            "Measurement": ("repeat", "batch_sizes", "draft_len"),
+            "Measurement": ("repeat", "batch_sizes", "draft_len", "draft_chain"),
+        },
+    ),
+    "export": Page(
+        (
+            "specdec-export --model-dir BASE --eagle-model-dir DRAFTER --to vllm --output-dir out",
+            "specdec-export --model-dir BASE --to gguf --output-dir out",
+        ),
+        "docs/export.md",
+        {
+            "Models": ("checkpoint_dir", "model_dir", *DRAFTER_FOLDERS),
+            "Format": ("to", "output_dir", "dtype", "gguf_type", "trtllm_version"),
+            "Use": ("num_draft_tokens",),
         },
     ),
     "doctor": Page(

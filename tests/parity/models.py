@@ -30,6 +30,10 @@ _OPT = {
     **_SIZES, "vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "ffn_dim": 112,
     "word_embed_proj_dim": 64,
 }  # fmt: skip
+_QWEN_MOE = {
+    **_GQA, "num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 72,
+}  # fmt: skip
 _PHI3 = {**_GQA, "pad_token_id": 0}
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -53,7 +57,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": {**_GQA, "attention_bias": True, "mlp_bias": True},
         "tied_head_dim": {**_GQA, "head_dim": 24, "tie_word_embeddings": True},
         "linear": {**_GQA, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-        "llama3": {**_GQA, "rope_scaling": _LLAMA3},
+        "llama3": {**_GQA, "rope_scaling": _LLAMA3, "tie_word_embeddings": True},
         "yarn": {**_GQA, "rope_scaling": _YARN},
         "dynamic": {**_GQA, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
     },
@@ -90,6 +94,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "longrope": {
             **_PHI3, "sliding_window": None, "original_max_position_embeddings": SWITCH,
             "rope_scaling": _longrope(16),
+        },
+        "mini": {
+            **_PHI3, "sliding_window": None, "original_max_position_embeddings": SWITCH,
+            "rope_scaling": _longrope(12), "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
         },
     },
     "GPT2LMHeadModel": {
@@ -141,11 +150,34 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "window": {**_GQA, "head_dim": 24, "sliding_window": WINDOW},
     },
+    "MixtralForCausalLM": {
+        "plain": {**_GQA, "num_local_experts": 8},
+        "window_top3": {
+            **_GQA, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": WINDOW,
+        },
+    },
+    "Qwen2MoeForCausalLM": {
+        "plain": _QWEN_MOE,
+        "renormalized": {**_QWEN_MOE, "norm_topk_prob": True, "tie_word_embeddings": True},
+    },
+    "Qwen3MoeForCausalLM": {
+        "renormalized": {**_QWEN_MOE, "norm_topk_prob": True, "head_dim": 24},
+        "biases": {**_QWEN_MOE, "attention_bias": True, "head_dim": 16, "rope_scaling": _YARN},
+    },
     "SeedOssForCausalLM": {
         "plain": {**_GQA, "head_dim": 16},
         "biases": {
             **_GQA, "head_dim": 24, "attention_bias": False, "attention_out_bias": True,
             "mlp_bias": True, "rope_scaling": _YARN,
+        },
+    },
+    "SmolLM3ForCausalLM": {
+        "every_second": {
+            **_GQA, "no_rope_layer_interval": 2, "pad_token_id": 0, "tie_word_embeddings": True,
+        },
+        "listed": {
+            **_GQA, "no_rope_layers": [0, 1], "attention_bias": True, "mlp_bias": True,
+            "rope_scaling": _YARN, "pad_token_id": 0,
         },
     },
     "StableLmForCausalLM": {
