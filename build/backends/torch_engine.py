@@ -119,6 +119,11 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
             f" ({algorithm or checkpoint.quantization.kv_cache_quant_algo})",
             "leave it out, or convert the model without --quantization",
         )
+    if settings.quantization is not None and model.experts is not None:
+        problems.add(
+            f"--quantization {settings.quantization}: {model.architecture} is a mixture of experts",
+            "leave it out: experts stay in the checkpoint's type",
+        )
     problems.raise_all()
     if model.arithmetic.positions == "rotary":
         compute_frequencies(model, model.max_position_embeddings)

@@ -67,7 +67,8 @@ PAGES: Mapping[str, Page] = {
         {
             "Several drafters": ("draft_chain",),
             "Engine": (
-                "dtype", "quantization", "max_batch_size", "max_seq_len", "backend", "device",
+                "dtype", "quantization", "dequantize", "max_batch_size", "max_seq_len", "backend",
+                "device",
             ),
         },
     ),
@@ -82,12 +83,14 @@ PAGES: Mapping[str, Page] = {
         },
         {
             "Quantization": (
-                "quantization", "dequantize", "kv_cache_dtype", "calibration_data", "calib_size",
+                "quantization", "group_size", "dequantize", "kv_cache_dtype", "calibration_data",
+                "calib_size",
                 "calib_batch_size", "calib_max_seq_length", "calib_device",
             ),
             "Embedding": (
                 "use_parallel_embedding", "embedding_sharding_dim", "use_embedding_sharing",
             ),
+            "Experts": ("moe_tp_size", "moe_ep_size"),
             "Work": ("workers", "resume", "allow_nonfinite"),
         },
     ),
@@ -228,6 +231,18 @@ PAGES: Mapping[str, Page] = {
                 "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
             ),
             "Measurement": ("repeat", "batch_sizes", "draft_len", "draft_chain"),
+        },
+    ),
+    "export": Page(
+        (
+            "specdec-export --model-dir BASE --eagle-model-dir DRAFTER --to vllm --output-dir out",
+            "specdec-export --model-dir BASE --to gguf --output-dir out",
+        ),
+        "docs/export.md",
+        {
+            "Models": ("checkpoint_dir", "model_dir", *DRAFTER_FOLDERS),
+            "Format": ("to", "output_dir", "dtype", "gguf_type", "trtllm_version"),
+            "Use": ("num_draft_tokens",),
         },
     ),
     "doctor": Page(

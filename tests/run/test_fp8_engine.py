@@ -133,11 +133,14 @@ def test_bfloat16_engine_keeps_its_weights_at_one_byte(tmp_path: Path) -> None:
     call("convert", "--model-dir", rounded, "--output-dir", tmp_path / "wide")
     wide = build(tmp_path / "wide")
     assert generate(engine) == generate(wide)
-    ours = TorchEngine(engine, device="cpu").decoder.stack.layers[1].up.weight
-    theirs = TorchEngine(wide, device="cpu").decoder.stack.layers[1].up.weight
+    ours, theirs = (
+        TorchEngine(folder, device="cpu").decoder.stack.layers[1].up for folder in (engine, wide)
+    )
     assert ours is not None
     assert theirs is not None
-    assert torch.equal(ours, theirs)
+    assert ours.weight is not None
+    assert theirs.weight is not None
+    assert torch.equal(ours.weight, theirs.weight)
 
 
 def change_checkpoint(checkpoint: Path, folder: Path, change: Any) -> Path:
