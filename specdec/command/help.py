@@ -83,7 +83,8 @@ PAGES: Mapping[str, Page] = {
         },
         {
             "Quantization": (
-                "quantization", "dequantize", "kv_cache_dtype", "calibration_data", "calib_size",
+                "quantization", "group_size", "dequantize", "kv_cache_dtype", "calibration_data",
+                "calib_size",
                 "calib_batch_size", "calib_max_seq_length", "calib_device",
             ),
             "Embedding": (
