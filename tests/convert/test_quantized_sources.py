@@ -121,11 +121,14 @@ def test_ranks_have_their_part_of_the_four_bits(
 @pytest.mark.parametrize("family", CLASSES)
 def test_every_family_is_read(family: str, convert: Converter, tmp_path: Path) -> None:
     """Quantized, its checkpoint is byte for byte that of the unquantized weights."""
-    source, plain = make_quantized(tmp_path, CASES["gptq-act-order"], family=family)
+    # The experts of some are narrower than a group.
+    case = CASES["gptq-whole-rows" if family.endswith("_moe") else "gptq-act-order"]
+    source, plain = make_quantized(tmp_path, case, family=family)
     convert(model_dir=source, dequantize=True)
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": None}
     (source / "config.json").write_text(json.dumps(config))
-    tensors = {name: tensor.bfloat16() for name, tensor in plain.items()}
+    dtype = getattr(torch, case.dtype)
+    tensors = {name: tensor.to(dtype) for name, tensor in plain.items()}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     unquantized = convert(model_dir=source, output_dir=tmp_path / "unquantized")
     for name in ("rank0.safetensors", "config.json"):
