@@ -56,6 +56,7 @@ from .plan import (
     plan_tensors,
 )
 from .quantize import packed, unified
+from .quantize.formats import FORMATS
 from .quantize.matrices import IntMatrix
 from .quantize.scales import Quantizer, name_kv_scales, quantize_config
 from .quantize.sections import Scheme, read_scheme
@@ -82,7 +83,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         seconds = stream.measure_hash_seconds(plan, count_workers(settings))
         return {"dry_run": True, **report, "hash_seconds": round(seconds, 2)}
     if plan.measure is not None:
-        plan.measure(count_workers(settings))
+        report["quality"] = plan.measure(count_workers(settings))
     with stage_folder(
         settings.output_dir, force=settings.force, inputs=list_inputs(settings),
         resume=settings.resume,
@@ -262,6 +263,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     specs = list_target_tensors(model)
     num_experts = model.experts.num if model.experts is not None else 1
     parts, ignored = family.find_sources(specs, folder, num_experts), list(family.ignored)
+    parts = packed.turn_parts(folder, parts)
     ignored += ignore_drafter(settings, folder)
     ignored += packed.find_empty_biases(folder, parts) if is_quantized else []
     if is_tied:
@@ -278,7 +280,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         ranks, kept, has_kv_scales = unified.plan_unified(
             folder, specs, parts, model, ignored=ignored, problems=problems, kv_scales=kv_scales
         )
-        config = quantize_config(config, has_kv_scales=has_kv_scales, kept=kept)
+        config = quantize_config(config, FORMATS["fp8"], has_kv_scales=has_kv_scales, kept=kept)
     else:
         ranks = plan_tensors(
             specs, parts, folder, model=model, dtype=model.dtype, ignored=ignored,
@@ -286,7 +288,9 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         )  # fmt: skip
     quantizer = None
     if settings.quantization is not None and not problems:
-        ranks, config, quantizer = quantize_target(settings, folder, model, parts, ranks, config)
+        ranks, config, quantizer = quantize_target(
+            settings, folder, model, specs, parts, ranks, config
+        )
         files = [*files, *list_local(settings.calibration_data)]
     return PlannedTarget(
         model=model, config=config, ranks=split_stages(model, ranks), files=files,

@@ -185,7 +185,7 @@ class ConversionPlan:
 
     vocabulary: what the target's tokens mean, as `specdec.vocabulary` tells it.
     measure: finds the scales, where there are any to find, before the tensors can be written, by
-        that many threads.
+        that many threads; returns what the quantization costs, where that was measured.
     """
 
     config: dict[str, Any]
@@ -194,7 +194,7 @@ class ConversionPlan:
     ranks: tuple[RankPlan, ...]
     source_files: tuple[Path, ...]
     vocabulary: dict[str, Any] | None
-    measure: Callable[[int], None] | None = None
+    measure: Callable[[int], dict[str, Any] | None] | None = None
 
 
 def plan_tensors(

@@ -73,8 +73,13 @@ class ConvertSettings:
         help="TensorRT-LLM version that the checkpoint is for.",
     )  # fmt: skip
     quantization: str | None = setting(
-        choices=("fp8",), help="Quantize the target's linear layers; needs --calibration-data."
+        choices=("fp8", "fp8_pc_pt", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4"),
+        help="Quantize the target's linear layers; all but fp8_pc_pt need --calibration-data.",
     )
+    group_size: int | None = setting(
+        kind="int", metavar="[32|64|128]",
+        help="With int4_awq and w4a8_awq: weights that share a scale; 128 if not given.",
+    )  # fmt: skip
     dequantize: bool = setting(
         False, kind="flag",
         help="Write the plain weights that a quantized target's numbers stand for, in --dtype.",
@@ -89,7 +94,8 @@ class ConvertSettings:
     )  # fmt: skip
     calib_size: int | None = setting(
         kind="int", minimum=1, metavar="N",
-        help="Rows of --calibration-data to use; if not given, all up to 512.",
+        help="Rows of --calibration-data to use; if not given, all up to 512, with int4_awq,"
+        " w4a8_awq and int8_sq up to 128.",
     )  # fmt: skip
     calib_batch_size: int | None = setting(
         kind="int",
