@@ -58,6 +58,10 @@ class Algorithm:
     group_sizes: tuple[int, ...] = ()
     group_dtype: str = "float32"
 
+    def choose_group_size(self, group_size: int) -> int:
+        """Return the group size of a config.json, or the one that there is."""
+        return self.group_sizes[0] if len(self.group_sizes) == 1 else group_size
+
     def describe(
         self, shape: tuple[int, int], dtype: str, group_size: int
     ) -> dict[str, TensorInfo]:
@@ -111,11 +115,13 @@ class Quantization:
 
     exclude_modules: patterns of modules that stay in the model's type; None where the checkpoint
     lists nothing, which means DEFAULT_EXCLUDED. An empty list means that in 0.14 and "none" in 1.x.
+    group_size: of weights that share a scale, where they are in groups.
     """
 
     quant_algo: str | None = None
     kv_cache_quant_algo: str | None = None
     exclude_modules: tuple[str, ...] | None = None
+    group_size: int = 128
 
     @property
     def is_quantized(self) -> bool:
@@ -158,7 +164,14 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
             f"checkpoint config: quantization.exclude_modules is {excluded!r}, not a list of names",
             "correct the key",
         )
+    group_size = section.get("group_size", 128)
+    if type(group_size) is not int or group_size < 1:
+        raise SpecDecError(
+            f"checkpoint config: quantization.group_size is {group_size!r}, not a positive number",
+            "correct the key",
+        )
     return Quantization(
+        group_size=group_size,
         quant_algo=values["quant_algo"],
         kv_cache_quant_algo=values["kv_cache_quant_algo"],
         exclude_modules=None if excluded is None else tuple(excluded),
