@@ -144,6 +144,22 @@ PAGES: Mapping[str, Page] = {
             "Measurement": ("run_profiling", "output_generation_logits", "verify_hashes"),
         },
     ),
+    "serve": Page(
+        (
+            "specdec-serve --engine-dir engine",
+            "specdec-serve --engine-dir engine --host 0.0.0.0 --api-key-file key.txt",
+        ),
+        "docs/serve.md",
+        {
+            "Engine": ("engine_dir", "tokenizer_dir", "served_model_name"),
+            "Address": ("host", "port", "api_key_file", "allow_anonymous"),
+            "Drafting": ("no_speculation", "draft_len"),
+            "Load": (
+                "max_batch_size", "max_seq_len", "max_queue", "prompt_chunk", "request_timeout",
+            ),
+        },
+        {"Machine": ("device", "max_body_mb", "metrics_prefix")},
+    ),
     "train": Page(
         (
             "specdec-train --model-dir BASE --data data.jsonl --output-dir drafter",

@@ -198,6 +198,11 @@ class TorchEngine:
         return min(lengths)
 
     @property
+    def is_lost(self) -> bool:
+        """Whether another rank of this engine has ended."""
+        return self._ranks is not None and self._ranks.is_ended
+
+    @property
     def num_reused_tokens(self) -> int:
         """Prompt tokens taken from the cache."""
         return self.timing.num_reused_tokens
