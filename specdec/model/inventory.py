@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.tensor_file import TensorInfo
 from specdec.methods import DrafterParams
-from specdec.model import int4
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
+from specdec.model.int4 import INT4_ALGORITHMS, describe_int4
 from specdec.model.quantization import (
     ALGORITHMS,
-    FLOAT8,
     FLOAT8_STORAGE,
+    FP8,
     KV_SCALES,
+    SCALES,
     Quantization,
     find_contradictions,
+    is_scale,
 )
 from specdec.model.tensors import (
     TensorSpec,
@@ -29,7 +31,7 @@ from specdec.model.tensors import (
     list_target_tensors,
 )
 
-SCALE_INFO = TensorInfo("float32", (1,))
+NVFP4_GROUP_SIZE = 16
 # What TensorRT-LLM's own writer stores and every loader computes anew.
 ROTARY_BUFFERS = ("embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention")
 
@@ -76,41 +78,76 @@ def compare_tensors(
 ) -> Inventory:
     """Compare a file's tensors with those expected in it, and with their scales."""
     kept: list[str] = []
-    scales: list[str] = []
     wrong: list[str] = []
-    matrices = _describe_quantized(stored, expected, quantization, wrong)
-    cache = _list_cache_scales(stored, expected, quantization)
-    wanted = {**expected, **matrices, **dict.fromkeys(cache, SCALE_INFO)}
-    for name, info in wanted.items():
-        found = stored.get(name)
-        if found is None:
+    own = _describe_matrices(stored, expected, quantization.quant_algo, wrong)
+    expected = {**expected, **own}
+    as_float8 = {name for name in expected if name not in own}
+    for name, wanted in expected.items():
+        info = stored.get(name)
+        if info is None:
             continue
-        is_one = found.dtype == info.dtype and math.prod(found.shape) == 1
-        if name not in expected and info.shape == SCALE_INFO.shape and not is_one:
-            wrong.append(f"{name} is {found.dtype} {list(found.shape)}, not one float32")
-        elif name in expected and found.shape != info.shape:
-            wrong.append(f"{name} has shape {list(found.shape)}, not {list(info.shape)}")
-        elif name in expected and found.dtype != info.dtype:
-            wrong.append(f"{name} is {found.dtype}, config.json says {info.dtype}")
-        elif name not in expected and not is_one and found != info:
-            wrong.append(
-                f"{name} is {found.dtype} {list(found.shape)}, not {info.dtype} {list(info.shape)}"
-            )
+        if info.shape != wanted.shape:
+            wrong.append(f"{name} has shape {list(info.shape)}, not {list(wanted.shape)}")
+        elif info.dtype != wanted.dtype and not (
+            name in as_float8 and _is_float8(name, info, quantization)
+        ):
+            wrong.append(f"{name} is {info.dtype}, config.json says {wanted.dtype}")
         else:
-            (kept if name in expected else scales).append(name)
+            kept.append(name)
     linears = [
         name.removesuffix(".weight") for name in kept
-        if len(stored[name].shape) == 2 and "embedding" not in name
+        if name.endswith(".weight") and len(stored[name].shape) == 2 and "embedding" not in name
     ]  # fmt: skip
     dtypes = {name: info.dtype for name, info in stored.items()}
     wrong += find_contradictions(quantization, linears, dtypes)
-    unread = [
-        name for name in stored
-        if name not in wanted
-        and name.rpartition(".")[2].removesuffix("_local") not in ROTARY_BUFFERS
-    ]  # fmt: skip
-    missing = [name for name in wanted if name not in stored]
+    scales, unread = [], []
+    for name, info in stored.items():
+        if name in expected or name.rpartition(".")[2].removesuffix("_local") in ROTARY_BUFFERS:
+            continue
+        if not quantization.is_quantized or not is_scale(name, expected):
+            unread.append(name)
+        elif info.dtype != "float32" or math.prod(info.shape) != 1:
+            wrong.append(f"{name} is {info.dtype} {list(info.shape)}, not one float32")
+        else:
+            scales.append(name)
+    missing = [name for name in expected if name not in stored]
+    wanted_scales = _list_scales(stored, expected, as_float8, quantization)
+    missing += [name for name in wanted_scales if name not in stored]
     return Inventory(kept=kept, scales=scales, missing=missing, wrong=wrong, unread=unread)
+
+
+def _describe_matrices(
+    stored: Mapping[str, TensorInfo],
+    expected: Mapping[str, TensorInfo],
+    algorithm: str | None,
+    wrong: list[str],
+) -> dict[str, TensorInfo]:
+    """What a file must hold for matrices that are quantized, otherwise than to FP8, by name.
+
+    Which ones are, their types tell; what is impossible about them is added to `wrong`.
+    """
+    described: dict[str, TensorInfo] = {}
+    known = ALGORITHMS.get(algorithm or "")
+    if algorithm == FP8 or (known is None and algorithm not in INT4_ALGORITHMS):
+        return described
+    for name, wanted in expected.items():
+        module = name.removesuffix(".weight")
+        info = stored.get(name)
+        is_matrix = module != name and len(wanted.shape) == 2 and "embedding" not in name
+        if info is None or not is_matrix or info.dtype not in FLOAT8_STORAGE:
+            continue
+        shape = (wanted.shape[0], wanted.shape[1])
+        own = {} if known is None else known.describe(shape, wanted.dtype, NVFP4_GROUP_SIZE)
+        infos = {f"{module}.{kind}": each for kind, each in own.items()}
+        if algorithm in INT4_ALGORITHMS:
+            single = {key: each for key, each in infos.items() if each.shape == (1,)}
+            try:
+                infos = single | describe_int4(module, shape, stored)
+            except SpecDecError as error:
+                wrong.append(error.message)
+                infos = {name: info}
+        described |= infos
+    return described
 
 
 def find_rank_files(folder: Path, num_ranks: int, because: str) -> tuple[list[Path], Problems]:
@@ -136,52 +173,24 @@ def find_rank_files(folder: Path, num_ranks: int, because: str) -> tuple[list[Pa
     return [folder / name for name in wanted if name in present], problems
 
 
-def _describe_quantized(
+def _is_float8(name: str, info: TensorInfo, quantization: Quantization) -> bool:
+    is_matrix = name.endswith(".weight") and len(info.shape) == 2
+    return quantization.quant_algo is not None and is_matrix and info.dtype in FLOAT8_STORAGE
+
+
+def _list_scales(
     stored: Mapping[str, TensorInfo],
     expected: Mapping[str, TensorInfo],
-    quantization: Quantization,
-    wrong: list[str],
-) -> dict[str, TensorInfo]:
-    """Types and shapes of the matrices that are stored in a quantized type, and of their scales.
-
-    What makes no matrix of the checkpoint's kind is added to `wrong`.
-    """
-    algorithm = ALGORITHMS.get(str(quantization.quant_algo))
-    described: dict[str, TensorInfo] = {}
-    for name, info in expected.items():
-        module, found = name.removesuffix(".weight"), stored.get(name)
-        if found is None or module == name or len(info.shape) != 2:
-            continue
-        if quantization.quant_algo is None or found.dtype not in FLOAT8_STORAGE:
-            continue
-        shape = (info.shape[0], info.shape[1])
-        own = {}
-        if algorithm is not None:
-            size = algorithm.choose_group_size(quantization.group_size)
-            own = algorithm.describe(shape, info.dtype, size)
-            own = {f"{module}.{kind}": each for kind, each in own.items()}
-        if quantization.quant_algo in int4.INT4_ALGORITHMS:
-            try:
-                own |= int4.describe_int4(module, shape, stored)
-            except SpecDecError as error:
-                wrong.append(error.message)
-        elif own and own[name].dtype == FLOAT8:  # older writers label its bytes otherwise
-            own[name] = TensorInfo(found.dtype, own[name].shape)
-        described |= own
-    return described
-
-
-def _list_cache_scales(
-    stored: Mapping[str, TensorInfo],
-    expected: Mapping[str, TensorInfo],
+    as_float8: Collection[str],
     quantization: Quantization,
 ) -> list[str]:
-    """The K/V scales that a quantized cache needs, and others that are there."""
-    if not quantization.is_quantized:
-        return []
-    ending = "qkv.weight"
-    own = [n.removesuffix(ending) for n in expected if n.endswith(ending)]
-    scales = [prefix + kind for prefix in own for kind in KV_SCALES if prefix + kind in stored]
+    """The scales that a quantized KV cache needs, and matrices that are quantized to FP8."""
+    scales = []
+    for name, info in stored.items():
+        if name in as_float8 and _is_float8(name, info, quantization):
+            scales += [f"{name.removesuffix('weight')}{scale}" for scale in SCALES]
     if quantization.kv_cache_quant_algo is not None:
-        scales += [p + KV_SCALES[0] for p in own if p.startswith("transformer.")]
-    return list(dict.fromkeys(scales))
+        ending = "qkv.weight"
+        own = [n for n in expected if n.startswith("transformer.") and n.endswith(ending)]
+        scales += [name.removesuffix(ending) + KV_SCALES[0] for name in own]
+    return scales

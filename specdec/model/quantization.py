@@ -58,10 +58,6 @@ class Algorithm:
     group_sizes: tuple[int, ...] = ()
     group_dtype: str = "float32"
 
-    def choose_group_size(self, group_size: int) -> int:
-        """Return the group size of a config.json, or the one that there is."""
-        return self.group_sizes[0] if len(self.group_sizes) == 1 else group_size
-
     def describe(
         self, shape: tuple[int, int], dtype: str, group_size: int
     ) -> dict[str, TensorInfo]:
