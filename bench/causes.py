@@ -54,7 +54,7 @@ class BatchFacts:
 class Cause:
     """A cause and what to do about it.
 
-    gain: None where nothing can be reckoned. is_certain: something is wrong, whatever it costs.
+    gain: None where nothing can be computed. is_certain: something is wrong, whatever it costs.
     """
 
     name: str

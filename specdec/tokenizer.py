@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, summarize
+from specdec.errors import SpecDecError
+from specdec.hub import explain
 from specdec.pretrained import load_tokenizer
 from specdec.vocabulary import read_vocabulary
 
@@ -40,11 +41,7 @@ def check_tokenizer(directory: str, recorded: dict[str, Any] | None) -> Path:
         try:
             folder = Path(snapshot_download(directory, allow_patterns=list(FILES)))
         except Exception as error:  # noqa: BLE001 - the hub's client raises anything
-            raise SpecDecError(
-                f"--tokenizer-dir {directory} is not a folder, and not on the hub:"
-                f" {summarize(error)}",
-                "give the folder of the Hugging Face base model",
-            ) from None
+            raise explain(directory, "--tokenizer-dir", error) from None
     load_tokenizer(str(folder))
     found = read_vocabulary(folder)
     if recorded is not None and found is not None and found != recorded:

@@ -255,6 +255,10 @@ def make_eagle_drafter(
             "norm.weight": (hidden,),
             "lm_head.weight": (draft_vocab or vocab, hidden),
         }
+        if config.get("norm_before_fc"):
+            shapes["input_norm.weight"] = (width,)
+        if config.get("fc_norm"):
+            shapes |= {f"fc_norm.{part}.weight": (hidden,) for part in range(len(aux_layers))}
     elif bias:
         shapes["fc.bias"] = (hidden,)
     if own_embedding:
@@ -263,7 +267,7 @@ def make_eagle_drafter(
     tensors: dict[str, torch.Tensor] = {}
     for key, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
-        tensors[key] = 1 + 0.1 * noise if key.endswith("norm.weight") else noise
+        tensors[key] = 1 + 0.1 * noise if "norm" in key else noise
         if len(shape) > 1 and "embed" not in key:
             tensors[key] *= scale / shape[-1] ** 0.5
         tensors[key] = tensors[key].to(getattr(torch, dtype))

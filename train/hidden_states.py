@@ -52,7 +52,7 @@ logger = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class StatesFile:
     """A file of hidden states: rows `first` to before `stop` of one of the parts."""
 
     part: str
@@ -66,7 +66,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class StatesPlan:
     """What a folder of hidden states holds: facts by which it is known, layers, type, files."""
 
     facts: Mapping[str, Any]
@@ -87,19 +87,19 @@ class Plan:
         }
 
     @functools.cached_property
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[StatesFile]:
         return [s for part, rows in self.parts.items() for s in self._cut(part, rows)]
 
-    def _cut(self, part: str, rows: Rows) -> list[Shard]:
+    def _cut(self, part: str, rows: Rows) -> list[StatesFile]:
         size = TensorInfo(self.dtype, (self.hidden_size,)).num_bytes * (1 + len(self.layers))
         firsts = [0]
         for row in range(1, len(rows)):
             if int(rows.bounds[row + 1] - rows.bounds[firsts[-1]]) * size > SHARD_BYTES:
                 firsts.append(row)
         stops = [*firsts[1:], len(rows)]
-        return [Shard(part, i, *at) for i, at in enumerate(zip(firsts, stops, strict=True))]
+        return [StatesFile(part, i, *at) for i, at in enumerate(zip(firsts, stops, strict=True))]
 
-    def list_tensors(self, shard: Shard) -> dict[str, TensorInfo]:
+    def list_tensors(self, shard: StatesFile) -> dict[str, TensorInfo]:
         """List the tensors of a file."""
         bounds = self.parts[shard.part].bounds
         num_tokens = int(bounds[shard.stop] - bounds[shard.first])
@@ -130,7 +130,9 @@ class Work:
     inputs: Sequence[Path]
 
 
-def write_states(folder: Path, plan: Plan, load: Callable[[], LiveTarget], work: Work) -> None:
+def write_states(
+    folder: Path, plan: StatesPlan, load: Callable[[], LiveTarget], work: Work
+) -> None:
     """Run the target over the data and write its hidden states into `folder`.
 
     All processes call this and share the work.
@@ -162,7 +164,7 @@ def write_states(folder: Path, plan: Plan, load: Callable[[], LiveTarget], work:
     logger.info("hidden states: they are in %s", folder)
 
 
-def _begin(folder: Path, partial: Path, plan: Plan) -> None:
+def _begin(folder: Path, partial: Path, plan: StatesPlan) -> None:
     """Check what a killed run left, and that the disk has room for the rest."""
     journal = partial / JOURNAL_NAME
     description = plan.describe()
@@ -197,18 +199,18 @@ def _begin(folder: Path, partial: Path, plan: Plan) -> None:
         )
 
 
-def _get_mark(folder: Path, shard: Shard) -> Path:
+def _get_mark(folder: Path, shard: StatesFile) -> Path:
     """Return the file that holds a complete file's sha256 while others are missing."""
     return folder / f"{shard.name}.sha256"
 
 
-def _is_complete(folder: Path, plan: Plan, shard: Shard) -> bool:
+def _is_complete(folder: Path, plan: StatesPlan, shard: StatesFile) -> bool:
     path, mark = folder / shard.name, _get_mark(folder, shard)
     size = measure_tensor_file(plan.list_tensors(shard))
     return mark.is_file() and path.is_file() and path.stat().st_size == size
 
 
-def _write_share(folder: Path, plan: Plan, target: LiveTarget, work: Work) -> None:
+def _write_share(folder: Path, plan: StatesPlan, target: LiveTarget, work: Work) -> None:
     """Write this process's part of the files that are missing."""
     accelerator = work.accelerator
     missing = [shard for shard in plan.shards if not _is_complete(folder, plan, shard)]
@@ -233,7 +235,7 @@ def _write_share(folder: Path, plan: Plan, target: LiveTarget, work: Work) -> No
 
 
 def _read_shard(
-    plan: Plan, shard: Shard, target: LiveTarget, work: Work, num_reads: int
+    plan: StatesPlan, shard: StatesFile, target: LiveTarget, work: Work, num_reads: int
 ) -> dict[str, Array]:
     """Return the states of a shard's rows; read some row over again up to `num_reads` in all."""
     rows = plan.parts[shard.part]
@@ -286,7 +288,14 @@ class StoredTarget(Target):
     """A target whose hidden states are read from a folder, mapped, not loaded."""
 
     def __init__(
-        self, folder: Path, plan: Plan, config: Any, *, name: str, with_head: bool, device: Any
+        self,
+        folder: Path,
+        plan: StatesPlan,
+        config: Any,
+        *,
+        name: str,
+        with_head: bool,
+        device: Any,
     ) -> None:
         manifest = read_json(folder / "manifest.json")
         absent = sorted(set(plan.layers) - set(manifest["layers"]))
@@ -299,7 +308,7 @@ class StoredTarget(Target):
         self.folder = folder
         self.plan = dataclasses.replace(plan, layers=tuple(manifest["layers"]))
         self.shards = {
-            part: [Shard(**entry) for entry in manifest["shards"] if entry["part"] == part]
+            part: [StatesFile(**entry) for entry in manifest["shards"] if entry["part"] == part]
             for part in plan.parts
         }
         self._open = functools.lru_cache(maxsize=MAX_OPEN)(self._open_shard)
@@ -330,7 +339,7 @@ class StoredTarget(Target):
         weight = weights["head" if kind == "own" else "embedding"]
         return table, OutputHead(weight, weights.get("head_bias"))
 
-    def _open_shard(self, shard: Shard) -> TensorFile:
+    def _open_shard(self, shard: StatesFile) -> TensorFile:
         file = TensorFile(self.folder / shard.name)
         if file.tensors != self.plan.list_tensors(shard):
             raise SpecDecError(
@@ -357,7 +366,7 @@ class StoredTarget(Target):
 
 def open_states(
     folder: Path,
-    plan: Plan,
+    plan: StatesPlan,
     config: Any,
     load: Callable[[], LiveTarget],
     work: Work,
@@ -379,7 +388,7 @@ def open_states(
     return StoredTarget(folder, plan, config, name=name, with_head=with_head, device=device)
 
 
-def check_states(folder: Path, plan: Plan) -> None:
+def check_states(folder: Path, plan: StatesPlan) -> None:
     """Raise SpecDecError where a folder's hidden states are not of the same target and data."""
     manifest = read_json(folder / "manifest.json")
     if manifest.get("kind") != KIND:

@@ -163,12 +163,12 @@ def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
     vocab_size = target.shape.vocab_size if target is not None else int(config.vocab_size)
     train, heldout = load_rows(settings, state, vocab_size, max_length, accelerator)
     if target is None:
-        from .hidden_states import Plan, Work, hash_rows, open_states
+        from .hidden_states import StatesPlan, Work, hash_rows, open_states
 
         assert settings.hidden_states_dir
         parts = {"train": train, "heldout": heldout}
         hashes = {f"sha256 of the {name} rows": hash_rows(rows) for name, rows in parts.items()}
-        plan = Plan(
+        plan = StatesPlan(
             facts={"--dtype": dtype, **name_hashes(target_files, data_files), **hashes},
             parts=parts,
             layers=method.choose_layers(settings, config),

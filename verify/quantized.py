@@ -1,4 +1,4 @@
-"""An engine that the build quantized: held against itself without drafts, and its distance told.
+"""An engine with quantized weights: compared with itself without drafts; its distance is told.
 
 Its text is that of its own rounded weights, which no other program runs. So two things are asked:
 does speculation leave the engine's own text as it is, which decides the verdict; and how far are

@@ -55,8 +55,8 @@ def format_quantized(report: dict[str, Any]) -> str:
     lines = [
         f"{report['engine_dir']}: {report['verdict']}",
         f"  {report['method']} in {report['dtype']} with {report['quantization']} weights on"
-        f" {report['device']}: not the weights of {report['model_dir']}, so that it is held against"
-        " itself without speculation",
+        f" {report['device']}: not the weights of {report['model_dir']}, so its text is"
+        " compared with its own text without speculation",
         f"  greedy: {report['num_tokens']} tokens compared, the runs alone included;"
         f" {report['prompts']} prompts, {report['prompts'] - num_differing} texts equal,"
         f" {report['acceptance_length']:.2f} tokens per verify step",

@@ -1,7 +1,7 @@
 """EAGLE: a drafter folder -> the `eagle_nets.*` tensors and EAGLE's keys of a checkpoint.
 
 What is published: SafeAILab's EAGLE-1, whose weights EAGLE-2 shares; EAGLE-3 as SafeAILab and
-SpecForge save it, as ModelOpt exports it, and as speculators does.
+SpecForge save it, as ModelOpt exports it, and as speculators does, with EAGLE-3.1's norms or not.
 """
 
 from __future__ import annotations
@@ -110,12 +110,7 @@ SPECULATORS = Format(
     name="speculators",
     find_layers=_find_inputs,
     layers_key="eagle_aux_hidden_state_layer_ids",
-    fixed={
-        "speculators_model_type": "eagle3",
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-    },
+    fixed={"speculators_model_type": "eagle3"},
 )
 # Of the drafter's layers, in the Llama config that each format has somewhere.
 FIXED_NET = {
@@ -207,6 +202,14 @@ def _read_eagle3(
         reader.get_object(form.place) if form.place else reader.config, folder.path
     )
     _check_fixed(place, form.fixed, f"the usual EAGLE-3 of {form.name}")
+    norms = {"norm_before_residual": reader.get_bool("norm_before_residual", False)}
+    for name in Eagle3Params.NEWER:  # vLLM takes ModelOpt's object first
+        norms[name] = (place if name in place.config else reader).get_bool(name, False)
+    if norms["norm_before_fc"] and norms["fc_norm"]:
+        reader.refuse(
+            "norm_before_fc and fc_norm are both true",
+            "set to true the one that the drafter was trained with",
+        )
     reader.problems += place.problems
     layers = sorted(form.find_layers(reader, model.num_hidden_layers))
     is_distinct = len(set(layers)) == len(layers)
@@ -225,14 +228,11 @@ def _read_eagle3(
             f"use the drafter that was trained for this target, and correct {form.layers_key}",
         )
     draft_vocab_size = reader.get_int("draft_vocab_size", net.vocab_size)
-    normed = reader.get_bool("norm_before_residual", False)
     if not reader.problems:
         _check_offsets(reader, folder, draft_vocab_size, model.vocab_size)
     if reader.problems:
         return None
-    return Eagle3Params(
-        aux_layers=tuple(layers), draft_vocab_size=draft_vocab_size, norm_before_residual=normed
-    )
+    return Eagle3Params(aux_layers=tuple(layers), draft_vocab_size=draft_vocab_size, **norms)
 
 
 def _check_offsets(
@@ -302,6 +302,8 @@ def find_sources(
         "lm_head.weight": "lm_head.weight",
         OFFSETS: OFFSETS,
     }
+    if params.eagle3 is not None:
+        beside |= {f"drafter.{name}": name for name in params.eagle3.list_read_norms()}
     found = llama.FAMILY.find_sources(decoder[n] for n in canonical if first[n] not in beside)
     is_only = any(name.startswith(ONLY_LAYER) for name in folder.tensors)
 

@@ -5,6 +5,7 @@ makes a layer's input of it and the next token's embedding; what comes out is th
 which the target's head reads. EAGLE-3, https://arxiv.org/abs/2503.01840: the feature is what `fc`
 makes of the outputs of some of the target's layers; the first layer's attention reads embedding and
 feature side by side, each normed; what comes out is the next feature, and normed, the head's input.
+EAGLE-3.1 may norm what `fc` reads, and feed the normed state on in place of the bare one.
 
     text       t0 t1 t2 t3        pairs      (f0, t1) (f1, t2) (f2, t3)
     features   f0 f1 f2           positions     0        1        2
@@ -106,6 +107,13 @@ class EagleNet:
             own["drafter.fc.weight"], own.get("drafter.fc.bias"), prepack=prepack, kernels=kernels
         )
         self.hidden_norm: Norm | None = None
+        # Norms of what `fc` reads: one of all of it, or one of each layer's part.
+        self.read_norms: list[Norm] = []
+        self.is_output_normed = False
+        if params.eagle3 is not None:
+            names = params.eagle3.list_read_norms()
+            self.read_norms = [Norm(own[f"drafter.{n}"], None, net.norm_epsilon) for n in names]
+            self.is_output_normed = params.eagle3.norm_output
         if self.is_third:
             name = f"{_LAYER0}hidden_norm.weight"
             self.hidden_norm = Norm(decoder[name], None, net.norm_epsilon)
@@ -119,7 +127,13 @@ class EagleNet:
 
     def make_features(self, states: Tensor) -> Tensor:
         """Features [..., D] from what is read of the target [..., F]."""
-        return self.fc(states) if self.is_third else states
+        if not self.is_third:
+            return states
+        if self.read_norms:
+            parts = states.chunk(len(self.read_norms), dim=-1)
+            normed = [norm(part) for norm, part in zip(self.read_norms, parts, strict=True)]
+            states = torch.cat(normed, dim=-1)
+        return self.fc(states)
 
     def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
         """Run pairs of a feature [B, T, D] and the next token; return the next features [B, T, D].
@@ -135,14 +149,16 @@ class EagleNet:
             normed = self.hidden_norm(features)
             first = torch.cat((self.decoder.stack.layers[0].input_norm(embedded), normed), dim=-1)
             x = normed if self.params.eagle3.norm_before_residual else features
-        return self.decoder.run_layers(x, step, cache, first)
+        x = self.decoder.run_layers(x, step, cache, first)
+        return self.decoder.stack.final_norm(x) if self.is_output_normed else x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of the token after the pairs that `forward` made `hidden` from."""
         return self.decoder.compute_logits(self._make_head_input(hidden))
 
     def _make_head_input(self, hidden: Tensor) -> Tensor:
-        return self.decoder.stack.final_norm(hidden) if self.is_third else hidden
+        is_bare = self.is_third and not self.is_output_normed
+        return self.decoder.stack.final_norm(hidden) if is_bare else hidden
 
     def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The `width` most probable tokens, best first, and their log-probabilities."""

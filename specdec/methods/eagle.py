@@ -97,16 +97,30 @@ class Eagle3Params:
 
     aux_layers: the target's layers, from 0, whose outputs are read, rising. draft_vocab_size:
     tokens that can be drafted. norm_before_residual: whether the first layer's attention is added
-    to the normed state.
+    to the normed state. The others are EAGLE-3.1's: norm_before_fc norms what is read of the target
+    as a whole, fc_norm each layer's part, and norm_output makes the normed state the next feature.
     """
 
     aux_layers: tuple[int, ...]
     draft_vocab_size: int
     norm_before_residual: bool
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    NEWER: ClassVar[tuple[str, ...]] = ("norm_before_fc", "fc_norm", "norm_output")
+
+    def list_read_norms(self) -> list[str]:
+        """Names of the norms of what `fc` reads: none, one of all, or one of each layer's part."""
+        if self.norm_before_fc:
+            return ["input_norm.weight"]
+        num_parts = len(self.aux_layers) if self.fc_norm else 0
+        return [f"fc_norm.{part}.weight" for part in range(num_parts)]
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return the keys of the object in a checkpoint's config.json."""
-        return dataclasses.asdict(self) | {"aux_layers": list(self.aux_layers)}
+        config = dataclasses.asdict(self) | {"aux_layers": list(self.aux_layers)}
+        return {key: value for key, value in config.items() if value or key not in self.NEWER}
 
     @classmethod
     def from_checkpoint(cls, key: str, config: object) -> Eagle3Params:
@@ -120,16 +134,16 @@ class Eagle3Params:
         is_good = is_good and layers == sorted(set(layers))
         check(f"{key}.aux_layers", found, "a rising list of layers", is_good=is_good)
         check_count(f"{key}.draft_vocab_size", config.get("draft_vocab_size"), 1, MAX_SIZE)
-        normed = config.get("norm_before_residual")
-        name = f"{key}.norm_before_residual"
-        check(name, normed, "true or false", is_good=isinstance(normed, bool))
-        assert isinstance(normed, bool)
+        norms = {name: config.get(name, False) for name in cls.NEWER}
+        norms["norm_before_residual"] = config.get("norm_before_residual")
+        for name, value in norms.items():
+            check(f"{key}.{name}", value, "true or false", is_good=isinstance(value, bool))
+        check(
+            f"{key}.fc_norm", True, "false where norm_before_fc is true",
+            is_good=not (norms["fc_norm"] and norms["norm_before_fc"]),
+        )  # fmt: skip
         check_unknown(config, {field.name for field in dataclasses.fields(cls)})
-        return cls(
-            aux_layers=tuple(layers),
-            draft_vocab_size=config["draft_vocab_size"],
-            norm_before_residual=normed,
-        )
+        return cls(aux_layers=tuple(layers), draft_vocab_size=config["draft_vocab_size"], **norms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,6 +239,9 @@ class EagleParams(SizedTree):
         else:
             width = len(eagle3.aux_layers) * model.hidden_size
             tensors["drafter.fc.weight"] = TensorSpec((hidden, width), Shard.ROWS)
+            for name in (norms := eagle3.list_read_norms()):
+                shape = (width // len(norms),)
+                tensors[f"drafter.{name}"] = TensorSpec(shape, Shard.WHOLE)
         for layer in range(net.num_hidden_layers):
             prefix = f"drafter.layers.{layer}."
             for name, spec in list_layer_tensors(net).items():
@@ -354,6 +371,15 @@ class EagleTrain:
         help="EAGLE-1: width of the uniform noise added to the features.",
         kind="float",
         minimum=0,
+    )
+    eagle_norm_before_fc: bool = setting(
+        False, kind="flag", help="EAGLE-3: norm what is read of the target, all layers as one."
+    )
+    eagle_fc_norm: bool = setting(
+        False, kind="flag", help="EAGLE-3: norm what is read of the target, each layer by itself."
+    )
+    eagle_norm_output: bool = setting(
+        False, kind="flag", help="EAGLE-3: a step reads the normed state of the one before."
     )
 
 

@@ -223,6 +223,52 @@ def test_the_normed_residual_of_speculators(
     assert read_config(convert.output)["eagle3"]["norm_before_residual"] is True
 
 
+def put_norms(where: str, **norms: bool) -> Edit:
+    """EAGLE-3.1's norms, told in one of the places where they are read."""
+
+    def edit(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        generator = np.random.default_rng(5)
+        names = ["input_norm"] if norms.get("norm_before_fc") else []
+        names += [f"fc_norm.{part}" for part in range(3)] if norms.get("fc_norm") else []
+        for name in names:
+            size = 64 * (1 if "." in name else 3)
+            tensors[f"{name}.weight"] = generator.standard_normal(size, np.float32)
+        if where == "speculators":
+            to_speculators(config, tensors)
+        (config["eagle_config"] if where == "eagle_config" else config).update(norms)
+
+    return edit
+
+
+@pytest.mark.parametrize("norm", ["norm_before_fc", "fc_norm"])
+def test_the_norms_of_eagle31(
+    norm: str, target: Path, eagle3: Path, convert: Converter, tmp_path: Path
+) -> None:
+    written = []
+    for where in ("", "eagle_config", "speculators"):
+        edit = put_norms(where, norm_output=True, **{norm: True})
+        drafter = copy_drafter(eagle3, tmp_path / (where or "top"), edit)
+        folder = tmp_path / f"checkpoint-{where}"
+        convert(model_dir=target, eagle_model_dir=drafter, output_dir=folder, tp_size=2)
+        written.append((read_config(folder), read_ranks(folder)))
+    assert written[0] == written[1] == written[2]
+    eagle = written[0][0]["eagle3"]
+    assert {name for name, value in eagle.items() if value is True} == {norm, "norm_output"}
+    own = load_file(tmp_path / "top" / "model.safetensors")
+    rank = load_file(tmp_path / "checkpoint-" / "rank1.safetensors")
+    for name in own:
+        if name.startswith(("input_norm", "fc_norm")):
+            np.testing.assert_array_equal(rank[f"eagle_nets.0.drafter.{name}"], own[name])
+    parse_checkpoint_config(written[0][0])
+    error = convert.fail(
+        model_dir=target, output_dir=tmp_path / "no",
+        eagle_model_dir=copy_drafter(
+            eagle3, tmp_path / "both", put_norms("", norm_before_fc=True, fc_norm=True)
+        ),
+    )  # fmt: skip
+    assert "norm_before_fc and fc_norm are both true" in error.message
+
+
 def test_modelopt_export(convert: Converter, tmp_path: Path) -> None:
     """The real export: no embedding, no map of the vocabulary, yarn in its config.json."""
     target = make_llama(tmp_path, layers=NUM_LAYERS, vocab=512, dtype="bfloat16")
@@ -356,8 +402,8 @@ def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         (3, put_eagle(use_last_layernorm=False), "use_last_layernorm is False"),
         (3, put_eagle(use_mtp_layernorm=True), "use_mtp_layernorm is True"),
         (3, put_eagle(parallel_draft_step=2), "parallel_draft_step is 2"),
-        (3, put_speculators(norm_before_fc=True), "norm_before_fc is True"),
-        (3, put_speculators(norm_output=True), "norm_output is True"),
+        (3, put_speculators(norm_before_fc=True), "lacks 1 tensor: input_norm.weight"),
+        (3, put_speculators(norm_output=1), "norm_output is 1, not a boolean"),
         (3, put_speculators(model_type="qwen3"), "model_type is 'qwen3'"),
         (3, put_speculators(speculators_model_type="eagle"), "speculators_model_type is 'eagle'"),
         (3, put_speculators(eagle_aux_hidden_state_layer_ids=[0, 2, 4]), "layers [-1, 1, 3]"),

@@ -72,8 +72,20 @@ class EagleReference:
             hook.remove()
         if not self.is_third:
             return hidden
-        read = torch.cat([out.reshape(len(text), -1) for out in outputs], dim=-1)
+        parts = [out.reshape(len(text), -1) for out in outputs]
+        if self.document.get("fc_norm"):
+            parts = [self.norm(part, f"fc_norm.{index}.weight") for index, part in enumerate(parts)]
+        read = torch.cat(parts, dim=-1)
+        if self.document.get("norm_before_fc"):
+            read = self.norm(read, "input_norm.weight")
         return read @ self.tensors["fc.weight"].T
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """transformers' norm with the weights of that name."""
+        norm = LlamaRMSNorm(x.shape[-1], self.config.rms_norm_eps)
+        norm.load_state_dict({"weight": self.tensors[name]})
+        normed: Tensor = norm(x)
+        return normed
 
     @torch.no_grad()
     def run(self, tokens: Sequence[int], features: Tensor) -> Tensor:
@@ -100,7 +112,8 @@ class EagleReference:
         for layer in others:
             out = layer(x, position_embeddings=tables, **arguments)
             x = out[0] if isinstance(out, tuple) else out
-        return x.reshape(size, -1)
+        x = x.reshape(size, -1)
+        return self.norm(x, "norm.weight") if self.document.get("norm_output") else x
 
     @torch.no_grad()
     def rank(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
@@ -112,9 +125,8 @@ class EagleReference:
             tokens.append(token)
             hidden = self.run(tokens, features)
         last = hidden[-1]
-        if self.is_third:
-            variance = last.square().mean() + self.config.rms_norm_eps
-            last = last * variance.rsqrt() * self.tensors["norm.weight"]
+        if self.is_third and not self.document.get("norm_output"):
+            last = self.norm(last, "norm.weight")
         head = self.tensors.get("lm_head.weight", self.target.lm_head.weight)
         own = (head @ last).log_softmax(-1)
         if "d2t" not in self.tensors:

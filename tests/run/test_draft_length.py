@@ -15,7 +15,7 @@ from specdec.decode.drafters.pacing import (
     LOSS_SHARE,
     Costs,
     DraftLength,
-    Plan,
+    DraftPlan,
 )
 
 
@@ -116,8 +116,8 @@ def test_texts_that_end_early_lose_no_more_than_was_staked() -> None:
     """2000 tokens may come, and 20 do: the share is taken of 128 steps at most."""
 
     class Hopeful(DraftLength):
-        def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> Plan:
-            plan: Plan = super().plan(lags, [n + 1980 for n in remaining])
+        def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> DraftPlan:
+            plan: DraftPlan = super().plan(lags, [n + 1980 for n in remaining])
             return plan
 
     for draft in (CHEAP, DEAR):
@@ -201,7 +201,7 @@ def test_a_stopped_draft_is_tried_on_one_request_only() -> None:
     plans: list[list[int]] = []
     honest = length.plan
 
-    def watch(lags: Sequence[int], remaining: Sequence[int]) -> Plan:
+    def watch(lags: Sequence[int], remaining: Sequence[int]) -> DraftPlan:
         plan = honest(lags, remaining)
         plans.append(plan.counts)
         return plan
@@ -226,7 +226,7 @@ def test_drafting_starts_again_when_the_batch_empties() -> None:
 
 
 def test_fixed_length() -> None:
-    assert DraftLength(3).plan([9, 9], [1, 50]) == Plan([3, 3])
+    assert DraftLength(3).plan([9, 9], [1, 50]) == DraftPlan([3, 3])
 
 
 def test_costs() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
-from specdec.decode.drafters.pacing import DraftLength, Plan
+from specdec.decode.drafters.pacing import DraftLength, DraftPlan
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import Request
@@ -125,7 +125,7 @@ class Erratic(DraftLength):
         self.dice = random.Random(2)
         self.num_pieces = self.num_asked = self.num_told = 0  # and tokens to catch up with
 
-    def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> Plan:
+    def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> DraftPlan:
         counts = [self.dice.choice((0, 0, 0, self.dice.randint(1, self.maximum))) for _ in lags]
         pieces = {
             row: self.dice.randint(1, lag)
@@ -135,7 +135,7 @@ class Erratic(DraftLength):
         self.num_pieces += len(pieces)
         drafting = (row for row, n in enumerate(counts) if n and remaining[row] > 1)
         self.num_asked += sum(pieces.values()) + sum(lags[row] for row in drafting)
-        return Plan(counts, pieces)
+        return DraftPlan(counts, pieces)
 
     def record_step(self, *, num_caught_up: int, **values: Any) -> None:
         self.num_told += num_caught_up

@@ -52,6 +52,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "kv_heads": 1,
         "norm_before_residual": True,
     },  # fmt: skip
+    # EAGLE-3.1, with the one norm before fc and with the other.
+    "eagle3-input-norm": {"version": 3, "norm_before_fc": True, "norm_output": True},
+    "eagle3-fc-norm": {"version": 3, "aux_layers": (0, 2), "fc_norm": True, "norm_output": True},
 }
 
 

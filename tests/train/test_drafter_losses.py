@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.methods.eagle import Eagle3Params
 from specdec.model.config import ModelConfig
 from specdec.train import loss as loss_module
 from specdec.train.features import Features, OutputHead
@@ -25,7 +26,12 @@ MODEL = ModelConfig(
     rotary_base=100.0,
 )  # fmt: skip
 NUM_AUXILIARY = 2
-DRAFTERS = ("medusa", "medusa-2", "medusa-soft", "eagle", "eagle-2-layers", "eagle3")
+NORMS = {
+    "eagle3": {},
+    "eagle3-input-norm": {"norm_before_fc": True, "norm_output": True},
+    "eagle3-fc-norm": {"fc_norm": True},
+}
+DRAFTERS = ("medusa", "medusa-2", "medusa-soft", "eagle", "eagle-2-layers", *NORMS)
 
 
 def make_head() -> OutputHead:
@@ -45,13 +51,17 @@ def make_drafter(kind: str) -> Drafter:
     else:
         recipe = Recipe(
             num_steps=STEPS, max_k=5, loss_decay=0.9, token_weight=0.3, noise=0.0,
-            self_distillation=1.0 if kind == "eagle3" else 0.6,
+            self_distillation=1.0 if kind in NORMS else 0.6,
         )  # fmt: skip
         model = MODEL
         if kind == "eagle-2-layers":
             model = ModelConfig(**{**vars(MODEL), "num_hidden_layers": 2})
-        if kind == "eagle3":
-            drafter = Eagle3(model, recipe, make_head(), num_auxiliary=NUM_AUXILIARY)
+        if kind in NORMS:
+            params = Eagle3Params(
+                aux_layers=tuple(range(NUM_AUXILIARY)), draft_vocab_size=VOCAB,
+                norm_before_residual=False, **NORMS[kind],
+            )  # fmt: skip
+            drafter = Eagle3(model, recipe, make_head(), params)
         else:
             drafter = Eagle1(model, recipe)
     with torch.no_grad():  # what begins as zero, one or a copy is told apart
@@ -127,12 +137,21 @@ def run_layer(
 
 
 def draft_eagle(
-    weights: dict[str, Tensor], features: Features, row: int, place: int
+    weights: dict[str, Tensor], features: Features, row: int, place: int, *, norms_output: bool
 ) -> list[Tensor]:
     """Guesses of one draft: true pairs up to `place`, then the drafter's own."""
     is_third = "norm.weight" in weights
     if is_third:
-        states = [weights["fc.weight"] @ a for a in features.auxiliary[row, : place + 1]]
+        read = list(features.auxiliary[row, : place + 1])
+        if "input_norm.weight" in weights:
+            read = [normalize(a, weights["input_norm.weight"]) for a in read]
+        if "fc_norm.0.weight" in weights:
+            norms = [weights[f"fc_norm.{part}.weight"] for part in range(NUM_AUXILIARY)]
+            read = [
+                torch.cat([normalize(p, w) for p, w in zip(a.split(HIDDEN), norms, strict=True)])
+                for a in read
+            ]
+        states = [weights["fc.weight"] @ a for a in read]
     else:
         states = list(features.hidden[row, : place + 1])
     guesses = []
@@ -148,6 +167,8 @@ def draft_eagle(
             ]
         for index in range(2 if "layers.1.mlp.up_proj.weight" in weights else 1):
             x = run_layer(weights, index, x, embedded)
+        if norms_output:
+            x = [normalize(each, weights["norm.weight"]) for each in x]
         guesses.append(x[-1])
         states = [*states, x[-1]]
     return guesses
@@ -171,23 +192,25 @@ def guess_medusa(weights: dict[str, Tensor], features: Features, row: int, place
 def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Tensor) -> Tensor:
     weights = dict(drafter.named_parameters())
     head = features.head.weight
+    is_normed = NORMS.get(kind, {}).get("norm_output", False)
     terms: list[list[Tensor]] = [[] for _ in range(STEPS)]
     for row in range(len(mask)):
         for place in range(mask.shape[1] - 2):
             if kind.startswith("medusa"):
                 guesses = guess_medusa(weights, features, row, place)
             else:
-                guesses = draft_eagle(weights, features, row, place)
+                guesses = draft_eagle(weights, features, row, place, norms_output=is_normed)
             for step, guess in enumerate(guesses):
                 at = place + 2 + step
                 if at >= mask.shape[1] or not mask[row, at]:
                     continue
-                if kind == "eagle3":
-                    logits = weights["lm_head.weight"] @ normalize(guess, weights["norm.weight"])
+                if kind in NORMS:
+                    normed = guess if is_normed else normalize(guess, weights["norm.weight"])
+                    logits = weights["lm_head.weight"] @ normed
                 else:
                     logits = guess if kind.startswith("medusa") else head @ guess
                 logs = logits - logits.exp().sum().log()
-                share = {"medusa-soft": 0.4, "eagle3": 1.0}.get(kind, 0.6)
+                share = 1.0 if kind in NORMS else {"medusa-soft": 0.4}.get(kind, 0.6)
                 share = 0.0 if kind in ("medusa", "medusa-2") else share
                 wanted = (head @ features.hidden[row, at - 1]).softmax(0)
                 soft = (wanted * (wanted.log() - logs)).sum()

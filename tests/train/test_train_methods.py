@@ -32,12 +32,21 @@ KINDS = {
     "medusa": ("--method", "medusa", "--medusa-num-heads", 3),
     "eagle": ("--method", "eagle"),
     "eagle3": ("--method", "eagle", "--eagle-version", 3),
+    "eagle3.1": (
+        "--method",
+        "eagle",
+        "--eagle-version",
+        3,
+        "--eagle-fc-norm",
+        "--eagle-norm-output",
+    ),
 }
 CONVERT_FLAGS = {
     "redrafter": ("--redrafter-draft-len-per-beam", "3", "--drafter-model-dir"),
     "medusa": ("--medusa-model-dir",),
     "eagle": ("--eagle-model-dir",),
     "eagle3": ("--eagle-model-dir",),
+    "eagle3.1": ("--eagle-model-dir",),
 }
 
 
@@ -121,7 +130,7 @@ def test_every_evaluation_converts_builds_and_runs(
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("medusa", "float32"), ("eagle", "bfloat16"), ("eagle3", "float32")],
+    [("medusa", "float32"), ("eagle", "bfloat16"), ("eagle3.1", "float32")],
 )
 def test_an_interrupted_training_resumes_to_the_same_bytes(
     kind: str, dtype: str, run_train: Any, inputs: Any, tmp_path: Path,
@@ -247,6 +256,19 @@ def test_what_cannot_be_measured_is_said_before_training(
         (("--method", "medusa", "--redrafter-num-layers", 1), 2, "--redrafter-num-layers has no"),
         (("--self-distillation", 1.5), 2, "--self-distillation is 1.5"),
         (("--stop-at-acceptance", 2, "--eval-prompts", 0), 2, "--stop-at-acceptance without"),
+        (("--method", "eagle", "--eagle-norm-output"), 2, "--eagle-norm-output is for EAGLE-3"),
+        (
+            (
+                "--method",
+                "eagle",
+                "--eagle-version",
+                3,
+                "--eagle-fc-norm",
+                "--eagle-norm-before-fc",
+            ),
+            2,
+            "--eagle-norm-before-fc and --eagle-fc-norm are both given",
+        ),
         (("--method", "eagle", "--eagle-version", 2), 2, "--eagle-version: '2' is not one of 1, 3"),
         (("--shard-target",), 2, "--shard-target has no effect in a training of one process"),
         (("--push-to-hub", "me/heads"), 1, "--push-to-hub me/heads: HF_TOKEN is not set"),

@@ -1,4 +1,4 @@
-"""An int8 engine is held against itself; how far it is from the model is told, never `exact`."""
+"""An int8 engine is compared with itself; how far it is from the model is told, never `exact`."""
 
 from __future__ import annotations
 

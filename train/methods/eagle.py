@@ -11,7 +11,8 @@ attends to the true pairs up to place t and to its own steps before, as in a dra
               token_weight x (divergence from the target's distribution) + smooth L1 to f_{t+1+i}
     EAGLE-3   s_0 = F [h_a ; h_b ; h_c], outputs of three of the target's layers; the layer attends
               over [norm(e) ; norm(s)] and adds to s; its own norm and output layer give the
-              distribution; no loss of features
+              distribution; no loss of features. EAGLE-3.1 norms what F reads, as a whole or by
+              layers, and may feed the normed state on
 
 Legend: B rows, T tokens, D hidden, N labels, V vocabulary, H head size.
 """
@@ -26,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, smooth_l1_loss
 
-from specdec.command.settings import as_options
+from specdec.command.settings import as_options, name_flag
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
-from specdec.errors import SpecDecError
-from specdec.methods.eagle import EAGLE1_TARGETS, EagleTrain
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods.eagle import EAGLE1_TARGETS, Eagle3Params, EagleTrain
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
@@ -190,6 +191,10 @@ class Eagle(Drafter):
         """What enters the layers, [B, T_i, D]."""
         raise NotImplementedError
 
+    def leave(self, state: Tensor) -> Tensor:
+        """What comes of the layers' output: a step's guess, and the next one's state."""
+        return state
+
     def judge(
         self, features: Features, guesses: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,7 +223,7 @@ class Eagle(Drafter):
                 x = self.join(embedded, state)
                 for layer, history in zip(self.layers, histories, strict=True):
                     x = layer(x, embedded, history, cos, sin)
-                state = x
+                state = self.leave(x)
             guesses.append(state)
         return guesses
 
@@ -279,9 +284,16 @@ class Eagle3(Eagle):
     """EAGLE-3: inner states of the target, and an output layer of the drafter's own."""
 
     def __init__(
-        self, model: ModelConfig, recipe: Recipe, head: OutputHead, *, num_auxiliary: int
+        self, model: ModelConfig, recipe: Recipe, head: OutputHead, params: Eagle3Params
     ) -> None:
         super().__init__(model, recipe)
+        self.params = params
+        num_auxiliary = len(params.aux_layers)
+        if params.norm_before_fc:
+            self.input_norm = RmsNorm(num_auxiliary * model.hidden_size, model.norm_epsilon)
+        if params.fc_norm:
+            norms = (RmsNorm(model.hidden_size, model.norm_epsilon) for _ in params.aux_layers)
+            self.fc_norm = torch.nn.ModuleList(norms)
         self.fc = _make_linear(num_auxiliary * model.hidden_size, model.hidden_size)
         self._add_layers(is_third=True)
         self.norm = RmsNorm(model.hidden_size, model.norm_epsilon)
@@ -291,8 +303,20 @@ class Eagle3(Eagle):
     def begin(self, features: Features) -> Tensor:
         """The inner states, brought to the drafter's width."""
         assert features.auxiliary is not None
-        begun: Tensor = self.fc(features.auxiliary)
+        read = features.auxiliary
+        if self.params.norm_before_fc:
+            read = self.input_norm(read)
+        if self.params.fc_norm:
+            parts = read.chunk(len(self.fc_norm), dim=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            read = torch.cat(normed, dim=-1)
+        begun: Tensor = self.fc(read)
         return begun
+
+    def leave(self, state: Tensor) -> Tensor:
+        """The state, normed where the next step reads it so."""
+        normed: Tensor = self.norm(state) if self.params.norm_output else state
+        return normed
 
     def join(self, embedded: Tensor, state: Tensor) -> Tensor:
         """The state alone; the embedding joins it inside of the first layer."""
@@ -302,7 +326,7 @@ class Eagle3(Eagle):
         self, features: Features, guesses: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         return compute_loss(
-            self.norm(guesses),
+            guesses if self.params.norm_output else self.norm(guesses),
             self.lm_head.weight,
             labels.tokens,
             labels.weights,
@@ -332,7 +356,15 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
         self_distillation=settings.self_distillation,
     )
     if is_third:
-        return Eagle3(model, recipe, target.head, num_auxiliary=len(target.aux_layers))
+        params = Eagle3Params(
+            aux_layers=target.aux_layers,
+            draft_vocab_size=model.vocab_size,
+            norm_before_residual=False,
+            norm_before_fc=options.eagle_norm_before_fc,
+            fc_norm=options.eagle_fc_norm,
+            norm_output=options.eagle_norm_output,
+        )
+        return Eagle3(model, recipe, target.head, params)
     return Eagle1(model, recipe)
 
 
@@ -372,13 +404,18 @@ def describe_layers(target: Target, num_layers: int) -> ModelConfig:
 
 
 def check_target(settings: TrainSettings, config: Any) -> None:
-    """Raise SpecDecError for a target that no engine has EAGLE-1 for."""
+    """Raise SpecDecError for a target that no engine has EAGLE-1 for, or norms that it lacks."""
+    options = as_options(settings, EagleTrain)
+    norms = [name for name in Eagle3Params.NEWER if getattr(options, f"eagle_{name}")]
+    if norms and options.eagle_version == "1":
+        flag = name_flag(f"eagle_{norms[0]}")
+        raise UsageError(f"{flag} is for EAGLE-3", f"give --eagle-version 3, or leave {flag} out")
+    if "norm_before_fc" in norms and "fc_norm" in norms:
+        raise UsageError(
+            "--eagle-norm-before-fc and --eagle-fc-norm are both given", "give one of them"
+        )
     names = getattr(config, "architectures", None) or []
-    if (
-        as_options(settings, EagleTrain).eagle_version == "1"
-        and names
-        and names[0] not in EAGLE1_TARGETS
-    ):
+    if options.eagle_version == "1" and names and names[0] not in EAGLE1_TARGETS:
         raise SpecDecError(
             f"--method eagle is EAGLE version 1, which no engine runs for {names[0]}: its targets"
             f" are {', '.join(EAGLE1_TARGETS)}",
@@ -425,9 +462,11 @@ def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
     }
     if isinstance(drafter, Eagle1):
         return config | {"bias": True}
+    assert isinstance(drafter, Eagle3)
     return config | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": model.vocab_size,
+        **{name: getattr(drafter.params, name) for name in Eagle3Params.NEWER},
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(target.aux_layers),
             "use_aux_hidden_state": True,

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.command.settings import name_flag
 from specdec.engine.layout import count_positions
 from specdec.errors import Problems, join_names, suggest
 from specdec.files.tensor_file import TensorFile
@@ -51,11 +52,6 @@ class Build:
     @property
     def values(self) -> dict[str, Any]:
         return self.record.values
-
-
-def dash(name: str) -> str:
-    """Return a flag as it is typed."""
-    return "--" + name.replace("_", "-")
 
 
 def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Problems:
@@ -173,12 +169,12 @@ def find_method_problems(build: Build) -> Problems:
         ):  # fmt: skip
             if values[name] > limit:
                 problems.add(
-                    f"{name}={values[name]} with EAGLE", f"use {dash(name)} {limit} or less"
+                    f"{name}={values[name]} with EAGLE", f"use {name_flag(name)} {limit} or less"
                 )
         if given.get(paged) == "disable":
             problems.add(
-                f"{dash(paged)} disable with EAGLE, which trtllm-build would turn on again",
-                f"leave {dash(paged)} out",
+                f"{name_flag(paged)} disable with EAGLE, which trtllm-build would turn on again",
+                f"leave {name_flag(paged)} out",
             )
     return problems
 
@@ -212,8 +208,8 @@ def find_bent(build: Build) -> Problems:
             continue
         typed, recorded = build.given[name], build.values[name]
         problems.add(
-            f"{dash(name)} {typed} would quietly become {recorded}: {reason}",
-            f"leave {dash(name)} out, or give {dash(name)} {recorded}",
+            f"{name_flag(name)} {typed} would quietly become {recorded}: {reason}",
+            f"leave {name_flag(name)} out, or give {name_flag(name)} {recorded}",
         )
     return problems
 

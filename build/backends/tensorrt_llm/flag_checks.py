@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specdec.command.settings import name_flag
 from specdec.errors import Problems
 from specdec.trtllm.facts import BuildFlag
 
-from .checks import Build, dash
+from .checks import Build
 from .flags import READ_PATHS
 
 # Flags of parts that no model here has: trtllm-build takes them for any, and they do nothing.
@@ -54,9 +55,9 @@ def find_flag_problems(build: Build) -> Problems:
             given[name] == "disable" if needed is None else given[name] != needed
         ):
             add(
-                f"{dash(name)} {given[name]}: such an engine has no in-flight batching, which is"
-                " all that specdec-run uses",
-                f"leave {dash(name)} out",
+                f"{name_flag(name)} {given[name]}: such an engine has no in-flight batching,"
+                " which is all that specdec-run uses",
+                f"leave {name_flag(name)} out",
             )
     if given.get("multiple_profiles") == "enable" and values["opt_num_tokens"] is not None:
         add("--multiple-profiles and --opt-num-tokens exclude each other", "give one of the two")
@@ -88,7 +89,7 @@ def find_path_problems(build: Build) -> Problems:
         value = build.given.get(name, [])
         for path in value if isinstance(value, list) else [value]:
             if not Path(path).exists():
-                problems.add(f"{dash(name)} {path} does not exist", "check the path")
+                problems.add(f"{name_flag(name)} {path} does not exist", "check the path")
     return problems
 
 
@@ -98,7 +99,7 @@ def _find_number_problems(build: Build) -> Problems:
     for name, value in build.given.items():
         least = LEAST.get(name, 0)
         if build.facts.flags[name].kind == "int" and value < least:
-            problems.add(f"{dash(name)} {value}", f"give {least} or more")
+            problems.add(f"{name_flag(name)} {value}", f"give {least} or more")
     size = build.values["tokens_per_block"]
     if size > 0 and size & (size - 1):
         problems.add(
@@ -115,8 +116,8 @@ def _find_idle_problems(build: Build) -> Problems:
     for name, kind in IDLE.items():
         if name in given:
             problems.add(
-                f"{dash(name)} is for models with {kind}, this is not one",
-                f"leave {dash(name)} out",
+                f"{name_flag(name)} is for models with {kind}, this is not one",
+                f"leave {name_flag(name)} out",
             )
     if given.get("pp_reduce_scatter") == "enable":
         problems.add("--pp-reduce-scatter is for Mixtral alone", "leave --pp-reduce-scatter out")
@@ -128,14 +129,15 @@ def _find_idle_problems(build: Build) -> Problems:
         ]  # fmt: skip
         if without:
             problems.add(
-                f"{', '.join(map(dash, without))} without --lora-plugin has no effect",
+                f"{', '.join(map(name_flag, without))} without --lora-plugin has no effect",
                 "add --lora-plugin auto, or leave them out",
             )
     if given.get("auto_parallel", 1) == 1:
         idle = [name for name in ("gpus_per_node", "cluster_key") if name in given]
         if idle:
             problems.add(
-                f"{', '.join(map(dash, idle))} without --auto-parallel has no effect", "leave out"
+                f"{', '.join(map(name_flag, idle))} without --auto-parallel has no effect",
+                "leave out",
             )
     tp_size = build.checkpoint.model.tp_size
     if given.get("gemm_allreduce_plugin", "disable") != "disable" and tp_size == 1:
@@ -158,9 +160,9 @@ def _find_plugin_problems(build: Build) -> Problems:
         if value in TYPES and value != dtype:
             kinds = "disable" if name == "gemm_allreduce_plugin" else "auto"
             problems.add(
-                f"{dash(name)} {value} for a {dtype} checkpoint: a plugin takes tensors of"
+                f"{name_flag(name)} {value} for a {dtype} checkpoint: a plugin takes tensors of"
                 " its own type alone",
-                f"give {dash(name)} {dtype} or {kinds}",
+                f"give {name_flag(name)} {dtype} or {kinds}",
             )
     if given.get("gemm_plugin") in ("fp8", "nvfp4"):
         wanted = given["gemm_plugin"]
@@ -175,12 +177,12 @@ def _find_plugin_problems(build: Build) -> Problems:
             continue
         if algorithm not in algorithms:
             problems.add(
-                f"{dash(name)} {given[name]} for a checkpoint that is {is_a}: it is for"
+                f"{name_flag(name)} {given[name]} for a checkpoint that is {is_a}: it is for"
                 f" {' and '.join(algorithms)}",
-                f"leave {dash(name)} out, or quantize the target",
+                f"leave {name_flag(name)} out, or quantize the target",
             )
         if "swiglu" in name and build.values["use_fused_mlp"] == "disable":
-            problems.add(f"{dash(name)} needs the fused MLP", "leave --use-fused-mlp out")
+            problems.add(f"{name_flag(name)} needs the fused MLP", "leave --use-fused-mlp out")
     if given.get("fuse_fp4_quant") == "enable" and algorithm != "NVFP4":
         problems.add(
             f"--fuse-fp4-quant enable for a checkpoint that is {is_a}: it is for NVFP4",

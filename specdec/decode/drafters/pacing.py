@@ -77,7 +77,7 @@ def is_plain_due(num_plain: int, since_plain: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DraftPlan:
     """What the draft model is to do in a step.
 
     counts: tokens to draft for each of the active requests. catch_up: for requests that nothing is
@@ -120,7 +120,7 @@ class DraftLength:
         self._gain_share = 1.0  # of the step that was planned last
         self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
 
-    def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> Plan:
+    def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> DraftPlan:
         """Return how many tokens to draft for each of the active requests.
 
         lags: tokens that the draft model would have to catch up with. remaining: tokens that each
@@ -128,8 +128,8 @@ class DraftLength:
         """
         num_rows = len(lags)
         if not self.is_auto:
-            return Plan([self.maximum] * num_rows)
-        nothing = Plan([0] * num_rows)
+            return DraftPlan([self.maximum] * num_rows)
+        nothing = DraftPlan([0] * num_rows)
         if is_plain_due(self._num_plain, self._since_plain):
             return nothing
         rows_at_rest, end_of_rest = self._rest
@@ -148,7 +148,7 @@ class DraftLength:
         if self._draft.largest < num_rows:
             best = min(best, 1)  # what a pass for more requests costs is a guess yet
         worth = [row for row in usable if gain * remaining[row] / num_rows > price * lags[row]]
-        # All at once; or where their prompts are too dear, those that it follows already.
+        # All at once; or where their prompts are too costly, those that it follows already.
         followed = [row for row in worth if lags[row] <= FIRST_CHUNK]
         would_pay = False
         for rows in (worth, followed):
@@ -157,7 +157,7 @@ class DraftLength:
                 would_pay = True
                 if self._risk(best, rows, lags) <= allowance:
                     self._gain_share = share
-                    return Plan([best if row in rows else 0 for row in range(num_rows)])
+                    return DraftPlan([best if row in rows else 0 for row in range(num_rows)])
         allowance = PROBE_SHARE * self._spent - self._lost
         plan = nothing if would_pay else self._try_one(usable[0], lags, remaining, allowance)
         if not any(plan.counts):
@@ -176,20 +176,20 @@ class DraftLength:
 
     def _try_one(
         self, row: int, lags: Sequence[int], remaining: Sequence[int], allowance: float
-    ) -> Plan:
+    ) -> DraftPlan:
         """Draft a token for one request, or let the draft model come nearer to that; or nothing."""
         nothing = [0] * len(lags)
         price = self._catch_up.estimate(1)
         if price is None and lags[row] > FIRST_CHUNK:
-            return Plan(nothing, {row: FIRST_CHUNK} if allowance > 0 else {})
+            return DraftPlan(nothing, {row: FIRST_CHUNK} if allowance > 0 else {})
         if self._risk(1, [row], lags) <= allowance:
             self._gain_share = self._share_gain([row], remaining)
-            return Plan([int(place == row) for place in range(len(lags))])
+            return DraftPlan([int(place == row) for place in range(len(lags))])
         # A longer piece never costs more a token than a shorter one did.
         affordable = int(allowance / price) if price else 0
         if affordable < FIRST_CHUNK or lags[row] <= FIRST_CHUNK or self._draft.largest:
-            return Plan(nothing)
-        return Plan(nothing, {row: min(affordable, lags[row])})
+            return DraftPlan(nothing)
+        return DraftPlan(nothing, {row: min(affordable, lags[row])})
 
     def _risk(self, length: int, rows: Sequence[int], lags: Sequence[int]) -> float:
         """Seconds that drafts for these requests lose if nothing of them is accepted."""
