@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
-from specdec.engine.int8 import Int8Linear
+from specdec.engine.integers import IntegerLinear, IntegerMatrix
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import Norm, name_activation
 from specdec.engine.linear import Linear, can_prepack
@@ -260,10 +260,8 @@ class _Parts:
             weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
             return Float8Linear(weight, weight_scales, input_scale, bias)
         if weight.dtype is torch.int8:
-            return Int8Linear(
-                weight, weights[f"{name}.{INT8_SCALES}"], bias,
-                dtype=TORCH_DTYPES[self._model.dtype], prepack=prepack, kernels=kernels,
-            )  # fmt: skip
+            matrix = IntegerMatrix(8, weight, weights[f"{name}.{INT8_SCALES}"][:, None])
+            return IntegerLinear(matrix, bias, kernels)
         return Linear(weight, bias, prepack=prepack, kernels=kernels)
 
     def make_norm(self, name: str) -> Norm:

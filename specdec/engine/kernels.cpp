@@ -853,8 +853,10 @@ inline float round_group(float *x, int64_t count, int8_t *bytes) {
   const bool is_finite = most < 0x7f800000u;
   const float factor = is_finite && largest >= kSmallest ? kLargest / largest : 0.0f;
   for (int64_t i = 0; i < kMaxGroup; i += kVector) {
+    typedef int8_t Bytes __attribute__((vector_size(kVector)));
     const Ints rounded = round_to_ints(load<Floats>(x + i) * factor);
-    for (int64_t j = 0; j < kVector; ++j) bytes[i + j] = static_cast<int8_t>(rounded[j]);
+    const Bytes narrow = __builtin_convertvector(rounded, Bytes);
+    std::memcpy(bytes + i, &narrow, sizeof narrow);
   }
   if (!is_finite) {
     std::memset(bytes, 0, kMaxGroup);
@@ -1176,19 +1178,14 @@ void pack_matrix(const E *weight, int64_t N, int64_t depth, E *packed) {
   }
 }
 
-// Bits 4 i to 4 i + 3 become byte i.
-inline uint32_t spread_nibbles(uint32_t x) {
-  x = (x | x << 8) & 0x00ff00ffu;
-  return (x | x << 4) & 0x0f0f0f0fu;
-}
-
-// The same of integers. codes: of 4 bits [N, ceil(depth / 2)], the lower half of a byte first, or of
-// 8 bits signed [N, depth]; scales, zeros: [N, groups], or [N] where there is one a row.
+// The same of integers. codes: of 8 bits [N, depth], or of 4 bits [N / 2, depth], rows 2 r and
+// 2 r + 1 in the lower and upper halves of row r; both signed, so that 0 is the usual zero. scales,
+// zeros: [N, groups], or [N] where there is one a row.
 template <int kBits>
 void pack_tiles(const uint8_t *codes, const float *scales, const uint8_t *zeros,
                 const Integers *packed) {
   const IntegerMatrix<kBits> w(packed);
-  const int64_t N = packed->N, width = (w.depth * kBits + 7) / 8, listed = w.scales_bytes / kTile / 4;
+  const int64_t N = packed->N, listed = w.scales_bytes / kTile / 4;
   const int64_t tiles = (N + kTile - 1) / kTile;
   char *first = const_cast<char *>(w.tiles);
 #pragma omp parallel for schedule(static) if (N * w.depth > kParallelWork)
@@ -1208,14 +1205,18 @@ void pack_tiles(const uint8_t *codes, const float *scales, const uint8_t *zeros,
       }
     for (int64_t begin = 0; begin < w.steps; begin += kBlock)
       for (int64_t j = 0; j < rows; ++j) {
-        const uint8_t *row = codes + (t * kTile + j) * width;
+        const int64_t n = t * kTile + j;
+        const uint8_t *row = codes + (kBits == 4 ? n / 2 : n) * w.depth;
         for (int64_t step = begin; step < std::min(begin + kBlock, w.steps); ++step) {
-          uint32_t word = 0;  // a step is four bytes of a row
-          std::memcpy(&word, row + step * 4, std::min<int64_t>(4, width - step * 4));
-          if (kBits == 4)
-            word = spread_nibbles(word & 0xffffu) | spread_nibbles(word >> 16) << 4;
-          else if (kByteZero == 128)
-            word ^= 0x80808080u;
+          constexpr int64_t kElements = IntegerMatrix<kBits>::kElements;
+          const int64_t at = step * kElements, count = std::min(kElements, w.depth - at);
+          uint32_t words[2] = {};
+          std::memcpy(words, row + at, count);
+          uint32_t word = words[0] ^ (kByteZero == 128 ? 0x80808080u : 0u);
+          if (kBits == 4) {
+            for (auto &half : words) half = (half >> n % 2 * 4 & 0x0f0f0f0fu) ^ 0x08080808u;
+            word = words[0] | words[1] << 4;
+          }
           std::memcpy(tile + w.header + step * kStepBytes + 4 * j, &word, 4);
         }
       }

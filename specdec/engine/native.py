@@ -384,28 +384,29 @@ class NativeKernels:
         scales: Tensor,
         zeros: Tensor | None = None,
         *,
-        depth: int,
+        bits: int,
         group: int,
         input_scales: Tensor | None = None,
         order: Tensor | None = None,
     ) -> Tensor:
         """Lay out a matrix [N, depth] of integers, see `Integers` in kernels.cpp.
 
-        codes: int8 [N, depth], or uint8 [N, ceil(depth / 2)] of two of 4 bits, the first in the
-        lower half. scales: float32, zeros: uint8 (8 if None), of each group of `group` inputs
-        [N, groups], or one a row [N, 1]. input_scales: float32 [depth], by which inputs are
-        multiplied; order: int32 [depth], which of the inputs each column is for. Returns uint8 [n].
+        codes: int8 [N, depth], or of 4 bits [N / 2, depth] as specdec/model/int4.py packs them.
+        scales: float32, zeros: uint8 (8 if None), of each group of `group` inputs [N, groups], or
+        one a row [N, 1]. input_scales: float32 [depth], by which inputs are multiplied; order:
+        int32 [depth], which of the inputs each column is for. Returns uint8 [n].
         """
-        num_outputs, bits = len(codes), 8 if codes.dtype is torch.int8 else 4
+        codes, scales = codes.contiguous(), scales.contiguous()
+        rows, depth = codes.shape
+        num_outputs = rows * 8 // bits
         num_groups = -(-depth // group)
         by_row = scales.shape == (num_outputs, 1)
-        _check("codes", codes, torch.int8 if bits == 8 else torch.uint8, num_outputs,
-               depth if bits == 8 else -(-depth // 2))  # fmt: skip
+        _check("codes", codes, torch.int8, rows, depth)
         _check("scales", scales, torch.float32, num_outputs, 1 if by_row else num_groups)
         _check("zeros", zeros, torch.uint8, *scales.shape)
         _check("input scales", input_scales, torch.float32, depth)
         _check("an order", order, torch.int32, depth)
-        if group not in INTEGER_GROUPS or (bits == 8 and zeros is not None):
+        if group not in INTEGER_GROUPS or (bits, zeros is not None) == (8, True):
             raise ValueError(f"{bits} bits in groups of {group}, zeros {zeros is not None}")
         if order is not None and not 0 <= int(order.min()) <= int(order.max()) < depth:
             raise ValueError(f"an order of {depth} inputs has others")

@@ -1,6 +1,6 @@
 """In half precision a token's state has the same bits in every step: alone, in a tree, in a batch.
 
-With int8 weights too.
+With integer weights too.
 
 So speculative text is that of plain decoding on the same engine in half precision too, not only up
 to near-ties, wherever the native kernels run a step.
