@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.model.architectures import KEY, list_flags
 from specdec.model.config import ModelConfig
@@ -17,8 +16,6 @@ from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
 
 if TYPE_CHECKING:
     from .families.base import Family
-
-logger = logs.get_logger(__name__)
 
 # What 1.x takes no more. There a head that is left out is the embedding; and it renamed keys of
 # `moe` and refuses the old ones, while a dense model may go without.
@@ -104,18 +101,15 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
 
 
 def _check_architecture(architecture: str, version: str) -> None:
-    """Say that a line of TensorRT-LLM lacks an architecture; raise where that line was asked for.
+    """Raise SpecDecError where a line of TensorRT-LLM that was asked for lacks an architecture.
 
     The default line is not asked for: its checkpoints are our own engine's too.
     """
-    if architecture in load_facts(version).architectures:
-        return
-    fact = f"TensorRT-LLM {version} has no {architecture}"
-    if version != DEFAULT_LABEL:
+    if version != DEFAULT_LABEL and architecture not in load_facts(version).architectures:
         raise SpecDecError(
-            fact, "leave --trtllm-version out: the checkpoint is then for the torch backend"
+            f"TensorRT-LLM {version} has no {architecture}",
+            "leave --trtllm-version out: the checkpoint is then for the torch backend",
         )
-    logger.info("%s: this checkpoint is for the torch backend", fact)
 
 
 def adapt_config(config: Mapping[str, Any], version: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class HfFolder:
         self.files: list[Path] = [path / "config.json"]
         self.tensors: dict[str, TensorInfo] = {}
         self._holders: dict[str, TensorFile | TorchFile] = {}
+        self._stored: dict[str, str] = {}  # name -> the one in the file, where `rename` changed it
         self._open_files: list[TensorFile | TorchFile] = []
         # A link that leads nowhere counts as there: it is an error, not a reason to read another.
         present = [name for name in (*weight_files, *WEIGHT_NAMES) if os.path.lexists(path / name)]
@@ -54,18 +55,38 @@ class HfFolder:
         else:
             self._add_file(_open_weights(path / present[0]))
 
+    def rename(self, names: Mapping[str, str], *, left_out: Collection[str]) -> None:
+        """Let tensors go by other names, given by their own; forget those that are left out."""
+        problems = Problems()
+        tensors: dict[str, TensorInfo] = {}
+        for name, info in self.tensors.items():
+            new = names.get(name, name)
+            if name in left_out:
+                continue
+            if new in tensors:
+                problems.add(
+                    f"{self.path} has two namings of one tensor, {self._stored[new]} and {name}",
+                    "keep one of them: which is the trained one cannot be known",
+                )
+            tensors[new], self._stored[new] = info, name
+        problems.raise_all()
+        self.tensors = tensors
+
     def read(self, name: str) -> Array:
         """Return a tensor in its storage type (bfloat16 as uint16)."""
+        name = self._stored.get(name, name)
         return self._holders[name].read(name)
 
     def read_block(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> Array:
         """Return a copy of some rows of a tensor, all columns or columns [first, last)."""
+        name = self._stored.get(name, name)
         return self._holders[name].read_block(name, start, stop, columns)
 
     def locate(self, name: str) -> tuple[Path, int] | None:
         """Return the file and offset of a tensor's bytes, or None where they are no such run."""
+        name = self._stored.get(name, name)
         return self._holders[name].locate(name)
 
     def release(self) -> None:

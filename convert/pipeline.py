@@ -24,9 +24,17 @@ from specdec.files.staging import (
     stage_folder,
 )
 from specdec.files.tensor_file import TensorInfo, measure_tensor_file
-from specdec.model.checkpoint import parse_checkpoint_config
+from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import HEAD, get_rank_shape, list_rank_names, list_target_tensors
+from specdec.model.quantization import EXECUTED
+from specdec.model.tensors import (
+    EMBEDDING,
+    HEAD,
+    get_rank_shape,
+    list_rank_names,
+    list_target_tensors,
+)
+from specdec.trtllm.pairs import find_lack
 from specdec.vocabulary import read_recorded, read_vocabulary
 
 from . import config as checkpoint_config
@@ -52,6 +60,7 @@ from .quantize.scales import Quantizer, name_kv_scales, quantize_config
 from .quantize.target import check_flags as check_quantization_flags
 from .quantize.target import quantize_target
 from .settings import ConvertSettings
+from .wrappers import unwrap
 
 logger = logs.get_logger(__name__)
 
@@ -98,6 +107,8 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         settings.output_dir, report["architecture"], plan.dtype, _describe_ranks(report),
         report["num_tensors"], report["total_bytes"] / 1e6, seconds,
     )  # fmt: skip
+    if report["lack"] is not None:
+        logger.info("%s: this checkpoint is for the torch backend", report["lack"])
     return {"dry_run": False, **report, "convert_seconds": seconds}
 
 
@@ -219,6 +230,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan the target from its Hugging Face folder."""
     assert settings.model_dir is not None
     folder = open_model(settings.model_dir, "--model-dir")
+    unwrap(folder)
     family = find_family(folder)
     is_quantized = unified.is_quantized(folder)
     if is_quantized and settings.quantization is not None:
@@ -390,6 +402,8 @@ def plan_drafter(
     for rank, targets in zip(ranks, target.ranks, strict=True):
         for name, other in shared.items():
             info = TensorInfo(dtype, get_rank_shape(specs[name], model))
+            if other == HEAD and model.share_embedding_table:
+                other = EMBEDDING
             if other is None:
                 rank[name] = PlannedTensor(info, ())
             elif _is_like(targets.get(other), info):
@@ -424,6 +438,7 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
     total = sum(int(str(file["bytes"])) for file in files)
     checkpoint = plan.checkpoint
     model = checkpoint.model
+    lack = find_lack(settings.trtllm_version, plan.config, model.architecture)
     summary: dict[str, Any] = {
         name: getattr(model, name)
         for name in (
@@ -439,6 +454,8 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
         "architecture": plan.config["architecture"],
         "method": checkpoint.method.name if checkpoint.method else "plain",
         "trtllm_version": settings.trtllm_version,
+        "backends": list_backends(checkpoint, is_lacking=lack is not None),
+        "lack": lack[0] if lack is not None else None,
         "dtype": plan.dtype,
         "quant_algo": checkpoint.quantization.quant_algo,
         "kv_cache_quant_algo": checkpoint.quantization.kv_cache_quant_algo,
@@ -451,6 +468,16 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
         "sources": [str(path) for path in plan.source_files],
         "config": summary,
     }
+
+
+def list_backends(checkpoint: CheckpointConfig, *, is_lacking: bool) -> list[str]:
+    """The backends of specdec-build that take a checkpoint.
+
+    is_lacking: whether TensorRT-LLM has no class for it.
+    """
+    is_executed = checkpoint.quantization.quant_algo in EXECUTED
+    backends = ["torch"] if checkpoint.model.pp_size == 1 and is_executed else []
+    return backends if is_lacking else [*backends, "tensorrt-llm"]
 
 
 def check_free_space(output_dir: Path, num_bytes: int) -> None:
@@ -477,6 +504,8 @@ def format_report(report: dict[str, Any]) -> str:
     lines = [
         f"{report['architecture']} ({report['method']}) for TensorRT-LLM"
         f" {report['trtllm_version']} -> {report['output_dir']}",
+        f"backends that take it: {', '.join(report['backends'])}"
+        + (f" ({report['lack']})" if report["lack"] else ""),
         f"dtype {report['dtype']}{_describe_quantization(report)}, {_describe_ranks(report)},"
         f" {report['num_tensors']} tensors a rank",
     ]

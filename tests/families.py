@@ -17,11 +17,13 @@ CLASSES = {
     "opt": ("OPTConfig", "OPTForCausalLM"),
     "gemma": ("GemmaConfig", "GemmaForCausalLM"),
     "ministral": ("MinistralConfig", "MinistralForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
 }
-# Those that TensorRT-LLM has no class for, and the one whose checkpoint is another's.
+# Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
 OWN = ("seed_oss", "stablelm")
+NOT_IN_014 = (*OWN, "qwen3")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
 
@@ -63,7 +65,7 @@ def make_family_model(
         values = {renamed.get(key, key): value for key, value in values.items()}
     elif family == "opt":
         values |= {"ffn_dim": values.pop("intermediate_size"), "word_embed_proj_dim": hidden}
-    elif family in ("gemma", "ministral", "seed_oss"):
+    elif family in ("gemma", "ministral", "qwen3", "seed_oss"):
         values["head_dim"] = hidden // heads
     elif family == "stablelm":
         values["partial_rotary_factor"] = 0.5

@@ -143,7 +143,7 @@ def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
     config = load_config(settings.model_dir)
     max_length = choose_max_length(settings, config)
     method = load_method(settings.method)
-    method.check_target(settings, config)
+    method.check_options(settings)
     load = functools.partial(open_target, settings, method, config, dtype, accelerator, split=split)
     target: Target | None = None if settings.hidden_states_dir else load()
     state = TrainingState(settings.output_dir)

@@ -35,7 +35,7 @@ def learn_one_row(settings: TrainSettings, split: Split) -> dict[str, Any]:
     accelerator = start_accelerator(settings, split)
     config = load_config(settings.model_dir)
     method = load_method(settings.method)
-    method.check_target(settings, config)
+    method.check_options(settings)
     dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
     target = open_target(settings, method, config, dtype, accelerator, split=split)
     tokenizer = load_tokenizer(settings.model_dir, target.shape.vocab_size)

@@ -31,6 +31,7 @@ from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.inventory import find_rank_files, list_tensors
 from specdec.model.quantization import (
     ACTIVATION_SCALE,
+    EXECUTED,
     FLOAT8,
     FLOAT8_STORAGE,
     FP8,
@@ -107,7 +108,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
             f"the torch backend executes {', '.join(ACTIVATIONS)}",
         )
     algorithm = checkpoint.quantization.quant_algo
-    if algorithm not in (None, FP8):
+    if algorithm not in EXECUTED:
         problems.add(
             f"the checkpoint is quantized ({algorithm})",
             "the torch backend executes FP8, float16, bfloat16 and float32",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from specdec.errors import SpecDecError, shorten, suggest
+from specdec.errors import SpecDecError, shorten
 
 from ..hf import HfFolder
+from ..kinds import describe_kind
+from ..wrappers import WRAPPERS
 from .base import Family
 
 
@@ -32,27 +34,34 @@ def find_family(folder: HfFolder) -> Family:
             f"{folder.path}: architectures is {shorten(listed)}, not a list of names",
             "correct architectures in its config.json",
         )
-    architecture = listed[0] if listed else None
-    remedy = f"the supported architectures are {', '.join(FAMILIES)}"
-    if isinstance(folder.config.get("text_config"), dict):
-        remedy = f"save its language model, the part of text_config, alone; {remedy}"
-    if architecture is not None:  # ModelOpt names so the class of a model that it added heads to
-        architecture = architecture.removeprefix("Medusa")
-    if architecture is None:
+    if listed:  # ModelOpt names so the class of a model that it added heads to
+        family = FAMILIES.get(listed[0].removeprefix("Medusa"))
+        what = f"architecture {shorten(listed[0])}"
+    else:
         model_type = folder.config.get("model_type")
-        for family in FAMILIES.values():
-            if model_type == family.model_type:
-                return family
-        known = [family.model_type for family in FAMILIES.values()]
-        raise SpecDecError(
-            f"{folder.path}: config.json names no architecture, and model_type"
-            f" {shorten(model_type)}{suggest(str(model_type), known)}",
-            remedy,
+        family = next((one for one in FAMILIES.values() if one.model_type == model_type), None)
+        what = f"model_type {shorten(model_type)}, with no architecture named beside it,"
+    if family is None:
+        raise refuse_unknown(folder, what)
+    return family
+
+
+def refuse_unknown(folder: HfFolder, what: str) -> SpecDecError:
+    """Return the error for a model that is of no family: what it has, and which is nearest."""
+    inner = folder.config.get("text_config")
+    config, owner = folder.config, "it"
+    if isinstance(inner, dict):
+        config, owner = inner, f"its text model ({shorten(inner.get('model_type'))})"
+    names = {family.name: family for family in FAMILIES.values()}
+    name, lacking = describe_kind(config, folder.tensors, names)
+    nearest = names[name].architectures[0]
+    has = f"looks like {nearest}, as far as config.json and tensor names tell"
+    if lacking:
+        has = f"has {', '.join(lacking)}; the nearest supported one, {nearest}, has not"
+    remedy = f"the supported architectures are {', '.join(FAMILIES)}"
+    if isinstance(inner, dict) and not lacking:
+        remedy = (
+            f"save its text model alone; the wrappers that are opened here are"
+            f" {', '.join(WRAPPERS)}; {remedy}"
         )
-    if architecture not in FAMILIES:
-        raise SpecDecError(
-            f"{folder.path}: architecture {shorten(architecture)} is not supported"
-            f"{suggest(architecture, list(FAMILIES))}",
-            remedy,
-        )
-    return FAMILIES[architecture]
+    return SpecDecError(f"{folder.path}: {what} is not supported: {owner} {has}", remedy)

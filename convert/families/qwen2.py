@@ -25,17 +25,17 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=32
     )
+    values |= {"attn_bias": True, "sliding_window": read_window(reader, values)}
+    return make_model(reader, layout, "Qwen2ForCausalLM", values)
+
+
+def read_window(reader: ConfigReader, values: dict[str, Any]) -> int | None:
+    """Return the sliding window, None where there is none."""
     window = None
     if reader.get_bool("use_sliding_window", False):
         window = get_window(reader, 4096)
     first_layer = reader.get_int("max_window_layers", 28, minimum=0)
-    values |= {
-        "attn_bias": True,
-        "sliding_window": read_sliding_window(
-            reader, values["num_hidden_layers"], window, first_layer
-        ),
-    }
-    return make_model(reader, layout, "Qwen2ForCausalLM", values)
+    return read_sliding_window(reader, values["num_hidden_layers"], window, first_layer)
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:

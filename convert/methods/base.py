@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from specdec.errors import SpecDecError
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import DEFAULT_EXCLUDED
+from specdec.trtllm.facts import DEFAULT_LABEL
+from specdec.trtllm.pairs import Pair, find_pair
 
 if TYPE_CHECKING:
     from ..hf import HfFolder
@@ -45,6 +48,23 @@ class DrafterConverter(Protocol):
         self, config: Mapping[str, Any], params: Any, version: str, *, is_head_quantized: bool
     ) -> dict[str, Any]:
         """Return a target's config.json with the drafter added."""
+
+
+def choose_pair(method: str, title: str, target: str, version: str) -> Pair | None:
+    """Return what TensorRT-LLM has for a target with a drafter, None where it has nothing.
+
+    The checkpoint then gets the method's own architecture. Raises SpecDecError where a line without
+    was asked for; the default one is not.
+    """
+    pair = find_pair(version, method, target)
+    if pair is None and version != DEFAULT_LABEL:
+        raise SpecDecError(
+            f"TensorRT-LLM {version} has no {title} for {target}",
+            f"convert for {DEFAULT_LABEL}"
+            if find_pair(DEFAULT_LABEL, method, target)
+            else "leave --trtllm-version out: the checkpoint is then for the torch backend",
+        )
+    return pair
 
 
 def exclude_modules(

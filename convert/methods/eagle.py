@@ -12,31 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specdec import logs
 from specdec.command.settings import as_options
 from specdec.errors import SpecDecError, join_names
 from specdec.methods.eagle import (
-    EAGLE1_TARGETS,
     EAGLE3_ARCHITECTURE,
-    EAGLE_ARCHITECTURE,
+    METHOD,
+    OWN_ARCHITECTURE,
     Eagle3Params,
     EagleConvert,
     EagleParams,
     make_net,
 )
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, find_first_copy
+from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, HEAD_BIAS, find_first_copy
 
 from ..families import llama
 from ..families.base import ROTARY_BUFFERS, read_decoder
 from ..hf import ConfigReader, HfFolder
 from ..plan import Part, check_num_layers
-from .base import exclude_modules
+from .base import choose_pair, exclude_modules
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
-
-logger = logs.get_logger(__name__)
 
 WEIGHT_FILES: tuple[str, ...] = ()
 # As ModelOpt saves a target with its drafter; how that one is built is in its pickle alone.
@@ -280,7 +277,7 @@ def share_tensors(
         "drafter.fc.bias": ("fc.bias", None),
     }
     if params.draft_vocab_size == params.net.vocab_size:
-        absent["lm_head.weight"] = ("lm_head.weight", HEAD)
+        absent |= {name: (name, name) for name in (HEAD, HEAD_BIAS)}
     shared = {}
     for name in canonical:
         own, other = absent.get(find_first_copy(name).removeprefix(EAGLE_NET), ("", None))
@@ -299,7 +296,8 @@ def find_sources(
         "drafter.fc.weight": "fc.weight",
         "drafter.fc.bias": "fc.bias",
         "drafter.layers.0.hidden_norm.weight": "layers.0.hidden_norm.weight",
-        "lm_head.weight": "lm_head.weight",
+        HEAD: HEAD,
+        HEAD_BIAS: HEAD_BIAS,
         OFFSETS: OFFSETS,
     }
     if params.eagle3 is not None:
@@ -332,37 +330,28 @@ def add_to_config(
     config: Mapping[str, Any], params: EagleParams, version: str, *, is_head_quantized: bool
 ) -> dict[str, Any]:
     """Return a target's config.json with the drafter added."""
-    if version == "0.14":
-        raise SpecDecError("TensorRT-LLM 0.14 has no EAGLE", "convert for 1.2")
     target, combined = config["architecture"], dict(config)
-    if params.eagle3 is None and target not in EAGLE1_TARGETS:
-        raise SpecDecError(
-            f"TensorRT-LLM has no EAGLE-1 for {target}",
-            f"the targets it has one for are {', '.join(EAGLE1_TARGETS)}; EAGLE-3, on the torch"
-            " backend, takes any: specdec-train --method eagle --eagle-version 3 trains one",
-        )
+    own_name = EAGLE3_ARCHITECTURE if params.eagle3 else OWN_ARCHITECTURE
+    title = METHOD.own_architectures[own_name]
+    pair = choose_pair(METHOD.name, title, target, version)
     if params.eagle3 is None and is_head_quantized:
         raise SpecDecError(
             "the target's lm_head is quantized, and EAGLE-1 drafts with it",
             "quantize the target without its head",
         )
-    if params.eagle3 is not None:
-        logger.warning(
-            "EAGLE-3: TensorRT-LLM's engine path does not read this checkpoint (%s); the torch"
-            " backend runs it", EAGLE3_ARCHITECTURE,
-        )  # fmt: skip
     own = params.to_checkpoint()
-    kept = ("dtype", "logits_dtype", "position_embedding_type", "mapping")
+    kept = ("dtype", "logits_dtype", "mapping")
     own[EagleParams.NET] = {
         "architecture": "LlamaForCausalLM",
         **{key: config[key] for key in kept if key in config},
+        "position_embedding_type": "rope_gpt_neox",
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
         "use_parallel_embedding": config.get("use_parallel_embedding", False),
         "embedding_sharding_dim": config.get("embedding_sharding_dim", 0),
         **own[EagleParams.NET],
     }
     combined |= own
-    combined["architecture"] = EAGLE3_ARCHITECTURE if params.eagle3 else EAGLE_ARCHITECTURE
+    combined["architecture"] = own_name if params.eagle3 or pair is None else pair[1]
     combined["base_architecture"] = target
     excluded = exclude_modules(
         config.get("quantization"), ["eagle_nets.*"], is_head_quantized=is_head_quantized

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from specdec.command.settings import as_options
 from specdec.errors import SpecDecError, join_names
 from specdec.files.tensor_file import TensorInfo
-from specdec.methods.medusa import MedusaConvert, MedusaParams
+from specdec.methods.medusa import METHOD, MedusaConvert, MedusaParams
 from specdec.model.config import ModelConfig
 
 from ..config import MOE_014, drop_default_keys
 from ..hf import ConfigReader, HfFolder
 from ..plan import Part, check_num_layers
-from .base import exclude_modules
+from .base import choose_pair, exclude_modules
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
@@ -36,12 +36,10 @@ _OWN = re.compile(r"(medusa_heads\.|medusa_head\.|)(\d{1,9})\.")
 NUM_HEADS = ("medusa_num_heads", "num_medusa_heads")
 NUM_LAYERS = ("medusa_num_layers", "num_medusa_layers")
 
-ARCHITECTURE = "MedusaForCausalLM"
 # What 1.x picks the target's class by; 0.14 has Llama's alone.
 MODEL_TYPES_1X = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
 }  # fmt: skip
-TARGETS_014 = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> MedusaParams:
@@ -183,24 +181,15 @@ def add_to_config(
     As NVIDIA's converters write it, the keys of a plain checkpoint that say nothing left out.
     """
     target = config["architecture"]
-    known = TARGETS_014 if version == "0.14" else tuple(MODEL_TYPES_1X)
-    if target not in known:
-        raise SpecDecError(
-            f"TensorRT-LLM {version} has no Medusa for {target}",
-            "convert for 1.2"
-            if target in MODEL_TYPES_1X
-            else f"the targets it has one for are {', '.join(known)}",
-        )
-    if config.get("hidden_act") != "silu":
-        raise SpecDecError(
-            f"hidden_act is {config.get('hidden_act')!r}: TensorRT-LLM would use it in the heads,"
-            " which are trained with 'silu'",
-            "use a target with silu, or another method",
-        )
-    combined = _drop_defaults(config)
-    combined |= {"architecture": ARCHITECTURE, **params.to_checkpoint()}
-    if version != "0.14":
-        combined |= {"base_architecture": target, "model_type": MODEL_TYPES_1X[target]}
+    pair = choose_pair(METHOD.name, METHOD.title, target, version)
+    if pair is None:
+        (architecture,) = METHOD.own_architectures
+        combined = dict(config) | {"base_architecture": target}
+    else:
+        architecture, combined = pair[1], _drop_defaults(config)
+        if version != "0.14":
+            combined |= {"base_architecture": target, "model_type": MODEL_TYPES_1X[target]}
+    combined |= {"architecture": architecture, **params.to_checkpoint()}
     excluded = exclude_modules(
         config.get("quantization"), list_modules(params), is_head_quantized=is_head_quantized
     )

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.command.settings import as_options
 from specdec.errors import Problems, SpecDecError, join_names
-from specdec.methods.redrafter import ReDrafterConvert, ReDrafterParams
+from specdec.methods.redrafter import METHOD, ReDrafterConvert, ReDrafterParams
 from specdec.model.config import ModelConfig
 
 from ..config import MOE_014, drop_default_keys
 from ..hf import ConfigReader, HfFolder
 from ..plan import Part, check_num_layers
-from .base import exclude_modules
+from .base import choose_pair, exclude_modules
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
@@ -30,15 +30,6 @@ NAMINGS: dict[str, tuple[str, ...]] = {
 }
 # Fields in which a trainer records how many tokens the drafter learned to predict.
 TRAINED_LENGTH_FIELDS = ("predict_n_tokens", "num_draft_tokens")
-
-# Target -> what it is to TensorRT-LLM (a Mistral model is a Llama whose window its runtime sets),
-# and that target's ReDrafter in 1.x.
-TARGETS = {
-    "LlamaForCausalLM": ("LlamaForCausalLM", "ReDrafterForLLaMALM"),
-    "MistralForCausalLM": ("LlamaForCausalLM", "ReDrafterForLLaMALM"),
-    "Qwen2ForCausalLM": ("Qwen2ForCausalLM", "ReDrafterForQWenLM"),
-}
-ARCHITECTURE_014 = "ReDrafterForCausalLM"  # for Llama alone
 
 
 def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> ReDrafterParams:
@@ -169,21 +160,11 @@ def add_to_config(
     config: Mapping[str, Any], params: ReDrafterParams, version: str, *, is_head_quantized: bool
 ) -> dict[str, Any]:
     """Return a target's config.json with the drafter added."""
-    if config["architecture"] not in TARGETS:
-        raise SpecDecError(
-            f"TensorRT-LLM has no ReDrafter for {config['architecture']}",
-            f"the targets it has one for are {', '.join(TARGETS)}",
-        )
-    base, architecture = TARGETS[config["architecture"]]
+    target = config["architecture"]
+    pair = choose_pair(METHOD.name, METHOD.title, target, version)
+    base, architecture = pair or (target, *METHOD.own_architectures)
     combined = dict(config)
     if version == "0.14":
-        if base != "LlamaForCausalLM":
-            raise SpecDecError(
-                f"TensorRT-LLM 0.14 has a ReDrafter for Llama alone, which would drop the attention"
-                f" biases of {base}",
-                "convert for 1.2",
-            )
-        architecture = ARCHITECTURE_014
         # That line's ReDrafter config knows no more than these by default.
         combined = drop_default_keys(
             combined,

@@ -15,7 +15,7 @@ from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
 from specdec.engine.integers import IntegerLinear, IntegerMatrix
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
-from specdec.engine.layers import Norm, name_activation
+from specdec.engine.layers import Attention, Norm, name_activation
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
@@ -73,7 +73,6 @@ class Decoder:
         self.is_prepacked = prepack
         arithmetic = model.arithmetic
 
-        parts = _Parts(model, weights, self.rank, prepack=prepack, kernels=kernels)
         self.embedding = weights["transformer.vocab_embedding.weight"]
         self.position_embedding: Tensor | None = None
         self.rotary: RotaryTable | None = None
@@ -85,6 +84,9 @@ class Decoder:
         if arithmetic.scales_embedding:
             # Rounded to the model's type first, as the family was trained.
             self.embedding_scale = torch.tensor(model.hidden_size**0.5, dtype=self.dtype)
+        parts = _Parts(
+            model, weights, self.rank, rotary=self.rotary, prepack=prepack, kernels=kernels
+        )
         self.stack = Stack(
             layers=[parts.make_layer(index) for index in range(model.num_hidden_layers)],
             final_norm=parts.make_norm("transformer.ln_f"),
@@ -93,8 +95,6 @@ class Decoder:
             head_size=model.head_size,
             activation=name_activation(model),
             is_gated=arithmetic.mlp != "plain",
-            window=model.sliding_window,
-            rotary=self.rotary,
             group=group,
         )
         self._torch = TorchLayers(self.stack)
@@ -245,11 +245,12 @@ class _Parts:
         weights: Mapping[str, Tensor],
         rank: int,
         *,
+        rotary: RotaryTable | None,
         prepack: bool,
         kernels: NativeKernels | None,
     ) -> None:
         self._model, self._weights, self._rank = model, weights, rank
-        self._prepack, self._kernels = prepack, kernels
+        self._rotary, self._prepack, self._kernels = rotary, prepack, kernels
 
     def make_linear(self, name: str, *, is_summed: bool = False) -> Linear:
         """is_summed: its products are summed over the ranks, of which the first adds the bias."""
@@ -274,6 +275,7 @@ class _Parts:
         post_norm = None if arithmetic.is_parallel else self.make_norm(prefix + "post_layernorm")
         up = "mlp.fc" if arithmetic.mlp == "plain" else "mlp.gate_up"
         return Layer(
+            attention=self.make_attention(prefix + "attention."),
             input_norm=self.make_norm(prefix + "input_layernorm"),
             qkv=self.make_linear(prefix + "attention.qkv"),
             dense=self.make_linear(prefix + "attention.dense", is_summed=True),
@@ -281,3 +283,14 @@ class _Parts:
             up=self.make_linear(prefix + up),
             down=self.make_linear(prefix + "mlp.proj", is_summed=True),
         )
+
+    def make_attention(self, prefix: str) -> Attention:
+        model, norms = self._model, []
+        for part in "qk" if model.arithmetic.qk_norm else "":
+            weight = self._weights[f"{prefix}{part}_layernorm.weight"]
+            norms.append(Norm(weight, None, model.norm_epsilon))
+        q_norm, k_norm = norms or (None, None)
+        return Attention(
+            scale=model.head_size**-0.5, cap=None, window=model.sliding_window,
+            rotary=self._rotary, q_norm=q_norm, k_norm=k_norm,
+        )  # fmt: skip

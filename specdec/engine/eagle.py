@@ -32,7 +32,7 @@ from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import EagleParams
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD
+from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, HEAD_BIAS
 
 _LAYER0 = "transformer.layers.0."
 
@@ -49,6 +49,16 @@ def _check_offsets(offsets: Tensor, vocab_size: int) -> None:
             f" vocab_size {vocab_size} ({int(outside.sum())} of {len(offsets)} are outside)",
             "the drafter's weights are damaged or of another target: convert and build it again",
         )
+
+
+def _is_head(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+    """Whether a drafter's head is the target's, whose own may be its embedding."""
+    bias, targets = own.get(HEAD_BIAS), weights.get(HEAD_BIAS)
+    if bias is None or targets is None:
+        same_bias = bias is targets
+    else:
+        same_bias = torch.equal(bias, targets)
+    return same_bias and torch.equal(own[HEAD], weights.get(HEAD, weights[EMBEDDING]))
 
 
 class EagleNet:
@@ -81,8 +91,8 @@ class EagleNet:
             for name, weight in own.items()
             if name.startswith("drafter.")
         }
-        decoder[HEAD] = own[HEAD]
-        if head is not None and not torch.equal(own[HEAD], weights.get(HEAD, weights[EMBEDDING])):
+        decoder |= {name: own[name] for name in (HEAD, HEAD_BIAS) if name in own}
+        if head is not None and not _is_head(own, weights):
             head = None
         if EMBEDDING in weights and torch.equal(decoder[EMBEDDING], weights[EMBEDDING]):
             decoder[EMBEDDING] = weights[EMBEDDING]

@@ -28,6 +28,8 @@
 #endif
 #if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -237,6 +239,21 @@ inline V exp_fast(V x) {
   return p * scale;
 }
 
+// tanh of a float or of each of a vector, with an error below 2e-7: a polynomial up to 0.625, where
+// 1 - e would lose digits, beyond it (1 - e) / (1 + e) with e = exp(-2 |x|).
+template <typename V>
+inline V tanh_fast(V x) {
+  const V size = x < V{} ? -x : x, square = x * x;
+  V p = V{} - 5.70498872745e-3f;
+  p = mul_add(p, square, V{} + 2.06390887954e-2f);
+  p = mul_add(p, square, V{} - 5.37397155531e-2f);
+  p = mul_add(p, square, V{} + 1.33314422036e-1f);
+  p = mul_add(p, square, V{} - 3.33332819422e-1f);
+  const V near = mul_add(p * square, x, x);
+  const V e = exp_fast(size * -2.0f), far = (1.0f - e) / (1.0f + e);
+  return size < V{} + 0.625f ? near : x < V{} ? -far : far;
+}
+
 inline float sigmoid(float x) {
   float e = exp_fast(-(x < 0 ? -x : x));  // in (0, 1]: never overflows
   return (x < 0 ? e : 1.0f) / (1.0f + e);
@@ -280,22 +297,34 @@ void layer_norm_row(const E *x, const E *weight, const E *bias, E *out, int64_t 
           mul_add((to_float(x[i]) - mean) * scale, to_float(weight[i]), to_float(bias[i])));
 }
 
-// Root-mean-square norm, or layer norm where there is a bias; after adding `delta` to x, if given.
+// Root-mean-square norm, or layer norm where there is a bias.
 template <typename E>
-void add_norm(E *x, const E *delta, const E *weight, const E *bias, E *out, int64_t rows,
-              int64_t D, float epsilon) {
+void norm_row(const E *x, const E *weight, const E *bias, E *out, int64_t D, float epsilon) {
+  if (bias == nullptr)
+    rms_norm_row(x, weight, out, D, epsilon);
+  else
+    layer_norm_row(x, weight, bias, out, D, epsilon);
+}
+
+// The norm of x, to which `delta` is added before, if given: times `share`, and itself normed first
+// where it has a norm, of which added[0] is the weight and added[1] the bias.
+template <typename E>
+void add_norm(E *x, const E *delta, const E *const *added, float share, const E *weight,
+              const E *bias, E *out, int64_t rows, int64_t D, float epsilon) {
 #pragma omp parallel for if (rows * D > kParallelWork)
   for (int64_t r = 0; r < rows; ++r) {
-    E *row = x + r * D;
+    E *row = x + r * D, *to = out + r * D;
     if (delta != nullptr) {
       const E *add = delta + r * D;
+      if (added[0] != nullptr) {
+        norm_row(add, added[0], added[1], to, D, epsilon);
+        add = to;
+      }
 #pragma omp simd
-      for (int64_t i = 0; i < D; ++i) store(row[i], to_float(row[i]) + to_float(add[i]));
+      for (int64_t i = 0; i < D; ++i)
+        store(row[i], mul_add(to_float(add[i]), share, to_float(row[i])));
     }
-    if (bias == nullptr)
-      rms_norm_row(row, weight, out + r * D, D, epsilon);
-    else
-      layer_norm_row(row, weight, bias, out + r * D, D, epsilon);
+    norm_row(row, weight, bias, to, D, epsilon);
   }
 }
 
@@ -324,12 +353,23 @@ void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t siz
   if (from != to && size < H) std::memcpy(to + size, from + size, sizeof(E) * (H - size));
 }
 
+// How a layer attends. q_norm, k_norm: weights [H] of the norms of each query and each key before
+// they are rotated, or null; cosine, sine: [lines, rotated]; window: positions that a token sees,
+// itself included, or 0 for all; scale: of the scores; cap: a score s becomes cap tanh(s / cap), or 0
+// where it stays; epsilon: of the norms.
+template <typename E>
+struct Attention {
+  const E *q_norm, *k_norm, *cosine, *sine;
+  int64_t rotated, window;
+  float scale, cap, epsilon;
+};
+
 // Attention of one query head's worth of work: plain dot products, for steps of one or two tokens.
 // queries: `count` rows [H], already scaled; out: rows [H].
 template <typename E>
 void attend_few(const float *queries, int64_t num_queries, const E *keys, const E *values,
-                const int64_t *visible, int64_t count, int64_t H, float *scores, float *row,
-                float *sums) {
+                const int64_t *visible, int64_t count, int64_t H, float cap, float *scores,
+                float *row, float *sums) {
   for (int64_t i = 0; i < num_queries * H; ++i) sums[i] = 0.0f;
   for (int64_t v = 0; v < count; ++v) {
     const E *from = keys + visible[v] * H;
@@ -345,6 +385,10 @@ void attend_few(const float *queries, int64_t num_queries, const E *keys, const 
   }
   for (int64_t g = 0; g < num_queries; ++g) {
     float *s = scores + g * count;
+    if (cap > 0.0f) {
+#pragma omp simd
+      for (int64_t v = 0; v < count; ++v) s[v] = cap * tanh_fast(s[v] / cap);
+    }
     float top = s[0];
 #pragma omp simd reduction(max : top)
     for (int64_t v = 0; v < count; ++v) top = s[v] > top ? s[v] : top;
@@ -443,8 +487,8 @@ inline void overwrite_hidden(float *scores, const uint8_t *hidden, int64_t num_t
 // [kPositions, H].
 template <typename E>
 void attend_lanes(const float *queries, const E *keys, const E *values, const uint8_t *hidden,
-                  int64_t num_tree, const int64_t *first, int64_t count, int64_t H, float *scores,
-                  float *scratch, float *out) {
+                  int64_t num_tree, const int64_t *first, int64_t count, int64_t H, float cap,
+                  float *scores, float *scratch, float *out) {
   std::fill(scores, scores + count * kLanes, 0.0f);
   std::fill(out, out + H * kLanes, 0.0f);
   for (int64_t v = 0; v < count; v += kPositions) {
@@ -452,6 +496,10 @@ void attend_lanes(const float *queries, const E *keys, const E *values, const ui
     const float *K = load_floats(keys + v * H, scratch, some * H);
     float *to = scores + v * kLanes;
     with_head_size(H, [&](auto size) { add_lanes(K, size, 1, some, queries, size, to); });
+  }
+  for (int64_t v = 0; v < count && cap > 0.0f; ++v) {
+    const Floats capped = cap * tanh_fast(load<Floats>(scores + v * kLanes) / cap);
+    std::memcpy(scores + v * kLanes, &capped, sizeof capped);
   }
   overwrite_hidden(scores, hidden, num_tree, first, count, -1e30f);
   Floats top = load<Floats>(scores), total = {};
@@ -478,33 +526,37 @@ void attend_lanes(const float *queries, const E *keys, const E *values, const ui
   }
 }
 
-// qkv: [B, T, (N + 2K) H], rotated in place; cache: keys [R, K, S, H] then values of one layer;
-// cosine, sine: [lines, rotated]; positions, lines: [B, T], the token's place in the sequence and its
-// line of the tables; tree_mask: [B, T, C], of the C newest tokens in the cache, the step's own last;
-// window: positions that a token sees, itself included, or 0 for all (C is T then); out: [B, T, N H].
+// qkv: [B, T, (N + 2K) H], normed and rotated in place; cache: keys [R, K, S, H] then values of one
+// layer; positions, lines: [B, T], the token's place in the sequence and its line of the tables;
+// tree_mask: [B, T, C], of the C newest tokens in the cache, the step's own last (C is T where there
+// is a window); out: [B, T, N H].
 template <typename E>
-void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *rows,
+void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
             const int64_t *positions, const int64_t *lines, const int64_t *past,
             const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,
-            int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window) {
+            int64_t H, int64_t R, int64_t S) {
   const int64_t stride = (N + 2 * K) * H, group = N / K, head = S * H;
+  const int64_t rotated = how.rotated, window = how.window;
   E *key_cache = cache, *value_cache = cache + R * K * head;
   const bool parallel_rotate = B * T * stride > kParallelWork;
 #pragma omp parallel for if (parallel_rotate)
   for (int64_t bt = 0; bt < B * T; ++bt) {
     const int64_t b = bt / T, slot = past[b] + C - T + bt % T, line = lines[bt] * rotated;
+    const E *cosine = how.cosine + line, *sine = how.sine + line;
     E *token = qkv + bt * stride;
+    for (int64_t n = 0; n < N + K && how.q_norm != nullptr; ++n)
+      rms_norm_row(token + n * H, n < N ? how.q_norm : how.k_norm, token + n * H, H, how.epsilon);
     for (int64_t n = 0; n < N && rotated > 0; ++n)
-      rotate_to(token + n * H, token + n * H, cosine + line, sine + line, rotated, H);
+      rotate_to(token + n * H, token + n * H, cosine, sine, rotated, H);
     for (int64_t k = 0; k < K; ++k) {
       const int64_t at = (rows[b] * K + k) * head + slot * H;
-      rotate_to(token + (N + k) * H, key_cache + at, cosine + line, sine + line, rotated, H);
+      rotate_to(token + (N + k) * H, key_cache + at, cosine, sine, rotated, H);
       std::memcpy(value_cache + at, token + (N + K + k) * H, sizeof(E) * H);
     }
   }
   int64_t longest = 0;
   for (int64_t b = 0; b < B; ++b) longest = past[b] + C > longest ? past[b] + C : longest;
-  const float scale = 1.0f / std::sqrt(static_cast<float>(H));
+  const float scale = how.scale;
   const bool parallel_attend = B * T * N * H * longest > kParallelWork;
   // The first committed position that a token sees: those are stored at their own numbers.
   const auto find_first = [&](int64_t b, int64_t t) {
@@ -540,8 +592,8 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
         for (int64_t j = 0; j < C; ++j)
           if (sees(b, part, j)) visible[count++] = past[b] + j;
         for (int64_t i = 0; i < group * H; ++i) queries[i] = to_float(query[i]) * scale;
-        attend_few(queries.data(), group, keys, values, visible.data(), count, H, scores.data(),
-                   row.data(), sums.data());
+        attend_few(queries.data(), group, keys, values, visible.data(), count, H, how.cap,
+                   scores.data(), row.data(), sums.data());
         E *to = out + ((b * T + part) * N + k * group) * H;
         for (int64_t i = 0; i < group * H; ++i) store(to[i], sums[i]);
         continue;
@@ -559,7 +611,7 @@ void attend(E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *row
       }
       for (int64_t lane = 0; lane < kLanes; ++lane) first[lane] -= start;
       attend_lanes(queries.data(), keys + start * H, values + start * H, hidden.data(), C, first,
-                   past[b] + C - start, H, scores.data(), scratch.data(), sums.data());
+                   past[b] + C - start, H, how.cap, scores.data(), scratch.data(), sums.data());
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         const int64_t q = part * kLanes + lane;
         if (q >= num_queries) break;
@@ -1408,42 +1460,65 @@ void apply_to(E *x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) store(x[i], activate(to_float(x[i])));
 }
 
-// The layers of a decoder over one step's tokens. Legend as above; M = B T tokens. matrices of a
+// Logits become cap tanh(scale x / cap).
+template <typename E>
+void cap_logits(E *x, int64_t count, float scale, float cap) {
+#pragma omp parallel for simd if (count > kParallelWork)
+  for (int64_t i = 0; i < count; ++i)
+    store(x[i], cap * tanh_fast(to_float(x[i]) * scale / cap));
+}
+
+// The layers of a decoder over one step's tokens. Legend as above; M = B T tokens. weights of a
 // layer, in order: weight and bias of input norm, QKV, dense, post norm, up (gate and up stacked
-// where it is gated), down; absent ones are null, and a layer without post norm has attention and
-// MLP read the same input. first: [M, first_depth], what the first layer's attention reads, or null
-// where that is its normed input. x: [M, D], overwritten by the last layer's output; out: [M, D], its
-// norm; observed: [number of them, M, D]. Matrices are of type W, all else is of type E.
+// where it is gated), down; weights of the norms of queries and of keys; weight and bias of the norm
+// of what dense yields, and of what down yields. Absent ones are null, and a layer without post norm
+// has attention and MLP read the same input. tables: cosines and sines by turns; attending: of each
+// layer its window and the number of its table. first: [M, first_depth], what the first layer's
+// attention reads, or null where that is its normed input. x: [M, D], overwritten by the last layer's
+// output; out: [M, D], its norm; observed: [number of them, M, D]. Matrices are of type W, all else
+// is of type E.
 struct Shape {
-  int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, window, num_layers, activation;
+  int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, num_layers, activation;
   int64_t is_gated, observing, is_integer;
 };
 
-constexpr int64_t kLayerPointers = 12;
+// share: of what attention and MLP yield, in what is added to the layer's input.
+struct Scalars {
+  float epsilon, scale, cap, share;
+};
+
+constexpr int64_t kLayerPointers = 18;
 
 template <typename W, typename E>
 void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *const *final_norm,
-                E *cache, const E *cosine, const E *sine, const int64_t *rows,
+                E *cache, const E *const *tables, const int64_t *attending, const int64_t *rows,
                 const int64_t *positions, const int64_t *lines, const int64_t *past,
                 const uint8_t *tree_mask, const int64_t *observed_layers, E *observed,
-                const Shape &shape, float epsilon) {
+                const Shape &shape, const Scalars &scalars) {
   const Shape &s = shape;
+  const float epsilon = scalars.epsilon, share = scalars.share;
   const int64_t M = s.B * s.T, heads = (s.N + 2 * s.K) * s.H, inner = s.I * (1 + s.is_gated);
   const int64_t layer_cache = 2 * s.R * s.K * s.S * s.H;
   std::vector<E> qkv(M * heads), attended(M * s.N * s.H), mixed(M * s.D), up(M * inner);
   std::vector<E> gated(s.is_gated ? M * s.I : 0), second(M * s.D);
-  if (first == nullptr) add_norm<E>(x, nullptr, weights[0], weights[1], out, M, s.D, epsilon);
+  if (first == nullptr)
+    add_norm<E>(x, nullptr, nullptr, share, weights[0], weights[1], out, M, s.D, epsilon);
   for (int64_t layer = 0; layer < s.num_layers; ++layer) {
     const E *const *w = weights + layer * kLayerPointers;
     const E *const *next = layer + 1 < s.num_layers ? w + kLayerPointers : final_norm;
     const auto matrix = [w](int64_t at) { return reinterpret_cast<const W *>(w[at]); };
+    const E *const *table = tables + 2 * attending[2 * layer + 1];
+    const Attention<E> how = {w[12],     w[13],          table[0],
+                              table[1],  s.rotated,      attending[2 * layer],
+                              scalars.scale, scalars.cap, epsilon};
     const bool given = layer == 0 && first != nullptr;
     multiply(given ? first : out, M, given ? s.first_depth : s.D, matrix(2), w[3], heads,
              qkv.data());
-    attend(qkv.data(), cache + layer * layer_cache, cosine, sine, rows, positions, lines, past,
-           tree_mask, attended.data(), s.B, s.T, s.C, s.N, s.K, s.H, s.R, s.S, s.rotated, s.window);
+    attend(qkv.data(), cache + layer * layer_cache, how, rows, positions, lines, past, tree_mask,
+           attended.data(), s.B, s.T, s.C, s.N, s.K, s.H, s.R, s.S);
     multiply(attended.data(), M, s.N * s.H, matrix(4), w[5], s.D, mixed.data());
-    if (w[6] != nullptr) add_norm(x, mixed.data(), w[6], w[7], out, M, s.D, epsilon);
+    if (w[6] != nullptr)
+      add_norm(x, mixed.data(), w + 14, share, w[6], w[7], out, M, s.D, epsilon);
     multiply(out, M, s.D, matrix(8), w[9], inner, up.data());
     if (s.is_gated) {
       if (s.activation == 0)
@@ -1462,7 +1537,7 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
     if (w[6] == nullptr)
       for (int64_t i = 0; i < M * s.D; ++i)
         store(mixed[i], to_float(mixed[i]) + to_float(second[i]));
-    add_norm(x, mixed.data(), next[0], next[1], out, M, s.D, epsilon);
+    add_norm(x, mixed.data(), w + 16, share, next[0], next[1], out, M, s.D, epsilon);
     for (int64_t i = 0; i < s.observing; ++i)
       if (observed_layers[i] == layer) std::memcpy(observed + i * M * s.D, x, sizeof(E) * M * s.D);
   }
@@ -1474,15 +1549,17 @@ extern "C" {
 
 // Bumped with every change of a signature below, or of the order of packed numbers or of sums;
 // checked when an engine is loaded.
-int64_t specdec_abi_version() { return 10; }
+int64_t specdec_abi_version() { return 11; }
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
 
 #define SPECDEC_EXPORT(E, suffix)                                                                 \
-  void specdec_add_norm_##suffix(E *x, const E *delta, const E *weight, const E *bias, E *out,    \
+  void specdec_add_norm_##suffix(E *x, const E *delta, const E *delta_weight, const E *delta_bias,\
+                                 float share, const E *weight, const E *bias, E *out,             \
                                  int64_t rows, int64_t D, float epsilon) {                        \
-    add_norm(x, delta, weight, bias, out, rows, D, epsilon);                                      \
+    const E *const added[] = {delta_weight, delta_bias};                                          \
+    add_norm(x, delta, added, share, weight, bias, out, rows, D, epsilon);                        \
   }                                                                                               \
   void specdec_silu_mul_##suffix(const E *gate_up, E *out, int64_t rows, int64_t I) {             \
     gate_mul<silu>(gate_up, out, rows, I);                                                        \
@@ -1490,13 +1567,18 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
   void specdec_gelu_mul_##suffix(const E *gate_up, E *out, int64_t rows, int64_t I) {             \
     gate_mul<gelu_tanh>(gate_up, out, rows, I);                                                   \
   }                                                                                               \
+  void specdec_cap_logits_##suffix(E *x, int64_t count, float scale, float cap) {                 \
+    cap_logits(x, count, scale, cap);                                                             \
+  }                                                                                               \
   void specdec_attend_##suffix(                                                                   \
-      E *qkv, E *cache, const E *cosine, const E *sine, const int64_t *rows,                      \
-      const int64_t *positions, const int64_t *lines, const int64_t *past,                        \
+      E *qkv, E *cache, const E *q_norm, const E *k_norm, const E *cosine, const E *sine,         \
+      const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,    \
-      int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window) {                         \
-    attend(qkv, cache, cosine, sine, rows, positions, lines, past, tree_mask, out, B, T, C, N, K, \
-           H, R, S, rotated, window);                                                             \
+      int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window, float scale, float cap,   \
+      float epsilon) {                                                                            \
+    const Attention<E> how = {q_norm,  k_norm, cosine, sine, rotated,                             \
+                              window, scale,  cap,    epsilon};                                   \
+    attend(qkv, cache, how, rows, positions, lines, past, tree_mask, out, B, T, C, N, K, H, R, S);\
   }                                                                                               \
   void specdec_pack_matrix_##suffix(const E *weight, int64_t N, int64_t depth, E *packed) {       \
     pack_matrix(weight, N, depth, packed);                                                        \
@@ -1512,14 +1594,17 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
   }                                                                                               \
   void specdec_run_layers_##suffix(                                                               \
       E *x, const E *first, E *out, const E *const *weights, const E *const *final_norm,          \
-      E *cache, const E *cosine, const E *sine, const int64_t *rows, const int64_t *positions,    \
-      const int64_t *lines, const int64_t *past, const uint8_t *tree_mask,                        \
-      const int64_t *observed_layers, E *observed, const int64_t *shape, float epsilon) {         \
+      E *cache, const E *const *tables, const int64_t *attending, const int64_t *rows,            \
+      const int64_t *positions, const int64_t *lines, const int64_t *past,                        \
+      const uint8_t *tree_mask, const int64_t *observed_layers, E *observed,                      \
+      const int64_t *shape, const float *scalars) {                                               \
     Shape sizes;                                                                                  \
     std::memcpy(&sizes, shape, sizeof sizes);                                                     \
+    Scalars numbers;                                                                              \
+    std::memcpy(&numbers, scalars, sizeof numbers);                                               \
     const auto run = sizes.is_integer ? run_layers<Integers, E> : run_layers<E, E>;               \
-    run(x, first, out, weights, final_norm, cache, cosine, sine, rows, positions, lines, past,    \
-        tree_mask, observed_layers, observed, sizes, epsilon);                                    \
+    run(x, first, out, weights, final_norm, cache, tables, attending, rows, positions, lines,     \
+        past, tree_mask, observed_layers, observed, sizes, numbers);                              \
   }                                                                                               \
   void specdec_rank_outputs_##suffix(const E *x, int64_t M, int64_t depth, const E *head,         \
                                      const E *bias, int64_t V, int64_t width, int64_t *tokens,    \

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specdec.engine.rotary import RotaryTable
 from specdec.model.config import ModelConfig
 
 
@@ -42,6 +43,28 @@ class Norm:
         return layer_norm(x, self.weight, self.bias, self.epsilon)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """How a layer attends, beside its products.
+
+    scale: of the scores. cap: a score s becomes cap tanh(s / cap), None where it stays. window:
+    positions that a token sees, itself included, None for all. rotary: None where positions are
+    learned. q_norm, k_norm: of each query and each key [H], before they are rotated, or None.
+    """
+
+    scale: float
+    cap: float | None
+    window: int | None
+    rotary: RotaryTable | None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+
+def cap(x: Tensor, limit: float) -> Tensor:
+    """limit tanh(x / limit): close to x near 0, within the limit everywhere."""
+    return limit * torch.tanh(x / limit)
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
@@ -65,12 +88,20 @@ def name_activation(model: ModelConfig) -> str:
     return "gelu_tanh" if is_tanh else model.hidden_act
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
     """Grouped-query attention over a cache.
 
     q: [B, T, N, H]; keys, values: [B, N_kv, S, H]; mask: [B, 1, T, S], true = visible, or what is
     added to the scores; [B, 1, N / N_kv * T, S] where it was repeated for a group's queries before.
-    Returns [B, T, N * H]. The queries of a group share one pass over their keys.
+    scale: of the scores, 1 / sqrt(H) if None; limit: what they are capped by, None where they are
+    not. Returns [B, T, N * H]. The queries of a group share one pass over their keys.
     """
     batch, num_tokens, num_heads, head_size = q.shape
     num_kv_heads = keys.shape[1]
@@ -80,6 +111,16 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     q = q.reshape(batch, num_kv_heads, group * num_tokens, head_size)
     if group > 1 and mask.shape[2] == num_tokens:
         mask = mask.repeat(1, 1, group, 1)
-    out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    if limit is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, scale=scale
+        )
+    else:
+        scores = cap((q @ keys.transpose(2, 3)).float() * (scale or head_size**-0.5), limit)
+        if mask.dtype is torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        else:
+            scores = scores + mask
+        out = scores.softmax(-1).to(values.dtype) @ values
     out = out.view(batch, num_kv_heads, group, num_tokens, head_size).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, num_tokens, num_heads * head_size)

@@ -22,7 +22,7 @@ from specdec.engine.compiler import call_compiler
 from specdec.engine.compiler import describe_cpu as describe_cpu
 from specdec.engine.compiler import find_compiler as find_compiler
 from specdec.engine.kernel_cache import find_kept, keep
-from specdec.engine.layers import Norm, name_activation
+from specdec.engine.layers import Attention, Norm, name_activation
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
@@ -31,7 +31,7 @@ from specdec.model.config import ModelConfig
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 10
+ABI_VERSION = 11
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
 # -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
@@ -228,13 +228,19 @@ class NativeKernels:
         suffix = _SUFFIXES[dtype]
         self.dtype = dtype
         self._add_norm = self._bind(
-            f"specdec_add_norm_{suffix}", [_POINTER] * 5 + [_INT] * 2 + [_FLOAT]
+            f"specdec_add_norm_{suffix}",
+            [_POINTER] * 4 + [_FLOAT] + [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
+        )
+        self._cap_logits = self._bind(
+            f"specdec_cap_logits_{suffix}", [_POINTER, _INT, _FLOAT, _FLOAT]
         )
         self._gate_muls = {
             name: self._bind(f"specdec_{kernel}_mul_{suffix}", [_POINTER] * 2 + [_INT] * 2)
             for name, kernel in GATES.items()
         }
-        self._attend = self._bind(f"specdec_attend_{suffix}", [_POINTER] * 10 + [_INT] * 10)
+        self._attend = self._bind(
+            f"specdec_attend_{suffix}", [_POINTER] * 12 + [_INT] * 10 + [_FLOAT] * 3
+        )
         self._set_num_threads = self._bind("specdec_set_num_threads", [_INT])
         self._pack_matrix = self._bind(
             f"specdec_pack_matrix_{suffix}", [_POINTER, _INT, _INT, _POINTER]
@@ -248,7 +254,7 @@ class NativeKernels:
             f"specdec_multiply_integers_{suffix}",
             [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER],
         )
-        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 16 + [_FLOAT])
+        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 17)
         self._rank_outputs = self._bind(
             f"specdec_rank_outputs_{suffix}",
             [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER],
@@ -311,19 +317,38 @@ class NativeKernels:
         """Norm of [..., D]."""
         return self.add_norm(x, None, norm)
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-        """Add `delta` to `x` in place and return the norm of the sum. x, delta: [..., D]."""
+    def add_norm(
+        self, x: Tensor, delta: Tensor | None, norm: Norm,
+        delta_norm: Norm | None = None, share: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """Add `delta` to `x` in place and return the norm of the sum. x, delta: [..., D].
+
+        delta_norm: of delta first, with the epsilon of `norm`. share: what delta is multiplied by.
+        """
         size = x.shape[-1]
         _check("x", x, self.dtype, *x.shape)
         _check("delta", delta, self.dtype, *x.shape)
-        _check("a norm's weight", norm.weight, self.dtype, size)
-        _check("a norm's bias", norm.bias, self.dtype, size)
+        weights = [
+            tensor
+            for each in (delta_norm, norm)
+            for tensor in ((each.weight, each.bias) if each is not None else (None, None))
+        ]
+        for tensor in weights:
+            _check("a norm's weight or bias", tensor, self.dtype, size)
+        first, first_bias, last, last_bias = map(_get_pointer, weights)
         out = torch.empty_like(x)
         self._add_norm(
-            x.data_ptr(), _get_pointer(delta), norm.weight.data_ptr(), _get_pointer(norm.bias),
+            x.data_ptr(), _get_pointer(delta), first, first_bias, share, last, last_bias,
             out.data_ptr(), x.numel() // size, size, norm.epsilon,
         )  # fmt: skip
         return out
+
+    def cap_logits(self, logits: Tensor, scale: float, limit: float) -> Tensor:
+        """Turn logits x in place into limit tanh(scale x / limit), with one rounding."""
+        _check("logits", logits, self.dtype, *logits.shape)
+        self._set_num_threads(torch.get_num_threads())
+        self._cap_logits(logits.data_ptr(), logits.numel(), scale, limit)
+        return logits
 
     def gate_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """[..., 2 I] -> [..., I]: the first half activated times the second."""
@@ -337,14 +362,13 @@ class NativeKernels:
         self,
         qkv: Tensor,
         cache: Tensor,
-        table: RotaryTable | None,
+        how: Attention,
         plan: StepPlan,
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
-        window: int | None,
     ) -> Tensor:
-        """Rotate, write keys and values, attend over the visible positions only.
+        """Norm, rotate, write keys and values, attend over the visible positions only.
 
         qkv: [B, T, (N + 2K) H], overwritten; cache: [2, R, K, S, H] of one layer.
         Returns [B, T, N H].
@@ -353,14 +377,18 @@ class NativeKernels:
         _check("qkv", qkv, self.dtype, plan.batch, plan.num_tokens, width)
         _, num_rows, _, num_positions, _ = cache.shape
         _check("cache", cache, self.dtype, 2, num_rows, num_kv_heads, num_positions, head_size)
-        self._check_step(plan, num_rows, num_positions, table)
+        norms = [None if norm is None else norm.weight for norm in (how.q_norm, how.k_norm)]
+        for weight in norms:
+            _check("the weight of a norm of heads", weight, self.dtype, head_size)
+        self._check_step(plan, num_rows, num_positions, how.rotary)
         out = qkv.new_empty((plan.batch, plan.num_tokens, num_heads * head_size))
-        cos, sin = (table.cos, table.sin) if table else (None, None)
+        cos, sin = (how.rotary.cos, how.rotary.sin) if how.rotary else (None, None)
         self._attend(
-            qkv.data_ptr(), cache.data_ptr(), _get_pointer(cos), _get_pointer(sin),
+            qkv.data_ptr(), cache.data_ptr(), *map(_get_pointer, (*norms, cos, sin)),
             *plan.pointers, out.data_ptr(),
             plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
-            num_rows, num_positions, 0 if cos is None else cos.shape[1], window or 0,
+            num_rows, num_positions, 0 if cos is None else cos.shape[1], how.window or 0,
+            how.scale, how.cap or 0.0, how.q_norm.epsilon if how.q_norm else 0.0,
         )  # fmt: skip
         return out
 
@@ -446,7 +474,6 @@ class NativeKernels:
         x: Tensor,
         layers: PackedLayers,
         cache: Tensor,
-        table: RotaryTable | None,
         plan: StepPlan,
         observed_layers: Sequence[int],
         first_input: Tensor | None = None,
@@ -470,19 +497,18 @@ class NativeKernels:
             "the cache", cache, self.dtype,
             layers.num_layers, 2, num_rows, num_kv_heads, num_positions, head_size,
         )  # fmt: skip
-        self._check_step(plan, num_rows, num_positions, table)
+        for table in layers.tables:
+            self._check_step(plan, num_rows, num_positions, table)
         if any(not 0 <= layer < layers.num_layers for layer in observed_layers):
             raise ValueError(f"layers {observed_layers} of {layers.num_layers}")
         out = torch.empty_like(x)
-        cos, sin = (table.cos, table.sin) if table else (None, None)
         observed = x.new_empty((len(observed_layers), *x.shape)) if observed_layers else None
         chosen = np.array(observed_layers, np.int64)
         shape = np.array(
             [
                 plan.batch, plan.num_tokens, plan.num_newest,
                 0 if first_input is None else first_input.shape[-1], *layers.sizes,
-                num_rows, num_positions, 0 if cos is None else cos.shape[1],
-                layers.window, layers.num_layers,
+                num_rows, num_positions, layers.rotated, layers.num_layers,
                 layers.activation, layers.is_gated, len(observed_layers), layers.is_integer,
             ],
             np.int64,
@@ -490,9 +516,9 @@ class NativeKernels:
         self._set_num_threads(torch.get_num_threads())
         self._run_layers(
             x.data_ptr(), _get_pointer(first_input), out.data_ptr(), layers.pointers.ctypes.data,
-            layers.final_pointers.ctypes.data, cache.data_ptr(), _get_pointer(cos),
-            _get_pointer(sin), *plan.pointers, chosen.ctypes.data, _get_pointer(observed),
-            shape.ctypes.data, layers.epsilon,
+            layers.final_pointers.ctypes.data, cache.data_ptr(), layers.table_pointers.ctypes.data,
+            layers.attending.ctypes.data, *plan.pointers, chosen.ctypes.data,
+            _get_pointer(observed), shape.ctypes.data, layers.scalars.ctypes.data,
         )  # fmt: skip
         if observed is not None:
             observed = torch.cat(list(observed), dim=-1)
@@ -561,16 +587,28 @@ class PackedLayers:
     """A decoder's layers as `NativeKernels.run_layers` takes them: pointers and sizes.
 
     weights: of each layer input norm, QKV, dense, post norm (or None), up and down, every one its
-    weight and its bias or None; final: of the last norm. The tensors are kept alive. The matrices
-    are of one type, integers or that of all else.
+    weight and its bias or None; then the weights of the norms of queries and of keys, and weight
+    and bias of the norms of what dense and what down yield, each or None. final: of the last norm.
+    The tensors are kept alive. The matrices are of one type, integers or that of all else.
+    attending: of each layer, alike but for window and table; its norms are among the weights.
+    share: of what attention and MLP yield, in what is added to the layer's input.
     """
 
     def __init__(
         self, weights: Sequence[Sequence[Tensor | None]], final: Sequence[Tensor | None],
         *, hidden: int, num_heads: int, num_kv_heads: int, head_size: int, inner: int,
-        activation: int, is_gated: bool, window: int | None, epsilon: float,
+        activation: int, is_gated: bool, attending: Sequence[Attention], epsilon: float,
+        share: float = 1.0,
     ) -> None:  # fmt: skip
         self._kept = (weights, final)
+        self.tables = list(dict.fromkeys(how.rotary for how in attending))
+        angles = [t for table in self.tables if table for t in (table.cos, table.sin)]
+        self.rotated = angles[0].shape[1] if angles else 0
+        self.table_pointers = np.array([_get_pointer(t) for t in angles] or [0, 0], np.uint64)
+        numbers = [(how.window or 0, self.tables.index(how.rotary)) for how in attending]
+        self.attending = np.array(numbers, np.int64)
+        scale, cap = attending[0].scale, attending[0].cap
+        self.scalars = np.array([epsilon, scale, cap or 0.0, share], np.float32)
         norm, qkv = weights[0][0], weights[0][2]
         assert norm is not None
         assert qkv is not None
@@ -585,8 +623,8 @@ class PackedLayers:
         for index, row in enumerate(weights):
             for at, tensor in enumerate(row):
                 what, place = f"tensor {at} of layer {index}", at // 2
-                if place in (0, 3):  # norms
-                    _check(what, tensor, self.dtype, hidden)
+                if place in (0, 3, 6, 7, 8):  # norms
+                    _check(what, tensor, self.dtype, head_size if place == 6 else hidden)
                     continue
                 num_outputs, depth = matrices[place - 1 if place < 3 else place - 2]
                 if at % 2:
@@ -602,7 +640,6 @@ class PackedLayers:
         self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
         self.num_layers = len(weights)
         self.activation, self.is_gated = activation, int(is_gated)
-        self.window, self.epsilon = window or 0, epsilon
 
 
 class PackedDrafter:

@@ -36,19 +36,22 @@ class KernelLayers(TorchLayers):
         seen = []
         for index, layer in enumerate(stack.layers):
             attended = kernels.attend(
-                layer.qkv(h), cache.blocks[index], stack.rotary, plan,
-                stack.num_heads, stack.num_kv_heads, stack.head_size, stack.window,
+                layer.qkv(h), cache.blocks[index], layer.attention, plan,
+                stack.num_heads, stack.num_kv_heads, stack.head_size,
             )  # fmt: skip
             mixed = layer.dense(attended)
             if layer.post_norm is None:
                 mixed = mixed + self._run_mlp(layer, h)
             else:
-                h = kernels.add_norm(x, stack.sum(mixed), layer.post_norm)
+                h = kernels.add_norm(
+                    x, stack.sum(mixed), layer.post_norm, layer.dense_norm, stack.share
+                )
                 mixed = self._run_mlp(layer, h)
             following = stack.layers[index + 1 :]
             h = kernels.add_norm(
-                x, stack.sum(mixed), following[0].input_norm if following else stack.final_norm
-            )
+                x, stack.sum(mixed), following[0].input_norm if following else stack.final_norm,
+                layer.down_norm, stack.share,
+            )  # fmt: skip
             if index in observed_layers:
                 seen.append(x.clone())
         return h, torch.cat(seen, dim=-1) if seen else None
@@ -96,8 +99,8 @@ class NativeLayers:
         first_input: Tensor | None,
     ) -> Outcome:
         return self.kernels.run_layers(
-            x, self._packed, cache.blocks, self.stack.rotary,
-            plan_step(self.kernels, step, cache), observed_layers, first_input,
+            x, self._packed, cache.blocks, plan_step(self.kernels, step, cache), observed_layers,
+            first_input,
         )  # fmt: skip
 
 
@@ -129,12 +132,17 @@ def _pack(stack: Stack, activation: int) -> PackedLayers:
                 row += [None, None]
             else:
                 row += [part.packed if isinstance(part, Linear) else part.weight, part.bias]
+        heads = (layer.attention.q_norm, layer.attention.k_norm)
+        row += [norm.weight if norm is not None else None for norm in heads]
+        for norm in (layer.dense_norm, layer.down_norm):
+            row += [norm.weight, norm.bias] if norm is not None else [None, None]
         weights.append(row)
     return PackedLayers(
         weights, (stack.final_norm.weight, stack.final_norm.bias),
         hidden=len(stack.final_norm.weight), num_heads=stack.num_heads,
         num_kv_heads=stack.num_kv_heads, head_size=stack.head_size,
         inner=stack.layers[0].up.num_outputs // (2 if stack.is_gated else 1),
-        activation=activation, is_gated=stack.is_gated, window=stack.window,
+        activation=activation, is_gated=stack.is_gated,
+        attending=[layer.attention for layer in stack.layers], share=stack.share,
         epsilon=stack.final_norm.epsilon,
     )  # fmt: skip

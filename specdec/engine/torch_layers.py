@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.engine.graphs import PackedStep, StepGraphs, StepShape
 from specdec.engine.group import Group
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
-from specdec.engine.layers import ACTIVATIONS, Norm, attend
+from specdec.engine.layers import ACTIVATIONS, Attention, Norm, attend
 from specdec.engine.linear import Linear
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.step import Step
@@ -28,19 +28,28 @@ Outcome = tuple[Tensor, Tensor | None]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share."""
+    """up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share.
 
+    dense_norm, down_norm: of what `dense` and `down` yield, before it is added; None for none.
+    """
+
+    attention: Attention
     input_norm: Norm
     qkv: Linear
     dense: Linear
     post_norm: Norm | None
     up: Linear
     down: Linear
+    dense_norm: Norm | None = None
+    down_norm: Norm | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The layers of one rank, with its own heads. window: positions that a token sees, or None."""
+    """The layers of one rank, with its own heads.
+
+    share: of what attention and MLP yield, in what is added to a layer's input.
+    """
 
     layers: list[Layer]
     final_norm: Norm
@@ -49,29 +58,36 @@ class Stack:
     head_size: int
     activation: str
     is_gated: bool
-    window: int | None
-    rotary: RotaryTable | None
     group: Group | None
+    share: float = 1.0
 
     def sum(self, partial: Tensor) -> Tensor:
         """Add up what the ranks computed of a product."""
         return partial if self.group is None else self.group.sum(partial)
+
+    def add(self, x: Tensor, partial: Tensor, norm: Norm | None) -> Tensor:
+        """A layer's input and what the ranks computed of what is added to it, normed if so."""
+        added = self.sum(partial)
+        return torch.add(x, added if norm is None else norm(added), alpha=self.share)
+
+    def list_windows(self) -> set[int | None]:
+        """The windows that its layers have."""
+        return {layer.attention.window for layer in self.layers}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
     """Where a step's tokens go in the cache, and what they see of it, on the device.
 
-    rows: [B], 0 ... B - 1 where is_prefix; slots, lines: [B, T]; mask: [B, 1, T, S], over the cache
-    positions first ... end - 1.
+    rows: [B], 0 ... B - 1 where is_prefix; slots, lines: [B, T]; views: by a layer's window, the
+    first cache position that any token sees and the mask [B, 1, T, S] from there to end - 1.
     """
 
     rows: Tensor
     is_prefix: bool
     slots: Tensor
     lines: Tensor
-    mask: Tensor
-    first: int
+    views: dict[int | None, tuple[int, Tensor]]
     end: int
 
 
@@ -106,14 +122,17 @@ class TorchLayers:
             found = self._replay(self.graphs, shape, x, step, cache, observed_layers, first_input)
             if found is not None:
                 return found
-        device, window = x.device, self.stack.window
+        device = x.device
         num_tokens, num_new = step.tree_mask.shape[1:]
         used = int(past.max()) + num_new
         used = min(-(-used // POSITION_BLOCK) * POSITION_BLOCK, cache.num_positions)
-        # The block that holds the first position in any token's window.
-        first = 0 if window is None else max(0, int(step.positions.min()) - window + 1)
-        first = min(first, int(past.min())) // POSITION_BLOCK * POSITION_BLOCK
-        mask = build_full_mask(past, step.tree_mask, step.positions, used, window)[..., first:]
+        views = {}
+        for window in self.stack.list_windows():
+            # The block that holds the first position in any token's window.
+            first = 0 if window is None else max(0, int(step.positions.min()) - window + 1)
+            first = min(first, int(past.min())) // POSITION_BLOCK * POSITION_BLOCK
+            mask = build_full_mask(past, step.tree_mask, step.positions, used, window)
+            views[window] = first, to_device(mask[..., first:], device)
         newest = np.arange(num_new - num_tokens, num_new)
         place = _Placement(
             rows=to_device(step.rows, device),
@@ -121,8 +140,7 @@ class TorchLayers:
             is_prefix=len(step.rows) == cache.blocks.shape[2],
             slots=to_device(past[:, None] + newest, device),
             lines=to_device(find_lines(step, cache), device),
-            mask=to_device(mask, device),
-            first=first,
+            views=views,
             end=used,
         )
         return self._compute(x, cache.blocks, place, observed_layers, first_input)
@@ -143,15 +161,17 @@ class TorchLayers:
         def compute(
             shape: StepShape, packed: PackedStep, blocks: Tensor, inputs: Sequence[Tensor]
         ) -> tuple[Tensor, ...]:
-            size, window = shape.num_positions, stack.window
-            bias = packed.build_bias(size, window, x.dtype)
+            size, repeats = shape.num_positions, stack.num_heads // stack.num_kv_heads
+            views = {
+                window: (0, packed.build_bias(size, window, x.dtype).repeat(1, 1, repeats, 1))
+                for window in stack.list_windows()
+            }
             place = _Placement(
                 rows=packed.cache_rows,
                 is_prefix=shape.is_prefix,
                 slots=packed.slots,
                 lines=packed.lines,
-                mask=bias.repeat(1, 1, stack.num_heads // stack.num_kv_heads, 1),
-                first=0,
+                views=views,
                 end=size,
             )
             first = inputs[1] if len(inputs) > 1 else None
@@ -178,37 +198,41 @@ class TorchLayers:
         first_input: Tensor | None,
     ) -> Outcome:
         """The layers on the device alone."""
-        stack, rows, slots, mask = self.stack, place.rows, place.slots, place.mask
+        stack, rows, slots = self.stack, place.rows, place.slots
         num_rows, num_tokens = slots.shape
         num_heads = stack.num_heads
         num_turned = num_heads + stack.num_kv_heads  # queries and keys
-        cos = sin = None
-        if stack.rotary is not None:
-            cos = stack.rotary.cos[place.lines].unsqueeze(2)  # [B, T, 1, R]
-            sin = stack.rotary.sin[place.lines].unsqueeze(2)
+        angles: dict[RotaryTable, tuple[Tensor, Tensor]] = {}
         seen = []
         for index, layer in enumerate(stack.layers):
             h = first_input if first_input is not None and index == 0 else layer.input_norm(x)
             qkv = layer.qkv(h).view(num_rows, num_tokens, -1, stack.head_size)
             turned, new_values = qkv[:, :, :num_turned], qkv[:, :, num_turned:]
-            if cos is not None and sin is not None:
-                turned = rotate(turned, cos, sin)
+            how = layer.attention
+            if how.q_norm is not None and how.k_norm is not None:
+                q, k = turned[:, :, :num_heads], turned[:, :, num_heads:]
+                turned = torch.cat((how.q_norm(q), how.k_norm(k)), dim=2)
+            if (table := how.rotary) is not None:
+                if table not in angles:  # [B, T, 1, R]
+                    lines = place.lines
+                    angles[table] = table.cos[lines].unsqueeze(2), table.sin[lines].unsqueeze(2)
+                turned = rotate(turned, *angles[table])
             queries, new_keys = turned[:, :, :num_heads], turned[:, :, num_heads:]
             keys, values = blocks[index, 0], blocks[index, 1]  # [R, N, S, H]
             keys[rows[:, None], :, slots] = new_keys
             values[rows[:, None], :, slots] = new_values
-            keys = keys[:, :, place.first : place.end]
-            values = values[:, :, place.first : place.end]
+            first, mask = place.views[how.window]
+            keys, values = keys[:, :, first : place.end], values[:, :, first : place.end]
             if place.is_prefix:
                 keys, values = keys[:num_rows], values[:num_rows]
             else:
                 keys, values = keys[rows], values[rows]
-            attended = layer.dense(attend(queries, keys, values, mask))
+            attended = layer.dense(attend(queries, keys, values, mask, how.scale, how.cap))
             if layer.post_norm is None:
-                x = x + stack.sum(attended + self._run_mlp(layer, h))
+                x = stack.add(x, attended + self._run_mlp(layer, h), layer.down_norm)
             else:
-                x = x + stack.sum(attended)
-                x = x + stack.sum(self._run_mlp(layer, layer.post_norm(x)))
+                x = stack.add(x, attended, layer.dense_norm)
+                x = stack.add(x, self._run_mlp(layer, layer.post_norm(x)), layer.down_norm)
             if index in observed_layers:
                 seen.append(x)
         return x, torch.cat(seen, dim=-1) if seen else None

@@ -61,13 +61,14 @@ class Method:
     title: its name in help and pages. paper: where it is described. mode: the engine's
     `--speculative-decoding-mode`. source: what drafts are made by: weights in the target's
     `checkpoint`, another `engine`, or no weights but the `target`'s. params, architectures: of
-    methods with weights in the target's checkpoint. folder: the option of specdec-convert that
-    names the drafter's folder. options: by use, the settings that belong to the method: "convert";
-    "draft", of every command that decodes; "train"; "tune". read: from the settings of a command
-    that decodes to what the drafter is made by, None where no option of the method is given; raises
-    UsageError. can_pause: whether `--draft-len auto` can stop it from drafting and let it go on
-    later. training: the values that its training takes for settings without a common default; None
-    where there is nothing to train.
+    methods with weights in the target's checkpoint. own_architectures: those among them that no
+    TensorRT-LLM knows, for targets that it has no such drafter for, and what each is called.
+    folder: the option of specdec-convert that names the drafter's folder. options: by use, the
+    settings that belong to the method: "convert"; "draft", of every command that decodes; "train";
+    "tune". read: from the settings of a command that decodes to what the drafter is made by, None
+    where no option of the method is given; raises UsageError. can_pause: whether `--draft-len auto`
+    can stop it from drafting and let it go on later. training: the values that its training takes
+    for settings without a common default; None where there is nothing to train.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Method:
     source: Literal["checkpoint", "engine", "target"]
     params: type[DrafterParams] | None = None
     architectures: tuple[str, ...] = ()
+    own_architectures: Mapping[str, str] = dataclasses.field(default_factory=dict)
     folder: str | None = None
     options: Mapping[str, type] = dataclasses.field(default_factory=dict)
     read: Callable[[Any], Any | None] = read_nothing

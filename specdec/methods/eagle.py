@@ -16,6 +16,8 @@ from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
 from specdec.model.config import BOUNDS, ModelConfig
 from specdec.model.tensors import (
     EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
     Shard,
     TensorSpec,
     list_layer_tensors,
@@ -34,11 +36,9 @@ from .base import (
     parse_paths,
 )
 
-EAGLE_ARCHITECTURE = "EagleForCausalLM"
-# Ours: TensorRT-LLM's engine path has no EAGLE-3, and is to know that it is none of its own.
-EAGLE3_ARCHITECTURE = "Eagle3ForCausalLM"
-# TensorRT-LLM makes Llamas of EAGLE-1's targets.
-EAGLE1_TARGETS = ("LlamaForCausalLM", "MistralForCausalLM")
+# Ours: TensorRT-LLM's engine path has EAGLE-1 for Llamas alone and no EAGLE-3, and is to know that
+# these are none of its own.
+OWN_ARCHITECTURE, EAGLE3_ARCHITECTURE = "SpecDecEagleForCausalLM", "Eagle3ForCausalLM"
 # What a checkpoint says of the layers that draft, in a Llama's field names.
 NET_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -255,7 +255,9 @@ class EagleParams(SizedTree):
         if eagle3 is not None:
             tensors |= list_norm(net, "drafter.layers.0.hidden_norm")
             tensors |= list_norm(net, "drafter.ln_f")
-        tensors["lm_head.weight"] = TensorSpec((self.draft_vocab_size, hidden), Shard.VOCAB)
+        tensors[HEAD] = TensorSpec((self.draft_vocab_size, hidden), Shard.VOCAB)
+        if eagle3 is None and model.arithmetic.head_bias:  # its head is the target's
+            tensors[HEAD_BIAS] = TensorSpec((self.draft_vocab_size,), Shard.VOCAB)
         if self.draft_vocab_size < model.vocab_size:
             tensors["d2t"] = TensorSpec((self.draft_vocab_size,), Shard.WHOLE)
         return {
@@ -416,7 +418,8 @@ METHOD = Method(
     mode="eagle",
     source="checkpoint",
     params=EagleParams,
-    architectures=(EAGLE_ARCHITECTURE, EAGLE3_ARCHITECTURE),
+    architectures=("EagleForCausalLM", OWN_ARCHITECTURE, EAGLE3_ARCHITECTURE),
+    own_architectures={OWN_ARCHITECTURE: "EAGLE-1", EAGLE3_ARCHITECTURE: "EAGLE-3"},
     folder="eagle_model_dir",
     read=read_options,
     options={"convert": EagleConvert, "draft": EagleDraft, "train": EagleTrain},

@@ -200,8 +200,12 @@ METHOD = Method(
     mode="explicit_draft_tokens",
     source="checkpoint",
     params=ReDrafterParams,
-    architectures=("ReDrafterForLLaMALM", "ReDrafterForQWenLM", "ReDrafterForCausalLM"),
+    architectures=(
+        "ReDrafterForLLaMALM", "ReDrafterForQWenLM", "ReDrafterForCausalLM",
+        "SpecDecReDrafterForCausalLM",
+    ),
+    own_architectures={"SpecDecReDrafterForCausalLM": "ReDrafter"},
     folder="drafter_model_dir",
     options={"convert": ReDrafterConvert, "train": ReDrafterTrain, "tune": ReDrafterTune},
     training={"learning_rate": 1e-3, "self_distillation": 0.0},
-)
+)  # fmt: skip

@@ -28,6 +28,7 @@ class Architecture:
     scales_embedding: token embeddings are multiplied by the square root of the hidden size.
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
     norm_epsilon: where a checkpoint's config.json need not tell it.
+    qk_norm: each head's queries and keys are normed before they are rotated.
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -42,6 +43,7 @@ class Architecture:
     exact_gelu: bool = True
     activations: tuple[str, ...] = ("silu",)
     norm_epsilon: float | None = None
+    qk_norm: bool = False
 
 
 # TensorRT-LLM's architectures: a checkpoint's name alone says what it computes, whoever wrote it.
@@ -49,6 +51,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
     "MistralForCausalLM": Architecture(),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, dense_bias=False),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True),
     "PhiForCausalLM": Architecture(
         norm="layer", mlp="plain", is_parallel=True, qkv_bias=True, dense_bias=True,
         mlp_bias=True, head_bias=True, activations=("gelu_new", "gelu", "gelu_fast", "relu"),

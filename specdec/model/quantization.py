@@ -17,6 +17,7 @@ from specdec.errors import SpecDecError
 FLOAT8 = "float8_e4m3fn"
 FLOAT8_MAX = 448.0
 FP8 = "FP8"
+EXECUTED = (None, FP8)  # by the torch backend
 WEIGHT_SCALE = "weights_scaling_factor"
 ACTIVATION_SCALE = "activation_scaling_factor"
 SCALES = (WEIGHT_SCALE, ACTIVATION_SCALE)

@@ -8,7 +8,7 @@ from enum import Enum
 from specdec.model.config import ModelConfig
 
 EMBEDDING = "transformer.vocab_embedding.weight"
-HEAD = "lm_head.weight"
+HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 # EAGLE: its first net, and what a reduced vocabulary adds to a drafted token's number.
 EAGLE_NET = "eagle_nets.0."
 EAGLE_OFFSETS = EAGLE_NET + "d2t"
@@ -84,7 +84,9 @@ def list_linears(model: ModelConfig) -> list[str]:
     return [
         name.removesuffix(".weight")
         for name in list_target_tensors(model)
-        if name.endswith(".weight") and (".attention." in name or ".mlp." in name)
+        if name.endswith(".weight")
+        and (".attention." in name or ".mlp." in name)
+        and not name.endswith("norm.weight")
     ]
 
 
@@ -130,6 +132,9 @@ def list_layer_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
         tensors["mlp.gate.weight"] = fc
     if not arithmetic.is_parallel:
         tensors |= list_norm(model, "post_layernorm")
+    if arithmetic.qk_norm:
+        of_head = TensorSpec((model.head_size,), Shard.WHOLE)
+        tensors |= {f"attention.{part}_layernorm.weight": of_head for part in "qk"}
     # A bias behind a sum over ranks is whole on every rank; the others split as their rows do.
     if model.has_qkv_bias:
         tensors["attention.qkv.bias"] = TensorSpec((qkv_size,), Shard.QKV)

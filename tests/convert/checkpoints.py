@@ -16,6 +16,7 @@ from tests.convert.golden_models import read_tensors
 from tests.families import CLASSES
 
 LLAMA_NAMES = {
+    "self_attn.q_norm": "attention.q_layernorm", "self_attn.k_norm": "attention.k_layernorm",
     "model.embed_tokens": "transformer.vocab_embedding", "model.norm": "transformer.ln_f",
     "model.layers": "transformer.layers", "post_attention_layernorm": "post_layernorm",
     "self_attn.o_proj": "attention.dense", "self_attn.qkv_proj": "attention.qkv",

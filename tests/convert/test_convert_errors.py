@@ -16,6 +16,7 @@ import pytest
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import FOREIGN_BITS, TensorFile
 from tests.conftest import read_error_lines, run_cli
+from tests.convert.checkpoints import set_config
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import read_tensors, rewrite
 
@@ -149,12 +150,14 @@ def test_no_config_and_no_weights(copy: Copy, convert: Converter) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["LLaMAForCausalLM"]}, "'LLaMAForCausalLM' is not supported"
-         " (did you mean LlamaForCausalLM?)"),
+        ({"architectures": ["LLaMAForCausalLM"]}, "'LLaMAForCausalLM' is not supported: it looks"
+         " like LlamaForCausalLM, as far as config.json and tensor names tell"),
         ({"architectures": [["x"]]}, "architectures is [['x']], not a list of names"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', not a list"),
-        ({"architectures": [], "model_type": "lama"}, "'lama' (did you mean llama?)"),
-        ({"architectures": None, "model_type": "t5"}, "names no architecture, and model_type 't5'"),
+        ({"architectures": [], "model_type": "lama"}, "model_type 'lama', with no architecture"),
+        ({"architectures": None, "model_type": "t5", "num_decoder_layers": 2, "rms_norm_eps": None},
+         "model_type 't5', with no architecture named beside it, is not supported: it has an"
+         " encoder (num_decoder_layers); the nearest supported one, LlamaForCausalLM, has not"),
         ({"hidden_size": "ABSENT"}, "hidden_size is missing"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, not a whole number of at least 1"),
         ({"vocab_size": "128"}, "vocab_size is '128', not a whole number"),
@@ -180,10 +183,14 @@ def test_wrong_config(config: dict[str, Any], message: str, copy: Copy, convert:
 
 
 def test_a_model_of_several_parts(copy: Copy, convert: Converter) -> None:
-    config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"vocab_size": 9}}
-    error = convert.fail(model_dir=copy(MODEL, config=config))
-    assert "'LlavaForConditionalGeneration' is not supported" in error.message
-    assert error.hint.startswith("save its language model, the part of text_config, alone")
+    """A wrapper that is opened, and one that is not known to compute what its text model does."""
+    config = {"text_config": {"vocab_size": 9}, "architectures": ["LlavaForConditionalGeneration"]}
+    folder = copy(MODEL, config=config)
+    assert "model_type None, with no architecture" in convert.fail(model_dir=folder).message
+    set_config(folder, architectures=["PaliGemmaForConditionalGeneration"])
+    error = convert.fail(model_dir=folder)
+    assert "'PaliGemmaForConditionalGeneration' is not supported: its text model" in error.message
+    assert error.hint.startswith("save its text model alone; the wrappers that are opened here")
 
 
 def test_two_wrong_fields_come_together(copy: Copy, convert: Converter) -> None:

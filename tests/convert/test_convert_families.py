@@ -17,14 +17,15 @@ from safetensors.torch import load_file, save_file
 from specdec.convert.families import FAMILIES, list_families
 from specdec.convert.families.base import Family, Layout, describe_rotary
 from specdec.convert.hf import HfFolder
-from specdec.convert.methods import redrafter
 from specdec.errors import SpecDecError, UsageError
+from specdec.methods import METHODS
 from specdec.model.architectures import ARCHITECTURES, KEY, Architecture
 from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import list_target_tensors
 from specdec.trtllm.facts import LABELS, load_facts
-from tests.conftest import ROOT, make_drafter, make_eagle_drafter
+from specdec.trtllm.pairs import PAIRS
+from tests.conftest import ROOT, make_drafter, make_eagle_drafter, make_medusa_heads
 from tests.convert.checkpoints import (
     join_checkpoint,
     read_config,
@@ -35,7 +36,7 @@ from tests.convert.conftest import Converter
 from tests.convert.golden_models import summarize_rank
 from tests.engine.models import make_model as make_config
 from tests.engines import run_cli_here
-from tests.families import CLASSES, OWN, WRITTEN_AS, make_family_model
+from tests.families import CLASSES, NOT_IN_014, OWN, WRITTEN_AS, make_family_model
 from tests.parity.models import VARIANTS
 
 NAMES = [family.name for family in FAMILIES.values()]
@@ -113,8 +114,25 @@ def read_docs_table() -> dict[str, list[str]]:
     """The table of families in docs/convert.md: architecture -> the cells beside it."""
     text = (ROOT / "docs/convert.md").read_text().split("## Families")[1].split("\n\n")[1]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()]
-    assert rows[0] == ["architecture", "models", "TensorRT-LLM", "ReDrafter"]
+    assert rows[0] == ["architecture", "models", "TensorRT-LLM"]
     return {row[0].strip("`"): row[1:] for row in rows[2:]}
+
+
+def test_the_table_of_drafters_is_what_the_lines_have() -> None:
+    text = (ROOT / "docs/convert.md").read_text().split("## Drafters and backends")[1]
+    lines = [row.strip("|").strip() for row in text.splitlines() if row.startswith("|")]
+    rows = [re.split(r" *\| *", line) for line in lines[: lines.index("--- | --- | ---") + 7]]
+    assert [cell.removeprefix("TensorRT-LLM ") for cell in rows[0][1:]] == list(LABELS)
+    told = {title: cells for title, *cells in rows[2:]}
+    names = {title: m for m in METHODS.values() for title in m.own_architectures.values()}
+    assert names.keys() <= told.keys()
+    for title, method in names.items():
+        for label, cell in zip(LABELS, told[title], strict=True):
+            pairs = {} if title == "EAGLE-3" else PAIRS[label].get(method.name, {})
+            assert cell == (", ".join(f"`{name}`" for name in pairs) or "none"), title
+            known = load_facts(label).architectures
+            assert {name for pair in pairs.values() for name in pair} <= {*known, *pairs}
+            assert not set(known) & method.own_architectures.keys()
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -128,11 +146,11 @@ def test_what_a_family_computes_is_told(architecture: str, make: Maker) -> None:
     if is_own and lines:
         assert family.describe is not describe_rotary, f"TensorRT-LLM has {model.architecture}"
     if not is_own:
-        assert set(lines) == set(LABELS)
+        assert lines, "its name alone is told"
     told = f"as `{model.architecture}`" if model.architecture != architecture else "yes"
+    if len(lines) < len(LABELS):
+        told = f"only {', '.join(lines)}"
     assert read_docs_table()[architecture][1] == (told if lines else "no")
-    has_redrafter = model.architecture in redrafter.TARGETS
-    assert (read_docs_table()[architecture][2] == "no") == (not has_redrafter)
 
 
 def test_a_family_that_tells_nothing_is_an_error() -> None:
@@ -160,7 +178,7 @@ def test_every_family_names_every_tensor(architecture: str, make: Maker) -> None
 # ---- Architectures that TensorRT-LLM does not have.
 
 
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", NOT_IN_014)
 def test_a_line_without_the_architecture_is_refused(
     family: str, make: Maker, convert: Converter, log: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -171,15 +189,16 @@ def test_a_line_without_the_architecture_is_refused(
     assert "leave --trtllm-version out" in error.hint
     log.set_level(logging.INFO)
     convert(model_dir=make(family))
-    assert f"TensorRT-LLM 1.2 has no {name}: this checkpoint is for the torch backend" in log.text
-    for label in LABELS:
+    said = f"TensorRT-LLM 1.2 has no {name}: this checkpoint is for the torch backend" in log.text
+    assert said == (family in OWN)
+    for label in LABELS if family in OWN else ["0.14"]:
         done = run_cli_here(
             "build", "--checkpoint-dir", convert.output, "--output-dir", tmp_path / "engine",
             "--backend", "tensorrt-llm", "--trtllm-version", label, "--dry-run",
         )  # fmt: skip
         assert done.returncode == 1
-        assert f"TensorRT-LLM {label} knows no architecture '{name}'" in done.stderr
-        assert done.stderr.endswith("hint: use --backend torch\n")
+        assert f"TensorRT-LLM {label} has no {name}" in done.stderr
+        assert done.stderr.endswith("use --backend torch\n")
 
 
 def test_no_key_of_ours_where_the_name_tells(make: Maker, convert: Converter) -> None:
@@ -219,7 +238,7 @@ def test_flags_are_written_and_read_back(
     ("told", "message"),
     [
         ([], "arithmetic is [], not an object"),
-        ({"qk_norm": True}, "arithmetic has qk_norm, which this release does not compute"),
+        ({"v_norm": True}, "arithmetic has v_norm, which this release does not compute"),
         ({"norm": "batch"}, "arithmetic.norm is 'batch'"),
         ({"norm": ["rms"]}, "arithmetic.norm is ['rms']"),
         ({"is_parallel": 1}, "arithmetic.is_parallel is 1"),
@@ -388,7 +407,7 @@ def test_configurations_are_read_back(
     family: str, version: str, make: Maker, convert: Converter
 ) -> None:
     """By either line's keys; what a line does not take is not there."""
-    if version == "0.14" and family in OWN:
+    if version == "0.14" and family in NOT_IN_014:
         pytest.skip("refused; see test_a_line_without_the_architecture_is_refused")
     folder = convert(model_dir=make(family), trtllm_version=version, tp_size=2)
     config = read_config(folder)
@@ -446,7 +465,7 @@ def test_configurations_are_read_back(
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
         ("stablelm", {"head_dim": 16}, "head_dim is 16"),
         ("seed_oss", {"attention_out_bias": "no"}, "attention_out_bias is 'no'"),
-        ("gemma", {"architectures": ["Gemma2ForCausalLM"]}, "did you mean GemmaForCausalLM?"),
+        ("gemma", {"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM' is not supported"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_expressed_is_refused_by_name(
@@ -627,7 +646,7 @@ def test_layouts_that_cannot_share(
     assert message in error.message
 
 
-@pytest.mark.parametrize("family", [name for name in NAMES if name not in OWN])
+@pytest.mark.parametrize("family", [name for name in NAMES if name not in NOT_IN_014])
 def test_sharing_leaves_the_head_out(
     family: str, make: Maker, convert: Converter, log: pytest.LogCaptureFixture
 ) -> None:
@@ -679,13 +698,36 @@ def test_redrafter_on_other_bases(
         assert (second / rank).read_bytes() == (convert.output / rank).read_bytes()
 
 
-@pytest.mark.parametrize("family", sorted(set(NAMES) - {"llama", "mistral", "ministral", "qwen2"}))
-def test_families_without_a_redrafter(
-    family: str, make: Maker, tmp_path: Path, convert: Converter
-) -> None:
-    drafter = make_drafter(tmp_path, vocab=67)
-    error = convert.fail(model_dir=make(family), drafter_model_dir=drafter)
-    assert f"TensorRT-LLM has no ReDrafter for {CLASSES[family][1]}" in error.message
+@pytest.mark.parametrize(
+    ("title", "option", "make_folder", "sizes"),
+    [
+        ("ReDrafter", "drafter_model_dir", make_drafter, {}),
+        ("Medusa", "medusa_model_dir", make_medusa_heads, {}),
+        ("EAGLE-1", "eagle_model_dir", make_eagle_drafter, {"heads": 8}),
+        ("EAGLE-3", "eagle_model_dir", make_eagle_drafter, {"heads": 8, "version": 3}),
+    ],
+)
+def test_a_drafter_that_tensorrt_llm_has_no_class_for(
+    title: str, option: str, make_folder: Maker, sizes: dict[str, Any], make: Maker,
+    tmp_path: Path, convert: Converter, log: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Convert takes it and says once who builds it; what was asked for TensorRT-LLM is refused.
+
+    What each line's build says of each pair is tested in tests/parity/test_pairs.py.
+    """
+    log.set_level(logging.INFO)
+    drafter = make_folder(tmp_path, vocab=67, **sizes)
+    fact = f"has no {title} for PhiForCausalLM" if title != "EAGLE-3" else "has no EAGLE-3"
+    convert(model_dir=make("phi"), **{option: str(drafter)})
+    assert convert.report["backends"] == ["torch"]
+    assert convert.report["lack"] == f"TensorRT-LLM 1.2 {fact}"
+    assert log.text.count(f"1.2 {fact}: this checkpoint is for the torch backend") == 1
+    for family, hint in (("phi", "leave --trtllm-version out"), ("llama", "convert for 1.2")):
+        if family == "phi" or title in ("EAGLE-1", "EAGLE-3"):
+            flags = {option: str(drafter), "output_dir": tmp_path / "no", "trtllm_version": "0.14"}
+            error = convert.fail(model_dir=make(family), **flags)
+            assert error.message.startswith(f"TensorRT-LLM 0.14 has no {title} for")
+            assert hint in error.hint
 
 
 def test_a_head_that_only_some_ranks_have_is_no_shared_one(

@@ -116,30 +116,3 @@ def test_stages_of_a_pipeline_are_told(
             ConvertSettings(model_dir=str(model), output_dir=tmp_path / "ck", tp_size=2, pp_size=2)
         )
     assert "tp_size 2, pp_size 2" in caplog.text
-
-
-@pytest.mark.parametrize("sanity", [False, True])
-def test_eagle_1_for_another_architecture_is_refused_before_it_is_loaded(
-    sanity: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import Qwen2Config
-
-    from specdec.train.pipeline import train_drafter
-    from specdec.train.settings import TrainSettings
-
-    folder = tmp_path / "qwen"
-    Qwen2Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=48, vocab_size=128, architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)  # fmt: skip
-    data = tmp_path / "d.txt"
-    data.write_text("text")
-    settings = TrainSettings(
-        method="eagle", model_dir=str(folder), data=data, sanity=sanity, max_steps=1,
-        output_dir=None if sanity else tmp_path / "out",
-    )  # fmt: skip
-    with pytest.raises(SpecDecError, match="EAGLE version 1, .* Qwen2ForCausalLM") as caught:
-        train_drafter(settings)
-    assert "--eagle-version 3" in caught.value.hint
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / ".out.training").exists()

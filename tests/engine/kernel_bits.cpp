@@ -137,28 +137,30 @@ struct Checks {
   static void pointwise() {
     uint64_t norms = kStart, gates = kStart;
     const auto add_norm =
-        find<void(E *, const E *, const E *, const E *, E *, int64_t, int64_t, float)>(
-            name("specdec_add_norm"));
+        find<void(E *, const E *, const E *, const E *, float, const E *, const E *, E *, int64_t,
+                  int64_t, float)>(name("specdec_add_norm"));
     for (int64_t size : {1, 8, 40, 321, 1024})
-      for (bool has_delta : {false, true})
-        for (bool has_bias : {false, true}) {
-          const Numbers start = make<T>(7 * size, -2), delta = make<T>(7 * size, -2);
-          const Numbers weight = make<T>(size, -2), bias = make<T>(size, -2);
-          const auto run = [&](int64_t first, int64_t count, Numbers &x, Numbers &out) {
-            x.assign(start.begin() + first * size, start.begin() + (first + count) * size);
-            out.resize(count * size);
-            add_norm(x.data(), has_delta ? delta.data() + first * size : nullptr, weight.data(),
-                     has_bias ? bias.data() : nullptr, out.data(), count, size, 1e-5f);
-          };
-          Numbers x, out, one, alone;
-          run(0, 7, x, out);
-          norms = add_bits(add_bits(norms, x), out);
-          for (int64_t r = 0; r < 7; ++r) {
-            run(r, 1, one, alone);
-            expect(std::equal(alone.begin(), alone.end(), out.begin() + r * size),
-                   name("add_norm"));
-          }
+      for (int way = 0; way < 6; ++way) {
+        const bool has_bias = way % 2, has_delta = way > 1, is_normed = way > 3;
+        const Numbers start = make<T>(7 * size, -2), delta = make<T>(7 * size, -2);
+        const Numbers weight = make<T>(size, -2), bias = make<T>(size, -2);
+        const auto run = [&](int64_t first, int64_t count, Numbers &x, Numbers &out) {
+          x.assign(start.begin() + first * size, start.begin() + (first + count) * size);
+          out.resize(count * size);
+          const E *added = has_delta ? delta.data() + first * size : nullptr;
+          const E *own_bias = has_bias ? bias.data() : nullptr;
+          add_norm(x.data(), added, is_normed ? bias.data() : nullptr, own_bias,
+                   is_normed ? 0.3f : 1.0f, weight.data(), own_bias, out.data(), count, size,
+                   1e-5f);
+        };
+        Numbers x, out, one, alone;
+        run(0, 7, x, out);
+        norms = add_bits(add_bits(norms, x), out);
+        for (int64_t r = 0; r < 7; ++r) {
+          run(r, 1, one, alone);
+          expect(std::equal(alone.begin(), alone.end(), out.begin() + r * size), name("add_norm"));
         }
+      }
     for (const char *kernel : {"specdec_silu_mul", "specdec_gelu_mul"}) {
       const auto gate_mul = find<void(const E *, E *, int64_t, int64_t)>(name(kernel));
       for (int lowest : {-12, -4, 0, 4})
@@ -169,6 +171,16 @@ struct Checks {
           gates = add_bits(gates, out);
         }
     }
+    const auto cap = find<void(E *, int64_t, float, float)>(name("specdec_cap_logits"));
+    Numbers logits = make<T>(321, 2), one;
+    const Numbers start = logits;
+    cap(logits.data(), 321, 0.7f, 30.0f);
+    for (int64_t i = 0; i < 321; ++i) {
+      one = {start[i]};
+      cap(one.data(), 1, 0.7f, 30.0f);
+      expect(one[0] == logits[i], name("cap_logits"));
+    }
+    tell("cap_logits", add_bits(kStart, logits));
     tell("add_norm", norms);
     tell("gate_mul", gates);
   }
@@ -225,7 +237,7 @@ struct Checks {
 
   // Attention whose results are what was rounded and nothing else: equal keys have opposite values,
   // the newest tokens none.
-  static uint64_t attention(int64_t N, int64_t K, int64_t H, int64_t window) {
+  static uint64_t attention(int64_t N, int64_t K, int64_t H, int64_t window, float limit) {
     const int64_t past = 38, S = 64, stride = (N + 2 * K) * H;
     const std::vector<int64_t> parents = {-1, 0, 0, 1, 3, 3, 4, 4, 7}, chain = {0, 1, 3, 4, 7};
     Numbers cache = make<T>(2 * K * S * H, -3), qkv = make<T>(9 * stride, -2);
@@ -237,16 +249,20 @@ struct Checks {
     }
     for (int64_t t = 0; t < 9; ++t)
       std::fill_n(qkv.begin() + t * stride + (N + K) * H, K * H, E(0));
-    const auto attend = find<void(E *, E *, const E *, const E *, const int64_t *, const int64_t *,
-                                  const int64_t *, const int64_t *, const uint8_t *, E *, int64_t,
-                                  int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                  int64_t, int64_t)>(name("specdec_attend"));
+    const auto attend =
+        find<void(E *, E *, const E *, const E *, const E *, const E *, const int64_t *,
+                  const int64_t *, const int64_t *, const int64_t *, const uint8_t *, E *, int64_t,
+                  int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                  float, float, float)>(name("specdec_attend"));
+    const Numbers norm = make<T>(H, -1);
+    const E *normed = limit > 0.0f ? norm.data() : nullptr;
     const auto run = [&](Numbers &to, Numbers tokens, const std::vector<int64_t> &positions,
                          const std::vector<uint8_t> &mask, int64_t before) {
       const int64_t n = static_cast<int64_t>(positions.size()), row = 0;
       Numbers out(n * N * H);
-      attend(tokens.data(), to.data(), nullptr, nullptr, &row, positions.data(), positions.data(),
-             &before, mask.data(), out.data(), 1, n, n, N, K, H, 1, S, 0, window);
+      attend(tokens.data(), to.data(), normed, normed, nullptr, nullptr, &row, positions.data(),
+             positions.data(), &before, mask.data(), out.data(), 1, n, n, N, K, H, 1, S, 0, window,
+             0.125f, limit, 1e-5f);
       return out;
     };
     std::vector<uint8_t> mask(81);
@@ -265,7 +281,7 @@ struct Checks {
         expect(std::equal(alone.begin(), alone.end(), tree.begin() + chain[i] * N * H),
                name("attend") + ", " + std::to_string(N) + " heads, " + std::to_string(K) +
                    " kv heads, size " + std::to_string(H) + ", window " + std::to_string(window) +
-                   ", token " + std::to_string(i) + " in a tree");
+                   ", cap " + std::to_string(limit) + ", token " + std::to_string(i) + " in a tree");
     }
     return add_bits(kStart, tree);
   }
@@ -274,14 +290,17 @@ struct Checks {
     uint64_t sum = kStart;
     const int64_t heads[][3] = {{6, 6, 64}, {6, 2, 64}, {12, 1, 32}, {8, 2, 40}, {2, 2, 128}};
     for (const auto &head : heads)
-      for (int64_t window : {0, 8}) sum ^= attention(head[0], head[1], head[2], window);
+      for (int64_t window : {0, 8})
+        for (float limit : {0.0f, 2.0f})
+          sum ^= attention(head[0], head[1], head[2], window, limit);
     tell("attend", sum);
   }
 
-  // Two layers of a decoder over random caches.
+  // Two layers of a decoder over random caches, the first with the window. is_normed: with norms of
+  // queries, keys and what is added, with caps, and with another rotary table for the second layer.
   struct Layers {
     int64_t N, K, H, I, window, activation, is_gated, bits;  // 0, or of integers
-    bool has_bias;
+    bool has_bias, is_normed = false;
     int64_t D = N * H, R = 3, S = 96, rotated = H;
     std::vector<Numbers> kept;
     std::vector<std::vector<char>> kept_integers;
@@ -302,13 +321,17 @@ struct Checks {
     void fill() {
       kept.reserve(64);
       kept_integers.reserve(64);
+      const auto extra = [&](int64_t size) {
+        return is_normed ? keep(make<T>(size, -1)) : nullptr;
+      };
       const auto vector = [&](int64_t size) { return keep(make<T>(size, -3)); };
       const auto bias = [&](int64_t size) { return has_bias ? vector(size) : nullptr; };
       for (int layer = 0; layer < 2; ++layer)
         for (const void *pointer : {
                  vector(D), bias(D), matrix((N + 2 * K) * H, D), bias((N + 2 * K) * H),
                  matrix(D, D), bias(D), vector(D), bias(D), matrix(I * (1 + is_gated), D),
-                 bias(I * (1 + is_gated)), matrix(D, I), bias(D)})
+                 bias(I * (1 + is_gated)), matrix(D, I), bias(D), extra(H), extra(H), extra(D),
+                 static_cast<const void *>(nullptr), extra(D), static_cast<const void *>(nullptr)})
           pointers.push_back(pointer);
       final_norm = {vector(D), bias(D)};
       embedding = make<T>(64 * D, -2);
@@ -345,15 +368,18 @@ struct Checks {
                    embedding.begin() + (tokens[t] + 1) * D);
         }
       }
-      const int64_t shape[] = {B, n, n, 0, D, N, K, H, I, R, S, rotated, window, 2, activation,
+      const int64_t shape[] = {B, n, n, 0, D, N, K, H, I, R, S, rotated, 2, activation,
                                is_gated, 0, bits > 0};
-      find<void(E *, const E *, E *, const void *const *, const void *const *, E *, const E *,
-                const E *, const int64_t *, const int64_t *, const int64_t *, const int64_t *,
-                const uint8_t *, const int64_t *, E *, const int64_t *, float)>(
-          name("specdec_run_layers"))(
-          x.data(), nullptr, out.data(), pointers.data(), final_norm.data(), cache.data(),
-          cosine.data(), sine.data(), rows.data(), positions.data(), positions.data(), past.data(),
-          mask.data(), nullptr, nullptr, shape, 1e-5f);
+      const int64_t attending[] = {window, 0, is_normed ? 0 : window, is_normed};
+      const E *tables[] = {cosine.data(), sine.data(), sine.data(), cosine.data()};
+      const float scalars[] = {1e-5f, 0.125f, is_normed ? 2.0f : 0.0f, is_normed ? 0.3f : 1.0f};
+      find<void(E *, const E *, E *, const void *const *, const void *const *, E *,
+                const E *const *, const int64_t *, const int64_t *, const int64_t *,
+                const int64_t *, const int64_t *, const uint8_t *, const int64_t *, E *,
+                const int64_t *, const float *)>(name("specdec_run_layers"))(
+          x.data(), nullptr, out.data(), pointers.data(), final_norm.data(), cache.data(), tables,
+          attending, rows.data(), positions.data(), positions.data(), past.data(), mask.data(),
+          nullptr, nullptr, shape, scalars);
       return out;
     }
   };
@@ -417,6 +443,8 @@ struct Checks {
       }
     tell("run_layers", plain);
     tell("run_layers_integers", integers);
+    tell("run_layers_normed", steps({4, 2, 40, 48, 7, 1, 1, 0, false, true},
+                                    name("run_layers") + ", normed"));
     tell("run_layers_erf", steps({4, 2, 40, 48, 0, 2, 0, 0, true}, name("run_layers") + ", erf"));
   }
 

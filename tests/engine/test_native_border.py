@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec.engine.compiler import call_compiler, find_compiler
-from specdec.engine.layers import Norm
+from specdec.engine.layers import Attention, Norm
 from specdec.engine.native import NativeKernels, PackedDrafter, PackedLayers, get_packed_shape
 from specdec.errors import SpecDecError
 from tests.engine.kernels import needs_compiler
@@ -20,6 +20,7 @@ pytestmark = needs_compiler
 SINGLE, HALF, DOUBLE = torch.float32, torch.float16, torch.float64
 ROWS, POSITIONS, LAYERS, HIDDEN, HEADS, SIZE, INNER = 2, 64, 2, 32, 4, 8, 48
 QKV = 3 * HEADS * SIZE
+HOW: dict[str, Any] = {"scale": 1.0, "cap": None, "window": None, "rotary": None}
 
 
 def zeros(*shape: int, dtype: torch.dtype = SINGLE) -> torch.Tensor:
@@ -41,7 +42,9 @@ def pack_integers(kernels: NativeKernels, **changed: Any) -> torch.Tensor:
     return kernels.pack_integers(**(arguments | changed))
 
 
-def make_layers(dtype: torch.dtype = SINGLE, **changed: torch.Tensor) -> PackedLayers:
+def make_layers(
+    dtype: torch.dtype = SINGLE, table: Any = None, **changed: torch.Tensor
+) -> PackedLayers:
     def packed(num_outputs: int, depth: int) -> torch.Tensor:
         return zeros(*get_packed_shape(num_outputs, depth, dtype), dtype=dtype)
 
@@ -50,21 +53,32 @@ def make_layers(dtype: torch.dtype = SINGLE, **changed: torch.Tensor) -> PackedL
         "norm": norm, "norm_bias": None, "qkv": packed(QKV, HIDDEN), "qkv_bias": None,
         "dense": packed(HIDDEN, HEADS * SIZE), "dense_bias": None, "post": norm, "post_bias": None,
         "up": packed(2 * INNER, HIDDEN), "up_bias": None, "down": packed(HIDDEN, INNER),
-        "down_bias": None,
+        "down_bias": None, "q_norm": zeros(SIZE, dtype=dtype), "k_norm": zeros(SIZE, dtype=dtype),
+        "dense_norm": norm, "dense_norm_bias": None, "down_norm": norm, "down_norm_bias": None,
     }  # fmt: skip
     return PackedLayers(
         [list(row.values()), list((row | changed).values())], (norm, None), hidden=HIDDEN,
         num_heads=HEADS, num_kv_heads=HEADS, head_size=SIZE, inner=INNER, activation=0,
-        is_gated=True, window=None, epsilon=1e-5,
+        is_gated=True, attending=[Attention(**HOW | {"rotary": table})] * 2, epsilon=1e-5,
     )  # fmt: skip
 
 
 def run_layers(kernels: NativeKernels, **changed: Any) -> None:
     arguments = {
-        "x": zeros(2, 3, HIDDEN), "layers": make_layers(), "table": None, "plan": plan(kernels),
+        "x": zeros(2, 3, HIDDEN), "layers": make_layers(), "plan": plan(kernels),
         "cache": zeros(LAYERS, 2, ROWS, HEADS, POSITIONS, SIZE), "observed_layers": (),
     }  # fmt: skip
     kernels.run_layers(**(arguments | changed))
+
+
+def attend(
+    kernels: NativeKernels, cache: torch.Tensor | None = None, past: int = 0, **how: Any
+) -> torch.Tensor:
+    cache = zeros(2, ROWS, HEADS, POSITIONS, SIZE) if cache is None else cache
+    q_norm = Norm(zeros(SIZE), None, 1e-5)
+    attention = Attention(**HOW | {"q_norm": q_norm, "k_norm": q_norm} | how)
+    step = plan(kernels, past=past)
+    return kernels.attend(zeros(2, 3, QKV), cache, attention, step, HEADS, HEADS, SIZE)
 
 
 def make_drafter(kernels: NativeKernels, **changed: torch.Tensor) -> PackedDrafter:
@@ -89,6 +103,7 @@ def test_what_is_right_passes(library: Path) -> None:
     kernels = NativeKernels(library, SINGLE)
     kernels.multiply(zeros(3, 70), pack_integers(kernels), None, 5)
     run_layers(kernels)
+    attend(kernels)
     run_layers(kernels, plan=plan(kernels, past=POSITIONS - 3))
     search(kernels, zeros(1, HIDDEN), torch.tensor([49]))
 
@@ -125,10 +140,12 @@ def test_what_is_right_passes(library: Path) -> None:
         lambda k: k.multiply(zeros(3, 6), k.pack_matrix(zeros(5, 6)), zeros(4), 5),
         lambda k: k.multiply(zeros(3, 6, dtype=HALF), k.pack_matrix(zeros(5, 6)), None, 5),
         lambda k: k.rank_outputs(zeros(3, 6), k.pack_matrix(zeros(5, 6)), None, 5, 6),
-        lambda k: k.attend(zeros(2, 3, QKV), zeros(2, ROWS, HEADS, POSITIONS, SIZE, dtype=HALF),
-                           None, plan(k), HEADS, HEADS, SIZE, None),
-        lambda k: k.attend(zeros(2, 3, QKV), zeros(2, ROWS, HEADS, POSITIONS, SIZE), None,
-                           plan(k, past=POSITIONS - 2), HEADS, HEADS, SIZE, None),
+        lambda k: k.add_norm(zeros(3, 8), zeros(3, 8), Norm(zeros(8), None, 1e-5),
+                             Norm(zeros(7), None, 1e-5)),
+        lambda k: k.cap_logits(zeros(3, 8, dtype=HALF), 1.0, 30.0),
+        lambda k: attend(k, cache=zeros(2, ROWS, HEADS, POSITIONS, SIZE, dtype=HALF)),
+        lambda k: attend(k, past=POSITIONS - 2),
+        lambda k: attend(k, k_norm=Norm(zeros(SIZE - 1), None, 1e-5)),
         lambda k: run_layers(k, x=zeros(2, 3, HIDDEN, dtype=HALF)),
         lambda k: run_layers(k, x=zeros(2, 2, HIDDEN)),
         lambda k: run_layers(k, cache=zeros(LAYERS - 1, 2, ROWS, HEADS, POSITIONS, SIZE)),
@@ -143,6 +160,8 @@ def test_what_is_right_passes(library: Path) -> None:
         lambda k: make_layers(qkv=zeros(*get_packed_shape(QKV, HIDDEN - 1, SINGLE))),
         lambda k: make_layers(down=zeros(*get_packed_shape(HIDDEN, INNER - 1, SINGLE))),
         lambda k: make_layers(up_bias=zeros(INNER)),
+        lambda k: make_layers(k_norm=zeros(SIZE + 1)),
+        lambda k: make_layers(down_norm=zeros(HIDDEN, dtype=HALF)),
         lambda k: make_drafter(k, embedding=zeros(50, HIDDEN, dtype=HALF)),
         lambda k: make_drafter(k, rnn_u__bias=zeros(HIDDEN - 1)),
         lambda k: make_drafter(k, lm_head__weight=zeros(49, 12)),
@@ -163,12 +182,13 @@ def test_what_is_refused(library: Path, call: Any) -> None:
 def test_angles_beyond_the_table(library: Path) -> None:
     kernels = NativeKernels(library, SINGLE)
     table: Any = type("Table", (), {"cos": zeros(9, SIZE), "sin": zeros(9, SIZE)})()
-    run_layers(kernels, table=table, plan=plan(kernels, line=8))
+    layers = make_layers(table=table)
+    run_layers(kernels, layers=layers, plan=plan(kernels, line=8))
     with pytest.raises(ValueError, match="angles"):
-        run_layers(kernels, table=table, plan=plan(kernels, line=9))
+        run_layers(kernels, layers=layers, plan=plan(kernels, line=9))
     table.sin = zeros(8, SIZE)
     with pytest.raises(ValueError, match="sin is"):
-        run_layers(kernels, table=table)
+        run_layers(kernels, layers=layers)
 
 
 def test_a_library_without_our_kernels(library: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,15 @@ def test_pointwise_kernels(library: Path, dtype: torch.dtype, size: int) -> None
     delta = torch.randn(3, 5, size, generator=generator).to(dtype)
     weight = (1 + 0.1 * torch.randn(size, generator=generator)).to(dtype)
     bias = torch.randn(size, generator=generator).to(dtype)
+    scores = torch.tensor([-1e4, -90.0, -31.0, -18.7, -1e-3, 0.0, 1e-6, 18.8, 3e4]).to(dtype)
+    exact = 30 * torch.tanh(scores.double() * 0.5 / 30)
+    capped = kernels.cap_logits(scores.clone(), 0.5, 30.0)
+    assert ((capped - exact).abs() <= TOLERANCE[dtype] * exact.abs() + 1e-7).all()
     for norm in (layers.Norm(weight, None, 1e-5), layers.Norm(weight, bias, 1e-5)):
+        total = x.clone()
+        normed = kernels.add_norm(total, delta, norm, layers.Norm(bias, norm.bias, 1e-5), 0.25)
+        assert_near(total, x + 0.25 * layers.Norm(bias, norm.bias, 1e-5)(delta))
+        assert_near(normed, norm(total))
         assert_near(kernels.norm(x, norm), norm(x))
         total = x.clone()
         normed = kernels.add_norm(total, delta, norm)
@@ -67,7 +76,10 @@ def test_attention(
     rotated: int | None,
     window: int | None,
 ) -> None:
-    """Two of three cache rows, of different lengths, over a small tree."""
+    """Two of three cache rows, of different lengths, over a small tree.
+
+    With and without norms of queries and keys, and a cap on the scores, which are of its size.
+    """
     kernels = native.NativeKernels(library, dtype)
     generator = torch.Generator().manual_seed(heads)
     batch, num_tokens, num_rows, num_positions = 2, 5, 3, 200
@@ -84,6 +96,13 @@ def test_attention(
 
     heads_view = qkv.clone().view(batch, num_tokens, -1, size)
     turned = heads_view[:, :, : heads + kv_heads]
+    norms: list[Any] = [None, None]
+    limit = None if window == 4 else 2.0
+    if window in (2, 4):
+        weights = 1 + 0.1 * torch.randn(2, size, generator=generator).to(dtype)
+        norms = [layers.Norm(weight, None, 1e-3) for weight in weights]
+        q, k = turned[:, :, :heads], turned[:, :, heads:]
+        turned = torch.cat((layers.rms_norm(q, weights[0], 1e-3), norms[1](k)), dim=2)
     if table is not None:
         at = torch.from_numpy(lines)
         turned = rotate(turned, table.cos[at].unsqueeze(2), table.sin[at].unsqueeze(2))
@@ -94,11 +113,14 @@ def test_attention(
     expected_cache[1][index[:, None], :, slots] = heads_view[:, :, heads + kv_heads :]
     expected = layers.attend(
         turned[:, :, :heads], expected_cache[0][index], expected_cache[1][index],
-        torch.from_numpy(build_full_mask(past, mask, positions, num_positions, window)),
+        torch.from_numpy(build_full_mask(past, mask, positions, num_positions, window)), 0.3, limit,
     )  # fmt: skip
 
     plan = kernels.plan_step(rows, positions, lines, past, mask)
-    actual = kernels.attend(qkv, cache, table, plan, heads, kv_heads, size, window)
+    how = layers.Attention(
+        scale=0.3, cap=limit, window=window, rotary=table, q_norm=norms[0], k_norm=norms[1]
+    )
+    actual = kernels.attend(qkv, cache, how, plan, heads, kv_heads, size)
     assert_near(actual, expected)
     assert_near(cache, expected_cache)
     assert torch.equal(cache[:, 1], expected_cache[:, 1]), "a row outside the step was touched"
@@ -133,7 +155,8 @@ def test_attention_over_uncommitted_levels(
     )  # fmt: skip
 
     plan = kernels.plan_step(rows, positions, positions, past, mask)
-    actual = kernels.attend(qkv, cache, None, plan, heads, 2, size, None)
+    how = layers.Attention(scale=size**-0.5, cap=None, window=None, rotary=None)
+    actual = kernels.attend(qkv, cache, how, plan, heads, 2, size)
     assert_near(actual, expected)
     assert torch.equal(cache, expected_cache)
 

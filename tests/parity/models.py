@@ -69,6 +69,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "yarn": {**_GQA, "rope_scaling": _YARN},
     },
+    "Qwen3ForCausalLM": {
+        "plain": {**_GQA, "head_dim": 24},
+        "window_biases": {
+            **_GQA, "head_dim": 16, "tie_word_embeddings": True, "attention_bias": True,
+            "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0,
+        },
+    },
     "PhiForCausalLM": {
         "gelu_new": {**_PHI, "partial_rotary_factor": 0.5},
         "gelu_narrow": {**_PHI, "partial_rotary_factor": 0.25, "hidden_act": "gelu"},

@@ -19,7 +19,7 @@ from specdec.files.reading import read_json
 from specdec.trtllm.facts import load_facts
 from tests.conftest import run_cli
 from tests.engines import call
-from tests.families import CLASSES, OWN, make_family_model
+from tests.families import CLASSES, NOT_IN_014, make_family_model
 from tests.real.programs import SOURCE_NAME, install_programs, read_version
 from tests.trtllm.checkpoints import CheckpointStore, quantize_checkpoint
 from tests.trtllm.worlds import (
@@ -179,7 +179,7 @@ def test_stop_words_streaming_and_several_calls(worlds: tuple[World, World]) -> 
     assert "TensorRT" not in done.stdout
 
 
-@pytest.mark.parametrize("family", [name for name in CLASSES if name not in OWN])
+@pytest.mark.parametrize("family", [name for name in CLASSES if name not in NOT_IN_014])
 def test_weights_of_every_family_load(
     worlds: tuple[World, World], tmp_path: Path, family: str
 ) -> None:

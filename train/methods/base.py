@@ -97,7 +97,7 @@ class TrainingMethod:
     given besides the drafter's folder, which follows `convert_folder`. list_shared: tensors of the
     target that the written file repeats, by their names there. choose_layers: the target's layers,
     from 0, whose outputs are read as `Features.auxiliary`, from the settings and its configuration.
-    check_target: raises SpecDecError for a target that has no such drafters, before it is loaded.
+    check_options: raises UsageError for options that exclude one another, before anything is read.
     """
 
     build: Callable[[TrainSettings, Target], Drafter]
@@ -106,6 +106,6 @@ class TrainingMethod:
     convert_flags: Callable[[TrainSettings], list[str]] = lambda settings: []
     list_shared: Callable[[Target], Mapping[str, Tensor]] = lambda target: {}
     choose_layers: Callable[[TrainSettings, Any], tuple[int, ...]] = lambda settings, config: ()
-    check_target: Callable[[TrainSettings, Any], None] = lambda settings, config: None
+    check_options: Callable[[TrainSettings], None] = lambda settings: None
     weights_name: str = "model.safetensors"
     needs_head: bool = False

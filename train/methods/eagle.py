@@ -31,7 +31,7 @@ from specdec.command.settings import as_options, name_flag
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import SpecDecError, UsageError
-from specdec.methods.eagle import EAGLE1_TARGETS, Eagle3Params, EagleTrain
+from specdec.methods.eagle import Eagle3Params, EagleTrain
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
@@ -403,8 +403,8 @@ def describe_layers(target: Target, num_layers: int) -> ModelConfig:
     )
 
 
-def check_target(settings: TrainSettings, config: Any) -> None:
-    """Raise SpecDecError for a target that no engine has EAGLE-1 for, or norms that it lacks."""
+def check_options(settings: TrainSettings) -> None:
+    """Raise UsageError for norms that the version lacks, or that exclude one another."""
     options = as_options(settings, EagleTrain)
     norms = [name for name in Eagle3Params.NEWER if getattr(options, f"eagle_{name}")]
     if norms and options.eagle_version == "1":
@@ -413,13 +413,6 @@ def check_target(settings: TrainSettings, config: Any) -> None:
     if "norm_before_fc" in norms and "fc_norm" in norms:
         raise UsageError(
             "--eagle-norm-before-fc and --eagle-fc-norm are both given", "give one of them"
-        )
-    names = getattr(config, "architectures", None) or []
-    if options.eagle_version == "1" and names and names[0] not in EAGLE1_TARGETS:
-        raise SpecDecError(
-            f"--method eagle is EAGLE version 1, which no engine runs for {names[0]}: its targets"
-            f" are {', '.join(EAGLE1_TARGETS)}",
-            "give --eagle-version 3, which the torch engine runs for any target",
         )
 
 
@@ -492,7 +485,7 @@ METHOD = TrainingMethod(
     describe=describe_eagle,
     convert_folder="--eagle-model-dir",
     choose_layers=choose_layers,
-    check_target=check_target,
+    check_options=check_options,
     list_shared=list_shared,
     needs_head=True,
 )

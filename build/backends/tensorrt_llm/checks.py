@@ -11,15 +11,15 @@ from typing import Any
 
 from specdec.command.settings import name_flag
 from specdec.engine.layout import count_positions
-from specdec.errors import Problems, join_names, suggest
+from specdec.errors import Problems, join_names
 from specdec.files.tensor_file import TensorFile
-from specdec.methods.eagle import EAGLE3_ARCHITECTURE
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.inventory import compare_tensors, describe_rank
 from specdec.model.quantization import FLOAT8_STORAGE
 from specdec.model.rotary_scaling import get_kind
 from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
-from specdec.trtllm.facts import LABELS, Facts, load_facts
+from specdec.trtllm.facts import Facts
+from specdec.trtllm.pairs import find_lack
 
 from .record import Record, deduce_max_seq_len
 
@@ -59,20 +59,9 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
     raw, label = checkpoint.raw, facts.label
     architecture = raw["architecture"]
     problems = Problems()
-    if architecture == EAGLE3_ARCHITECTURE:
-        problems.add(
-            "the checkpoint holds an EAGLE-3 drafter, which TensorRT-LLM's engines do not support",
-            "use --backend torch, or EAGLE-1 heads",
-        )
-    elif architecture not in facts.architectures:
-        others = [other for other in LABELS if architecture in load_facts(other).architectures]
-        problems.add(
-            f"TensorRT-LLM {label} knows no architecture {architecture!r}"
-            f"{suggest(architecture, facts.architectures)}",
-            f"convert it with --trtllm-version {label}, or build it for {others[0]}"
-            if others
-            else "use --backend torch",
-        )
+    lack = find_lack(label, raw, checkpoint.model.architecture)
+    if lack is not None:
+        problems.add(*lack)
     for section, known in (
         ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys),
     ):  # fmt: skip

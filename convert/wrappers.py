@@ -1,0 +1,66 @@
+"""Models that hold a text model beside a vision tower: the text model is taken out.
+
+Without an image they compute what the text model computes. Only the wrappers named here are known
+to; others attend otherwise (PaliGemma), or have positions of their own (Qwen2-VL).
+"""
+
+from __future__ import annotations
+
+from specdec import logs
+
+from .hf import HfFolder
+
+logger = logs.get_logger(__name__)
+
+WRAPPERS = (
+    "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration", "Mistral3ForConditionalGeneration",
+)  # fmt: skip
+# How transformers has named the text model's tensors, and what they are called where it is alone.
+NAMES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+# What only images pass through.
+VISION = (
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline",
+    "model.vision_tower.", "model.vision_model.", "model.multi_modal_projector.",
+    "model.image_newline",
+)  # fmt: skip
+# Of a wrapper's own config.json where its text_config does not say.
+INHERITED = ("dtype", "torch_dtype", "quantization_config")
+# A text_config leaves out what its class in transformers takes by default; these are the sizes that
+# the families here do not know by themselves.
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+)  # fmt: skip
+DEFAULTS = {
+    "llama": dict(zip(_SIZES, (32000, 4096, 11008, 32, 32), strict=True)),
+    "mistral": dict(zip(_SIZES, (32000, 4096, 14336, 32, 32), strict=True)),
+    "gemma3_text": dict(zip(_SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
+}
+
+
+def unwrap(folder: HfFolder) -> None:
+    """Let a folder of a known wrapper show its text model alone; leave any other as it is."""
+    listed, text = folder.config.get("architectures"), folder.config.get("text_config")
+    name = listed[0] if isinstance(listed, list) and listed else None
+    if name not in WRAPPERS or not isinstance(text, dict):
+        return
+    left_out = sorted(name for name in folder.tensors if name.startswith(VISION))
+    folder.rename(
+        {
+            name: ours + name.removeprefix(theirs)
+            for name in folder.tensors
+            for theirs, ours in NAMES
+            if name.startswith(theirs)
+        },
+        left_out=left_out,
+    )
+    outer = {key: folder.config[key] for key in INHERITED if key in folder.config}
+    folder.config = outer | DEFAULTS.get(str(text.get("model_type")), {}) | text
+    logger.info(
+        "%s: the text model of %s is taken; %d vision tensors are left out",
+        folder.path, name, len(left_out),
+    )  # fmt: skip

@@ -1,0 +1,185 @@
+"""A model of no family is told by what it computes; a wrapper's text model is taken out of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from specdec.convert.families import FAMILIES
+from specdec.convert.kinds import MARKS, describe_kind
+from tests.conftest import make_llama
+from tests.convert.checkpoints import join_checkpoint, read_config
+from tests.convert.conftest import Converter
+from tests.engines import continue_greedily, make_engine
+
+NAMES = {family.name: family for family in FAMILIES.values()}
+# transformers' configuration, changes of it, and a tensor's name: the nearest of the families, the
+# first of these that is here, and something that none of them has.
+UNKNOWN: list[tuple[str, dict[str, Any], str, list[str], str]] = [
+    ("GptOssConfig", {}, "model.layers.0.self_attn.sinks", ["mixtral", "llama"],
+     "attention sinks (model.layers.0.self_attn.sinks)"),
+    ("DeepseekV3Config", {}, "", ["qwen2_moe", "mixtral", "llama"],
+     "attention over a compressed cache (MLA) (kv_lora_rank)"),
+    ("Llama4TextConfig", {}, "", ["qwen3_moe", "mixtral", "llama"],
+     "attention in chunks (attention_chunk_size)"),
+    ("MambaConfig", {}, "", ["llama"],
+     "state space, convolution or linear attention layers (state_size)"),
+    ("BloomConfig", {"slow_but_exact": True}, "transformer.wpe.weight", ["gpt2"],
+     "positions as a bias of the attention (slow_but_exact)"),
+    ("T5Config", {}, "", ["llama"], "an encoder (is_encoder_decoder)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "tensor", "nearest", "told"), UNKNOWN)
+def test_an_unknown_model_is_told_by_what_it_computes(
+    name: str, changes: dict[str, Any], tensor: str, nearest: list[str], told: str
+) -> None:
+    import transformers
+
+    config = getattr(transformers, name)().to_dict() | changes
+    found, lacking = describe_kind(config, [tensor], NAMES)
+    assert found == next(family for family in nearest if family in NAMES)
+    assert told in lacking
+
+
+def test_a_model_without_marks_is_like_a_llama() -> None:
+    import transformers
+
+    assert describe_kind(transformers.Olmo2Config().to_dict(), (), NAMES) == ("llama", [])
+
+
+def test_what_a_family_has_is_not_told_as_lacking() -> None:
+    """The marks of each family that is here are told of nothing that it lacks."""
+    for mark in MARKS:
+        for family in set(mark.families) & set(NAMES):
+            assert describe_kind({}, (), [family])[1] == []
+            if mark.keys:
+                assert describe_kind({mark.keys[0]: 7}, (), [family])[1] == []
+    assert describe_kind({"num_local_experts": 8}, (), ["llama"]) == (
+        "llama", ["experts (num_local_experts)"]
+    )  # fmt: skip
+    assert describe_kind({"num_local_experts": 0, "use_qk_norm": False}, (), ["llama"])[1] == []
+
+
+# ---- Wrappers.
+
+
+def make_wrapper(
+    folder: Path, target: Path, architecture: str, *, is_old: bool, **text: Any
+) -> Path:
+    """A text model's folder as a wrapper holds it, its vision tower beside it."""
+    folder.mkdir()
+    inner = read_config(target)
+    tensors = load_file(target / "model.safetensors")
+    body = "language_model.model." if is_old else "model.language_model."
+    head = "language_model.lm_head." if is_old else "lm_head."
+    renamed = {
+        body + name.removeprefix("model.") if name.startswith("model.")
+        else head + name.removeprefix("lm_head."): tensor
+        for name, tensor in tensors.items()
+    }  # fmt: skip
+    vision = "" if is_old else "model."
+    some = next(iter(tensors.values()))
+    renamed |= {
+        f"{vision}vision_tower.patch_conv.weight": some.clone(),
+        f"{vision}multi_modal_projector.linear_1.weight": some.clone(),
+    }
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    left_out = ("architectures", "torch_dtype", "dtype", "transformers_version")
+    config = {
+        "architectures": [architecture], "torch_dtype": "float32",
+        "text_config": {k: v for k, v in inner.items() if k not in left_out} | text,
+        "vision_config": {"hidden_size": 8},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_a_wrappers_text_model_is_taken_out(
+    is_old: bool, convert: Converter, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    log.set_level("INFO")
+    target = make_llama(tmp_path)
+    plain = join_checkpoint(convert(model_dir=target))
+    wrapper = make_wrapper(
+        tmp_path / "wrapper", target, "LlavaForConditionalGeneration", is_old=is_old
+    )
+    output = convert(model_dir=wrapper, output_dir=tmp_path / "second", tp_size=2)
+    assert read_config(output)["architecture"] == "LlamaForCausalLM"
+    found = join_checkpoint(output)
+    assert found.keys() == plain.keys()
+    assert all(np.array_equal(found[name], value) for name, value in plain.items())
+    assert "of LlavaForConditionalGeneration is taken; 2 vision tensors are left out" in log.text
+    tensors = load_file(wrapper / "model.safetensors")
+    save_file(tensors | {"unknown.weight": tensors.popitem()[1]}, wrapper / "model.safetensors")
+    error = convert.fail(model_dir=wrapper, output_dir=tmp_path / "no")
+    assert "1 tensor that the conversion would not use: unknown.weight" in error.message
+
+
+def test_one_tensor_under_two_names_is_refused(convert: Converter, tmp_path: Path) -> None:
+    target = make_llama(tmp_path)
+    wrapper = make_wrapper(
+        tmp_path / "w", target, "LlavaForConditionalGeneration", is_old=True
+    )  # fmt: skip
+    tensors = load_file(wrapper / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["language_model.lm_head.weight"].clone()
+    save_file(tensors, wrapper / "model.safetensors")
+    error = convert.fail(model_dir=wrapper)
+    assert "two namings of one tensor" in error.message
+
+
+def test_llama_4_is_refused_by_what_its_text_model_has(convert: Converter, tmp_path: Path) -> None:
+    from transformers import Llama4TextConfig
+
+    wrapper = make_wrapper(
+        tmp_path / "w", make_llama(tmp_path), "Llama4ForConditionalGeneration", is_old=True,
+        **Llama4TextConfig().to_dict(),
+    )  # fmt: skip
+    error = convert.fail(model_dir=wrapper)
+    assert "'Llama4ForConditionalGeneration' is not supported: its text model ('llama4_text')" in (
+        error.message
+    )
+    assert "attention in chunks (attention_chunk_size)" in error.message
+
+
+def test_mistral_3_writes_what_transformers_writes(tmp_path: Path) -> None:
+    """Saved by transformers itself, with a Pixtral tower; its text model is a Mistral."""
+    import torch
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    from specdec.decode.engine import TorchEngine
+    from specdec.decode.requests import Request
+
+    torch.manual_seed(5)
+    config = Mistral3Config(
+        text_config={
+            "model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 112,
+            "vocab_size": 131, "max_position_embeddings": 256, "head_dim": 16,
+            "sliding_window": None, "tie_word_embeddings": False,
+        },
+        vision_config={
+            "model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "intermediate_size": 48, "image_size": 28, "patch_size": 14,
+        },
+    )  # fmt: skip
+    model = Mistral3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.copy_(torch.randn(weight.shape) * 2 / weight.shape[1] ** 0.5)
+    model.save_pretrained(tmp_path / "target")
+    prompts = [[5, 9, 77], [3] * 20]
+    engine = TorchEngine(make_engine(tmp_path, tmp_path / "target"), device="cpu")
+    requests = [
+        Request(index=i, input_ids=p, max_output_len=16, end_ids=frozenset())
+        for i, p in enumerate(prompts)
+    ]
+    outputs = [result.output_ids for result in engine.generate(requests)]
+    assert outputs == continue_greedily(model, prompts, 16)

@@ -1,0 +1,179 @@
+"""Every method on every family: the text is transformers', whatever drafts, and however well.
+
+Each pair's engine is made by the commands, so convert has to take it. What drafters compute is
+tested by method, on one family. Which line of TensorRT-LLM builds a pair is checked here as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.build.backends.tensorrt_llm.checks import find_checkpoint_problems
+from specdec.convert.families import FAMILIES
+from specdec.decode.drafters.draft_target import attach_draft
+from specdec.decode.drafters.lookahead import LookaheadProposer
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.engine import TorchEngine
+from specdec.decode.ranks.processes import end_ranks
+from specdec.methods import METHODS
+from specdec.methods.lookahead import LookaheadConfig
+from specdec.methods.prompt_lookup import LookupOptions
+from specdec.methods.suffix import SuffixOptions
+from specdec.model.checkpoint import read_checkpoint_config
+from specdec.trtllm.facts import LABELS, load_facts
+from specdec.trtllm.pairs import find_pair
+from tests.conftest import make_drafter, make_eagle_drafter, make_medusa_heads
+from tests.engines import call
+from tests.families import WRITTEN_AS
+from tests.parity.models import VARIANTS, VOCAB, make_model
+from tests.parity.test_families import generate, generate_reference
+
+# One of each family that has a checkpoint of its own.
+NAMES = [
+    f"{name}-{next(iter(variants))}"
+    for name, variants in VARIANTS.items()
+    if FAMILIES[name].name not in WRITTEN_AS
+]
+LENGTHS, LIMIT = (5, 30), 16
+LOOKUP = LookupOptions(num_tokens=4, max_ngram_size=2)
+# Drafters with weights: how their folders are made, and the option that names them. All sizes are
+# those of the models in VARIANTS.
+DRAFTERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    "redrafter": ("drafter", lambda parent: make_drafter(
+        parent, vocab=VOCAB, exit_dim=96, scale=3.0, name="redrafter")),
+    "medusa": ("medusa", lambda parent: make_medusa_heads(
+        parent, vocab=VOCAB, scale=3.0, name="medusa")),
+    "eagle": ("eagle", lambda parent: make_eagle_drafter(
+        parent, vocab=VOCAB, own_embedding=False, scale=2.0, name="eagle")),
+    "eagle3": ("eagle", lambda parent: make_eagle_drafter(
+        parent, vocab=VOCAB, version=3, draft_vocab=70, own_embedding=False, name="eagle3")),
+}  # fmt: skip
+TITLES = {"redrafter": "ReDrafter", "medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
+WITHOUT = [name for name, method in METHODS.items() if method.source != "checkpoint"]
+MakeEngine = Callable[..., Path]
+
+
+def test_all_methods_are_here() -> None:
+    made = {name.removesuffix("3") for name in DRAFTERS}
+    assert made == {name for name, method in METHODS.items() if method.source == "checkpoint"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_all() -> Iterator[None]:
+    yield
+    end_ranks()
+
+
+@pytest.fixture(scope="module")
+def get_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    parent = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda name: make_model(parent / name, name))
+
+
+@pytest.fixture(scope="module")
+def make(get_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
+    """The engine folder of a target; each is made once.
+
+    kind: of its drafter; None for an engine that another drafts for, "" for one that does that.
+    """
+    parent = tmp_path_factory.mktemp("engines")
+    drafters = {name: do(parent / "drafters") for name, (_, do) in DRAFTERS.items()}
+
+    @functools.cache
+    def make(name: str, kind: str | None, *flags: object, optimize: str = "auto") -> Path:
+        folder = parent / f"{name}-{kind}-{len(flags)}-{optimize}"
+        with_drafter: list[object] = []
+        if kind:
+            with_drafter = [f"--{DRAFTERS[kind][0]}-model-dir", drafters[kind]]
+        call(
+            "convert", "--model-dir", get_target(name), "--output-dir", folder / "checkpoint",
+            *with_drafter, *flags,
+        )  # fmt: skip
+        mode = ["draft_tokens_external", "--max-draft-len", 8]
+        call(
+            "build", "--checkpoint-dir", folder / "checkpoint", "--output-dir", folder / "engine",
+            "--backend", "torch", "--optimize", optimize,
+            *(["--speculative-decoding-mode", *mode] if kind is None else []),
+        )  # fmt: skip
+        return folder / "engine"
+
+    return make
+
+
+def use(engine: TorchEngine, method: str, draft: Path) -> None:
+    """Let a method without weights draft, or the engine `draft`."""
+    if method == "draft_target":
+        attach_draft(engine, TorchEngine(draft, device="cpu"), draft_len=3, use_logits=False)
+        return
+    proposers: dict[str, Callable[[], Any]] = {
+        "prompt_lookup": lambda: PromptLookupProposer(LOOKUP),
+        "suffix": lambda: SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)),
+        "lookahead": lambda: LookaheadProposer(LookaheadConfig(3, 3, 3), engine.decoder),
+    }  # fmt: skip
+    engine.use_method(method, proposers[method]())
+
+
+def check_lines(folder: Path, kind: str) -> None:
+    """What the lines of TensorRT-LLM lack for a checkpoint is what each one's build refuses."""
+    checkpoint = read_checkpoint_config(folder)
+    method, name = checkpoint.method, checkpoint.raw["architecture"]
+    target = checkpoint.model.architecture
+    assert method is not None
+    title = TITLES[kind]
+    is_own = kind == "eagle3" or find_pair("1.2", method.name, target) is None
+    assert (method.own_architectures.get(name) == title) == is_own
+    for label in LABELS:
+        facts = load_facts(label)
+        problems = find_checkpoint_problems(facts, checkpoint)
+        lacking = [fact for fact, _ in problems if "has no" in fact]
+        assert bool(lacking) == (name not in facts.architectures)
+        if is_own:
+            what = title if kind == "eagle3" else f"{title} for {target}"
+            assert lacking == [f"TensorRT-LLM {label} has no {what}"]
+            assert "use --backend torch" in problems[0][1]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_drafter_on_every_family(
+    name: str, kind: str, make: MakeEngine, get_target: Callable[[str], Path]
+) -> None:
+    folder = make(name, kind)
+    check_lines(folder.parent / "checkpoint", kind)
+    engine = TorchEngine(folder, device="cpu")
+    assert engine.method == kind.removesuffix("3")
+    assert engine.decoder.kernels is not None
+    assert generate(engine, LENGTHS, LIMIT) == generate_reference(get_target(name), LENGTHS, LIMIT)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_without_weights_on_every_family(
+    name: str, make: MakeEngine, get_target: Callable[[str], Path]
+) -> None:
+    """The draft model is of another family."""
+    expected = generate_reference(get_target(name), LENGTHS, LIMIT)
+    engine = TorchEngine(make(name, None), device="cpu")
+    for method in WITHOUT:
+        use(engine, method, make(NAMES[NAMES.index(name) - 1], ""))
+        assert engine.method == method
+        assert generate(engine, LENGTHS, LIMIT) == expected, method
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, [*DRAFTERS][number % len(DRAFTERS)]) for number, name in enumerate(NAMES)]
+    + [("PhiForCausalLM-gelu_new", "eagle"), ("GemmaForCausalLM-tied", "redrafter")],
+)
+def test_two_ranks(
+    name: str, kind: str, make: MakeEngine, get_target: Callable[[str], Path]
+) -> None:
+    """Every drafter and every family at least once, in torch's kernels."""
+    engine = TorchEngine(make(name, kind, "--tp-size", 2, optimize="none"), device="cpu")
+    assert engine.decoder.model.tp_size == 2
+    assert generate(engine, LENGTHS, LIMIT) == generate_reference(get_target(name), LENGTHS, LIMIT)
