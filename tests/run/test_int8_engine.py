@@ -81,7 +81,8 @@ def load_rounding(engine: Path) -> TorchEngine:
     loaded = TorchEngine(engine, device="cpu")
     layers = loaded.decoder.stack.layers
     for index, layer in enumerate(layers):
-        parts = {name: Rounding(getattr(layer, name)) for name in ("qkv", "dense", "up", "down")}
+        names = ("qkv", "dense", "up", "down")
+        parts: dict[str, Any] = {name: Rounding(getattr(layer, name)) for name in names}
         layers[index] = dataclasses.replace(layer, **parts)
     return loaded
 
