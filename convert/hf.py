@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +16,7 @@ from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import MAX_NUMBER, TensorFile, TensorInfo
 from specdec.model.config import FLOAT_DTYPES
 
-from .plan import count_elements
+from .plan import TensorSource, count_elements
 from .torch_file import TorchFile
 
 logger = logs.get_logger(__name__)
@@ -41,7 +42,7 @@ class HfFolder:
         self.config = read_json(path / "config.json")
         self.files: list[Path] = [path / "config.json"]
         self.tensors: dict[str, TensorInfo] = {}
-        self._holders: dict[str, TensorFile | TorchFile] = {}
+        self._holders: dict[str, TensorSource] = {}
         self._stored: dict[str, str] = {}  # name -> the one in the file, where `rename` changed it
         self._open_files: list[TensorFile | TorchFile] = []
         # A link that leads nowhere counts as there: it is an error, not a reason to read another.
@@ -93,6 +94,15 @@ class HfFolder:
         """Let go of the memory of what was read."""
         for holder in self._open_files:
             holder.release()
+
+    def substitute(self, source: TensorSource, replaced: Collection[str]) -> HfFolder:
+        """Return a folder like this with a source's tensors in the place of some of its own."""
+        changed = copy.copy(self)
+        changed.tensors = {n: info for n, info in self.tensors.items() if n not in replaced}
+        changed.tensors |= source.tensors
+        changed._holders = self._holders | dict.fromkeys(source.tensors, source)
+        changed._stored = {n: own for n, own in self._stored.items() if n not in source.tensors}
+        return changed
 
     def find_dtype(self) -> str:
         """Return the dtype that config.json names, or else the one that most weights have."""

@@ -26,7 +26,7 @@ from specdec.files.staging import (
 from specdec.files.tensor_file import TensorInfo, measure_tensor_file
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
-from specdec.model.quantization import EXECUTED
+from specdec.model.quantization import EXECUTED, FP8
 from specdec.model.tensors import (
     EMBEDDING,
     HEAD,
@@ -55,8 +55,10 @@ from .plan import (
     merge_ranks,
     plan_tensors,
 )
-from .quantize import unified
+from .quantize import packed, unified
+from .quantize.matrices import IntMatrix
 from .quantize.scales import Quantizer, name_kv_scales, quantize_config
+from .quantize.sections import Scheme, read_scheme
 from .quantize.target import check_flags as check_quantization_flags
 from .quantize.target import quantize_target
 from .settings import ConvertSettings
@@ -232,11 +234,9 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     folder = open_model(settings.model_dir, "--model-dir")
     unwrap(folder)
     family = find_family(folder)
-    is_quantized = unified.is_quantized(folder)
-    if is_quantized and settings.quantization is not None:
-        raise SpecDecError(
-            f"{folder.path} is FP8 already", "leave --quantization and its options out"
-        )
+    files = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)]
+    folder, scheme, matrices = open_quantized(settings, folder)
+    is_quantized = settings.dequantize or scheme is not None
     layout = Layout(
         dtype=folder.find_dtype() if settings.dtype == "auto" else settings.dtype,
         tp_size=settings.tp_size or 1,
@@ -251,22 +251,28 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     specs = list_target_tensors(model)
     parts, ignored = family.find_sources(specs, folder), list(family.ignored)
     ignored += ignore_drafter(settings, folder)
+    ignored += packed.find_empty_biases(folder, parts) if is_quantized else []
     if is_tied:
         parts = tie_head(family, folder, parts)
         ignored.append(HEAD)
     config = checkpoint_config.describe_target(model, family, settings.trtllm_version)
-    if is_quantized:
-        ranks, kept, has_kv_scales = unified.plan_unified(
-            folder, specs, parts, model, ignored=ignored, problems=problems,
-            kv_scales=name_kv_scales(settings.trtllm_version),
+    kv_scales = name_kv_scales(settings.trtllm_version)
+    if matrices:
+        ranks, config = packed.plan_int4(
+            folder, matrices, specs, parts, model, config, ignored=ignored, problems=problems,
+            kv_scales=kv_scales,
         )  # fmt: skip
+    elif scheme is not None:
+        ranks, kept, has_kv_scales = unified.plan_unified(
+            folder, specs, parts, model, ignored=ignored, problems=problems, kv_scales=kv_scales
+        )
         config = quantize_config(config, has_kv_scales=has_kv_scales, kept=kept)
     else:
         ranks = plan_tensors(
             specs, parts, folder, model=model, dtype=model.dtype, ignored=ignored,
             problems=problems,
         )  # fmt: skip
-    files, quantizer = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)], None
+    quantizer = None
     if settings.quantization is not None and not problems:
         ranks, config, quantizer = quantize_target(settings, folder, model, parts, ranks, config)
         files = [*files, *list_local(settings.calibration_data)]
@@ -274,6 +280,37 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         model=model, config=config, ranks=split_stages(model, ranks), files=files,
         vocabulary=read_vocabulary(folder.path), quantizer=quantizer,
     )  # fmt: skip
+
+
+def open_quantized(
+    settings: ConvertSettings, folder: HfFolder
+) -> tuple[HfFolder, Scheme | None, dict[str, IntMatrix]]:
+    """Open a target that may be quantized.
+
+    Returns the folder to plan from, with plain weights where they are asked for; how it is still
+    quantized; and its matrices where a checkpoint holds their four bits.
+    """
+    scheme = read_scheme(folder)
+    if scheme is None:
+        if settings.dequantize:
+            raise SpecDecError(
+                f"--dequantize has no effect: {folder.path} does not say that it is quantized",
+                "leave it out",
+            )
+        return folder, None, {}
+    if settings.quantization is not None:
+        raise SpecDecError(
+            f"{folder.path} is quantized already ({scheme.description})",
+            "leave --quantization and its options out",
+        )
+    if settings.dequantize:
+        return packed.dequantize(folder, scheme), None, {}
+    if scheme.kept is None:
+        raise packed.refuse_unheld(folder, scheme)
+    if scheme.kept == FP8:
+        return folder, scheme, {}
+    folder, matrices = packed.open_codes(folder, scheme)
+    return folder, scheme, matrices
 
 
 def split_stages(model: ModelConfig, ranks: list[RankPlan]) -> list[RankPlan]:

@@ -65,6 +65,10 @@ class ConvertSettings:
     quantization: str | None = setting(
         choices=("fp8",), help="Quantize the target's linear layers; needs --calibration-data."
     )
+    dequantize: bool = setting(
+        False, kind="flag",
+        help="Write the plain weights that a quantized target's numbers stand for, in --dtype.",
+    )  # fmt: skip
     kv_cache_dtype: str | None = setting(
         choices=("fp8",), help="With --quantization: also write scales for an FP8 KV cache."
     )

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from specdec import logs
-from specdec.errors import Problems, SpecDecError
-from specdec.files.reading import Array, read_json
+from specdec.errors import Problems
+from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.config import ModelConfig
-from specdec.model.quantization import ACTIVATION_SCALE, FLOAT8, FP8, KV_SCALES, WEIGHT_SCALE
+from specdec.model.quantization import ACTIVATION_SCALE, FLOAT8, KV_SCALES, WEIGHT_SCALE
 from specdec.model.tensors import TensorSpec, list_linears
 
-from ..hf import QUANTIZATION_NAME, HfFolder
+from ..hf import HfFolder
 from ..plan import (
     Chunk,
     Part,
@@ -35,74 +35,13 @@ from ..plan import (
 )
 from .float8 import Requantizer, to_float32
 from .scales import Scales, change_chunk, find_group
+from .sections import read_sections
 
 logger = logs.get_logger(__name__)
 
 SOURCE_SCALES = {"weight_scale": WEIGHT_SCALE, "input_scale": ACTIVATION_SCALE}
 # Where the writers put the scales of K and V, from the attention module.
 KV_NAMES = (("k_proj.k_scale", "v_proj.v_scale"), ("k_scale", "v_scale"))
-
-
-def read_sections(folder: HfFolder) -> list[tuple[str, Any]]:
-    """Read what a folder says of its quantization: methods, and what each says."""
-    sections: list[tuple[str, Any]] = []
-    path = folder.path / QUANTIZATION_NAME
-    if path.is_file():
-        sections.append(("modelopt", read_json(path).get("quantization")))
-    section = folder.config.get("quantization_config")
-    if section is not None:
-        method = section.get("quant_method") if isinstance(section, dict) else None
-        sections.append((str(method), section))
-    return sections
-
-
-def is_quantized(folder: HfFolder) -> bool:
-    """Whether a folder says that it is quantized; SpecDecError if it is no static FP8."""
-    sections = read_sections(folder)
-    for method, values in sections:
-        if not isinstance(values, dict) or not _is_static_fp8(method, values):
-            raise SpecDecError(
-                f"{folder.path} is quantized ({_describe(method, values)})",
-                "convert the unquantized model, or one in FP8 with one static scale per tensor"
-                " (ModelOpt's FP8)",
-            )
-    return bool(sections)
-
-
-def _is_static_fp8(method: str, section: Mapping[str, Any]) -> bool:
-    if method == "modelopt":
-        has_known_cache = section.get("kv_cache_quant_algo") in (None, FP8)
-        return section.get("quant_algo") == FP8 and has_known_cache
-    if method == "fp8":
-        is_blocked = section.get("weight_block_size") is not None
-        return section.get("activation_scheme") == "static" and not is_blocked
-    groups = section.get("config_groups")
-    if method != "compressed-tensors" or not isinstance(groups, dict) or not groups:
-        return False
-    expected = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-    kinds = [
-        group.get(kind) if isinstance(group, dict) else None
-        for group in groups.values()
-        for kind in ("weights", "input_activations")
-    ]
-    return all(isinstance(kind, dict) and expected.items() <= kind.items() for kind in kinds)
-
-
-def _describe(method: str, section: Any) -> str:
-    """Name a quantization in a few words."""
-    words = [method]
-    if isinstance(section, dict):
-        for key in (
-            "quant_algo",
-            "kv_cache_quant_algo",
-            "bits",
-            "format",
-            "activation_scheme",
-            "weight_block_size",
-        ):
-            if section.get(key) is not None:
-                words.append(f"{key} {section[key]}")
-    return ", ".join(words)
 
 
 class Selection:
@@ -187,14 +126,8 @@ def plan_unified(
                 added[f"{module}.{kind}"] = scales.add(f"{module}.{kind}", shared)
                 if kind == WEIGHT_SCALE:
                     _requantize(ranks, f"{module}.weight", own_scales, shared)
-    attentions = {
-        module.removesuffix("qkv"): _find_attention(parts[f"{module}.weight"])
-        for module in linears if module.endswith(".qkv")
-    }  # fmt: skip
-    cache = _read_kv_scales(folder, attentions, reader)
-    for prefix, values in cache.items():
-        for kind in kv_scales:
-            added[prefix + kind] = scales.add(prefix + kind, values[kind])
+    cache, has_cache = plan_kv_scales(folder, parts, linears, kv_scales, reader)
+    added |= cache
     reader.report(problems)
     rest = {name: spec for name, spec in specs.items() if name not in weights}
     others = plan_tensors(
@@ -202,7 +135,29 @@ def plan_unified(
         dtype=model.dtype, ignored=ignored, problems=problems,
     )  # fmt: skip
     kept = [module for module in linears if module not in quantized]
-    return merge_ranks(ranks, others, [dict(added) for _ in ranks]), kept, bool(cache)
+    return merge_ranks(ranks, others, [dict(added) for _ in ranks]), kept, has_cache
+
+
+def plan_kv_scales(
+    folder: HfFolder,
+    parts: Mapping[str, tuple[Part, ...]],
+    linears: Sequence[str],
+    kv_scales: Sequence[str],
+    reader: ScaleReader,
+) -> tuple[RankPlan, bool]:
+    """Plan the K/V scales of every layer; return them and whether the folder has any."""
+    attentions = {
+        module.removesuffix("qkv"): _find_attention(parts[f"{module}.weight"])
+        for module in linears if module.endswith(".qkv")
+    }  # fmt: skip
+    cache = _read_kv_scales(folder, attentions, reader)
+    scales = Scales(folder.path)
+    planned = {
+        prefix + kind: scales.add(prefix + kind, values[kind])
+        for prefix, values in cache.items()
+        for kind in kv_scales
+    }
+    return planned, bool(cache)
 
 
 def _requantize(

@@ -13,6 +13,7 @@ from specdec.decode.devices import check_count
 from specdec.decode.requests import Request, find_problems
 from specdec.errors import Problems, UsageError
 from specdec.methods import METHODS, list_starters
+from specdec.methods.chain import ChainDraft
 from specdec.methods.draft_target import DraftOptions
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.trtllm.defects import list_defects
@@ -215,12 +216,15 @@ def check_settings(settings: RunSettings) -> None:
             "--device cpu: a TensorRT-LLM engine runs on the GPU it was built for",
             "leave it out, or build the checkpoint with --backend torch",
         )
-    for method in METHODS.values():
-        if method.name in KNOWN_METHODS:
-            continue
-        if given := list_given(settings, method.options["draft"]):
+    others = {
+        method.name: method.options["draft"]
+        for method in METHODS.values()
+        if method.name not in KNOWN_METHODS
+    }
+    for name, options in {"several methods together": ChainDraft, **others}.items():
+        if given := list_given(settings, options):
             raise UsageError(
-                f"{name_flag(given[0])} is for engines of torch: nothing drafts by {method.name}"
+                f"{name_flag(given[0])} is for engines of torch: nothing drafts by {name}"
                 " for TensorRT-LLM",
                 "leave it out, or build the checkpoint with --backend torch",
             )

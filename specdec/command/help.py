@@ -65,6 +65,7 @@ PAGES: Mapping[str, Page] = {
             "Kept engines": ("no_cache", "clear_cache"),
         },
         {
+            "Several drafters": ("draft_chain",),
             "Engine": (
                 "dtype", "quantization", "max_batch_size", "max_seq_len", "backend", "device",
             ),
@@ -81,7 +82,7 @@ PAGES: Mapping[str, Page] = {
         },
         {
             "Quantization": (
-                "quantization", "kv_cache_dtype", "calibration_data", "calib_size",
+                "quantization", "dequantize", "kv_cache_dtype", "calibration_data", "calib_size",
                 "calib_batch_size", "calib_max_seq_length", "calib_device",
             ),
             "Embedding": (
@@ -133,6 +134,7 @@ PAGES: Mapping[str, Page] = {
             "Output": ("streaming", "show_drafts", "output_file"),
         },
         {
+            "Several drafters": ("draft_chain",),
             "Machine": (
                 "device", "kv_cache_enable_block_reuse", "kv_cache_free_gpu_memory_fraction",
             ),
@@ -192,7 +194,7 @@ PAGES: Mapping[str, Page] = {
             "Its sampling": ("sampling", "num_samples", "temperature", "top_k", "random_seed"),
             "A checkpoint's files": ("checkpoint_dir", "workers"),
         },
-        {"Draft length": ("draft_len",)},
+        {"Drafting": ("draft_len", "draft_chain")},
     ),
     "bench": Page(
         ("specdec-bench --engine-dir engine --tokenizer-dir BASE --prompts prompts.jsonl",),
@@ -201,7 +203,7 @@ PAGES: Mapping[str, Page] = {
             "Engine and prompts": (
                 "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
             ),
-            "Measurement": ("repeat", "batch_sizes", "draft_len"),
+            "Measurement": ("repeat", "batch_sizes", "draft_len", "draft_chain"),
             "Output": ("output",),
         },
     ),
@@ -225,7 +227,7 @@ PAGES: Mapping[str, Page] = {
             "Engine and prompts": (
                 "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
             ),
-            "Measurement": ("repeat", "batch_sizes", "draft_len"),
+            "Measurement": ("repeat", "batch_sizes", "draft_len", "draft_chain"),
         },
     ),
     "doctor": Page(

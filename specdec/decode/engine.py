@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.decode.drafters import Drafting, choose_method, make_proposer
+from specdec.decode.drafters import Drafting, choose_methods, make_proposer, name_methods
 from specdec.decode.drafters.base import EngineHandle, Proposer
 from specdec.decode.loop import Options, Timing, generate
 from specdec.decode.ranks.leader import lead_decoder
@@ -91,12 +91,12 @@ class TorchEngine:
         if recorder is not None and ranks is None:  # what ranks exchange is not recorded
             self.graphs = Graphs(recorder)
             self.decoder.graphs = StepGraphs(self.graphs)
-        method = choose_method(self.config, drafting) if speculate else None
-        self.method = method.name if method is not None else "plain"
-        if method is not None and ranks is not None and model.use_parallel_embedding:
+        methods = choose_methods(self.config, drafting) if speculate else ()
+        if methods and ranks is not None and model.use_parallel_embedding:
             # Drafters run on this rank alone.
             weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
-        self.proposer: Proposer = make_proposer(self, method, weights, drafting)
+        self.proposer: Proposer = make_proposer(self, methods, weights, drafting)
+        self.method = name_methods(methods)
 
     def check_requests(self, requests: Sequence[Request]) -> None:
         """Raise SpecDecError that lists every request beyond the engine's limits."""

@@ -16,7 +16,7 @@ def load_engine(settings: DecodeSettings, tokenizer: Any) -> TorchEngine:
     """
     drafting = read_drafting(settings, tokenizer)
     if settings.no_speculation:
-        refuse_others(drafting, None, speculates=False)
+        refuse_others(drafting, (), speculates=False)
     return TorchEngine(
         settings.engine_dir,
         device=settings.device,

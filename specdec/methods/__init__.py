@@ -9,6 +9,7 @@ from specdec.command.settings import name_flag
 
 from . import draft_target, eagle, lookahead, medusa, prompt_lookup, redrafter, suffix
 from .base import DrafterParams, Method
+from .chain import ChainDraft
 
 __all__ = [
     "METHODS",
@@ -28,8 +29,12 @@ METHODS: dict[str, Method] = {
 
 
 def list_options(*uses: str) -> tuple[type, ...]:
-    """The settings classes of all methods for these uses, as in `Method.options`."""
-    return tuple(
+    """The settings classes of all methods for these uses, as in `Method.options`.
+
+    What says how methods draft together is with those of every command that decodes.
+    """
+    chain = (ChainDraft,) if "draft" in uses else ()
+    return chain + tuple(
         method.options[use] for method in METHODS.values() for use in uses if use in method.options
     )
 

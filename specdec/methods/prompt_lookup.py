@@ -9,6 +9,7 @@ from specdec.command.settings import as_options, name_flag, setting
 from specdec.errors import UsageError
 
 from .base import Method, is_device_list, read_literal
+from .chain import ChainDraft
 from .draft_target import DraftTargetDraft
 
 
@@ -63,7 +64,8 @@ def read_options(settings: Any) -> LookupOptions | None:
     name = given[0] if given else "--prompt-lookup-config"
     if settings.no_speculation:
         raise UsageError(f"{name} has no effect with --no-speculation", "leave one of them out")
-    if as_options(settings, DraftTargetDraft).draft_engine_dir is not None:
+    in_chain = as_options(settings, ChainDraft).draft_chain is not None
+    if as_options(settings, DraftTargetDraft).draft_engine_dir is not None and not in_chain:
         raise UsageError(
             f"{name} and --draft-engine-dir are both given", "let one or the other draft"
         )

@@ -289,7 +289,7 @@ def test_a_promised_cache_without_scales_means_one(convert: Converter, tmp_path:
     export["quantization"]["kv_cache_quant_algo"] = "NVFP4"
     (source / "hf_quant_config.json").write_text(json.dumps(export))
     error = convert.fail(model_dir=source, output_dir=tmp_path / "other")
-    assert "is quantized (modelopt, quant_algo FP8, kv_cache_quant_algo NVFP4)" in error.message
+    assert "is quantized (modelopt): kv_cache_quant_algo is 'NVFP4'" in error.message
 
 
 SCALE = "model.layers.0.mlp.up_proj.weight_scale"
@@ -365,7 +365,6 @@ def test_kinds_of_quantized_folders(
     else:
         error = convert.fail(model_dir=source)
         assert "is quantized (" in error.message
-        assert "one static scale per tensor" in error.hint
 
 
 # ---- Making one.
@@ -661,7 +660,10 @@ def test_flags_that_lack_one_another(
 def test_what_is_fp8_already_is_not_quantized_again(convert: Converter, tmp_path: Path) -> None:
     data = make_rows(tmp_path / "rows.jsonl")
     unified = MODELOPT / "unified_hf" / "llama-fp8"
-    assert "is FP8 already" in convert.fail(model_dir=unified, **get_flags(data)).message
+    assert (
+        "is quantized already (ModelOpt FP8)"
+        in convert.fail(model_dir=unified, **get_flags(data)).message
+    )
     error = convert.fail(
         base_model_checkpoint_dir=MODELOPT / "trtllm" / "llama-fp8-tp1",
         drafter_model_dir=make_drafter(tmp_path, vocab=512), **get_flags(data),

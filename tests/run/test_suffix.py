@@ -161,9 +161,10 @@ def test_requests_share_only_if_asked(is_shared: bool) -> None:
     for request in (first, second):
         request.emit([30])
     assert [c.tree.num_draft_tokens for c in proposer.propose([first, second])] == [0, 0]
-    second.emit([2, 3])  # `first` is not finished
+    second.emit([2, 3])  # `first` is not finished, whoever drafts for it
     assert proposer.propose([first, second])[1].tree.num_draft_tokens == 0
-    (found,) = proposer.propose([second])  # now it is
+    first.finish_reason = "length"
+    (found,) = proposer.propose([second])
     assert found.tree.tokens[1:].tolist() == ([4, 5, 6, 30] if is_shared else [])
     third = make_active([50, 2], 1)
     proposer.start([third])

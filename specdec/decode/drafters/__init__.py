@@ -13,10 +13,15 @@ from specdec.command.settings import list_given, name_flag
 from specdec.engine.layout import EngineConfig
 from specdec.errors import UsageError
 from specdec.methods import METHODS, Method, find_mode
+from specdec.methods.chain import Chain, read_chain
 from specdec.methods.draft_target import adapts_drafts
 
 from .base import DraftContext, EngineHandle, PlainProposer, Proposer
+from .chain import join_proposers
 from .switch import adapt
+
+# Those that draft by turns, of each those that share a tree.
+Methods = tuple[tuple[Method, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,12 +29,14 @@ class Drafting:
     """Who is to draft, and how.
 
     options: by method, what `Method.read` made of the settings. flags: by method, the first of its
-    flags that was given. pauses: draft only while that pays. tokenizer: as in `DraftContext`.
+    flags that was given. pauses: draft only while that pays. chain: the methods that draft
+    together, None for one alone. tokenizer: as in `DraftContext`.
     """
 
     options: Mapping[str, Any]
     flags: Mapping[str, str]
     pauses: bool
+    chain: Chain | None = None
     tokenizer: Any = None
 
     @property
@@ -54,43 +61,98 @@ def read_drafting(settings: Any, tokenizer: Any) -> Drafting:
         options={name: options for name, options in found.items() if options is not None},
         flags={name: name_flag(flags[0]) for name, flags in given.items() if flags},
         pauses=adapts_drafts(settings),
+        chain=read_chain(settings, [m.name for m in METHODS.values() if m.can_pause]),
         tokenizer=tokenizer,
     )
 
 
-def choose_method(config: EngineConfig, drafting: Drafting | None) -> Method | None:
-    """Return the method that drafts for an engine; raise UsageError for options without effect.
+def choose_methods(config: EngineConfig, drafting: Drafting | None) -> Methods:
+    """Return the methods that draft for an engine; raise UsageError for options without effect.
 
-    drafting: None lets an engine with a drafter in its checkpoint use that, and no other draft.
+    One group of one but for chains; none for plain decoding. drafting: None lets an engine with a
+    drafter in its checkpoint use that, and no other draft.
     """
     own = config.checkpoint.method
     if drafting is None:
-        return own
+        return ((own,),) if own is not None else ()
+    if drafting.chain is not None:
+        _check_chain(drafting, own)
+        chosen = tuple(tuple(METHODS[name] for name in group) for group in drafting.chain)
+        refuse_others(drafting, chosen)
+        return chosen
     asked = [m for m in METHODS.values() if m.source != "checkpoint" and m.name in drafting.options]
     if len(asked) > 1:
         flags = [drafting.flags[method.name] for method in asked]
-        raise UsageError(f"{' and '.join(flags)} are both given", "let one or the other draft")
-    chosen = asked[0] if asked else own or find_mode(config.build.speculative_decoding_mode)
-    refuse_others(drafting, chosen)
+        raise UsageError(
+            f"{' and '.join(flags)} are both given",
+            "let one or the other draft, or both with --draft-chain",
+        )
+    method = asked[0] if asked else own or find_mode(config.build.speculative_decoding_mode)
+    refuse_others(drafting, chosen := ((method,),) if method is not None else ())
     return chosen
 
 
-def refuse_others(drafting: Drafting, chosen: Method | None, *, speculates: bool = True) -> None:
+def _check_chain(drafting: Drafting, own: Method | None) -> None:
+    """Raise UsageError for a chain whose members cannot draft here.
+
+    own: the method of the engine's own drafter.
+    """
+    assert drafting.chain is not None
+    names = [name for group in drafting.chain for name in group]
+    for name in names:
+        method = METHODS[name]
+        if method.source == "checkpoint" and method is not own:
+            raise UsageError(
+                f"--draft-chain names {name}, and the engine has"
+                f" {f'a drafter for {own.name}' if own else 'no drafter of its own'}",
+                f"leave {name} out, or use an engine of a checkpoint with its weights",
+            )
+        if method.source != "checkpoint" and name not in drafting.options:
+            raise UsageError(
+                f"--draft-chain names {name}", f"add {name_flag(method.starter or '')}"
+            )
+    if own is not None and own.name not in names:
+        raise UsageError(
+            f"the engine has a drafter for {own.name}, which --draft-chain does not name",
+            "name it, or build an engine of the target alone",
+        )
+    options = drafting.options.get("draft_target")
+    if "draft_target" in names and options is not None:
+        if options.draft_len is None:
+            raise UsageError(
+                "--draft-chain with a draft model of adaptive length",
+                "give --draft-len N: the chain itself decides who drafts",
+            )
+        if options.use_logits and any("draft_target" in g and len(g) > 1 for g in drafting.chain):
+            raise UsageError(
+                "--use-logits with draft_target in one tree with other drafts: theirs are not drawn"
+                " from its probabilities",
+                "leave --use-logits out, or let them draft by turns, with a comma",
+            )
+
+
+def refuse_others(drafting: Drafting, chosen: Methods, *, speculates: bool = True) -> None:
     """Raise UsageError for options of methods that do not draft."""
-    name = chosen.name if chosen is not None else "plain"
+    drafters = [method for group in chosen for method in group]
+    name = name_methods(chosen)
     for other in drafting.options:
-        if other != name:
+        if all(method.name != other for method in drafters):
             raise UsageError(
                 f"{drafting.flags[other]} has no effect with an engine that runs {name}",
                 "leave it out",
             )
-    if drafting.pauses and (chosen is None or not chosen.can_pause):
+    if drafting.pauses and not (drafters and all(method.can_pause for method in drafters)):
         titles = [method.title for method in METHODS.values() if method.can_pause]
         raise UsageError(
             f"--draft-len auto has no effect with"
             f" {f'{name} decoding' if speculates else '--no-speculation'}",
             f"leave it out; it is for {', '.join(titles[:-1])} and {titles[-1]}",
         )
+
+
+def name_methods(methods: Methods) -> str:
+    """What an engine's statistics call those that draft for it."""
+    return ",".join("+".join(method.name for method in group) for group in methods) or "plain"
 
 
 def load_module(method: Method) -> Any:
@@ -100,21 +162,30 @@ def load_module(method: Method) -> Any:
 
 def make_proposer(
     engine: EngineHandle,
-    method: Method | None,
+    methods: Methods,
     weights: Mapping[str, Tensor],
     drafting: Drafting | None,
 ) -> Proposer:
     """Return what drafts for an engine: the one place where proposers of engines are made."""
-    if method is None:
+    if not methods:
         return PlainProposer()
-    proposer: Proposer = load_module(method).make_proposer(
-        DraftContext(
-            decoder=engine.decoder,
-            params=engine.config.checkpoint.drafter,
-            weights=weights,
-            options=drafting.options.get(method.name) if drafting is not None else None,
-            engine=engine,
-            tokenizer=drafting.tokenizer if drafting is not None else None,
-        )
-    )
+    is_chain = drafting is not None and drafting.chain is not None
+    groups: list[list[Proposer]] = [
+        [
+            load_module(method).make_proposer(
+                DraftContext(
+                    decoder=engine.decoder,
+                    params=engine.config.checkpoint.drafter,
+                    weights=weights,
+                    options=drafting.options.get(method.name) if drafting is not None else None,
+                    engine=engine,
+                    tokenizer=drafting.tokenizer if drafting is not None else None,
+                    is_in_chain=is_chain,
+                )
+            )
+            for method in group
+        ]
+        for group in methods
+    ]
+    proposer = join_proposers(groups) if is_chain else groups[0][0]
     return adapt(proposer) if drafting is not None and drafting.pauses else proposer

@@ -35,7 +35,10 @@ class Proposer(Protocol):
         """Each request's row now belongs to it; `observe` follows with its prompt's last state."""
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        """Return what is proposed for each request, rooted at the last of its emitted tokens."""
+        """Return what is proposed for each request, rooted at the last of its emitted tokens.
+
+        In a chain, others may draft for some requests of a step, or for all.
+        """
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
@@ -83,6 +86,7 @@ class DraftContext:
     name, the target's own beside them. options: what `Method.read` made of the settings, None where
     nothing is asked for. engine: the target's, for drafters without weights in its checkpoint.
     tokenizer: the target's, to be compared with a draft model's; None where there is none.
+    is_in_chain: whether others draft for the engine too.
     """
 
     decoder: Decoder
@@ -91,15 +95,24 @@ class DraftContext:
     options: Any = None
     engine: EngineHandle | None = None
     tokenizer: Any = None
+    is_in_chain: bool = False
 
 
-def check_room(method: Method, num_tokens: int, mode: str | None, max_draft_len: int) -> None:
+def check_room(
+    method: Method,
+    num_tokens: int,
+    mode: str | None,
+    max_draft_len: int,
+    *,
+    is_in_chain: bool = False,
+) -> None:
     """Raise SpecDecError where an engine was not built for a method's drafts of so many tokens.
 
-    mode, max_draft_len: the engine's.
+    mode, max_draft_len: the engine's. is_in_chain: that of another drafter has room for its drafts,
+    and for others as long.
     """
     drafts = f"{method.title.lower()} drafts {num_tokens} tokens a step"
-    if mode != method.mode:
+    if mode != method.mode and not is_in_chain:
         raise SpecDecError(
             f"{drafts}, and the engine was built with speculative_decoding_mode {mode}",
             f"build it from a plain checkpoint with --speculative-decoding-mode {method.mode}"
@@ -108,7 +121,8 @@ def check_room(method: Method, num_tokens: int, mode: str | None, max_draft_len:
     if num_tokens > max_draft_len:
         raise SpecDecError(
             f"{drafts}, the engine was built with max_draft_len {max_draft_len}",
-            f"draft {max_draft_len} or fewer, or build with --max-draft-len {num_tokens}",
+            f"draft {max_draft_len} or fewer"
+            + (f", or build with --max-draft-len {num_tokens}" if mode == method.mode else ""),
         )
 
 

@@ -137,8 +137,8 @@ class DraftTargetProposer:
         self._vocab_size = target_vocab_size
         self._max_num_tokens = max_num_tokens
         self._cache: KVCache | None = None
-        self._known: dict[int, int] = {}  # by row: tokens of the request when drafting began
-        self._num_drafted: dict[int, int] = {}  # by row, in the last draft
+        # By row, of the last draft: tokens of the request when it began, and tokens drafted.
+        self._drafts: dict[int, tuple[int, int]] = {}
         self._num_caught_up = 0  # tokens, in the last draft
         self._draft_seconds = self._began_verify = 0.0
 
@@ -146,6 +146,7 @@ class DraftTargetProposer:
         """Make a cache of the target's shape."""
         self._cache = None  # what it has is free for the next
         self._cache = self.decoder.make_cache(num_rows, num_positions)
+        self._drafts = {}
         self.draft_length.reset()
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
@@ -153,7 +154,7 @@ class DraftTargetProposer:
         assert self._cache is not None
         for request in requests:
             self._cache.copy_prefix(request.row, request.row, 0)
-            self._known[request.row] = 0
+            self._drafts.pop(request.row, None)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all requests at once, each at most up to the token before its limit."""
@@ -178,7 +179,7 @@ class DraftTargetProposer:
                 self._catch_up(requests[at].row, texts[at], count)
                 self._num_caught_up += count
         for request, text, count in zip(requests, texts, counts, strict=True):
-            self._known[request.row], self._num_drafted[request.row] = len(text), count
+            self._drafts[request.row] = len(text), count
         draft_probs: list[list[Tensor]] = [[] for _ in requests]
         is_greedy = all(request.sampler.params.is_greedy for request in requests)
         runs_ahead = is_greedy and self.decoder.graphs is not None
@@ -241,16 +242,18 @@ class DraftTargetProposer:
     ) -> None:
         """Cut the draft model's cache back to the accepted tokens."""
         assert self._cache is not None
-        if self._known[requests[0].row] == 0:  # the prompts' own pass
+        if not self._drafts:  # the prompts' own pass, or others have drafted
             return
         seconds = time.perf_counter() - self._began_verify
         drafts = []
         for request, path in zip(requests, paths, strict=True):
-            num_accepted = len(path) - 1
-            kept = self._known[request.row] + num_accepted
+            if request.row not in self._drafts:
+                continue
+            num_known, num_drafted = self._drafts.pop(request.row)
+            kept = num_known + len(path) - 1
             past = int(self._cache.past_lens[request.row])
             self._cache.copy_prefix(request.row, request.row, min(past, kept))
-            drafts.append((self._num_drafted[request.row], num_accepted))
+            drafts.append((num_drafted, len(path) - 1))
         self.draft_length.record_step(
             num_rows=len(requests),
             num_tokens=states.shape[1],

@@ -25,7 +25,10 @@ def make_proposer(context: DraftContext) -> PromptLookupProposer:
     assert engine is not None
     assert isinstance(options, LookupOptions)
     build = engine.config.build
-    check_room(METHOD, options.num_tokens, build.speculative_decoding_mode, build.max_draft_len)
+    check_room(
+        METHOD, options.num_tokens, build.speculative_decoding_mode, build.max_draft_len,
+        is_in_chain=context.is_in_chain,
+    )  # fmt: skip
     check_devices("target", options.target_devices, engine)
     return PromptLookupProposer(options)
 

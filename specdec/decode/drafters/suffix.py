@@ -42,7 +42,10 @@ def make_proposer(context: DraftContext) -> SuffixProposer:
     assert engine is not None
     assert isinstance(options, SuffixOptions)
     build = engine.config.build
-    check_room(METHOD, options.max_tokens, build.speculative_decoding_mode, build.max_draft_len)
+    check_room(
+        METHOD, options.max_tokens, build.speculative_decoding_mode, build.max_draft_len,
+        is_in_chain=context.is_in_chain,
+    )  # fmt: skip
     return SuffixProposer(options)
 
 
@@ -320,9 +323,8 @@ class SuffixProposer:
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Add the newest tokens to each text and draft what followed its end before."""
-        if len(requests) < len(self._texts):
-            for row in self._texts.keys() - {request.row for request in requests}:
-                self._finish(row)
+        for row in [row for row, text in self._texts.items() if text.request.finish_reason]:
+            self._finish(row)
         return [Candidates(self._draft(request)) for request in requests]
 
     def observe(

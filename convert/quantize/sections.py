@@ -1,0 +1,369 @@
+"""Which formats of quantized Hugging Face folders are read, and what their sections may say.
+
+A key that changes the numbers must have a value that is understood here; a key that is not known
+is an error, since it might. Bits, groups and zeros are then checked against the tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specdec.errors import SpecDecError, shorten
+from specdec.files.reading import read_json
+from specdec.model.quantization import FLOAT8, FP8
+
+from ..hf import QUANTIZATION_NAME, HfFolder
+from . import matrices
+from .matrices import Matrix
+
+# Makes a matrix of a folder's module.
+Maker = Callable[[HfFolder, str], Matrix]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceFormat:
+    """A format that is read.
+
+    title: its name in docs; marker: the tensor that tells a quantized module; kept: how a
+    checkpoint holds the numbers, None where only --dequantize writes any; bits: those read.
+    """
+
+    title: str
+    marker: str
+    kept: str | None
+    bits: str
+
+
+INT4 = "four bits"
+SOURCE_FORMATS: Mapping[str, SourceFormat] = {
+    "awq": SourceFormat(title="AutoAWQ (gemm)", marker="qweight", kept=INT4, bits="4"),
+    "gptq": SourceFormat(title="GPTQ", marker="qweight", kept=INT4, bits="4, 8"),
+    "pack-quantized": SourceFormat(
+        title="compressed-tensors pack-quantized", marker="weight_packed", kept=INT4, bits="4, 8"
+    ),
+    "fp8-static": SourceFormat(title="FP8, static scales", marker="weight", kept=FP8, bits="8"),
+    "fp8-dynamic": SourceFormat(
+        title="FP8, scales by channel or inputs scaled as they come", marker="weight", kept=None,
+        bits="8",
+    ),
+    "fp8-block": SourceFormat(title="FP8 in blocks", marker="weight", kept=None, bits="8"),
+    "modelopt-int4": SourceFormat(title="ModelOpt INT4 AWQ", marker="weight", kept=INT4, bits="4"),
+    "modelopt-nvfp4": SourceFormat(title="ModelOpt NVFP4", marker="weight", kept=None, bits="4"),
+}  # fmt: skip
+_READ = "AWQ, GPTQ, compressed-tensors, ModelOpt and FP8 folders are read"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """What a folder's sections say: the format, its number of bits, and how a matrix is read."""
+
+    name: str
+    bits: int
+    description: str
+    make: Maker
+
+    @property
+    def format(self) -> SourceFormat:
+        return SOURCE_FORMATS[self.name]
+
+    @property
+    def kept(self) -> str | None:
+        """How a checkpoint holds the numbers; None where it cannot."""
+        return None if self.format.kept == INT4 and self.bits != 4 else self.format.kept
+
+    def find_modules(self, folder: HfFolder) -> list[str]:
+        """List the modules of a folder whose matrices are quantized."""
+        ending = f".{self.format.marker}"
+        dtypes = {"fp8": (FLOAT8,), "modelopt": ("uint8", "int8")}
+        wanted = dtypes.get(self.name.partition("-")[0])
+        return [
+            name.removesuffix(ending) for name, info in folder.tensors.items()
+            if name.endswith(ending) and (wanted is None or info.dtype in wanted)
+        ]  # fmt: skip
+
+
+class Section:
+    """A section of a config.json, read key by key; what nobody asked for is an error."""
+
+    def __init__(self, folder: HfFolder, values: Mapping[str, Any], where: str) -> None:
+        self.folder = folder
+        self.values = values
+        self.where = where
+        self.known: set[str] = set()
+
+    def take(self, key: str, *allowed: Any, default: Any = None) -> Any:
+        """Return a value, which must be one of those allowed, if any are given."""
+        self.known.add(key)
+        value = self.values.get(key)
+        value = default if value is None else value
+        if allowed and not any(value == one and type(value) is type(one) for one in allowed):
+            known = ", ".join(str(one) for one in allowed if one is not None)
+            raise self.refuse(f"{key} is {shorten(value)}", f"{key} may be {known}; {_REMEDY}")
+        return value
+
+    def take_size(self, key: str, default: Any = None) -> int:
+        """Return a number of columns; -1 means all of them."""
+        value = self.take(key, default=default)
+        if type(value) is int and (value > 0 or value == -1):
+            return value
+        raise self.refuse(f"{key} is {shorten(value)}", "give a whole number, or -1 for whole rows")
+
+    def skip(self, *keys: str) -> None:
+        """Leave out keys that change no number."""
+        self.known.update(keys)
+
+    def refuse_rest(self) -> None:
+        """Raise SpecDecError for keys that are not known and have a value."""
+        unknown = {
+            key: value for key, value in self.values.items()
+            if key not in self.known and value not in (None, False, [], {})
+        }  # fmt: skip
+        if unknown:
+            told = ", ".join(f"{key} {shorten(value)}" for key, value in unknown.items())
+            raise self.refuse(f"{told}: not known, and may change the numbers", _REMEDY)
+
+    def refuse(self, fact: str, remedy: str) -> SpecDecError:
+        return SpecDecError(f"{self.folder.path} is quantized ({self.where}): {fact}", remedy)
+
+
+_REMEDY = "convert the unquantized model instead"
+
+
+def read_sections(folder: HfFolder) -> list[tuple[str, Any]]:
+    """Read what a folder says of its quantization: methods, and what each says."""
+    sections: list[tuple[str, Any]] = []
+    path = folder.path / QUANTIZATION_NAME
+    if path.is_file():
+        sections.append(("modelopt", read_json(path).get("quantization")))
+    section = folder.config.get("quantization_config")
+    if section is not None:
+        method = section.get("quant_method") if isinstance(section, dict) else None
+        sections.append((str(method), section))
+    return sections
+
+
+def read_scheme(folder: HfFolder) -> Scheme | None:
+    """Return how a folder says that it is quantized, or None; SpecDecError if it is not read."""
+    found: list[Scheme] = []
+    for method, values in read_sections(folder):
+        if not isinstance(values, dict):
+            raise SpecDecError(
+                f"{folder.path} is quantized ({method}), and its section is {shorten(values)}, not"
+                " an object",
+                "copy or download the folder again",
+            )
+        if method not in METHODS:
+            reason, remedy = REFUSED.get(method, ("a format that is not read", _REMEDY))
+            raise SpecDecError(
+                f"{folder.path} is quantized ({method}): {reason}", f"{remedy}; {_READ}"
+            )
+        section = Section(folder, values, method)
+        section.skip("quant_method")
+        found.append(METHODS[method](section))
+        section.refuse_rest()
+    if len({(scheme.name, scheme.bits) for scheme in found}) > 1:
+        told = " and ".join(scheme.description for scheme in found)
+        raise SpecDecError(
+            f"{folder.path} is quantized ({told}): its sections disagree",
+            f"correct {QUANTIZATION_NAME} or quantization_config of config.json",
+        )
+    return found[0] if found else None
+
+
+def _read_awq(section: Section) -> Scheme:
+    section.take("bits", 4, default=4)
+    section.take("version", "gemm", "GEMM", default="gemm")
+    section.take("backend", "autoawq", default="autoawq")
+    section.take("zero_point", True, False, default=True)
+    size = section.take_size("group_size", 128)
+    section.skip(
+        "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
+        "exllama_config",
+    )  # fmt: skip
+    make = functools.partial(matrices.AwqMatrix, group_size=size)
+    return Scheme(name="awq", bits=4, description=f"AWQ, group_size {size}", make=make)
+
+
+def _read_gptq(section: Section) -> Scheme:
+    bits = section.take("bits", 4, 8)
+    kind = section.take("checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    section.take("format", "gptq", "gptq_v2", kind, default=kind)
+    section.take("method", "gptq", default="gptq")
+    section.take("pack_dtype", "int32", default="int32")
+    section.take("sym", True, False, default=True)
+    section.take("desc_act", True, False, default=False)
+    size = section.take_size("group_size", 128)
+    meta = section.take("meta", default={})
+    quantizer = meta.get("quantizer", "") if isinstance(meta, dict) else ""
+    section.skip(
+        "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse",
+        "model_name_or_path", "model_file_base_name", "dataset", "tokenizer", "lm_head",
+        "block_name_to_quantize", "module_name_preceding_first_block",
+        "modules_in_block_to_quantize", "batch_size", "pad_token_id", "use_exllama",
+        "disable_exllama", "exllama_config", "max_input_length", "cache_block_outputs",
+        "use_cuda_fp16", "model_seqlen", "backend", "quantizer", "hyb_act", "act_group_aware",
+    )  # fmt: skip
+    make = functools.partial(
+        matrices.GptqMatrix, group_size=size, bits=bits, added=int(kind == "gptq"),
+        carries="gptqmodel" in str(quantizer),
+    )  # fmt: skip
+    words = f"GPTQ, {bits} bits, group_size {size}, checkpoint_format {kind}"
+    return Scheme(name="gptq", bits=bits, description=words, make=make)
+
+
+def _read_compressed(section: Section) -> Scheme:
+    status = section.take("quantization_status", "compressed", default="compressed")
+    section.take("kv_cache_scheme")
+    sparsity = section.take("sparsity_config", default={})
+    if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
+        raise section.refuse(f"sparsity_config has format {sparsity['format']!r}", _REMEDY)
+    if section.take("transform_config", default={}):
+        raise section.refuse(
+            "transform_config rotates weights and activations, which is not read", _REMEDY
+        )
+    section.skip("ignore", "version", "global_compression_ratio")
+    groups = section.take("config_groups")
+    format_name = section.take("format", default="")
+    if not isinstance(groups, dict) or not groups or status != "compressed":
+        raise section.refuse(f"config_groups is {shorten(groups)}", _REMEDY)
+    weights = [_read_group(section, name, group) for name, group in groups.items()]
+    if any(other != weights[0] for other in weights):
+        raise section.refuse("its config_groups quantize weights in different ways", _REMEDY)
+    kind, bits, strategy, size, block, is_static = weights[0]
+    if kind == "int" and format_name == "pack-quantized" and bits in (4, 8):
+        maker = functools.partial(matrices.PackedMatrix, group_size=size, bits=bits)
+        words = f"compressed-tensors pack-quantized, {bits} bits, group_size {size}"
+        return Scheme(name="pack-quantized", bits=bits, description=words, make=maker)
+    if kind == "float" and format_name in ("float-quantized", "naive-quantized", "") and bits == 8:
+        words = f"compressed-tensors FP8, {strategy}"
+        return _make_float8(words, block, is_static=is_static and strategy == "tensor")
+    raise section.refuse(
+        f"format {format_name or None}, weights {kind} of {bits} bits by {strategy}",
+        f"pack-quantized of 4 or 8 bits and FP8 are read; {_REMEDY}",
+    )
+
+
+def _read_group(
+    section: Section, name: str, values: Any
+) -> tuple[str, int, str, int, tuple[int, int] | None, bool]:
+    """Return a group's type, bits, strategy, group size, block; whether its inputs are static."""
+    if not isinstance(values, dict) or not isinstance(values.get("weights"), dict):
+        raise section.refuse(f"config_groups.{name} is {shorten(values)}", _REMEDY)
+    group = Section(section.folder, values, f"{section.where}, config_groups.{name}")
+    group.skip("targets", "format")
+    weights = Section(section.folder, group.take("weights"), f"{group.where}.weights")
+    weights.skip("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype", "symmetric")
+    weights.take("dynamic", False, default=False)
+    kind = weights.take("type", "int", "float", default="int")
+    bits = weights.take("num_bits", default=8)
+    size = weights.take_size("group_size", -1)
+    given = {True: "group", False: "tensor"}[size > 0]
+    strategy = weights.take("strategy", "tensor", "channel", "group", "block", default=given)
+    block = weights.take("block_structure")
+    weights.refuse_rest()
+    inputs = group.take("input_activations")
+    is_static = False
+    if inputs is not None:
+        like = {"type": kind, "num_bits": bits}
+        if kind != "float" or not isinstance(inputs, dict) or not like.items() <= inputs.items():
+            raise section.refuse(
+                f"inputs of linears are rounded too ({shorten(inputs)})",
+                f"4-bit weights with plain inputs and FP8 are read; {_REMEDY}",
+            )
+        is_static = inputs.get("dynamic", False) is False and inputs.get("strategy") in (
+            None, "tensor",
+        )  # fmt: skip
+    if group.take("output_activations") is not None:
+        raise section.refuse("outputs of linears are rounded too", _REMEDY)
+    group.refuse_rest()
+    return kind, bits, strategy, size, _read_block(section, block), is_static
+
+
+def _read_block(section: Section, value: Any) -> tuple[int, int] | None:
+    """Return rows and columns of a block of float8."""
+    if value is None:
+        return None
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in value):
+        raise section.refuse(f"a block of {shorten(value)}", "give rows and columns")
+    return value[0], value[1]
+
+
+def _make_float8(words: str, block: tuple[int, int] | None, *, is_static: bool) -> Scheme:
+    name = "fp8-block" if block else "fp8-static" if is_static else "fp8-dynamic"
+    make = functools.partial(matrices.Float8Matrix, block=block)
+    return Scheme(name=name, bits=8, description=words, make=make)
+
+
+def _read_fp8(section: Section) -> Scheme:
+    scheme = section.take("activation_scheme", "static", "dynamic", default="dynamic")
+    block = _read_block(section, section.take("weight_block_size"))
+    section.take("fmt", "e4m3", default="e4m3")
+    section.take("scale_fmt", "ue8m0", "float", default="float")  # how scales were chosen
+    section.skip("modules_to_not_convert", "ignored_layers", "kv_cache_scheme")
+    words = f"FP8, activation_scheme {scheme}" + (f", blocks of {list(block)}" if block else "")
+    return _make_float8(words, block, is_static=scheme == "static" and not block)
+
+
+def _read_modelopt(section: Section) -> Scheme:
+    algorithm = section.take("quant_algo")
+    section.take("kv_cache_quant_algo", FP8, default=FP8)
+    section.take("has_zero_point", False, default=False)
+    section.skip("exclude_modules", "ignore", "config_groups", "kv_cache_scheme", "producer")
+    section.skip("pre_quant_scale")  # the tensors tell
+    size = section.take_size("group_size", 128)
+    if algorithm == "FP8":
+        return _make_float8("ModelOpt FP8", None, is_static=True)
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return _make_float8(f"ModelOpt {algorithm}", None, is_static=False)
+    if algorithm == "W4A16_AWQ":
+        size = _find_group_size(section, size)
+        make = functools.partial(matrices.ModeloptInt4Matrix, group_size=size)
+        words = f"ModelOpt {algorithm}, group_size {size}"
+        return Scheme(name="modelopt-int4", bits=4, description=words, make=make)
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+        return Scheme(
+            name="modelopt-nvfp4", bits=4, description=f"ModelOpt {algorithm}",
+            make=matrices.Nvfp4Matrix,
+        )  # fmt: skip
+    raise section.refuse(
+        f"quant_algo {shorten(algorithm)}",
+        "FP8, FP8_PER_CHANNEL_PER_TOKEN, W4A16_AWQ, NVFP4 and W4A16_NVFP4 of ModelOpt are read;"
+        f" {_REMEDY}",
+    )
+
+
+def _find_group_size(section: Section, size: int) -> int:
+    """Return the group size, which config.json has in its groups."""
+    groups = section.values.get("config_groups")
+    if "group_size" in section.values or not isinstance(groups, dict):
+        return size
+    sizes = {
+        group["weights"].get("group_size") for group in groups.values()
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict)
+    }  # fmt: skip
+    found = sizes.pop() if len(sizes) == 1 else None
+    if type(found) is not int or found < 1:
+        raise section.refuse("its config_groups give no group_size", "copy the folder again")
+    return found
+
+
+METHODS: Mapping[str, Callable[[Section], Scheme]] = {
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed-tensors": _read_compressed,
+    "fp8": _read_fp8,
+    "modelopt": _read_modelopt,
+}
+# quant_method -> why it is not read, and what to do.
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "bitsandbytes": (
+        "its numbers are blocks of the flattened matrix with scales that are quantized again, laid"
+        " out for its own kernels, which neither backend has",
+        "convert the model that it was made from; or load it with transformers where bitsandbytes"
+        " runs, call dequantize() and save_pretrained(), and convert that",
+    ),
+}

@@ -1,0 +1,214 @@
+"""A chain of drafters: for each request and step, the one that promises most for its time.
+
+Lookups cost next to nothing and are right for long where a text repeats something; a trained
+drafter is right for a little while anywhere. Oliaro et al., https://arxiv.org/abs/2411.04975,
+section 4, choose between the two by a threshold; here what each has brought so far decides.
+Whoever drafts, the target's own choices are emitted: docs/exactness.md, theorem 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import PromptFollower, Proposer
+from specdec.decode.requests import ActiveRequest
+from specdec.engine.tree import Tree, TreeBuilder
+
+KEEP = 0.99  # weight of what was known before the newest step
+FIRST_STEPS = 1.5  # that a belief weighs as much as
+FIRST_RATE = 0.7  # believed: of the drafted tokens that are reached, those that are accepted
+MAX_DEPTH = 16  # deeper drafts are counted as these
+
+
+def merge_trees(trees: Sequence[Tree]) -> Tree:
+    """One tree of all paths of trees with the same root; equal beginnings are one."""
+    builder = TreeBuilder(int(trees[0].tokens[0]))
+    for tree in trees:
+        nodes = [0]
+        for node in range(1, tree.num_nodes):
+            parent = nodes[int(tree.parents[node])]
+            nodes.append(builder.add(parent, int(tree.tokens[node])))
+    return builder.build()
+
+
+def join_candidates(found: Sequence[Candidates]) -> Candidates:
+    """What several methods propose for one request, as one.
+
+    Draws from a distribution cannot share a tree: what they are drawn from is asked for.
+    """
+    drafted = [candidates for candidates in found if candidates.tree.num_draft_tokens]
+    if len(drafted) < 2:
+        return drafted[0] if drafted else found[0]
+    assert all(candidates.draft_probs is None for candidates in drafted)
+    return Candidates(merge_trees([candidates.tree for candidates in drafted]))
+
+
+class Average:
+    """A mean in which newer values weigh more, and a belief where there are none or only old."""
+
+    def __init__(self, belief: float) -> None:
+        self._belief = belief
+        self._sum = self._weight = 0.0
+
+    def fade(self) -> None:
+        """Let a step pass."""
+        self._sum *= KEEP
+        self._weight *= KEEP
+
+    def add(self, value: float) -> None:
+        """Take a value of the newest step."""
+        self._sum += value
+        self._weight += 1.0
+
+    @property
+    def value(self) -> float:
+        return (self._sum + FIRST_STEPS * self._belief) / (self._weight + FIRST_STEPS)
+
+
+class Account:
+    """What each group of a chain has brought, and at what cost.
+
+    Tokens are counted by the depth of the draft too: a lookup that finds much drafts much. What was
+    not tried for long is believed to be as at first, so that it is tried again.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was measured: another run begins."""
+        self._emitted: dict[tuple[int, int | None], Average] = {}
+        self._draft = [Average(0.0) for _ in range(self._num_groups)]  # seconds
+        self._verify = Average(0.0)
+
+    def record_draft(self, group: int, seconds: float) -> None:
+        """Take the time of a draft."""
+        self._draft[group].add(seconds)
+
+    def record_step(
+        self, seconds: float, drafts: Sequence[tuple[int, int]], emitted: Sequence[int]
+    ) -> None:
+        """Take the rest of a step's time, and for each request who drafted how deep for how much.
+
+        drafts: (group, depth of the draft); emitted: tokens, the bonus token included.
+        """
+        for average in (*self._emitted.values(), *self._draft, self._verify):
+            average.fade()
+        self._verify.add(seconds)
+        for (group, depth), count in zip(drafts, emitted, strict=True):
+            for key in (min(depth, MAX_DEPTH), None):
+                self._get(group, key, depth).add(count)
+
+    def estimate(self, group: int, depth: int | None, belief_depth: int) -> float:
+        """Tokens a second of steps in which a group drafts; depth: None is any."""
+        seconds = self._draft[group].value + self._verify.value
+        emitted = self._get(group, depth, belief_depth).value
+        return emitted / seconds if seconds > 0 else emitted
+
+    def _get(self, group: int, depth: int | None, belief_depth: int) -> Average:
+        key = group, depth
+        if key not in self._emitted:
+            belief = (1 - FIRST_RATE ** (belief_depth + 1)) / (1 - FIRST_RATE)
+            self._emitted[key] = Average(belief)
+        return self._emitted[key]
+
+
+class ChainProposer:
+    """Lets several proposers draft; each sees every step, whoever drafted for it."""
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Proposer]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """groups: they draft by turns, the cheapest first; the members of one share a tree."""
+        self._groups = groups
+        self._members = [proposer for group in groups for proposer in group]
+        self.max_draft_tokens = max(sum(p.max_draft_tokens for p in group) for group in groups)
+        self.max_draft_depth = max(p.max_draft_depth for p in self._members)
+        self._account = Account(len(groups))
+        self._clock = clock
+        self._began: float | None = None  # of the step that is under way, after its drafts
+        self._drafts: list[tuple[int, int]] = []
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Forget everything, what was brought too."""
+        self._account.reset()
+        self._began = None
+        for proposer in self._members:
+            proposer.allocate(num_rows, num_positions)
+
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        """Begin requests."""
+        for proposer in self._members:
+            proposer.start(requests)
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Ask the groups in order, each for the requests that those before it did not suit."""
+        found: dict[int, tuple[int, Candidates]] = {}
+        for group in range(len(self._groups)):
+            left = [at for at in range(len(requests)) if at not in found]
+            if not left:
+                break
+            drafts = self._draft(group, [requests[at] for at in left])
+            for at, candidates in zip(left, drafts, strict=True):
+                if group == len(self._groups) - 1 or self._is_best(group, candidates.tree.depth):
+                    found[at] = group, candidates
+        self._drafts = [(found[at][0], found[at][1].tree.depth) for at in range(len(requests))]
+        self._began = self._clock()
+        return [found[at][1] for at in range(len(requests))]
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
+        """Let all see the step; note what it brought, unless it was one over prompts."""
+        for proposer in self._members:
+            proposer.observe(requests, states, paths)
+        if self._began is not None:
+            seconds, self._began = self._clock() - self._began, None
+            self._account.record_step(seconds, self._drafts, [len(path) for path in paths])
+
+    def _draft(self, group: int, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        began = self._clock()
+        found = [proposer.propose(requests) for proposer in self._groups[group]]
+        self._account.record_draft(group, self._clock() - began)
+        return [join_candidates(each) for each in zip(*found, strict=True)]
+
+    def _is_best(self, group: int, depth: int) -> bool:
+        """Whether a draft promises more than those that come later in the chain would."""
+        if depth == 0:
+            return False
+        later = (
+            self._account.estimate(other, None, max(p.max_draft_depth for p in self._groups[other]))
+            for other in range(group + 1, len(self._groups))
+        )
+        return self._account.estimate(group, min(depth, MAX_DEPTH), depth) >= max(later)
+
+
+class ChainFollower(ChainProposer):
+    """The same where a member wants the states of the prompts, too."""
+
+    def follow(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+    ) -> None:
+        """Hand on the states of a pass over prompts."""
+        for proposer in self._members:
+            if isinstance(proposer, PromptFollower):
+                proposer.follow(rows, starts, counts, states)
+
+    def copy_prefix(self, source: int, row: int, length: int) -> None:
+        """Let a row start over."""
+        for proposer in self._members:
+            if isinstance(proposer, PromptFollower):
+                proposer.copy_prefix(source, row, length)
+
+
+def join_proposers(groups: Sequence[Sequence[Proposer]]) -> ChainProposer:
+    """Make a chain of proposers."""
+    follows = any(isinstance(p, PromptFollower) for group in groups for p in group)
+    return (ChainFollower if follows else ChainProposer)(groups)

@@ -1,0 +1,52 @@
+"""`--draft-chain`: several methods draft for one engine, by turns or in one tree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container
+from typing import Any
+
+from specdec.command.settings import as_options, setting
+from specdec.errors import UsageError
+
+FORM = "suffix,redrafter: one or the other, whichever promises more; suffix+redrafter: one tree"
+
+# Groups of methods by name: those of a group draft into one tree, one group drafts at a time.
+Chain = tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChainDraft:
+    """Options of every command that decodes."""
+
+    draft_chain: str | None = setting(
+        metavar="A,B|A+B",
+        help="Let several methods draft. suffix,redrafter: for each request and step the one that"
+        " promises more tokens for its time; suffix+redrafter: both, in one tree.",
+    )
+
+
+def read_chain(settings: Any, names: Container[str]) -> Chain | None:
+    """Return the chain of a run, None of any other; raise UsageError.
+
+    names: the methods that can be in one.
+    """
+    text = as_options(settings, ChainDraft).draft_chain
+    if text is None:
+        return None
+    if settings.no_speculation:
+        raise UsageError(
+            "--draft-chain has no effect with --no-speculation", "leave one of them out"
+        )
+    chain = tuple(tuple(name.strip() for name in group.split("+")) for group in text.split(","))
+    members = [name for group in chain for name in group]
+    unknown = [name for name in members if name not in names]
+    if unknown or len(members) < 2:
+        raise UsageError(
+            f"--draft-chain is {text!r}"
+            + (f": {unknown[0]!r} is no method that can be in a chain" if unknown else ""),
+            f"name two or more methods, as {FORM}",
+        )
+    if len(set(members)) < len(members):
+        raise UsageError(f"--draft-chain is {text!r}, with a method twice", "name each once")
+    return chain

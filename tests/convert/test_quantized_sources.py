@@ -1,0 +1,391 @@
+"""Quantized Hugging Face folders: the weights are the library's, bit for bit; faults are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec.convert.quantize.sections import METHODS, REFUSED, SOURCE_FORMATS
+from specdec.files.tensor_file import TensorFile
+from specdec.model import int4
+from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.tensors import list_linears
+from tests.conftest import make_drafter
+from tests.convert.conftest import Converter
+from tests.convert.quantized import CASES, GROUP, Tensors, change_folder, make_quantized
+
+HELD = [name for name, case in CASES.items() if case.kept not in (None, "FP8")]
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def list_plain(plain: Tensors, layer: int = 0) -> Tensors:
+    """The weights of a layer's linears, as a checkpoint stacks them."""
+    own = {
+        name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight"): weight
+        for name, weight in plain.items()
+        if name.startswith(f"model.layers.{layer}.")
+    }
+    return {
+        "attention.qkv": torch.cat([own[f"self_attn.{part}_proj"] for part in "qkv"]),
+        "attention.dense": own["self_attn.o_proj"],
+        "mlp.fc": own["mlp.gate_proj"],
+        "mlp.gate": own["mlp.up_proj"],
+        "mlp.proj": own["mlp.down_proj"],
+    }
+
+
+def test_every_format_has_its_cases() -> None:
+    assert {case.format for case in CASES.values()} == set(SOURCE_FORMATS)
+    kept = {case.format for case in CASES.values() if case.kept}
+    assert kept == {name for name, format in SOURCE_FORMATS.items() if format.kept}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plain_weights_are_the_librarys(name: str, convert: Converter, tmp_path: Path) -> None:
+    case = CASES[name]
+    source, plain = make_quantized(tmp_path, case)
+    convert(model_dir=source, dequantize=True)
+    written = load_file(convert.output / "rank0.safetensors")
+    dtype = getattr(torch, case.dtype)
+    for layer in range(2):
+        for module, weight in list_plain(plain, layer).items():
+            found = written.pop(f"transformer.layers.{layer}.{module}.weight")
+            assert found.dtype == dtype
+            assert torch.equal(found.view(torch.int16), weight.to(dtype).view(torch.int16)), module
+    assert torch.equal(written["lm_head.weight"], plain["lm_head.weight"])
+    assert not any("scal" in tensor for tensor in written)
+    checkpoint = read_checkpoint_config(convert.output)
+    assert not checkpoint.quantization.is_quantized
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_four_bits_are_kept(name: str, convert: Converter, tmp_path: Path) -> None:
+    """Numbers, scales, zeros and order are the source's: the products in float32 are equal."""
+    case = CASES[name]
+    source, plain = make_quantized(tmp_path, case)
+    convert(model_dir=source)
+    file = TensorFile(convert.output / "rank0.safetensors")
+    checkpoint = read_checkpoint_config(convert.output)
+    section = checkpoint.raw["quantization"]
+    assert section["quant_algo"] == case.kept
+    assert section["group_size"] == (
+        -1 if name in ("gptq-whole-rows", "compressed-channel") else GROUP
+    )
+    modules = list_linears(checkpoint.model)
+    assert all(int4.is_int4(module, file.tensors) for module in modules)
+    assert section["has_zero_point"] == any(int4.Int4Matrix(file, m).has_zeros for m in modules)
+    for module, wanted in list_plain(plain).items():
+        matrix = int4.Int4Matrix(file, f"transformer.layers.0.{module}")
+        assert int4.find_damage(matrix) == []
+        weight = torch.from_numpy(matrix.read_weight(0, matrix.shape[0]))
+        inputs = matrix.read_input_scale()
+        if inputs is not None:
+            weight = weight * torch.from_numpy(inputs)
+        assert torch.equal(weight.to(wanted.dtype), wanted), module
+        stored = file.tensors[f"{matrix.module}.weights_scaling_factor"].dtype
+        assert stored == str(wanted.dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-whole-rows", "modelopt-int4"])
+def test_ranks_have_their_part_of_the_four_bits(
+    name: str, convert: Converter, tmp_path: Path
+) -> None:
+    source, _ = make_quantized(tmp_path, CASES[name], intermediate=128)
+    whole = TensorFile(convert(model_dir=source, output_dir=tmp_path / "one") / "rank0.safetensors")
+    convert(model_dir=source, tp_size=2)
+    parts = [TensorFile(convert.output / f"rank{rank}.safetensors") for rank in range(2)]
+    for module, axis in (("attention.dense", 1), ("mlp.proj", 1), ("mlp.gate", 0)):
+        matrices = [
+            int4.Int4Matrix(file, f"transformer.layers.1.{module}") for file in (whole, *parts)
+        ]
+        weights = [matrix.read_weight(0, matrix.shape[0]) for matrix in matrices]
+        assert np.array_equal(np.concatenate(weights[1:], axis), weights[0])
+        inputs = [matrix.read_input_scale() for matrix in matrices]
+        if inputs[0] is not None and axis == 1:
+            assert np.array_equal(np.concatenate(inputs[1:]), inputs[0])  # type: ignore[arg-type]
+    # Rank 1 has query heads 2 and 3 of 4, and the second of 2 K/V heads, of size 16.
+    rows = [*range(32, 64), *range(80, 96), *range(112, 128)]
+    qkv = [
+        int4.Int4Matrix(file, "transformer.layers.1.attention.qkv") for file in (whole, parts[1])
+    ]
+    assert np.array_equal(qkv[0].read_weight(0, 128)[rows], qkv[1].read_weight(0, 64))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order"])
+def test_other_families(name: str, family: str, convert: Converter, tmp_path: Path) -> None:
+    """Biases and fused projections: the four bits stand for what the plain weights are."""
+    source, plain = make_quantized(tmp_path, CASES[name], family=family)
+    kept = TensorFile(convert(model_dir=source) / "rank0.safetensors")
+    plainly = tmp_path / "plain"
+    convert(model_dir=source, dequantize=True, output_dir=plainly)
+    written = load_file(plainly / "rank0.safetensors")
+    for module in list_linears(read_checkpoint_config(plainly).model):
+        weight = int4.Int4Matrix(kept, module).read_weight(
+            0, int4.Int4Matrix(kept, module).shape[0]
+        )
+        restored = torch.from_numpy(weight).half().to(written[f"{module}.weight"].dtype)
+        assert torch.equal(restored, written[f"{module}.weight"]), module
+    if family == "qwen2":
+        bias = torch.cat([plain[f"{Q_PROJ[:-6]}{part}_proj.bias"] for part in "qkv"])
+        assert torch.equal(written["transformer.layers.0.attention.qkv.bias"], bias)
+
+
+def test_a_drafter_stays_plain_beside_four_bits(convert: Converter, tmp_path: Path) -> None:
+    source, _ = make_quantized(tmp_path, CASES["compressed"])
+    drafter = make_drafter(tmp_path, vocab=67, dtype="bfloat16")
+    convert(model_dir=source, drafter_model_dir=drafter)
+    checkpoint = read_checkpoint_config(convert.output)
+    assert checkpoint.drafter is not None
+    file = TensorFile(convert.output / "rank0.safetensors")
+    own = [name for name in file.tensors if name.startswith("drafter.")]
+    assert {file.tensors[name].dtype for name in own} == {"bfloat16"}
+    modules = {name.rpartition(".")[0] for name in own if name.endswith(".weight")}
+    assert all(checkpoint.quantization.excludes(module) for module in modules)
+    assert checkpoint.quantization.excludes("transformer.layers.0.mlp.fc") is False
+
+
+def test_linears_that_are_left_alone_are_listed(convert: Converter, tmp_path: Path) -> None:
+    source, plain = make_quantized(tmp_path, CASES["awq"])
+    name = "model.layers.1.mlp.down_proj"
+    kinds = dict.fromkeys([f"{name}.{kind}" for kind in ("qweight", "qzeros", "scales")])
+    weight = plain[f"{name}.weight"].clone()
+    change_folder(source, {**kinds, f"{name}.weight": weight}, modules_to_not_convert=["down_proj"])
+    convert(model_dir=source)
+    checkpoint = read_checkpoint_config(convert.output)
+    assert checkpoint.quantization.excludes("transformer.layers.1.mlp.proj")
+    written = load_file(convert.output / "rank0.safetensors")
+    assert torch.equal(written["transformer.layers.1.mlp.proj.weight"], weight)
+
+
+def test_biases_of_zeros_are_left_out(convert: Converter, tmp_path: Path) -> None:
+    source, _ = make_quantized(tmp_path, CASES["gptq"])
+    bias = torch.zeros(64, dtype=torch.float16)
+    change_folder(source, {f"{Q_PROJ}.bias": bias})
+    convert(model_dir=source)
+    bias[3] = 1
+    change_folder(source, {f"{Q_PROJ}.bias": bias})
+    error = convert.fail(model_dir=source, output_dir=tmp_path / "other")
+    assert f"would not use: {Q_PROJ}.bias" in error.message
+
+
+def test_cache_scales_come_along(convert: Converter, tmp_path: Path) -> None:
+    source, _ = make_quantized(tmp_path, CASES["modelopt-int4"])
+    scales = {
+        f"model.layers.{layer}.self_attn.{part}_proj.{part}_scale": torch.tensor(value)
+        for layer in range(2)
+        for part, value in (("k", 0.25), ("v", 0.5))
+    }
+    change_folder(source, scales, kv_cache_quant_algo="FP8")
+    convert(model_dir=source)
+    written = load_file(convert.output / "rank0.safetensors")
+    assert written["transformer.layers.1.attention.kv_cache_scaling_factor"].item() == 0.5
+    assert read_checkpoint_config(convert.output).quantization.kv_cache_quant_algo == "FP8"
+
+
+def test_a_cache_of_plain_weights_has_no_scales(
+    convert: Converter, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    source, _ = make_quantized(tmp_path, CASES["fp8-static"])
+    name = "model.layers.0.self_attn.k_proj.k_scale"
+    change_folder(source, {name: torch.tensor(0.5)})
+    convert(model_dir=source, dequantize=True)
+    assert "the scales of its K/V cache are left out" in log.text
+
+
+@pytest.mark.parametrize("name", ["fp8-dynamic", "modelopt-nvfp4", "gptq-8-bits"])
+def test_numbers_without_a_place_are_refused(name: str, convert: Converter, tmp_path: Path) -> None:
+    source, _ = make_quantized(tmp_path, CASES[name])
+    error = convert.fail(model_dir=source)
+    assert "a checkpoint has no place for such numbers" in error.message
+    assert "--dequantize" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "message"),
+    [
+        ("awq", {"version": "gemv"}, "version is 'gemv'"),
+        ("awq", {"bits": 3}, "bits is 3"),
+        ("awq", {"backend": "llm-awq"}, "backend is 'llm-awq'"),
+        ("awq", {"group_size": 0}, "group_size is 0"),
+        ("awq", {"group_size": 28}, "64 columns are no multiple of group_size 28"),
+        ("awq", {"group_size": 16}, "scales is float16 [2, 64], not"),
+        ("awq", {"outliers": [3]}, "outliers [3]: not known, and may change the numbers"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ("gptq", {"bits": 2}, "bits is 2"),
+        ("gptq", {"bits": True}, "bits is True"),
+        ("gptq", {"is_marlin_format": True}, "is_marlin_format True: not known"),
+        ("gptq", {"dynamic": {"-:lm_head": {}}}, "dynamic"),
+        ("gptq", {"rotation": "hadamard"}, "rotation 'hadamard': not known"),
+        ("compressed", {"format": "int-quantized"}, "weights int of 4 bits by group"),
+        ("compressed", {"transform_config": {"R1": 1}}, "transform_config rotates"),
+        ("compressed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ("compressed", {"config_groups": {}}, "config_groups is {}"),
+        ("fp8-block", {"weight_block_size": [24]}, "a block of [24]"),
+        ("fp8-block", {"weight_block_size": [16, 16]}, "weight_scale_inv is float32"),
+        ("fp8-block", {"fmt": "e5m2"}, "fmt is 'e5m2'"),
+        ("modelopt-int4", {"quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ'"),
+        ("modelopt-int4", {"has_zero_point": True}, "has_zero_point is True"),
+        ("gptq", {"quant_method": "bitsandbytes"}, "(bitsandbytes): its numbers are blocks"),
+        ("gptq", {"quant_method": "hqq"}, "(hqq): a format that is not read"),
+    ],
+)  # fmt: skip
+def test_sections_that_are_not_understood(
+    name: str, section: dict[str, Any], message: str, convert: Converter, tmp_path: Path
+) -> None:
+    source, _ = make_quantized(tmp_path, CASES[name], layers=1)
+    change_folder(source, {}, **section)
+    assert message in convert.fail(model_dir=source, dequantize=True).message
+
+
+def test_groups_that_round_inputs_or_differ(convert: Converter, tmp_path: Path) -> None:
+    source, _ = make_quantized(tmp_path, CASES["compressed"], layers=1)
+    groups = json.loads((source / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ]
+    weights = groups["group_0"]["weights"]
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    for changed, message in (
+        ({"a": {"weights": weights, "input_activations": inputs}}, "inputs of linears are rounded"),
+        (
+            {"a": {"weights": weights}, "b": {"weights": weights | {"num_bits": 8}}},
+            "different ways",
+        ),
+        ({"a": {"weights": weights | {"clip": 3}}}, "clip 3: not known"),
+        ({"a": {"weights": None}}, "config_groups.a is"),
+        ({"a": {"weights": weights, "output_activations": inputs}}, "outputs of linears"),
+    ):
+        change_folder(source, {}, config_groups=changed)
+        assert message in convert.fail(model_dir=source, dequantize=True).message
+
+
+def damage(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[1] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "change", "message"),
+    [
+        ("awq", "qzeros", lambda t: t[:1].clone(), "qzeros is int32 [1, 8], not int32 [2, 8]"),
+        ("awq", "qweight", lambda t: t[:, :4].clone(), "scales is float16 [2, 64], not"),
+        ("awq", "qweight", lambda t: t.to(torch.int64), "qweight is int64"),
+        ("awq", "scales", lambda t: damage(t, torch.nan), "1 NaN"),
+        ("awq", "scales", lambda t: damage(t, torch.inf), "1 infinite"),
+        ("awq", "scales", lambda t: None, "lacks model.layers.0.self_attn.q_proj.scales"),
+        ("gptq", "g_idx", lambda t: damage(t, 1), "does not have each of 2 groups 32 times"),
+        ("gptq", "g_idx", lambda t: damage(t, -5), "does not have each of 2 groups 32 times"),
+        ("gptq", "qzeros", lambda t: damage(t, -1), "8 zeros are stored as 15"),
+        ("gptq", "extra", lambda t: torch.ones(1), "would not use"),
+        ("compressed", "weight_shape", lambda t: t * 2, "weight_packed is int32"),
+        ("compressed", "weight_shape", lambda t: -t, "weight_shape is [-64, -64]"),
+        ("modelopt-int4", "pre_quant_scale", lambda t: 2 * t, "different scales of their inputs"),
+        ("gptq-act-order", "g_idx", lambda t: t.flip(0), "different orders of their inputs"),
+    ],
+)
+def test_damaged_tensors(
+    name: str, kind: str, change: Any, message: str, convert: Converter, tmp_path: Path
+) -> None:
+    source, _ = make_quantized(tmp_path, CASES[name], layers=1)
+    stored = load_file(source / "model.safetensors").get(f"{Q_PROJ}.{kind}", torch.ones(1))
+    change_folder(source, {f"{Q_PROJ}.{kind}": change(stored)})
+    assert message in convert.fail(model_dir=source).message
+
+
+def test_a_nan_scale_is_found_in_plain_weights_too(convert: Converter, tmp_path: Path) -> None:
+    source, plain = make_quantized(tmp_path, CASES["compressed"], layers=1)
+    name = f"{Q_PROJ}.weight_scale"
+    stored = load_file(source / "model.safetensors")[name]
+    change_folder(source, {name: damage(stored, torch.nan)})
+    assert f"{GROUP} NaN" in convert.fail(model_dir=source, dequantize=True).message
+
+
+def test_a_half_quantized_linear(convert: Converter, tmp_path: Path) -> None:
+    source, plain = make_quantized(tmp_path, CASES["awq"], layers=1)
+    kinds = dict.fromkeys([f"{Q_PROJ}.{kind}" for kind in ("qweight", "qzeros", "scales")])
+    change_folder(source, {**kinds, f"{Q_PROJ}.weight": plain[f"{Q_PROJ}.weight"]})
+    error = convert.fail(model_dir=source)
+    assert "which make one linear of the checkpoint, 2 are quantized" in error.message
+    convert(model_dir=source, dequantize=True)
+
+
+def test_splits_that_cut_groups_or_orders(convert: Converter, tmp_path: Path) -> None:
+    source, _ = make_quantized(tmp_path, CASES["awq"], layers=1)
+    error = convert.fail(model_dir=source, tp_size=2)
+    assert "down_proj does not split over 2 ranks: its 3 groups of columns" in error.message
+    source, _ = make_quantized(
+        tmp_path, CASES["gptq-act-order"], layers=1, intermediate=128, name="ordered"
+    )
+    assert "an order of their own" in convert.fail(model_dir=source, tp_size=2).message
+    convert(model_dir=source, tp_size=2, dequantize=True)
+
+
+def test_gptqmodel_carries_ones_through_words(convert: Converter, tmp_path: Path) -> None:
+    """Its writer takes one from whole words, so a zero of 0 borrows from the next one."""
+    source, _ = make_quantized(tmp_path, CASES["gptq-v2"], layers=1)
+    stored = load_file(source / "model.safetensors")
+    words = {name: stored[name] & ~0xF0F for name in stored if name.endswith("qzeros")}
+    change_folder(source, words)
+    wanted = load_file(
+        convert(model_dir=source, dequantize=True, output_dir=tmp_path / "v2") / "rank0.safetensors"
+    )
+    meta = {"quantizer": ["gptqmodel:7.7.0"]}
+    words = {name: word - 0x11111111 for name, word in words.items()}
+    change_folder(source, words, checkpoint_format="gptq", meta=meta)
+    convert(model_dir=source, dequantize=True)
+    written = load_file(convert.output / "rank0.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in wanted.items())
+    change_folder(source, {}, meta={"quantizer": ["optimum:1.2"]})
+    error = convert.fail(model_dir=source, dequantize=True, output_dir=tmp_path / "v1")
+    assert "zeros are stored as 15" in error.message
+
+
+def test_flags_that_do_not_go_together(convert: Converter, tmp_path: Path) -> None:
+    source, _ = make_quantized(tmp_path, CASES["awq"], layers=1)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [1, 2, 3]}\n')
+    flags = {"quantization": "fp8", "calibration_data": rows}
+    assert "is quantized already (AWQ" in convert.fail(model_dir=source, **flags).message
+    change = {"quantization_config": None}
+    config = json.loads((source / "config.json").read_text()) | change
+    (source / "config.json").write_text(json.dumps(config))
+    error = convert.fail(model_dir=source, dequantize=True)
+    assert "does not say that it is quantized" in error.message
+    error = convert.fail(model_dir=source)
+    assert "lacks" in error.message
+    assert "qweight" in error.message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["compressed", "compressed-asymmetric", "compressed-channel", "compressed-8-bits",
+     "fp8-channel"],
+)  # fmt: skip
+def test_compressed_tensors_reads_the_same(name: str, tmp_path: Path) -> None:
+    """The weights that the tests above compare with are those of the format's own library."""
+    pytest.importorskip("compressed_tensors", reason="of the dev extra, from Python 3.11 on")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    source, plain = make_quantized(tmp_path, CASES[name], layers=1)
+    section: Any = CASES[name].section
+    compressor: Any = BaseCompressor.get_value_from_registry(section["format"])
+    scheme = QuantizationScheme(**section["config_groups"]["group_0"])
+    stored = load_file(source / "model.safetensors")
+    for module in ("self_attn.q_proj", "mlp.down_proj"):
+        prefix = f"model.layers.0.{module}."
+        own = {n.removeprefix(prefix): t for n, t in stored.items() if n.startswith(prefix)}
+        weight = compressor.decompress(own, scheme)["weight"]
+        assert weight.dtype == plain[f"{prefix}weight"].dtype
+        assert torch.equal(weight, plain[f"{prefix}weight"])
+
+
+def test_methods_are_read_or_refused() -> None:
+    assert not set(METHODS) & set(REFUSED)

@@ -1,0 +1,238 @@
+"""`--draft-chain`: several methods draft, by turns or in one tree; the text stays the target's."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.chain import (
+    Account,
+    ChainFollower,
+    ChainProposer,
+    join_candidates,
+    merge_trees,
+)
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loading import load_engine
+from specdec.decode.loop import Options
+from specdec.decode.requests import ActiveRequest, Request
+from specdec.decode.sampling import SamplingParams
+from specdec.decode.settings import DecodeSettings
+from specdec.engine.tree import Tree, build_tree_mask, make_root, pack_beams
+from specdec.errors import SpecDecError, UsageError
+from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.engines import call, list_paths, make_engine, make_noisy_copy, make_tree_engine
+
+SUFFIX: dict[str, Any] = {"suffix_max_tokens": 5, "suffix_min_probability": 0.0}
+LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
+PAIR: dict[str, Any] = {"draft_len": "3"}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Engines of one target, each with another drafter; a plain one, and a draft model's."""
+    parent = tmp_path_factory.mktemp("chain")
+    target = make_llama(parent, layers=3, seed=3)
+    make_noisy_copy(target, parent / "draft-hf")
+    found = {
+        "redrafter": make_engine(parent / "r", target, make_drafter(parent, scale=3.0)),
+        "draft": make_engine(parent / "d", parent / "draft-hf"),
+    }
+    heads = make_medusa_heads(parent, scale=3.0)
+    found["medusa"] = make_tree_engine("medusa", parent / "m", target, heads)
+    eagle = make_eagle_drafter(parent, scale=2.0, version=3, aux_layers=(0, 2))
+    found["eagle"] = make_tree_engine("eagle", parent / "e", target, eagle)
+    call("convert", "--model-dir", target, "--output-dir", parent / "plain-ckpt")
+    call(
+        "build", "--checkpoint-dir", parent / "plain-ckpt", "--output-dir", parent / "plain",
+        "--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6,
+    )  # fmt: skip
+    return found | {"plain": parent / "plain"}
+
+
+def load(engines: dict[str, Path], name: str, chain: str, **options: Any) -> TorchEngine:
+    if "draft_target" in chain:
+        options = {"draft_engine_dir": engines["draft"], **PAIR, **options}
+    options |= {"engine_dir": engines[name], "device": "cpu", "draft_chain": chain}
+    return load_engine(DecodeSettings(**options), None)
+
+
+def make_requests(**sampling: Any) -> list[Request]:
+    """Prompts that repeat themselves, so that lookups find something, of many lengths."""
+    return [
+        Request(
+            index=i, input_ids=[*range(3 + i, 8 + 5 * i), *range(3 + i, 8 + i)],
+            max_output_len=30 - 9 * (i % 3), end_ids=frozenset(),
+            sampling=SamplingParams(seed=i, **sampling),
+        )
+        for i in range(5)
+    ]  # fmt: skip
+
+
+CHAINS = (
+    ("redrafter", "suffix,redrafter", SUFFIX),
+    ("medusa", "prompt_lookup,medusa", LOOKUP),
+    ("eagle", "suffix,eagle", SUFFIX),
+    ("plain", "suffix,draft_target", SUFFIX),
+    ("plain", "prompt_lookup,draft_target", LOOKUP),
+    ("redrafter", "suffix+redrafter", SUFFIX),
+    ("eagle", "prompt_lookup,suffix+eagle", SUFFIX | LOOKUP),
+    ("plain", "suffix+draft_target", SUFFIX),
+    ("plain", "draft_target,suffix+prompt_lookup", SUFFIX | LOOKUP),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "chain", "options", "sampling"),
+    [
+        *((*case, {}) for case in CHAINS),
+        *((*case, {"temperature": 0.9, "top_p": 0.95}) for case in CHAINS[::3]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_the_text_is_that_of_plain_decoding(
+    engines: dict[str, Path], name: str, chain: str, options: dict[str, Any],
+    sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Any member for any request of a step; rows that are refilled and that share prefixes."""
+    requests = make_requests(**sampling)
+    plain = TorchEngine(engines[name], device="cpu", speculate=False)
+    expected = [r.output_ids for r in plain.generate(requests)]
+    engine = load(engines, name, chain, **options)
+    assert engine.method == engine.describe()["method"] == chain
+    assert isinstance(engine.proposer, ChainProposer)
+    assert (type(engine.proposer) is ChainFollower) == (name == "eagle")
+    chance, chosen = random.Random(chain), []
+
+    def choose(self: ChainProposer, group: int, depth: int) -> bool:
+        chosen.append(chance.random() < 0.5)
+        return chosen[-1]
+
+    if "," in chain:
+        monkeypatch.setattr(ChainProposer, "_is_best", choose)
+    for limits in (Options(max_batch_size=3), Options(max_batch_size=2, reuse_blocks=True)):
+        results = [r.output_ids for r in engine.generate(requests, limits)]
+        assert results == expected
+    if "," in chain:
+        assert 0.2 < sum(chosen) / len(chosen) < 0.8
+    engine.close()
+
+
+def test_accepted_tokens_come_from_every_member(engines: dict[str, Path]) -> None:
+    """By the real account, on a text in which both are right now and then."""
+    engine = load(engines, "plain", "suffix,draft_target", **SUFFIX)
+    drafted = {0: 0, 1: 0}
+    chain = engine.proposer
+    assert isinstance(chain, ChainProposer)
+    propose = chain.propose
+
+    def watch(requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        found = propose(requests)
+        for group, depth in chain._drafts:
+            drafted[group] += depth > 0
+        return found
+
+    chain.propose = watch  # type: ignore[method-assign]
+    requests = [dataclasses.replace(r, max_output_len=60) for r in make_requests()]
+    results = engine.generate(requests)
+    assert sum(r.stats.num_accepted for r in results) > 60
+    assert min(drafted.values()) > 3
+    engine.close()
+
+
+def list_texts(tree: Tree) -> set[tuple[int, ...]]:
+    """The tokens of every path from the root to a leaf."""
+    return {tuple(tree.tokens[path].tolist()) for path in list_paths(tree)}
+
+
+def test_trees_are_merged_path_by_path() -> None:
+    one = pack_beams(7, np.array([[4, 5, 6], [4, 5, 8]]))
+    two = pack_beams(7, np.array([[4, 9, 6], [3, 5, 8]]))
+    merged = merge_trees([one, two])
+    assert list_texts(merged) == list_texts(one) | list_texts(two)
+    assert merged.num_nodes == 10  # 4 is shared
+    assert merged.depth == 3
+    for node in range(1, merged.num_nodes):  # parents first, and siblings differ
+        assert merged.parents[node] < node
+    assert len({*zip(merged.parents.tolist(), merged.tokens.tolist(), strict=True)}) == 10
+    assert build_tree_mask(merged).sum(1).tolist() == (merged.depths + 1).tolist()
+
+
+def test_nothing_drafted_leaves_the_other_as_it_is() -> None:
+    """Also a chain that was drawn, with what it was drawn from."""
+    drawn = Candidates(pack_beams(7, np.array([[4, 5]])), draft_probs=[])
+    assert join_candidates([Candidates(make_root(7)), drawn]) is drawn
+    assert join_candidates([Candidates(make_root(7))] * 2).tree.num_nodes == 1
+
+
+def simulate(rates: Sequence[float], seconds: Sequence[float], steps: int = 300) -> list[int]:
+    """How often each of two groups drafts 4 tokens; a token of each is right at some rate."""
+    chance, account, counts = random.Random(str(rates)), Account(2), [0, 0]
+    for _ in range(steps):
+        group = int(account.estimate(0, 4, 4) < account.estimate(1, None, 4))
+        account.record_draft(group, seconds[group])
+        emitted = 1
+        while emitted <= 4 and chance.random() < rates[group]:
+            emitted += 1
+        account.record_step(1.0, [(group, 4)], [emitted])
+        counts[group] += 1
+    return counts
+
+
+def test_the_account_prefers_what_pays() -> None:
+    assert simulate([0.9, 0.6], [0.0, 0.3])[0] > 270
+    assert simulate([0.2, 0.6], [0.0, 0.3])[1] > 240
+    # As many tokens: the cheaper one.
+    assert simulate([0.6, 0.6], [0.0, 1.0])[0] > 240
+    # What is worse is tried again now and then.
+    assert 3 <= simulate([0.0, 0.8], [0.0, 0.3], steps=2000)[0] < 200
+
+
+def test_depths_have_their_own_account() -> None:
+    """Long drafts of a lookup are right, short ones wrong: the latter go to the other."""
+    account = Account(2)
+    for _ in range(40):
+        account.record_step(1.0, [(0, 8), (0, 1), (1, 4)], [9, 1, 3])
+    assert account.estimate(0, 8, 8) > account.estimate(1, None, 4) > account.estimate(0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "chain", "options", "message"),
+    [
+        ("plain", "suffix", SUFFIX, "name two or more methods"),
+        ("plain", "suffix,sufix", SUFFIX, "'sufix' is no method"),
+        ("plain", "suffix,lookahead", SUFFIX, "'lookahead' is no method"),
+        ("plain", "suffix,suffix", SUFFIX, "a method twice"),
+        ("plain", "", SUFFIX, "name two or more"),
+        ("plain", "suffix,prompt_lookup", SUFFIX, "add --prompt-lookup-num-tokens"),
+        ("plain", "suffix,redrafter", SUFFIX, "the engine has no drafter of its own"),
+        ("medusa", "suffix,redrafter", SUFFIX, "the engine has a drafter for medusa"),
+        ("medusa", "suffix,prompt_lookup", SUFFIX | LOOKUP, "which --draft-chain does not name"),
+        ("redrafter", "suffix,redrafter", SUFFIX | LOOKUP, "no effect with an engine that runs"),
+        ("plain", "suffix,draft_target", SUFFIX | {"draft_len": "auto"}, "give --draft-len N"),
+        ("plain", "suffix+draft_target", SUFFIX | {"use_logits": True}, "leave --use-logits out"),
+        ("redrafter", "suffix,redrafter", SUFFIX | {"no_speculation": True}, "no effect with"),
+        ("plain", "suffix,prompt_lookup", {"suffix_max_tokens": 9} | LOOKUP, "--max-draft-len 9"),
+        ("redrafter", "suffix,redrafter", {"suffix_max_tokens": 99}, "draft 20 or fewer"),
+    ],
+)  # fmt: skip
+def test_wrong_chains(
+    engines: dict[str, Path], name: str, chain: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((UsageError, SpecDecError)) as caught:
+        load(engines, name, chain, **options)
+    assert message in f"{caught.value.message}; {caught.value.hint}"
+
+
+def test_two_drafters_need_a_chain(engines: dict[str, Path]) -> None:
+    settings = DecodeSettings(engine_dir=engines["plain"], device="cpu", **SUFFIX, **LOOKUP)
+    with pytest.raises(UsageError, match="are both given") as caught:
+        load_engine(settings, None)
+    assert "--draft-chain" in caught.value.hint
