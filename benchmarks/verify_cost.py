@@ -25,7 +25,7 @@ from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import time_steps
 from specdec.engine import int8
 from specdec.engine.decoder import Decoder
-from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
+from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, compile_kernels, find_compiler
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
@@ -47,7 +47,7 @@ def make_decoder(
         block = torch.randn(min(4096, int(np.prod(shape))), generator=generator) * 0.02
         repeats = -(-int(np.prod(shape)) // block.numel())
         weights[name] = block.repeat(repeats)[: int(np.prod(shape))].view(shape).to(dtype)
-    for name in list_int8(model) if quantization == INT8 else []:
+    for name in list_integers(model) if quantization == INT8 else []:
         weights[name], weights[name_int8_scales(name)] = int8.quantize(weights[name], name)
     embedding = weights["transformer.vocab_embedding.weight"]
     num_bytes = sum(w.numel() * w.element_size() for w in weights.values())

@@ -9,6 +9,7 @@ from pathlib import Path
 from specdec.command.settings import Other, setting
 from specdec.methods import list_modes
 from specdec.model.bounds import MAX_DRAFT_TOKENS
+from specdec.model.quantization import INT4, INT8
 from specdec.trtllm.facts import LABELS
 
 LAUNCHERS = ("local", "mpirun", "srun")
@@ -58,9 +59,13 @@ class BuildSettings:
         " none: use PyTorch's operators.",
     )  # fmt: skip
     quantization: str | None = setting(
-        choices=("int8",),
-        help="Store the target's layers as int8: half the memory of bfloat16, faster on a CPU,"
-        " and the text can differ slightly. Torch backend only.",
+        choices=(INT8, INT4),
+        help="Store the target's layers as int8 or int4: half or a quarter of the memory of"
+        " bfloat16, faster on a CPU, and the text can differ slightly. Torch backend only.",
+    )  # fmt: skip
+    group_size: int | None = setting(
+        kind="int", metavar="32|64|128",
+        help="With --quantization int4: weights that share a scale.  [default: 128]",
     )  # fmt: skip
     gemm_plugin: str | None = setting(help="TensorRT-LLM only.")
     use_paged_context_fmha: bool | None = setting(kind="enable", help="TensorRT-LLM only.")

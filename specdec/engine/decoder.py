@@ -26,7 +26,8 @@ from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
-from specdec.model.quantization import INT8_SCALES, SCALES
+from specdec.model.int4 import INPUT_SCALE, PERMUTATION, ZERO_POINT
+from specdec.model.quantization import INT8_SCALES, SCALES, WEIGHT_SCALE
 
 # Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native
 # products no faster, and every pass then takes the way of verify steps, to the last bit.
@@ -261,9 +262,18 @@ class _Parts:
             weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
             return Float8Linear(weight, weight_scales, input_scale, bias)
         if weight.dtype is torch.int8:
-            matrix = IntegerMatrix(8, weight, weights[f"{name}.{INT8_SCALES}"][:, None])
-            return IntegerLinear(matrix, bias, kernels)
+            return IntegerLinear(self._make_integers(name), bias, kernels)
         return Linear(weight, bias, prepack=prepack, kernels=kernels)
+
+    def _make_integers(self, name: str) -> IntegerMatrix:
+        weights = self._weights
+        codes = weights[name + ".weight"]
+        if (scales := weights.get(f"{name}.{INT8_SCALES}")) is not None:
+            return IntegerMatrix(8, codes, scales[:, None])
+        kinds = (ZERO_POINT, INPUT_SCALE, PERMUTATION)
+        zeros, input_scales, order = (weights.get(f"{name}.{kind}") for kind in kinds)
+        scales = weights[f"{name}.{WEIGHT_SCALE}"]
+        return IntegerMatrix(4, codes, scales, zeros, input_scales, order)
 
     def make_norm(self, name: str) -> Norm:
         has_bias = self._model.arithmetic.norm == "layer"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from specdec.engine.linear import Linear
-from specdec.engine.native import INTEGER_GROUPS, NativeKernels
+from specdec.engine.native import NativeKernels
+from specdec.model.int4 import ENGINE_GROUPS
 
 LARGEST_INPUT = 127
 SMALLEST = 1e-30  # a group of inputs below it is zeros, kSmallest in kernels.cpp
@@ -49,7 +50,7 @@ class IntegerMatrix:
         """How many inputs are rounded by one scale."""
         num_groups = self.scales.shape[1]
         size = self.codes.shape[1] // num_groups
-        return ROW_GROUP if num_groups == 1 else min(size, max(INTEGER_GROUPS))
+        return ROW_GROUP if num_groups == 1 else min(size, max(ENGINE_GROUPS))
 
     def pack(self, kernels: NativeKernels) -> Tensor:
         """Lay out for the kernels, which scale by their own groups."""

@@ -27,6 +27,7 @@ from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
 from specdec.model.config import ModelConfig
+from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -54,8 +55,6 @@ PLAIN_ACTIVATIONS = {
 }
 GATED_ACTIVATIONS = {name: int(kernel == "gelu") for name, kernel in GATES.items()}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-# Inputs that are rounded by one scale, where matrices are of integers.
-INTEGER_GROUPS = (32, 64, 128)
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
@@ -434,7 +433,7 @@ class NativeKernels:
         _check("zeros", zeros, torch.uint8, *scales.shape)
         _check("input scales", input_scales, torch.float32, depth)
         _check("an order", order, torch.int32, depth)
-        if group not in INTEGER_GROUPS or (bits, zeros is not None) == (8, True):
+        if group not in ENGINE_GROUPS or (bits, zeros is not None) == (8, True):
             raise ValueError(f"{bits} bits in groups of {group}, zeros {zeros is not None}")
         if order is not None and not 0 <= int(order.min()) <= int(order.max()) < depth:
             raise ValueError(f"an order of {depth} inputs has others")

@@ -22,7 +22,7 @@ from specdec.decode.requests import Request
 from specdec.engine.integers import ROW_GROUP, round_inputs
 from specdec.engine.layout import (
     WEIGHTS_NAME,
-    list_int8,
+    list_integers,
     name_int8_scales,
     read_engine_config,
 )
@@ -37,7 +37,7 @@ from tests.engine.kernels import needs_compiler
 from tests.engines import call, continue_greedily, run_cli_here, save_weights
 from tests.parity.models import make_model
 from tests.parity.test_families import assert_near
-from tests.parity.test_parallel_layers import compute, load_ranks
+from tests.parity.test_parallel_layers import VOCAB, compute, load_ranks
 
 PROMPTS = [[5, 17, 30], list(range(3, 17)), [64], [9, 9, 4] * 6]
 LIMIT = 30
@@ -91,7 +91,7 @@ def widen_engine(engine: Path, folder: Path) -> Path:
     """The engine without int8: its weights as the integers times their scales."""
     shutil.copytree(engine, folder)
     tensors = load_file(folder / WEIGHTS_NAME)
-    for name in list_int8(read_engine_config(engine).checkpoint.model):
+    for name in list_integers(read_engine_config(engine).checkpoint.model):
         scales = tensors.pop(name_int8_scales(name))
         assert tensors[name].dtype is torch.int8
         tensors[name] = tensors[name].float() * scales[:, None]
@@ -228,8 +228,8 @@ def test_folders_say_what_they_hold(parent: Path) -> None:
 
 
 def test_several_ranks_hold_the_weights_of_one(tmp_path: Path) -> None:
-    """Scales are of whole rows, also where ranks hold a part of each."""
-    target = make_model(tmp_path / "hf", "LlamaForCausalLM-plain")
+    """Scales are of whole rows, also where ranks hold a part of each, and here whole groups."""
+    target = make_llama(tmp_path, seed=4, hidden=128, intermediate=128, vocab=VOCAB)
     whole = build(convert(target, tmp_path / "one"), "engine-1", *INT8)
     split = build(convert(target, tmp_path / "two", "--tp-size", 2), "engine-2", *INT8)
     tensors = load_file(whole / WEIGHTS_NAME)
@@ -293,10 +293,10 @@ def test_damaged_engines_are_refused(engine: Path, change: Any, words: str) -> N
         TorchEngine(engine, device="cpu")
 
 
-@pytest.mark.parametrize("value", [None, "int4"])
+@pytest.mark.parametrize("value", [None, "int3"])
 def test_a_config_of_another_kind_is_refused(engine: Path, value: str | None) -> None:
     change_config(engine, lambda config: config["torch_config"].update(quantization=value))
-    words = "quantization is 'int4', which this version" if value else "does not hold the engine"
+    words = "quantization is 'int3', which this version" if value else "does not hold the engine"
     with pytest.raises(SpecDecError, match=words):
         TorchEngine(engine, device="cpu")
 
@@ -310,8 +310,8 @@ def test_builds_that_are_refused(parent: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(SpecDecError, match=r"int8: the checkpoint is quantized already \(FP8\)"):
         build(fp8, "engine", *INT8)
-    with pytest.raises(UsageError, match="int4"):
-        build(parent / "pair-ckpt", "int4", "--quantization", "int4")
+    with pytest.raises(UsageError, match="int3"):
+        build(parent / "pair-ckpt", "int3", "--quantization", "int3")
     tensors = load_file(
         shutil.copytree(parent / "pair-ckpt", tmp_path / "ckpt") / "rank0.safetensors"
     )
