@@ -18,11 +18,12 @@ CLASSES = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM"),
     "ministral": ("MinistralConfig", "MinistralForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
 }
 # Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
-OWN = ("seed_oss", "stablelm")
+OWN = ("seed_oss", "smollm3", "stablelm")
 NOT_IN_014 = (*OWN, "qwen3")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48

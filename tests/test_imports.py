@@ -20,7 +20,7 @@ HEAVY = (
 SCRIPTS = re.findall(
     r'^(specdec-[a-z]+) = "(.+):main"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
 )
-assert len(SCRIPTS) == 6
+assert len(SCRIPTS) == 7
 
 
 def list_heavy_imports(code: str) -> list[str]:

@@ -10,10 +10,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import name_extra
+from specdec.errors import SpecDecError, name_extra
 from specdec.processes import call_stage
 
 from .processes import PeerError, run_logged
@@ -131,11 +132,18 @@ def build_engines(
 
 def make_gguf(models: Models) -> dict[str, Path]:
     """The target and the draft model as llama.cpp reads them; PeerError where gguf is missing."""
-    try:
-        from .gguf import export_gguf
-    except ModuleNotFoundError as error:
-        raise PeerError(f"{error}: {name_extra('dev')}") from None
-    return _make_each(models, ".gguf", export_gguf)
+    if find_spec("gguf") is None:
+        raise PeerError(f"the package gguf is missing: {name_extra('gguf')}")
+
+    def export(source: Path, folder: Path) -> None:
+        words = ["--model-dir", str(source), "--to", "gguf", "--output-dir", str(folder)]
+        try:
+            call_stage("export", words)
+        except SpecDecError as error:
+            raise PeerError(str(error)) from None
+
+    made = _make_each(models, ".gguf", export)
+    return {name: folder / "model.gguf" for name, folder in made.items()}
 
 
 def make_openvino(models: Models, python: Path, log: Path) -> dict[str, Path]:

@@ -171,6 +171,7 @@ def read_decoder(
     head_dim: int | None = None,
     rotary_fraction: float | None = None,
     hidden_act: str = "silu",
+    rotary_base: float = 10000.0,
 ) -> dict[str, Any]:
     """Read the fields of a rotary model as `ModelConfig` names them, problems into `reader`.
 
@@ -185,7 +186,7 @@ def read_decoder(
         )
     if "num_key_value_heads" in reader.config or num_kv_heads is None:
         num_kv_heads = num_heads  # what null means
-    rotary_base, scaling = read_rotary(reader, 10000.0)
+    rotary_base, scaling = read_rotary(reader, rotary_base)
     values: dict[str, Any] = {
         "vocab_size": reader.get_int("vocab_size"),
         "hidden_size": hidden_size,

@@ -300,7 +300,7 @@ def plan_int4(
     }
     logger.info(
         "%s: %d matrices keep their four bits%s", folder.path, len(taken),
-        ", with zeros or an order of inputs, which TensorRT-LLM's layout has not" * is_own,
+        "; they have zeros or an order of inputs, which TensorRT-LLM has no layout for" * is_own,
     )  # fmt: skip
     return ranks, {**config, "quantization": section}
 

@@ -230,6 +230,18 @@ PAGES: Mapping[str, Page] = {
             "Measurement": ("repeat", "batch_sizes", "draft_len", "draft_chain"),
         },
     ),
+    "export": Page(
+        (
+            "specdec-export --model-dir BASE --eagle-model-dir DRAFTER --to vllm --output-dir out",
+            "specdec-export --model-dir BASE --to gguf --output-dir out",
+        ),
+        "docs/export.md",
+        {
+            "Models": ("checkpoint_dir", "model_dir", *DRAFTER_FOLDERS),
+            "Format": ("to", "output_dir", "dtype", "gguf_type", "trtllm_version"),
+            "Use": ("num_draft_tokens",),
+        },
+    ),
     "doctor": Page(
         ("specdec doctor", "specdec doctor --engine-dir engine"),
         "docs/doctor.md",

@@ -339,6 +339,7 @@ STAGES = {
     "bench": ("specdec.bench.cli", "speed and acceptance, speculation on and off"),
     "tune": ("specdec.bench.tune_cli", "checkpoint and prompts -> the fastest setting here"),
     "diagnose": ("specdec.bench.diagnose_cli", "engine and prompts -> why it is not faster"),
+    "export": ("specdec.export.cli", "checkpoint or drafter -> folder for another runtime"),
     "doctor": ("specdec.doctor.cli", "what is installed, what this machine can build and run"),
 }
 

@@ -285,7 +285,7 @@ class _Parts:
         post_norm = None if arithmetic.is_parallel else self.make_norm(prefix + "post_layernorm")
         up = "mlp.fc" if arithmetic.mlp == "plain" else "mlp.gate_up"
         return Layer(
-            attention=self.make_attention(prefix + "attention."),
+            attention=self.make_attention(index, prefix + "attention."),
             input_norm=self.make_norm(prefix + "input_layernorm"),
             qkv=self.make_linear(prefix + "attention.qkv"),
             dense=self.make_linear(prefix + "attention.dense", is_summed=True),
@@ -294,13 +294,14 @@ class _Parts:
             down=self.make_linear(prefix + "mlp.proj", is_summed=True),
         )
 
-    def make_attention(self, prefix: str) -> Attention:
+    def make_attention(self, index: int, prefix: str) -> Attention:
         model, norms = self._model, []
+        is_rotated = index not in model.arithmetic.layers_without_positions
         for part in "qk" if model.arithmetic.qk_norm else "":
             weight = self._weights[f"{prefix}{part}_layernorm.weight"]
             norms.append(Norm(weight, None, model.norm_epsilon))
         q_norm, k_norm = norms or (None, None)
         return Attention(
             scale=model.head_size**-0.5, cap=None, window=model.sliding_window,
-            rotary=self._rotary, q_norm=q_norm, k_norm=k_norm,
+            rotary=self._rotary if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
         )  # fmt: skip

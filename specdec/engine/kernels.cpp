@@ -1472,11 +1472,11 @@ void cap_logits(E *x, int64_t count, float scale, float cap) {
 // layer, in order: weight and bias of input norm, QKV, dense, post norm, up (gate and up stacked
 // where it is gated), down; weights of the norms of queries and of keys; weight and bias of the norm
 // of what dense yields, and of what down yields. Absent ones are null, and a layer without post norm
-// has attention and MLP read the same input. tables: cosines and sines by turns; attending: of each
-// layer its window and the number of its table. first: [M, first_depth], what the first layer's
-// attention reads, or null where that is its normed input. x: [M, D], overwritten by the last layer's
-// output; out: [M, D], its norm; observed: [number of them, M, D]. Matrices are of type W, all else
-// is of type E.
+// has attention and MLP read the same input. tables: cosines and sines by turns, null for layers
+// without positions; attending: of each layer its window and the number of its table. first:
+// [M, first_depth], what the first layer's attention reads, or null where that is its normed input.
+// x: [M, D], overwritten by the last layer's output; out: [M, D], its norm; observed: [number of
+// them, M, D]. Matrices are of type W, all else is of type E.
 struct Shape {
   int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, num_layers, activation;
   int64_t is_gated, observing, is_integer;
@@ -1508,8 +1508,9 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
     const E *const *next = layer + 1 < s.num_layers ? w + kLayerPointers : final_norm;
     const auto matrix = [w](int64_t at) { return reinterpret_cast<const W *>(w[at]); };
     const E *const *table = tables + 2 * attending[2 * layer + 1];
-    const Attention<E> how = {w[12],     w[13],          table[0],
-                              table[1],  s.rotated,      attending[2 * layer],
+    const int64_t rotated = table[0] ? s.rotated : 0;
+    const Attention<E> how = {w[12],         w[13],       table[0],
+                              table[1],      rotated,     attending[2 * layer],
                               scalars.scale, scalars.cap, epsilon};
     const bool given = layer == 0 && first != nullptr;
     multiply(given ? first : out, M, given ? s.first_depth : s.D, matrix(2), w[3], heads,

@@ -601,9 +601,10 @@ class PackedLayers:
     ) -> None:  # fmt: skip
         self._kept = (weights, final)
         self.tables = list(dict.fromkeys(how.rotary for how in attending))
-        angles = [t for table in self.tables if table for t in (table.cos, table.sin)]
-        self.rotated = angles[0].shape[1] if angles else 0
-        self.table_pointers = np.array([_get_pointer(t) for t in angles] or [0, 0], np.uint64)
+        angles = [(table.cos, table.sin) if table else (None, None) for table in self.tables]
+        self.rotated = next((cos.shape[1] for cos, _ in angles if cos is not None), 0)
+        pointers = [_get_pointer(t) or 0 for pair in angles for t in pair]
+        self.table_pointers = np.array(pointers, np.uint64)
         numbers = [(how.window or 0, self.tables.index(how.rotary)) for how in attending]
         self.attending = np.array(numbers, np.int64)
         scale, cap = attending[0].scale, attending[0].cap

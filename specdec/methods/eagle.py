@@ -374,6 +374,9 @@ class EagleTrain:
         kind="float",
         minimum=0,
     )
+    eagle_bias: bool = setting(
+        True, kind="flag", help="EAGLE-1: give `fc` a bias, which vLLM has no room for."
+    )
     eagle_norm_before_fc: bool = setting(
         False, kind="flag", help="EAGLE-3: norm what is read of the target, all layers as one."
     )

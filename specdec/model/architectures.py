@@ -29,6 +29,7 @@ class Architecture:
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
     norm_epsilon: where a checkpoint's config.json need not tell it.
     qk_norm: each head's queries and keys are normed before they are rotated.
+    layers_without_positions: from 0, those whose queries and keys are not rotated.
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -44,6 +45,7 @@ class Architecture:
     activations: tuple[str, ...] = ("silu",)
     norm_epsilon: float | None = None
     qk_norm: bool = False
+    layers_without_positions: tuple[int, ...] = ()
 
 
 # TensorRT-LLM's architectures: a checkpoint's name alone says what it computes, whoever wrote it.

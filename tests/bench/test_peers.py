@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.side_by_side import command, install, models
-from benchmarks.side_by_side.gguf import export_gguf
 from benchmarks.side_by_side.goals import MET, MISSED, UNKNOWN, list_goals
 from benchmarks.side_by_side.processes import PeerError, Worker, count_group_seconds, run_logged
 from benchmarks.side_by_side.report import format_markdown, put_section
@@ -181,59 +177,6 @@ def test_an_environment_is_made_once_and_again_when_its_versions_change(
     assert "openvino-genai==1.0" in ran[5], "and no torch for whom needs none"
 
 
-# GGUF, read as its specification says, by code that shares none with the exporter.
-READ = {4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q"}
-
-
-class Reader:
-    def __init__(self, path: Path) -> None:
-        self.data, self.at = path.read_bytes(), 0
-
-    def take(self, form: str) -> Any:
-        (value,) = struct.unpack_from(form, self.data, self.at)
-        self.at += struct.calcsize(form)
-        return value
-
-    def take_text(self) -> str:
-        length = self.take("<Q")
-        self.at += length
-        return self.data[self.at - length : self.at].decode()
-
-    def take_value(self, kind: int) -> Any:
-        if kind == 8:
-            return self.take_text()
-        if kind == 9:
-            inner, count = self.take("<I"), self.take("<Q")
-            return [self.take_value(inner) for _ in range(count)]
-        return self.take(READ[kind])
-
-
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    reader = Reader(path)
-    assert reader.data[:4] == b"GGUF"
-    reader.at = 4
-    assert reader.take("<I") == 3
-    num_tensors, num_values = reader.take("<Q"), reader.take("<Q")
-    values = {}
-    for _ in range(num_values):
-        key = reader.take_text()
-        values[key] = reader.take_value(reader.take("<I"))
-    heads = []
-    for _ in range(num_tensors):
-        name = reader.take_text()
-        shape = [reader.take("<Q") for _ in range(reader.take("<I"))]
-        heads.append((name, shape[::-1], reader.take("<I"), reader.take("<Q")))
-    start, data = -(-reader.at // 32) * 32, bytearray(reader.data)
-    tensors = {}
-    for name, shape, kind, offset in heads:
-        assert offset % 32 == 0
-        dtype = {0: torch.float32, 30: torch.bfloat16}[kind]
-        count = int(torch.tensor(shape).prod())
-        found = torch.frombuffer(data, dtype=dtype, count=count, offset=start + offset)
-        tensors[name] = found.view(shape)
-    return values, tensors
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("peers")
@@ -242,72 +185,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_gguf(target: Path, tmp_path: Path) -> None:
-    """Every tensor and number is found again; queries and keys turn as they do in Llama."""
-    described = json.loads((target / "tokenizer.json").read_text())
-    path = tmp_path / "target.gguf"
-    export_gguf(target, path)
-    values, tensors = read_gguf(path)
-    assert values["general.architecture"] == "llama"
-    assert values["general.file_type"] == 32
-    assert values["llama.block_count"] == 2
-    assert values["llama.attention.head_count_kv"] == 2
-    assert values["llama.rope.freq_base"] == 5000.0
-    assert values["llama.rope.dimension_count"] == 16
-    assert len(values["tokenizer.ggml.tokens"]) == len(values["tokenizer.ggml.token_type"]) == 128
-    for text, number in described["model"]["vocab"].items():
-        assert values["tokenizer.ggml.tokens"][number] == text
-    source = load_file(target / "model.safetensors")
-    assert len(tensors) == len(source)
-    pairs = {
-        "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-        "blk.1.attn_v": "model.layers.1.self_attn.v_proj",
-        "blk.1.attn_output": "model.layers.1.self_attn.o_proj",
-        "blk.0.attn_norm": "model.layers.0.input_layernorm",
-        "blk.0.ffn_norm": "model.layers.0.post_attention_layernorm",
-        "blk.0.ffn_gate": "model.layers.0.mlp.gate_proj",
-        "blk.0.ffn_up": "model.layers.0.mlp.up_proj",
-        "blk.0.ffn_down": "model.layers.0.mlp.down_proj",
-    }  # fmt: skip
-    for name, theirs in pairs.items():
-        found, expected = tensors[f"{name}.weight"], source[f"{theirs}.weight"]
-        assert torch.equal(found.to(expected.dtype), expected), name
-        assert found.dtype == (torch.float32 if found.dim() == 1 else torch.bfloat16), name
-    # Channel c of a head turns with channel c + 8 in transformers, 2 c with 2 c + 1 in llama.cpp.
-    for name, theirs, num_heads in (("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)):
-        expected = source[f"model.layers.0.self_attn.{theirs}.weight"]
-        found = tensors[f"blk.0.{name}.weight"]
-        for head in range(num_heads):
-            for channel in range(8):
-                row = 16 * head + channel
-                assert torch.equal(found[16 * head + 2 * channel], expected[row])
-                assert torch.equal(found[16 * head + 2 * channel + 1], expected[row + 8])
-
-
 def test_without_the_package_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only llama.cpp is left out."""
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.delitem(sys.modules, "benchmarks.side_by_side.gguf")
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
     nothing: Any = None
-    with pytest.raises(PeerError, match=r"gguf.*pip install 'specdec-toolchain\[dev\]'"):
+    with pytest.raises(PeerError, match=r"gguf.*pip install 'specdec-toolchain\[gguf\]'"):
         models.make_gguf(nothing)
-
-
-def test_other_models_are_not_exported(target: Path, tmp_path: Path) -> None:
-    config = json.loads((target / "config.json").read_text())
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("tokenizer.json", "model.safetensors"):
-        (folder / name).symlink_to(target / name)
-    (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
-    with pytest.raises(PeerError, match="no plain Llama: .*attention_bias"):
-        export_gguf(folder, tmp_path / "out.gguf")
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").unlink()
-    save_file({"model.layers.0.odd.weight": torch.zeros(2)}, folder / "model.safetensors")
-    with pytest.raises(PeerError, match="odd.weight is not known"):
-        export_gguf(folder, tmp_path / "out.gguf")
-    assert not (tmp_path / "out.gguf").exists()
 
 
 def test_our_engine_and_transformers_as_workers(

@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": {**_GQA, "attention_bias": True, "mlp_bias": True},
         "tied_head_dim": {**_GQA, "head_dim": 24, "tie_word_embeddings": True},
         "linear": {**_GQA, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-        "llama3": {**_GQA, "rope_scaling": _LLAMA3},
+        "llama3": {**_GQA, "rope_scaling": _LLAMA3, "tie_word_embeddings": True},
         "yarn": {**_GQA, "rope_scaling": _YARN},
         "dynamic": {**_GQA, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
     },
@@ -88,6 +88,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             **_PHI3, "sliding_window": None, "original_max_position_embeddings": SWITCH,
             "rope_scaling": _longrope(16),
         },
+        "mini": {
+            **_PHI3, "sliding_window": None, "original_max_position_embeddings": SWITCH,
+            "rope_scaling": _longrope(12), "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+        },
     },
     "GPT2LMHeadModel": {
         "gelu_new": _GPT2,
@@ -108,6 +113,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": {
             **_GQA, "head_dim": 24, "attention_bias": False, "attention_out_bias": True,
             "mlp_bias": True, "rope_scaling": _YARN,
+        },
+    },
+    "SmolLM3ForCausalLM": {
+        "every_second": {
+            **_GQA, "no_rope_layer_interval": 2, "pad_token_id": 0, "tie_word_embeddings": True,
+        },
+        "listed": {
+            **_GQA, "no_rope_layers": [0, 1], "attention_bias": True, "mlp_bias": True,
+            "rope_scaling": _YARN, "pad_token_id": 0,
         },
     },
     "StableLmForCausalLM": {

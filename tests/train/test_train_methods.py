@@ -31,6 +31,7 @@ KINDS = {
     "redrafter": ("--method", "redrafter", "--redrafter-predict-n-tokens", 3),
     "medusa": ("--method", "medusa", "--medusa-num-heads", 3),
     "eagle": ("--method", "eagle"),
+    "eagle-bare": ("--method", "eagle", "--no-eagle-bias"),
     "eagle3": ("--method", "eagle", "--eagle-version", 3),
     "eagle3.1": (
         "--method",
@@ -291,7 +292,7 @@ def test_medusa_and_eagle_write_the_published_layouts(
 ) -> None:
     from safetensors.torch import load_file
 
-    for kind in ("medusa", "eagle", "eagle3"):
+    for kind in ("medusa", "eagle", "eagle3", "eagle-bare"):
         done = run_train(
             *inputs, *KINDS[kind], "--output-dir", tmp_path / kind, "--max-steps", 1,
             "--eval-prompts", 0,
@@ -315,6 +316,9 @@ def test_medusa_and_eagle_write_the_published_layouts(
     assert set(first) == {
         "embed_tokens.weight", "fc.weight", "fc.bias", *(f"layers.0.{name}" for name in layer)
     }  # fmt: skip
+    bare = load_file(tmp_path / "eagle-bare" / "model.safetensors")
+    assert set(first) - set(bare) == {"fc.bias"}
+    assert json.loads((tmp_path / "eagle-bare" / "config.json").read_text())["bias"] is False
     own = load_file(target_dir / "model.safetensors")
     torch.testing.assert_close(first["embed_tokens.weight"], own["model.embed_tokens.weight"])
     layer |= {"input_layernorm.weight", "hidden_norm.weight"}

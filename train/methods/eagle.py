@@ -164,6 +164,7 @@ class Recipe:
     token_weight: float
     noise: float
     self_distillation: float
+    has_bias: bool = True
 
 
 class Eagle(Drafter):
@@ -250,7 +251,7 @@ class Eagle1(Eagle):
 
     def __init__(self, model: ModelConfig, recipe: Recipe) -> None:
         super().__init__(model, recipe)
-        self.fc = torch.nn.Linear(2 * model.hidden_size, model.hidden_size)
+        self.fc = torch.nn.Linear(2 * model.hidden_size, model.hidden_size, bias=recipe.has_bias)
         self._add_layers(is_third=False)
 
     def begin(self, features: Features) -> Tensor:
@@ -354,6 +355,7 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
         token_weight=options.eagle_token_weight,
         noise=options.eagle_noise,
         self_distillation=settings.self_distillation,
+        has_bias=options.eagle_bias,
     )
     if is_third:
         params = Eagle3Params(
@@ -454,7 +456,7 @@ def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
         "tie_word_embeddings": False,
     }
     if isinstance(drafter, Eagle1):
-        return config | {"bias": True}
+        return config | {"bias": drafter.recipe.has_bias}
     assert isinstance(drafter, Eagle3)
     return config | {
         "architectures": ["LlamaForCausalLMEagle3"],

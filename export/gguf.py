@@ -1,0 +1,293 @@
+"""GGUF, llama.cpp's format: a model, or an EAGLE-3 drafter with its target's tokenizer.
+
+Keys and names are llama.cpp's at 0c1e57098 (src/llama-arch.cpp, src/models/, conversion/llama.py),
+written through its own package `gguf`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdec.engine.rotary import compute_frequencies
+from specdec.errors import SpecDecError, shorten
+from specdec.files.casts import cast
+from specdec.files.reading import Array, read_json
+from specdec.model.config import ModelConfig
+from specdec.model.rotary_scaling import get_kind
+
+from .layouts import Contents, Order, get_eagle, list_entered
+from .source import Part, Source
+
+# Hugging Face's module -> GGUF's.
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "embed_tokens": "token_embd", "norm": "output_norm", "fc": "fc",
+    "input_norm": "enc.output_norm",
+}  # fmt: skip
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2",
+    "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
+}  # fmt: skip
+# dtype -> the file's type of matrices, by their names in the gguf package.
+TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+Q8_BLOCK = 32
+
+# How a byte-level tokenizer splits a text into words -> llama.cpp's name for it. The first is what
+# transformers' ByteLevel does by itself.
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {"": "gpt-2", _LETTERS + r"\p{N}{1,3}" + _REST: "llama-bpe",
+          _LETTERS + r"\p{N}" + _REST: "qwen2"}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Tokens by id, their kinds, the merges, and the name of the way that texts are split."""
+
+    tokens: list[str]
+    kinds: list[int]
+    merges: list[str]
+    split: str
+    special: dict[str, int]
+    adds_bos: bool
+
+
+def write_gguf(order: Order) -> Contents:
+    """Plan the file; everything that may be refused is refused here."""
+    import_gguf()
+    source, place = order.source, f"{order.place}/model.gguf"
+    tensors = {rename(name): part for name, part in source.parts.items()}
+    plan_rotary(get_net(source))
+    read_tokenizer(order)
+    for name, part in tensors.items() if order.settings.gguf_type == "Q8_0" else ():
+        shape = source.get_info(part).shape
+        if len(shape) > 1 and shape[-1] % Q8_BLOCK:
+            raise SpecDecError(
+                f"{name} has rows of {shape[-1]} numbers, which do not split into Q8_0's blocks of"
+                f" {Q8_BLOCK}",
+                "give another --gguf-type",
+            )
+    if source.kind == "plain":
+        command = f"llama-server --model {place}"
+    else:
+        command = (
+            "llama-server --model TARGET.gguf --spec-type draft-eagle3 --spec-draft-model"
+            f" {place} --spec-draft-n-max {order.num_draft_tokens}"
+        )
+    return Contents(config={}, tensors=dict(tensors), command=command, weights_name="model.gguf")
+
+
+def import_gguf() -> Any:
+    """The package, or SpecDecError that says how to get it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise SpecDecError(
+            f"--to gguf needs the package gguf: {error}",
+            "pip install 'specdec-toolchain[gguf]'",
+        ) from None
+    return gguf
+
+
+def get_net(source: Source) -> ModelConfig:
+    """The model that is written: the whole, or the drafter's layers."""
+    return source.model if source.kind == "plain" else get_eagle(source).net
+
+
+def rename(name: str) -> str:
+    """GGUF's name of a tensor; raises SpecDecError for one that it has no name for."""
+    if name == "d2t":
+        return name
+    module, _, kind = name.rpartition(".")
+    match = LAYER.fullmatch(module)
+    if match and match.group(2) in LAYER_NAMES:
+        return f"blk.{match.group(1)}.{LAYER_NAMES[match.group(2)]}.{kind}"
+    if module not in NAMES:
+        raise SpecDecError(f"{name} has no name in a GGUF file", "export it for another runtime")
+    return f"{NAMES[module]}.{kind}"
+
+
+def plan_rotary(net: ModelConfig) -> Array | None:
+    """What the frequencies are divided by [R / 2], None where there is no scaling."""
+    kind = get_kind(net.rotary_scaling) if net.rotary_scaling else "default"
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3"):
+        raise SpecDecError(
+            f"rotary scaling {shorten(kind)} is not written as GGUF",
+            "linear and llama3 are; llama.cpp's convert_hf_to_gguf.py knows others",
+        )
+    plain, _ = compute_frequencies(dataclasses.replace(net, rotary_scaling=None), 1)
+    scaled, _ = compute_frequencies(net, 1)
+    factors: Array = (plain / scaled).numpy()
+    return factors
+
+
+def read_tokenizer(order: Order) -> Vocabulary:
+    """The tokenizer of --model-dir, a byte-level BPE, as llama.cpp needs it."""
+    folder, size = Path(order.settings.model_dir or ""), order.source.model.vocab_size
+    if order.settings.model_dir is None or not (folder / "tokenizer.json").is_file():
+        raise SpecDecError(
+            "a GGUF file holds the tokenizer, and --model-dir has no tokenizer.json",
+            "give the target's own folder as --model-dir",
+        )
+    described = read_json(folder / "tokenizer.json")
+    model = described.get("model") or {}
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise SpecDecError(
+            f"{folder} has no byte-level BPE tokenizer", "llama.cpp's convert_hf_to_gguf.py reads"
+            " others: convert the target with it, and the drafter with its --target-model-dir",
+        )  # fmt: skip
+    pattern = find_split(described.get("pre_tokenizer") or {})
+    if pattern not in SPLITS:
+        raise SpecDecError(
+            f"{folder} splits texts in a way without a known name: {shorten(pattern)}",
+            "convert it with llama.cpp's convert_hf_to_gguf.py",
+        )
+    kinds = import_gguf().TokenType
+    tokens = [f"[PAD{number}]" for number in range(size)]
+    found = [int(kinds.UNUSED)] * size
+    for text, number in model["vocab"].items():
+        tokens[number], found[number] = text, int(kinds.NORMAL)
+    for added in described.get("added_tokens") or ():
+        kind = kinds.CONTROL if added.get("special") else kinds.USER_DEFINED
+        tokens[added["id"]], found[added["id"]] = added["content"], int(kind)
+    config = read_json(folder / "config.json")
+    special = {}
+    for name in ("bos", "eos", "pad"):
+        value = config.get(f"{name}_token_id")
+        value = value[0] if isinstance(value, list) else value
+        if isinstance(value, int):
+            special[name] = value
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    adds_bos = bool(settings.get("add_bos_token", SPLITS[pattern] == "llama-bpe"))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    return Vocabulary(
+        tokens=tokens, kinds=found, merges=merges, split=SPLITS[pattern], special=special,
+        adds_bos=adds_bos,
+    )  # fmt: skip
+
+
+def find_split(described: dict[str, Any]) -> str:
+    """The regular expression of a pre-tokenizer; empty for ByteLevel's own."""
+    steps = described.get("pretokenizers") or [described]
+    own = [step for step in steps if step.get("type") == "ByteLevel"]
+    splits = [step["pattern"].get("Regex", "?") for step in steps if step.get("type") == "Split"]
+    if len(own) != 1 or len(splits) + 1 != len(steps) or len(splits) > 1:
+        return json.dumps(described)
+    if bool(own[0].get("use_regex", True)) == bool(splits) or own[0].get("add_prefix_space"):
+        return json.dumps(described)
+    return splits[0] if splits else ""
+
+
+def write_file(path: Path, order: Order, contents: Contents) -> None:
+    """Write the file, reading one tensor at a time."""
+    gguf = import_gguf()
+    source = order.source
+    net, words = get_net(source), read_tokenizer(order)
+    is_drafter = source.kind != "plain"
+    architecture = "eagle3" if is_drafter else ARCHITECTURES[net.architecture]
+    writer = gguf.GGUFWriter(path, architecture)
+    kind = order.settings.gguf_type or TYPES[source.model.dtype]
+    add_values(gguf, writer, order, net, words, kind)
+    if is_drafter:
+        add_drafter_values(writer, source)
+    for name, array, stored in list_arrays(gguf, source, contents, kind):
+        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, array, _ in list_arrays(gguf, source, contents, kind):
+        writer.write_tensor_data(array)
+    writer.close()
+
+
+def add_values(
+    gguf: Any, writer: Any, order: Order, net: ModelConfig, words: Vocabulary, kind: str
+) -> None:
+    """Add what llama.cpp asks for about the model and its tokenizer."""
+    writer.add_name(order.settings.output_dir.name)
+    files = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
+    writer.add_file_type(getattr(gguf.LlamaFileType, files[kind]))
+    writer.add_vocab_size(net.vocab_size)
+    writer.add_context_length(net.max_position_embeddings)
+    writer.add_block_count(net.num_hidden_layers)
+    writer.add_embedding_length(net.hidden_size)
+    writer.add_feed_forward_length(net.intermediate_size)
+    writer.add_head_count(net.num_attention_heads)
+    writer.add_head_count_kv(net.num_key_value_heads)
+    writer.add_key_length(net.head_size)
+    writer.add_value_length(net.head_size)
+    writer.add_layer_norm_rms_eps(net.norm_epsilon)
+    writer.add_rope_dimension_count(net.rotary_size)
+    writer.add_rope_freq_base(net.rotary_base)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(words.split)
+    writer.add_token_list(words.tokens)
+    writer.add_token_types(words.kinds)
+    writer.add_token_merges(words.merges)
+    for name, number in words.special.items():
+        getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_add_bos_token(words.adds_bos)
+
+
+def add_drafter_values(writer: Any, source: Source) -> None:
+    """Add EAGLE-3's keys, by hand: the package names them only since 0.20."""
+    eagle3 = get_eagle(source).eagle3
+    assert eagle3 is not None
+    writer.add_array("eagle3.target_layers", list_entered(eagle3))
+    writer.add_uint32("eagle3.target_hidden_size", source.model.hidden_size)
+    writer.add_bool("eagle3.norm_before_residual", eagle3.norm_before_residual)
+    writer.add_bool("eagle3.norm_before_fc", eagle3.norm_before_fc)
+
+
+def list_arrays(
+    gguf: Any, source: Source, contents: Contents, kind: str
+) -> Iterator[tuple[str, Array, Any]]:
+    """Every tensor's name, stored array and type: vectors in float32, matrices as asked for."""
+    types, net, dtype = gguf.GGMLQuantizationType, get_net(source), source.model.dtype
+    factors = plan_rotary(net)
+    if factors is not None:
+        yield "rope_freqs.weight", factors.astype(np.float32), types.F32
+    for name in sorted(contents.tensors):
+        part = contents.tensors[name]
+        assert isinstance(part, Part)
+        array = source.read(part)
+        if name == "d2t":  # absolute, where Hugging Face's are added to the number
+            yield name, array + np.arange(len(array)), types.I64
+            continue
+        module = name.split(".")[-2]
+        heads = {"attn_q": net.num_attention_heads, "attn_k": net.num_key_value_heads}
+        if module in heads and net.architecture != "Qwen2ForCausalLM":
+            array = interleave(array, heads[module])
+        chosen = "F32" if array.ndim == 1 else kind
+        if chosen == "Q8_0":
+            single = cast(array, dtype, "float32")
+            yield name, gguf.quants.quantize(single, types.Q8_0), types.Q8_0
+        else:
+            (wanted,) = (n for n, stored in TYPES.items() if stored == chosen)
+            yield name, np.ascontiguousarray(cast(array, dtype, wanted)), getattr(types, chosen)
+
+
+def interleave(weight: Array, num_heads: int) -> Array:
+    """Rows of a projection, reordered: llama.cpp rotates a channel with the next one.
+
+    Hugging Face rotates it with the one half a head further on.
+    """
+    halves = weight.reshape(num_heads, 2, len(weight) // num_heads // 2, *weight.shape[1:])
+    result: Array = halves.swapaxes(1, 2).reshape(weight.shape)
+    return result

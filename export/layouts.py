@@ -1,0 +1,423 @@
+"""What each runtime reads: one writer for a kind of drafter, and what each runtime lacks.
+
+Facts, as the runtimes' own loaders have them: vLLM 0.32.0 (model_executor/models/{medusa,
+llama_eagle, llama_eagle3}.py, transformers_utils/configs/), SGLang 03d5a77 and 034b3be
+(srt/models/llama_eagle{3,}.py), speculators c05b95b, TensorRT-LLM's llmapi/llm_args.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import Problems, SpecDecError
+from specdec.files.reading import Array
+from specdec.methods.eagle import Eagle3Params, EagleParams
+from specdec.methods.medusa import MedusaParams
+from specdec.methods.redrafter import ReDrafterParams
+from specdec.model.config import ModelConfig
+
+from .settings import ExportSettings
+from .source import MODEL_TYPES, TITLES, Part, Source
+
+DEFAULT_DRAFT_TOKENS = 3
+
+
+@dataclasses.dataclass(kw_only=True)
+class Contents:
+    """A folder to write: config.json, tensors, and texts by file name. command: what runs it."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Part | Array]
+    command: str
+    texts: dict[str, str] = dataclasses.field(default_factory=dict)
+    weights_name: str = "model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+    """What is asked for. target: the name of the target in commands; place: of this folder."""
+
+    settings: ExportSettings
+    source: Source
+    target: str
+    place: str
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens a step."""
+        if self.settings.num_draft_tokens is not None:
+            return self.settings.num_draft_tokens
+        drafter = self.source.drafter
+        is_medusa = isinstance(drafter, MedusaParams)
+        return drafter.num_heads if is_medusa else DEFAULT_DRAFT_TOKENS  # type: ignore[union-attr]
+
+
+# ---- The parts of a config.json.
+
+
+def describe_net(net: ModelConfig, dtype: str, architecture: str) -> dict[str, Any]:
+    """A Hugging Face config.json of a Llama, Mistral or Qwen2."""
+    described = {
+        "architectures": [architecture],
+        "model_type": MODEL_TYPES[net.architecture],
+        "vocab_size": net.vocab_size,
+        "hidden_size": net.hidden_size,
+        "intermediate_size": net.intermediate_size,
+        "num_hidden_layers": net.num_hidden_layers,
+        "num_attention_heads": net.num_attention_heads,
+        "num_key_value_heads": net.num_key_value_heads,
+        "head_dim": net.head_size,
+        "hidden_act": net.hidden_act,
+        "rms_norm_eps": net.norm_epsilon,
+        "max_position_embeddings": net.max_position_embeddings,
+        "rope_theta": net.rotary_base,
+        "rope_scaling": net.rotary_scaling,
+        "tie_word_embeddings": net.share_embedding_table,
+        "torch_dtype": dtype,
+    }
+    if net.architecture == "LlamaForCausalLM":
+        described |= {"attention_bias": net.attn_bias, "mlp_bias": net.mlp_bias}
+    if net.sliding_window is not None:
+        described["sliding_window"] = net.sliding_window
+        if net.architecture == "Qwen2ForCausalLM":
+            described |= {"use_sliding_window": True, "max_window_layers": 0}
+    elif net.architecture == "MistralForCausalLM":
+        described["sliding_window"] = None
+    return described
+
+
+def describe_norms(eagle3: Eagle3Params) -> dict[str, bool]:
+    """EAGLE-3's norms; all are told, since runtimes differ in what they take for an absent one."""
+    names = ("norm_before_residual", *Eagle3Params.NEWER)
+    return {name: getattr(eagle3, name) for name in names}
+
+
+def get_eagle(source: Source) -> EagleParams:
+    """The drafter's parameters."""
+    assert isinstance(source.drafter, EagleParams)
+    return source.drafter
+
+
+def list_entered(eagle3: Eagle3Params) -> list[int]:
+    """The layers that are entered by what is read; it comes out of the ones before them."""
+    return [layer + 1 for layer in eagle3.aux_layers]
+
+
+def add_drafted(source: Source, tensors: dict[str, Part | Array]) -> dict[str, Part | Array]:
+    """Add `t2d` [target's vocabulary] of a reduced vocabulary: which tokens are drafted."""
+    if "d2t" not in tensors:
+        return tensors
+    offsets = source.read(source.parts["d2t"])
+    drafted = np.zeros(source.model.vocab_size, np.uint8)
+    drafted[offsets + np.arange(len(offsets))] = 1
+    return tensors | {"t2d": drafted}
+
+
+# ---- A writer for each kind of drafter.
+
+
+def write_medusa(order: Order) -> Contents:
+    """FasterDecoding's names; vLLM takes the numbers out of any key like `*num*heads*`."""
+    source, params = order.source, order.source.drafter
+    assert isinstance(params, MedusaParams)
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "base_model_name_or_path": order.target,
+        "medusa_num_heads": params.num_heads,
+        "medusa_num_layers": params.num_layers,
+        "hidden_size": source.model.hidden_size,
+        "vocab_size": source.model.vocab_size,
+        "truncated_vocab_size": source.model.vocab_size,
+        "original_lm_head": False,
+        "medusa_fc_bias": True,
+        "torch_dtype": source.model.dtype,
+    }
+    return Contents(config=config, tensors=dict(source.parts), command=serve(order, "medusa"))
+
+
+def write_redrafter(order: Order) -> Contents:
+    """Apple's names, as specdec-train writes them."""
+    source, params = order.source, order.source.drafter
+    assert isinstance(params, ReDrafterParams)
+    config = {
+        "architectures": ["Drafter"],
+        "model_type": "recurrent_drafting_drafter",
+        "vocab_size": source.model.vocab_size,
+        "hidden_size": params.hidden_size,
+        "exit_dim": params.exit_dim,
+        "num_draft_layers": params.num_layers,
+        "num_lookback_tokens": -1,
+        "rnn": params.is_rnn,
+        "predict_n_tokens": params.draft_len_per_beam,
+        "torch_dtype": source.model.dtype,
+    }
+    command = f"specdec generate --model-dir {order.target} --drafter-model-dir {order.place} ..."
+    return Contents(config=config, tensors=dict(source.parts), command=command)
+
+
+def write_eagle1(order: Order) -> Contents:
+    """SafeAILab's names."""
+    source, params = order.source, get_eagle(order.source)
+    config = describe_net(params.net, source.model.dtype, "LlamaForCausalLM")
+    config["bias"] = "fc.bias" in source.parts
+    return Contents(config=config, tensors=dict(source.parts), command=serve(order, "eagle"))
+
+
+def write_eagle1_sglang(order: Order) -> Contents:
+    """The same; SGLang's fc has a bias always, of random numbers where none is stored."""
+    contents = write_eagle1(order)
+    contents.config |= {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
+    bias = Part("eagle_nets.0.drafter.fc.bias")
+    order.source.left_out.pop("fc.bias", None)
+    contents.tensors["fc.bias"] = bias
+    return contents
+
+
+def write_eagle3(order: Order) -> Contents:
+    """ModelOpt's and SafeAILab's fields and names.
+
+    eagle_config counts the layers whose outputs are read, as SGLang and TensorRT-LLM do; the list
+    at the top those that are entered, which vLLM and llama.cpp's converter take first.
+    """
+    source, params = order.source, get_eagle(order.source)
+    eagle3 = params.eagle3
+    assert eagle3 is not None
+    norms = describe_norms(eagle3)
+    newer = {name: norms[name] for name in Eagle3Params.NEWER}
+    config = describe_net(params.net, source.model.dtype, "LlamaForCausalLMEagle3") | {
+        "draft_vocab_size": params.draft_vocab_size,
+        "target_hidden_size": source.model.hidden_size,
+        "num_aux_hidden_states": len(eagle3.aux_layers),
+        "eagle_aux_hidden_state_layer_ids": list_entered(eagle3),
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(eagle3.aux_layers),
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            **newer,
+        },
+        **norms,
+    }
+    tensors = add_drafted(source, dict(source.parts))
+    return Contents(config=config, tensors=tensors, command=serve(order, "eagle3"))
+
+
+def write_eagle3_sglang(order: Order) -> Contents:
+    """SpecForge's: the only layer is `midlayer`."""
+    contents = write_eagle3(order)
+    contents.tensors = {
+        name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: part
+        for name, part in contents.tensors.items()
+    }
+    return contents
+
+
+def write_eagle3_trtllm(order: Order) -> Contents:
+    """The Hugging Face folder and the YAML of the PyTorch backend, by the version's key names."""
+    contents = write_eagle3(order)
+    eagle3, number = get_eagle(order.source).eagle3, order.num_draft_tokens
+    assert eagle3 is not None
+    key = "speculative_model_dir" if order.settings.trtllm_version == "1.2" else "speculative_model"
+    layers = ", ".join(map(str, eagle3.aux_layers))
+    contents.texts["extra_llm_api_options.yaml"] = (
+        "speculative_config:\n  decoding_type: Eagle3\n"
+        f"  max_draft_len: {number}\n  {key}: {order.place}\n"
+        f"  eagle3_layers_to_capture: [{layers}]\n"
+    )
+    return contents
+
+
+def write_speculators(order: Order) -> Contents:
+    """speculators' own: layers count as those that are entered, the layer has a config inside."""
+    source, params = order.source, get_eagle(order.source)
+    eagle3 = params.eagle3
+    assert eagle3 is not None
+    method = {
+        "proposal_type": "greedy", "speculative_tokens": order.num_draft_tokens,
+        "verifier_accept_k": 1, "accept_tolerance": 0.0,
+    }  # fmt: skip
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": params.draft_vocab_size,
+        "target_hidden_size": source.model.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list_entered(eagle3),
+        **describe_norms(eagle3),
+        "transformer_layer_config": describe_net(
+            params.net, source.model.dtype, "LlamaForCausalLM"
+        ),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {
+                "name_or_path": order.target, "architectures": [source.model.architecture],
+            },
+        },
+        "torch_dtype": source.model.dtype,
+    }  # fmt: skip
+    tensors = add_drafted(source, dict(source.parts))
+    return Contents(config=config, tensors=tensors, command=f"vllm serve {order.place}")
+
+
+def write_model(order: Order) -> Contents:
+    """A whole model, as transformers reads it: a draft model for any runtime, or a target."""
+    model = order.source.model
+    config = describe_net(model, model.dtype, model.architecture)
+    return Contents(
+        config=config, tensors=dict(order.source.parts), command=serve(order, "draft_model")
+    )
+
+
+# ---- The command that uses a folder.
+
+
+def serve(order: Order, method: str) -> str:
+    """The command line of the runtime, for a chain of draft tokens."""
+    target, place, number = order.target, order.place, order.num_draft_tokens
+    if method == "draft_model" and target == place:
+        target = "TARGET"
+    if order.settings.to == "vllm":
+        speculative = {"method": method, "model": place, "num_speculative_tokens": number}
+        return f"vllm serve {target} --speculative-config '{json.dumps(speculative)}'"
+    if order.settings.to == "sglang":
+        name = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}[method]
+        return (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {name}"
+            f" --speculative-draft-model-path {place} --speculative-num-steps {number}"
+            f" --speculative-eagle-topk 1 --speculative-num-draft-tokens {number + 1}"
+        )
+    if order.settings.to == "trtllm-pytorch":
+        return (
+            f"trtllm-serve {target} --backend pytorch --extra_llm_api_options"
+            f" {place}/extra_llm_api_options.yaml"
+        )
+    flags = {"eagle": "--eagle-model-dir", "eagle3": "--eagle-model-dir",
+             "medusa": "--medusa-model-dir", "draft_model": "--draft-model-dir"}  # fmt: skip
+    return f'specdec generate --model-dir {target} {flags[method]} {place} "def main():"'
+
+
+Writer = Callable[[Order], Contents]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """A runtime: how it is written for, and what it lacks of EAGLE-3.
+
+    writers: by a source's kind; gguf's are elsewhere. norms: those of EAGLE-3 that it computes.
+    is_usual: whether it reads three layers of the target's by one layer of the drafter's alone.
+    keeps_embedding: whether it takes an embedding of the drafter's own.
+    """
+
+    title: str
+    writers: Mapping[str, Writer]
+    norms: tuple[str, ...] = ("norm_before_residual", *Eagle3Params.NEWER)
+    is_usual: bool = False
+    keeps_embedding: bool = True
+
+
+EVERY = {
+    "medusa": write_medusa, "eagle1": write_eagle1, "eagle3": write_eagle3, "plain": write_model,
+}  # fmt: skip
+
+
+def write_gguf(order: Order) -> Contents:
+    """One file; the gguf package writes it."""
+    from .gguf import write_gguf as write
+
+    return write(order)
+
+
+RUNTIMES: Mapping[str, Runtime] = {
+    "vllm": Runtime(title="vLLM", writers=EVERY),
+    "speculators": Runtime(title="speculators", writers={"eagle3": write_speculators}),
+    "sglang": Runtime(
+        title="SGLang",
+        writers={
+            "eagle1": write_eagle1_sglang, "eagle3": write_eagle3_sglang, "plain": write_model,
+        },
+        norms=(), is_usual=True, keeps_embedding=False,
+    ),
+    "gguf": Runtime(
+        title="llama.cpp", writers={"eagle3": write_gguf, "plain": write_gguf},
+        norms=("norm_before_residual", "norm_before_fc"), is_usual=True,
+    ),
+    "trtllm-pytorch": Runtime(
+        title="TensorRT-LLM's PyTorch backend", writers={"eagle3": write_eagle3_trtllm},
+        norms=(), is_usual=True,
+    ),
+    "hf": Runtime(
+        title="specdec and its origin", writers=EVERY | {"redrafter": write_redrafter}
+    ),
+}  # fmt: skip
+WHY_NOT = {
+    "redrafter": "; vLLM's own way in, method custom_class, hands a drafter the tokens and not the"
+    " hidden states that ReDrafter drafts from",
+}
+
+
+def find_writer(order: Order) -> Writer:
+    """Return what writes a source for a runtime, or raise SpecDecError that names others."""
+    source, name = order.source, order.settings.to
+    runtime = RUNTIMES[name]
+    writer = runtime.writers.get(source.kind)
+    if writer is None:
+        takers = [name for name, other in RUNTIMES.items() if source.kind in other.writers]
+        engines = " and TensorRT-LLM's engines" if source.kind in ("medusa", "redrafter") else ""
+        raise SpecDecError(
+            f"{runtime.title} does not take {TITLES[source.kind]}{WHY_NOT.get(source.kind, '')}",
+            f"those that do: --to {' or '.join(takers)}, and the torch backend{engines} of"
+            " specdec-build",
+        )
+    find_lacks(source, name, runtime).raise_all()
+    return writer
+
+
+def find_lacks(source: Source, name: str, runtime: Runtime) -> Problems:
+    """List what a runtime has no room for; it would leave that out without a word."""
+    problems = Problems()
+    if not isinstance(source.drafter, EagleParams):
+        return problems
+    params, eagle3 = source.drafter, source.drafter.eagle3
+    others = "vllm, speculators and hf write all of EAGLE-3"
+    if not runtime.keeps_embedding and "embed_tokens.weight" in source.parts:
+        problems.add(
+            f"{runtime.title} drafts with the target's embedding, the drafter has its own",
+            "export it for another runtime, or train it with the target's",
+        )
+    if eagle3 is None:
+        if name in ("vllm", "sglang") and "lm_head.weight" in source.parts:
+            problems.add(
+                f"{runtime.title} drafts with the target's head, this EAGLE-1 drafter has its own",
+                "export it as hf, which specdec runs",
+            )
+        if name == "vllm" and "fc.bias" in source.parts:
+            bias = source.parts["fc.bias"].name
+            problems.add(
+                f"vLLM's EAGLE-1 has no fc.bias, and {bias} is not zero",
+                "export it for sglang or as hf; or train one with specdec-train --no-eagle-bias",
+            )
+        return problems
+    lost = [key for key, value in describe_norms(eagle3).items() if value]
+    if lost := [key for key in lost if key not in runtime.norms]:
+        problems.add(
+            f"{runtime.title} is not known to compute {', '.join(lost)}, which the drafter has",
+            others,
+        )
+    if runtime.is_usual and (len(eagle3.aux_layers) != 3 or params.net.num_hidden_layers != 1):
+        problems.add(
+            f"{runtime.title} reads three layers of the target with a drafter of one layer; this"
+            f" one reads {len(eagle3.aux_layers)} with {params.net.num_hidden_layers}",
+            others,
+        )
+    return problems

@@ -1,0 +1,186 @@
+"""Checkpoint to folder: describe, check, write aside, rename."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdec import __version__, logs
+from specdec.command.settings import to_plain
+from specdec.command.stages import load_command
+from specdec.files.manifest import describe_file, write_manifest
+from specdec.files.reading import Array, read_json, write_json
+from specdec.files.staging import check_output_dir, list_local, stage_folder
+from specdec.files.tensor_file import DTYPES, TensorInfo, write_tensor_file
+from specdec.methods import METHODS
+from specdec.model.config import FLOAT_DTYPES
+
+from .layouts import RUNTIMES, Contents, Order, find_writer
+from .settings import ExportSettings
+from .source import TITLES, Part, Source
+
+logger = logs.get_logger(__name__)
+
+# What goes along with a model, of the files in its own folder.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def export_model(settings: ExportSettings) -> dict[str, Any]:
+    """Write the folder and return what it is."""
+    inputs = list_local(settings.checkpoint_dir, settings.model_dir, *settings.drafters.values())
+    check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
+    with hold_checkpoint(settings) as checkpoint:
+        order = make_order(settings, Source(checkpoint))
+        contents = find_writer(order)(order)
+        if order.source.kind == "plain":
+            add_companions(settings, contents)
+        with stage_folder(settings.output_dir, force=settings.force, inputs=inputs) as staged:
+            write_folder(staged, order, contents)
+        source = order.source
+    title = RUNTIMES[settings.to].title
+    logger.info("%s: %s for %s", settings.output_dir, TITLES[source.kind], title)
+    return {
+        "output_dir": str(settings.output_dir),
+        "to": settings.to,
+        "kind": source.kind,
+        "dtype": source.model.dtype,
+        "tensors": sorted(contents.tensors),
+        "left_out": source.left_out,
+        "command": contents.command,
+    }
+
+
+@contextlib.contextmanager
+def hold_checkpoint(settings: ExportSettings) -> Iterator[Path]:
+    """Yield the checkpoint that is given, or one that is gone afterwards."""
+    if settings.checkpoint_dir is not None:
+        yield settings.checkpoint_dir
+        return
+    parent = settings.output_dir.resolve().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".specdec-export-", dir=parent) as temporary:
+        folder = Path(temporary) / "checkpoint"
+        command = load_command("convert")
+        options: dict[str, Any] = dict(settings.drafters)
+        if METHODS["eagle"].folder in options:
+            options["num_eagle_layers"] = 1  # copies of the drafter
+        command.work(
+            command.settings_class(
+                model_dir=settings.model_dir, output_dir=folder, dtype=choose_dtype(settings),
+                **options,
+            )
+        )  # fmt: skip
+        yield folder
+
+
+def choose_dtype(settings: ExportSettings) -> str:
+    """The drafter's own type, where its config.json names one: what is exported keeps it."""
+    for folder in settings.drafters.values() if settings.dtype == "auto" else ():
+        path = Path(folder) / "config.json"
+        config = read_json(path) if path.is_file() else {}
+        inner = config.get("transformer_layer_config")
+        for place in (config, inner if isinstance(inner, dict) else {}):
+            dtype = str(place.get("dtype") or place.get("torch_dtype")).removeprefix("torch.")
+            if dtype in FLOAT_DTYPES:
+                return dtype
+    return settings.dtype
+
+
+def make_order(settings: ExportSettings, source: Source) -> Order:
+    """What is to be written, under the names that commands use."""
+    place = str(settings.output_dir)
+    if source.kind == "plain":
+        return Order(settings=settings, source=source, target=place, place=place)
+    target = settings.model_dir or "BASE"
+    return Order(settings=settings, source=source, target=target, place=place)
+
+
+def add_companions(settings: ExportSettings, contents: Contents) -> None:
+    """Add the ids of special tokens, which a checkpoint does not have."""
+    path = Path(settings.model_dir or "") / "config.json"
+    if settings.model_dir is None or not path.is_file():
+        logger.warning("no tokenizer goes along: give the model's own folder as --model-dir")
+        return
+    config = read_json(path)
+    contents.config |= {name: config[name] for name in SPECIAL_IDS if name in config}
+
+
+def write_folder(staged: Path, order: Order, contents: Contents) -> None:
+    """Write weights, config.json, texts, README.md and the manifest."""
+    source, settings = order.source, order.settings
+    hashes = {}
+    if contents.weights_name.endswith(".safetensors"):
+        infos = {name: describe(source, part) for name, part in contents.tensors.items()}
+        path = staged / contents.weights_name
+        hashes[path.name] = write_tensor_file(
+            path, infos, lambda name: get(source, contents.tensors[name]), {"format": "pt"}
+        )
+        write_json(staged / "config.json", contents.config)
+        if source.kind == "plain" and settings.model_dir is not None:
+            for name in COMPANIONS:
+                if (file := Path(settings.model_dir) / name).is_file():
+                    shutil.copyfile(file, staged / name)
+    else:
+        from .gguf import write_file
+
+        write_file(staged / contents.weights_name, order, contents)
+    for name, text in contents.texts.items():
+        (staged / name).write_text(text, encoding="utf-8")
+    (staged / "README.md").write_text(describe_folder(order, contents), encoding="utf-8")
+    write_manifest(
+        staged, kind="export", settings=to_plain(settings),
+        sources=list_sources(settings, source), hashes=hashes, left_out=source.left_out,
+    )  # fmt: skip
+
+
+def list_sources(settings: ExportSettings, source: Source) -> list[dict[str, Any]]:
+    """The checkpoint's files, or what a temporary one was converted from."""
+    if settings.checkpoint_dir is not None:
+        return [describe_file(source.folder / "config.json"), describe_file(source.file.path)]
+    sources: list[dict[str, Any]] = read_json(source.folder / "manifest.json")["sources"]
+    return sources
+
+
+def describe(source: Source, part: Part | Array) -> TensorInfo:
+    """A tensor's type and size."""
+    if isinstance(part, Part):
+        return source.get_info(part)
+    storage = {"bool": np.uint8}  # the only type that is made here
+    (dtype,) = (name for name, kind in storage.items() if DTYPES[name][1] == part.dtype)
+    return TensorInfo(dtype, part.shape)
+
+
+def get(source: Source, part: Part | Array) -> Array:
+    """A tensor's values."""
+    return source.read(part) if isinstance(part, Part) else part
+
+
+def describe_folder(order: Order, contents: Contents) -> str:
+    """README.md: what the folder holds, how to use it, what was left out and why."""
+    source, runtime = order.source, RUNTIMES[order.settings.to]
+    title = TITLES[source.kind].removeprefix("an ").removeprefix("a ")
+    lines = [
+        f"# {title[0].upper()}{title[1:]} for {runtime.title}",
+        "",
+        f"Written by specdec {__version__} from {source.model.dtype} weights"
+        + (f", for the target `{order.target}`." if source.kind != "plain" else "."),
+        "",
+        "```",
+        contents.command,
+        "```",
+        "",
+        f"{len(contents.tensors)} tensors in `{contents.weights_name}`.",
+    ]
+    lines += [f"`{name}` is not among them: it {why}." for name, why in source.left_out.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,103 @@
+"""Settings of specdec-export."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from specdec.command.settings import add_options, get_flags, name_flag, require, setting
+from specdec.errors import UsageError
+from specdec.methods import METHODS
+
+RUNTIME_NAMES = ("vllm", "speculators", "sglang", "gguf", "trtllm-pytorch", "hf")
+FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
+
+# The options by which specdec-convert takes a drafter: what it reads is exported.
+DrafterFolders = dataclasses.make_dataclass(
+    "DrafterFolders",
+    [
+        (
+            method.folder,
+            "str | None",
+            dataclasses.field(
+                default=None,
+                metadata={"flag": get_flags(method.options["convert"])[method.folder][0]},
+            ),
+        )
+        for method in METHODS.values()
+        if method.folder
+    ],
+    frozen=True,
+    kw_only=True,
+)
+
+
+@add_options(DrafterFolders)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """One field is one flag."""
+
+    checkpoint_dir: Path | None = setting(
+        kind="path", metavar="CKPT", help="A checkpoint of specdec-convert, in place of a drafter."
+    )
+    model_dir: str | None = setting(
+        metavar="BASE",
+        help="The drafter's target, a Hugging Face folder or Hub id; without a drafter, the model"
+        " to export.",
+    )
+    to: str = setting(
+        required=True, choices=RUNTIME_NAMES, help="The runtime whose format is written."
+    )
+    output_dir: Path = setting(required=True, kind="path", help="Folder to write.")
+    dtype: str = setting(
+        "auto", choices=("auto", "float16", "bfloat16", "float32"),
+        help="Type of the weights; auto keeps the drafter's, or the target's if config.json tells"
+        " none.",
+    )  # fmt: skip
+    gguf_type: str | None = setting(
+        choices=("F32", "F16", "BF16", "Q8_0"),
+        help="Type of the matrices in a GGUF file; theirs if not given.",
+    )
+    num_draft_tokens: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Draft tokens a step in the commands and files written; 3 if not given, or as many as"
+        " there are Medusa heads.",
+    )  # fmt: skip
+    trtllm_version: str = setting(
+        "1.2", choices=("1.2", "1.3"), help="With --to trtllm-pytorch: whose key names."
+    )
+    force: bool = setting(False, kind="flag", help="Replace the output folder.")
+    json: bool = setting(False, kind="flag", help="Print what was written as one JSON object.")
+
+    @property
+    def drafters(self) -> dict[str, str]:
+        """The drafters that are given, by option."""
+        given = {name: getattr(self, name) for name in FOLDERS}
+        return {name: folder for name, folder in given.items() if folder is not None}
+
+
+def check_settings(settings: ExportSettings) -> None:
+    """Raise UsageError for what is missing, or has no effect."""
+    require(settings)
+    drafters = settings.drafters
+    if len(drafters) > 1:
+        names = " and ".join(map(name_flag, drafters))
+        raise UsageError(f"{names} are both given", "a folder holds one drafter: give one of them")
+    if settings.checkpoint_dir is not None and drafters:
+        raise UsageError(
+            f"--checkpoint-dir and {name_flag(next(iter(drafters)))} are both given",
+            "give one of them",
+        )
+    if settings.checkpoint_dir is None and settings.model_dir is None:
+        raise UsageError("missing --model-dir", "give the drafter's target, or --checkpoint-dir")
+    if settings.checkpoint_dir is not None and settings.dtype != "auto":
+        raise UsageError(
+            "--dtype has no effect with --checkpoint-dir: its weights keep their type",
+            "leave it out, or convert the checkpoint again with it",
+        )
+    if settings.gguf_type is not None and settings.to != "gguf":
+        raise UsageError("--gguf-type has no effect without --to gguf", "leave it out")
+    if settings.trtllm_version != "1.2" and settings.to != "trtllm-pytorch":
+        raise UsageError(
+            "--trtllm-version has no effect without --to trtllm-pytorch", "leave it out"
+        )

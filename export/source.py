@@ -1,0 +1,206 @@
+"""What is exported: a checkpoint, its tensors under Hugging Face's names, each a part of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from specdec.errors import SpecDecError
+from specdec.files.reading import Array
+from specdec.files.tensor_file import TensorFile, TensorInfo
+from specdec.methods.eagle import EagleParams
+from specdec.methods.medusa import MedusaParams
+from specdec.methods.redrafter import ReDrafterParams
+from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import (
+    EAGLE_NET,
+    EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
+    find_first_copy,
+    list_target_tensors,
+)
+
+# Module of a layer here -> Hugging Face's; `attention.qkv` is three of them.
+LAYER = {
+    "input_layernorm": "input_layernorm", "hidden_norm": "hidden_norm",
+    "post_layernorm": "post_attention_layernorm", "attention.dense": "self_attn.o_proj",
+    "mlp.fc": "mlp.gate_proj", "mlp.gate": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
+}  # fmt: skip
+# Architecture of a model that can be exported -> its `model_type`.
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows [start, stop) of a checkpoint's tensor; stop None: to the end."""
+
+    name: str
+    start: int = 0
+    stop: int | None = None
+
+
+class Source:
+    """A whole, unquantized checkpoint. `kind`: plain, medusa, redrafter, eagle1 or eagle3.
+
+    parts: of the drafter, or of a plain checkpoint's model, by Hugging Face's name. left_out: what
+    of a drafter need not be written, with the reason.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        checkpoint = read_checkpoint_config(folder)
+        self.model, self.drafter = checkpoint.model, checkpoint.drafter
+        world = self.model.tp_size * self.model.pp_size
+        if world > 1:
+            raise SpecDecError(
+                f"{folder} is split over {world} ranks", "convert it again for one rank"
+            )
+        if checkpoint.quantization.quant_algo is not None:
+            raise SpecDecError(
+                f"{folder} is quantized with {checkpoint.quantization.quant_algo}",
+                "export the unquantized checkpoint",
+            )
+        self.file = TensorFile(folder / "rank0.safetensors")
+        self.left_out: dict[str, str] = {}
+        self.kind = "plain"
+        if isinstance(self.drafter, MedusaParams):
+            self.kind = "medusa"
+            self.parts = self._list_medusa(self.drafter)
+        elif isinstance(self.drafter, ReDrafterParams):
+            self.kind = "redrafter"
+            self.parts = self._list_redrafter(self.drafter)
+        elif isinstance(self.drafter, EagleParams):
+            self.kind = "eagle3" if self.drafter.eagle3 else "eagle1"
+            self.parts = self._list_eagle(self.drafter)
+        elif self.drafter is None:
+            self.parts = self._list_model()
+        else:
+            raise SpecDecError(
+                f"{folder} holds a drafter that no runtime is known to take",
+                "export a Medusa, EAGLE or ReDrafter checkpoint, or a plain one",
+            )
+
+    @property
+    def title(self) -> str:
+        """The kind, for a message."""
+        return TITLES[self.kind]
+
+    def get_info(self, part: Part) -> TensorInfo:
+        """The type and size of a part."""
+        whole = self.file.tensors[part.name]
+        rows = (whole.shape[0] if part.stop is None else part.stop) - part.start
+        return TensorInfo(whole.dtype, (rows, *whole.shape[1:]))
+
+    def read(self, part: Part) -> Array:
+        """A part in its storage type."""
+        whole: Array = self.file.read(part.name)
+        return whole[part.start : part.stop]
+
+    def is_same(self, name: str, other: str) -> bool:
+        """Whether two tensors of the checkpoint are equal, byte for byte."""
+        if self.file.tensors[name] != self.file.tensors.get(other):
+            return False
+        mine, theirs = (self.file.read(n).view(np.uint8) for n in (name, other))
+        return bool(np.array_equal(mine, theirs))
+
+    def _list_model(self) -> dict[str, Part]:
+        model = self.model
+        if model.architecture not in MODEL_TYPES or model.own_arithmetic is not None:
+            raise SpecDecError(
+                f"{self.folder} holds a {model.architecture}, which is not exported",
+                f"the models that are: {', '.join(MODEL_TYPES)}; any other is given to its runtime"
+                " as the Hugging Face folder that it was converted from",
+            )
+        names = {EMBEDDING: "model.embed_tokens.weight", HEAD: HEAD,
+                 "transformer.ln_f.weight": "model.norm.weight"}  # fmt: skip
+        parts = {}
+        for name in list_target_tensors(model):
+            if name in names:
+                parts[names[name]] = Part(name)
+            else:
+                own = name.removeprefix("transformer.")
+                parts |= {f"model.{theirs}": part for theirs, part in name_layer(name, own, model)}
+        return parts
+
+    def _list_medusa(self, params: MedusaParams) -> dict[str, Part]:
+        parts = {}
+        for name in params.list_tensors(self.model):
+            head, _, rest = name.removeprefix("medusa_heads.").partition(".")
+            rest = rest.removeprefix("medusa_layers.")
+            rest = f"{params.num_layers}.weight" if rest == "lm_head.weight" else rest
+            parts[f"{head}.{rest}"] = Part(name)
+        return parts
+
+    def _list_redrafter(self, params: ReDrafterParams) -> dict[str, Part]:
+        parts = {}
+        for name in params.list_tensors(self.model):
+            own = name.removeprefix("drafter.")
+            if own == "lm_head.weight":
+                own = f"lm_head.{params.num_layers}.weight"
+            elif own.startswith("layers."):
+                own = f"lm_head.{own.removeprefix('layers.')}"
+            parts[own] = Part(name)
+        return parts
+
+    def _list_eagle(self, params: EagleParams) -> dict[str, Part]:
+        names = {
+            "drafter.vocab_embedding.weight": "embed_tokens.weight",
+            "drafter.ln_f.weight": "norm.weight",
+        }
+        parts: dict[str, Part] = {}
+        for name in params.list_tensors(self.model):
+            if (first := find_first_copy(name)) != name:
+                if not self.is_same(name, first):
+                    raise SpecDecError(
+                        f"{self.folder}: {name} differs from {first}",
+                        "one drafter is exported: convert it again",
+                    )
+                continue
+            own = name.removeprefix(EAGLE_NET)
+            if own.startswith("drafter.layers."):
+                parts |= name_layer(name, own.removeprefix("drafter."), params.net)
+            else:
+                parts[names.get(own, own.removeprefix("drafter."))] = Part(name)
+        head = HEAD if HEAD in self.file.tensors else EMBEDDING
+        shared = {"embed_tokens.weight": EMBEDDING}
+        if params.eagle3 is None:
+            shared |= {"lm_head.weight": head, HEAD_BIAS: HEAD_BIAS}
+        for name, targets in shared.items():
+            if name in parts and self.is_same(parts[name].name, targets):
+                self.left_out[name] = "equals the target's, which is taken"
+        if "fc.bias" in parts and not self.read(parts["fc.bias"]).any():
+            self.left_out["fc.bias"] = "is zero"
+        return {name: part for name, part in parts.items() if name not in self.left_out}
+
+
+TITLES = {
+    "plain": "a model", "medusa": "Medusa heads", "redrafter": "a ReDrafter drafter",
+    "eagle1": "an EAGLE-1 drafter", "eagle3": "an EAGLE-3 drafter",
+}  # fmt: skip
+
+
+def name_layer(name: str, own: str, model: ModelConfig) -> Iterable[tuple[str, Part]]:
+    """Hugging Face's names and parts of `layers.N.MODULE.weight`, the checkpoint's tensor `name`.
+
+    Raises SpecDecError for a module that a Llama has not: nothing is left behind silently.
+    """
+    prefix, layer, rest = own.split(".", 2)
+    module, _, kind = rest.rpartition(".")
+    if module == "attention.qkv":
+        queries = model.num_attention_heads * model.head_size
+        keys = queries + model.num_key_value_heads * model.head_size
+        bounds = {"q": (0, queries), "k": (queries, keys), "v": (keys, None)}
+        return [
+            (f"{prefix}.{layer}.self_attn.{letter}_proj.{kind}", Part(name, start, stop))
+            for letter, (start, stop) in bounds.items()
+        ]
+    if module not in LAYER:
+        raise SpecDecError(f"{name} has no name in a Llama's layer", "convert it again")
+    return [(f"{prefix}.{layer}.{LAYER[module]}.{kind}", Part(name))]

@@ -1,0 +1,436 @@
+"""specdec-export: what is written is read back as the same bytes, the rest is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdec.errors import SpecDecError, UsageError
+from specdec.export.pipeline import export_model
+from specdec.export.settings import ExportSettings, check_settings
+from specdec.files.manifest import read_manifest
+from specdec.files.reading import read_json
+from tests.conftest import (
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+    make_tokenizer,
+)
+from tests.engines import call
+from tests.export.gguf_reader import read_gguf
+from tests.families import make_family_model
+
+VOCAB, AUX_LAYERS = 131, (1, 3, 4)
+SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+USUAL = {"version": 3, "aux_layers": AUX_LAYERS, "own_embedding": False}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle1": {"heads": 8, "rope_theta": 5e5},
+    "eagle1-bare": {"bias": False, "own_embedding": False, "layers": 2},
+    "eagle3": USUAL | {"rope_scaling": SCALING, "rope_theta": 5e5},
+    "eagle3-reduced": USUAL | {"draft_vocab": 70},
+    "eagle3-whole": USUAL
+    | {"draft_vocab": 70, "own_embedding": True, "norm_before_residual": True,
+       "norm_before_fc": True, "norm_output": True},
+    "eagle3-parts": {"version": 3, "aux_layers": (0, 6), "layers": 2, "fc_norm": True},
+}  # fmt: skip
+FLAGS = {"medusa": "--medusa-model-dir", "redrafter": "--drafter-model-dir"}
+EVERY = ("vllm", "hf")
+# What each runtime can hold.
+PAIRS = {
+    "medusa": EVERY,
+    "redrafter": ("hf",),
+    "eagle1": ("sglang", "hf"),
+    "eagle1-bare": ("sglang", *EVERY),
+    "eagle3": ("sglang", "speculators", "trtllm-pytorch", "gguf", *EVERY),
+    "eagle3-reduced": ("sglang", "speculators", "trtllm-pytorch", "gguf", *EVERY),
+    "eagle3-whole": ("speculators", *EVERY),
+    "eagle3-parts": ("speculators", *EVERY),
+}
+
+
+@pytest.fixture(autouse=True)
+def skip_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("target")
+    folder = make_llama(parent, layers=8, vocab=VOCAB, intermediate=96)
+    make_tokenizer(folder, vocab=VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Path]]:
+    """By kind: the drafter's folder, and the checkpoint that it makes with the target."""
+    parent, made = tmp_path_factory.mktemp("drafters"), {}
+    for kind in PAIRS:
+        if kind == "medusa":
+            drafter = make_medusa_heads(parent, vocab=VOCAB, layers=2, name=kind)
+        elif kind == "redrafter":
+            drafter = make_drafter(parent, vocab=VOCAB, exit_dim=96, name=kind)
+        else:
+            drafter = make_eagle_drafter(parent, vocab=VOCAB, name=kind, **DRAFTERS[kind])
+        if kind == "eagle1":  # a head of its own would be refused by most
+            save_file(
+                load_file(drafter / "model.safetensors")
+                | {"embed_tokens.weight": load_file(target / "model.safetensors")[
+                    "model.embed_tokens.weight"]},
+                drafter / "model.safetensors",
+            )  # fmt: skip
+        made[kind] = (drafter, convert(parent / f"{kind}-checkpoint", target, kind, drafter))
+    return made
+
+
+def convert(output: Path, target: Path, kind: str, drafter: Path) -> Path:
+    flag = FLAGS.get(kind, "--eagle-model-dir")
+    call("convert", "--model-dir", target, flag, drafter, "--output-dir", output)
+    return output
+
+
+def export(output: Path, **flags: Any) -> dict[str, Any]:
+    settings = ExportSettings(output_dir=output, **flags)
+    check_settings(settings)
+    return export_model(settings)
+
+
+def read_checkpoint(folder: Path) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in ("config.json", "rank0.safetensors")]
+
+
+# ---- There and back.
+
+
+@pytest.mark.parametrize(
+    ("kind", "to"), [(kind, to) for kind in PAIRS for to in PAIRS[kind] if to != "gguf"]
+)
+def test_what_is_exported_is_converted_to_the_same_bytes(
+    kind: str, to: str, target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    drafter, checkpoint = checkpoints[kind]
+    folder = tmp_path / "exported"
+    export(folder, checkpoint_dir=checkpoint, model_dir=str(target), to=to)
+    again = convert(tmp_path / "again", target, kind, folder)
+    assert read_checkpoint(again) == read_checkpoint(checkpoint)
+    # The other way in: from the folders, without a checkpoint of one's own.
+    option = FLAGS.get(kind, "--eagle-model-dir").removeprefix("--").replace("-", "_")
+    flags: dict[str, Any] = {"model_dir": str(target), option: str(drafter), "to": to}
+    export(tmp_path / "direct", **flags)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "direct", "exported"]
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "direct" / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("llama", {"rope_theta": 5000.0, "tie_word_embeddings": True}), ("mistral", {}),
+     ("mistral", {"sliding_window": 7}), ("qwen2", {}),
+     ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0})],
+)  # fmt: skip
+def test_models_there_and_back(family: str, config: dict[str, Any], tmp_path: Path) -> None:
+    model = make_family_model(tmp_path, family, dtype="bfloat16", **config)
+    make_tokenizer(model, vocab=100)
+    for name, source in (("first", model), ("second", tmp_path / "exported")):
+        call("convert", "--model-dir", source, "--output-dir", tmp_path / name)
+        if name == "first":
+            export(source := tmp_path / "exported", model_dir=str(model), to="hf")
+    assert read_checkpoint(tmp_path / "first") == read_checkpoint(tmp_path / "second")
+    assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == (
+        model / "tokenizer.json"
+    ).read_bytes()
+    assert read_json(tmp_path / "exported" / "config.json")["eos_token_id"] == 2
+
+
+# ---- What a runtime's loader looks for.
+
+LAYER = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm",
+)  # fmt: skip
+LAYER3 = (*LAYER, "input_layernorm", "hidden_norm")
+# As the loaders of docs/export.md name them: all that each one fills, and no more.
+LOADED = {
+    ("medusa", "vllm"): {
+        f"{head}.{part}" for head in range(3)
+        for part in ("0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias",
+                     "2.weight")
+    },
+    ("eagle1", "sglang"): {"fc.weight", "fc.bias", *(f"layers.0.{n}.weight" for n in LAYER)},
+    ("eagle1-bare", "vllm"): {
+        "fc.weight", "layers.1.input_layernorm.weight",
+        *(f"layers.{layer}.{n}.weight" for layer in (0, 1) for n in LAYER),
+    },
+    ("eagle3-reduced", "sglang"): {
+        "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d",
+        *(f"midlayer.{n}.weight" for n in LAYER3),
+    },
+    ("eagle3-whole", "speculators"): {
+        "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "embed_tokens.weight",
+        "input_norm.weight", *(f"layers.0.{n}.weight" for n in LAYER3),
+    },
+    ("eagle3-parts", "vllm"): {
+        "fc.weight", "norm.weight", "lm_head.weight", "embed_tokens.weight", "fc_norm.0.weight",
+        "fc_norm.1.weight", *(f"layers.0.{n}.weight" for n in LAYER3),
+        *(f"layers.1.{n}.weight" for n in (*LAYER, "input_layernorm")),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "to"), list(LOADED))
+def test_names_are_the_loaders(
+    kind: str, to: str, target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    _, checkpoint = checkpoints[kind]
+    report = export(tmp_path / "out", checkpoint_dir=checkpoint, model_dir=str(target), to=to)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(written) == LOADED[kind, to] == set(report["tensors"])
+    if "t2d" in written:
+        assert written["t2d"].shape == (VOCAB,)
+        drafted = written["d2t"] + torch.arange(70)
+        assert written["t2d"].bool().nonzero()[:, 0].tolist() == sorted(drafted.tolist())
+    assert read_manifest(tmp_path / "out", "export").outputs
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert report["command"] in text
+    assert all(f"`{name}` is not among them" in text for name in report["left_out"])
+
+
+def test_keys_that_runtimes_take_differently_are_told(
+    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """vLLM takes norm_before_residual for true in speculators' format, speculators for false."""
+    _, checkpoint = checkpoints["eagle3"]
+    norms = dict.fromkeys(
+        ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False
+    )
+    configs = {}
+    for to in ("vllm", "speculators", "sglang", "trtllm-pytorch"):
+        flags: dict[str, Any] = {"checkpoint_dir": checkpoint, "model_dir": "BASE", "to": to}
+        export(tmp_path / to, num_draft_tokens=5, **flags)
+        configs[to] = read_json(tmp_path / to / "config.json")
+        assert norms.items() <= configs[to].items()
+        # Layers 1, 3, 4 are read: the ones after them are entered.
+        assert configs[to]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+        if to != "speculators":
+            inner = configs[to]["eagle_config"]
+            assert inner["eagle_aux_hidden_state_layer_ids"] == list(AUX_LAYERS)
+    described = configs["speculators"]["speculators_config"]
+    assert described["proposal_methods"][0]["speculative_tokens"] == 5
+    assert described["verifier"] == {"name_or_path": "BASE", "architectures": ["LlamaForCausalLM"]}
+    assert isinstance(configs["speculators"]["transformer_layer_config"], dict)
+    for version, key in (("1.2", "speculative_model_dir"), ("1.3", "speculative_model")):
+        folder = tmp_path / version
+        export(
+            folder, checkpoint_dir=checkpoint, to="trtllm-pytorch", trtllm_version=version
+        )  # fmt: skip
+        assert (folder / "extra_llm_api_options.yaml").read_text().splitlines() == [
+            "speculative_config:", "  decoding_type: Eagle3", "  max_draft_len: 3",
+            f"  {key}: {folder}", "  eagle3_layers_to_capture: [1, 3, 4]",
+        ]  # fmt: skip
+
+
+# ---- GGUF.
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-reduced"])
+def test_gguf_of_a_drafter(
+    kind: str, target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    drafter, checkpoint = checkpoints[kind]
+    export(tmp_path / "out", checkpoint_dir=checkpoint, model_dir=str(target), to="gguf")
+    values, tensors = read_gguf(tmp_path / "out" / "model.gguf")
+    assert values["general.architecture"] == "eagle3"
+    assert values["eagle3.target_layers"] == [2, 4, 5]
+    assert values["eagle3.target_hidden_size"] == 64
+    assert values["eagle3.norm_before_residual"] is values["eagle3.norm_before_fc"] is False
+    assert values["eagle3.block_count"] == 1
+    assert len(values["tokenizer.ggml.tokens"]) == VOCAB
+    assert values["tokenizer.ggml.pre"] == "gpt-2"
+    own = load_file(drafter / "model.safetensors")
+    wanted = {
+        "fc": "fc", "output_norm": "norm", "output": "lm_head",
+        "blk.0.attn_norm": "layers.0.input_layernorm", "blk.0.attn_norm_2": "layers.0.hidden_norm",
+        "blk.0.ffn_norm": "layers.0.post_attention_layernorm",
+        "blk.0.attn_v": "layers.0.self_attn.v_proj", "blk.0.ffn_down": "layers.0.mlp.down_proj",
+    }  # fmt: skip
+    for name, theirs in wanted.items():
+        assert torch.equal(tensors[f"{name}.weight"], own[f"{theirs}.weight"]), name
+    assert tensors["blk.0.attn_q.weight"].shape == (64, 128)
+    assert "token_embd.weight" not in tensors, "the target's is taken"
+    if kind == "eagle3":
+        assert "d2t" not in tensors
+        factors = tensors["rope_freqs.weight"]
+        assert factors[0] == 1.0
+        assert factors[-1] == 8.0
+    else:
+        assert torch.equal(tensors["d2t"], own["d2t"] + torch.arange(70))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
+def test_gguf_of_a_model(kind: str, target: Path, tmp_path: Path) -> None:
+    """Every tensor is found again; queries and keys turn as they do in Llama."""
+    export(tmp_path / "out", model_dir=str(target), to="gguf", gguf_type=kind)
+    values, tensors = read_gguf(tmp_path / "out" / "model.gguf")
+    assert values["general.architecture"] == "llama"
+    assert values["general.file_type"] == {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}[kind]
+    assert values["llama.block_count"] == 8
+    assert values["llama.attention.head_count_kv"] == 2
+    assert values["llama.rope.dimension_count"] == 16
+    described = json.loads((target / "tokenizer.json").read_text())
+    for text, number in described["model"]["vocab"].items():
+        assert values["tokenizer.ggml.tokens"][number] == text
+    source = load_file(target / "model.safetensors")
+    assert len(tensors) == len(source)
+    pairs = {
+        "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+        "blk.1.attn_output": "model.layers.1.self_attn.o_proj",
+        "blk.0.attn_norm": "model.layers.0.input_layernorm",
+        "blk.0.ffn_gate": "model.layers.0.mlp.gate_proj",
+        "blk.0.ffn_up": "model.layers.0.mlp.up_proj",
+    }  # fmt: skip
+    within = {"F32": 0.0, "F16": 2**-11, "BF16": 2**-8, "Q8_0": 1 / 200}[kind]
+    for name, theirs in pairs.items():
+        found, expected = tensors[f"{name}.weight"].float(), source[f"{theirs}.weight"]
+        assert (found - expected).abs().max() <= within * expected.abs().max(), name
+    # Channel c of a head turns with channel c + 8 in transformers, 2 c with 2 c + 1 in llama.cpp.
+    for name, theirs, num_heads in (("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)):
+        expected = source[f"model.layers.0.self_attn.{theirs}.weight"].view(num_heads, 2, 8, 64)
+        found = tensors[f"blk.0.{name}.weight"].float().view(num_heads, 8, 2, 64)
+        most = within * expected.abs().max()
+        assert (found.transpose(1, 2) - expected).abs().max() <= most
+
+
+def test_blocks_that_a_matrix_does_not_split_into(tmp_path: Path) -> None:
+    model = make_llama(tmp_path, vocab=VOCAB, intermediate=100)
+    make_tokenizer(model, vocab=VOCAB)
+    with pytest.raises(SpecDecError, match="ffn_down.weight has rows of 100 numbers"):
+        export(tmp_path / "out", model_dir=str(model), to="gguf", gguf_type="Q8_0")
+    assert not (tmp_path / "out").exists()
+
+
+def test_gguf_without_its_package(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(SpecDecError, match="needs the package gguf") as caught:
+        export(tmp_path / "out", model_dir=str(target), to="gguf")
+    assert "specdec-toolchain[gguf]" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "splits texts in a way without a known name"),
+        ({"model": {"type": "Unigram"}}, "no byte-level BPE tokenizer"),
+    ],
+)
+def test_tokenizers_that_a_gguf_file_cannot_hold(
+    change: dict[str, Any], message: str, target: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        (folder / name).symlink_to(target / name)
+    described = json.loads((target / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(described | change))
+    with pytest.raises(SpecDecError, match=message):
+        export(tmp_path / "out", model_dir=str(folder), to="gguf")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- What is refused.
+
+
+@pytest.mark.parametrize(
+    ("kind", "to", "message", "hint"),
+    [
+        ("redrafter", "vllm", "hands a drafter the tokens and not the hidden states", "--to hf"),
+        ("medusa", "gguf", "llama.cpp does not take Medusa heads", "--to vllm or hf"),
+        ("eagle1", "gguf", "does not take an EAGLE-1 drafter", "--to vllm or sglang or hf"),
+        ("eagle1", "vllm", "vLLM's EAGLE-1 has no fc.bias", "--no-eagle-bias"),
+        ("eagle3-whole", "sglang", "drafter has its own; .*norm_before_residual, norm_before_fc",
+         "vllm, speculators and hf"),
+        ("eagle3-whole", "gguf", "llama.cpp is not known to compute norm_output", "vllm, specul"),
+        ("eagle3-parts", "trtllm-pytorch", "this one reads 2 with 2", "vllm, speculators and hf"),
+    ],
+)  # fmt: skip
+def test_refusals_say_who_takes_it(
+    kind: str, to: str, message: str, hint: str, target: Path,
+    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path,
+) -> None:  # fmt: skip
+    _, checkpoint = checkpoints[kind]
+    with pytest.raises(SpecDecError, match=message) as caught:
+        export(tmp_path / "out", checkpoint_dir=checkpoint, model_dir=str(target), to=to)
+    assert hint in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_that_cannot_be_exported(
+    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    split = tmp_path / "split"
+    call("convert", "--model-dir", target, "--output-dir", split, "--tp-size", 2)
+    with pytest.raises(SpecDecError, match="is split over 2 ranks"):
+        export(tmp_path / "out", checkpoint_dir=split, to="hf")
+    other = make_family_model(tmp_path, "stablelm", name="other")
+    with pytest.raises(SpecDecError, match="which is not exported"):
+        export(tmp_path / "out", model_dir=str(other), to="hf")
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    _, checkpoint = checkpoints["eagle1"]
+    (folder / "config.json").symlink_to(checkpoint / "config.json")
+    tensors = load_file(checkpoint / "rank0.safetensors")
+    tensors["eagle_nets.2.drafter.fc.bias"][3] += 1
+    save_file(tensors, folder / "rank0.safetensors")
+    with pytest.raises(SpecDecError, match=r"eagle_nets\.2\.drafter\.fc\.bias differs from"):
+        export(tmp_path / "out", checkpoint_dir=folder, to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"to": "hf"}, "missing --model-dir"),
+        ({"model_dir": "x"}, "--to"),
+        ({"to": "hf", "model_dir": "x", "eagle_model_dir": "a", "medusa_model_dir": "b"},
+         "are both given"),
+        ({"to": "hf", "checkpoint_dir": Path("c"), "eagle_model_dir": "a"}, "are both given"),
+        ({"to": "hf", "checkpoint_dir": Path("c"), "dtype": "float32"}, "--dtype has no effect"),
+        ({"to": "hf", "model_dir": "x", "gguf_type": "F32"}, "--gguf-type has no effect"),
+        ({"to": "hf", "model_dir": "x", "trtllm_version": "1.3"}, "--trtllm-version has no eff"),
+    ],
+)  # fmt: skip
+def test_flags_without_effect(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        export(tmp_path / "out", **flags)
+
+
+def test_the_drafter_keeps_its_type(target: Path, tmp_path: Path) -> None:
+    drafter = make_eagle_drafter(tmp_path, vocab=VOCAB, dtype="bfloat16", **DRAFTERS["eagle3"])
+    flags: dict[str, Any] = {"model_dir": str(target), "eagle_model_dir": str(drafter)}
+    assert export(tmp_path / "kept", to="hf", **flags)["dtype"] == "bfloat16"
+    own, written = (load_file(f / "model.safetensors") for f in (drafter, tmp_path / "kept"))
+    assert own.keys() == written.keys()
+    assert all(torch.equal(own[name], written[name]) for name in own)
+    export(tmp_path / "cast", to="hf", dtype="float16", **flags)
+    cast = load_file(tmp_path / "cast" / "model.safetensors")
+    assert cast["fc.weight"].dtype == torch.float16
+    with pytest.raises(SpecDecError, match="exists and is not empty"):
+        export(tmp_path / "kept", to="hf", **flags)
+    export(tmp_path / "kept", to="vllm", force=True, **flags)
+    assert torch.equal(
+        load_file(tmp_path / "kept" / "model.safetensors")["fc.weight"], own["fc.weight"]
+    )

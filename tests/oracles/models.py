@@ -1,0 +1,73 @@
+"""The pycode models in float32, as the oracles take them, and what specdec does with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.conftest import ROOT
+
+PYCODE = ROOT / "examples" / "pycode"
+HEADS = (32, 64)  # head sizes that vLLM's attention has on a CPU, of those that pycode needs
+
+
+def pad_heads(source: Path, folder: Path) -> Path:
+    """Copy a Llama, or layers like a Llama's, in float32, every head widened with zeros.
+
+    vLLM's attention has no heads of 40 or 24 on a CPU. Rotated are as many dimensions as before,
+    queries grow by what the larger head's scale takes from them: the same numbers but for rounding.
+    """
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = "float32"
+    config.pop("torch_dtype", None)
+    path = folder / "model.safetensors"
+    tensors = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in load_file(path).items()
+    }
+    inner = config.get("transformer_layer_config", config)
+    if (size := inner.get("head_dim")) is not None and size not in HEADS:
+        wide = min(head for head in HEADS if head > size)
+        for name, tensor in tensors.items():
+            kind = name.split(".")[-2]
+            if kind in ("q_proj", "k_proj", "v_proj"):
+                scale = (wide / size) ** 0.5 if kind == "q_proj" else 1.0
+                tensors[name] = _pad(tensor, size, wide) * scale
+            elif kind == "o_proj":
+                tensors[name] = _pad(tensor.T, size, wide).T.contiguous()
+        rotary = {"rope_type": "default", "rope_theta": inner.pop("rope_theta"),
+                  "partial_rotary_factor": size / wide}  # fmt: skip
+        inner.pop("rope_scaling", None)
+        inner |= {"head_dim": wide, "rope_parameters": rotary}
+    save_file(tensors, path, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
+def _pad(rows: Tensor, size: int, wide: int) -> Tensor:
+    heads = rows.view(-1, size, rows.shape[-1])
+    return torch.nn.functional.pad(heads, (0, 0, 0, wide - size)).reshape(-1, rows.shape[-1])
+
+
+def drop_bias(source: Path, folder: Path) -> Path:
+    """Copy an EAGLE-1 drafter without its fc.bias, which vLLM has no room for."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc.bias"].zero_()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def read_prompts(count: int) -> list[list[int]]:
+    """Token ids of the first prompts."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(PYCODE / "target" / "tokenizer.json"))
+    lines = (PYCODE / "prompts.jsonl").read_text().splitlines()[:count]
+    return [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
