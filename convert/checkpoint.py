@@ -20,6 +20,7 @@ from specdec.model.tensors import (
     Shard,
     TensorSpec,
     get_rank_shape,
+    get_stored_dtype,
     list_target_tensors,
 )
 
@@ -99,7 +100,10 @@ class CheckpointFolder:
         self, rank: int, file: TensorFile, specs: dict[str, TensorSpec], problems: Problems
     ) -> RankPlan:
         dtype = self.model.dtype
-        expected = {n: TensorInfo(dtype, get_rank_shape(s, self.model)) for n, s in specs.items()}
+        expected = {
+            name: TensorInfo(get_stored_dtype(name, dtype), get_rank_shape(spec, self.model))
+            for name, spec in specs.items()
+        }
         found = compare_tensors(file.tensors, expected, self.quantization)
         tensors = {name: pass_on(file, name) for name in (*found.kept, *found.scales)}
         missing = list(found.missing)
@@ -137,5 +141,5 @@ class CheckpointFolder:
 def pass_on(file: TensorFile, name: str) -> PlannedTensor:
     """Plan a tensor that is copied as it is."""
     info = file.tensors[name]
-    block = Block(0, info.shape[0]) if info.shape else None
+    block = Block(0, info.num_rows) if info.shape else None
     return PlannedTensor(info, (Piece(file, name, block),))

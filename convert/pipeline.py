@@ -56,6 +56,7 @@ from .plan import (
     plan_tensors,
 )
 from .quantize import packed, unified
+from .quantize.formats import FORMATS
 from .quantize.matrices import IntMatrix
 from .quantize.scales import Quantizer, name_kv_scales, quantize_config
 from .quantize.sections import Scheme, read_scheme
@@ -82,7 +83,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         seconds = stream.measure_hash_seconds(plan, count_workers(settings))
         return {"dry_run": True, **report, "hash_seconds": round(seconds, 2)}
     if plan.measure is not None:
-        plan.measure(count_workers(settings))
+        report["quality"] = plan.measure(count_workers(settings))
     with stage_folder(
         settings.output_dir, force=settings.force, inputs=list_inputs(settings),
         resume=settings.resume,
@@ -157,6 +158,13 @@ def check_layout_flags(settings: ConvertSettings) -> None:
                 " made from another one: their head is always written",
                 "leave it out",
             )
+    if settings.base_model_checkpoint_dir is not None and (
+        settings.moe_tp_size is not None or settings.moe_ep_size is not None
+    ):
+        raise UsageError(
+            "--moe-tp-size and --moe-ep-size have no effect with --base-model-checkpoint-dir",
+            "leave them out: the checkpoint's experts stay as they are split",
+        )
     if settings.embedding_sharding_dim is not None:
         if settings.embedding_sharding_dim not in (0, 1):
             raise UsageError(
@@ -244,12 +252,17 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         use_parallel_embedding=settings.use_parallel_embedding,
         embedding_sharding_dim=settings.embedding_sharding_dim or 0,
         share_embedding_table=settings.use_embedding_sharing,
+        moe_tp_size=settings.moe_tp_size,
+        moe_ep_size=settings.moe_ep_size,
+        trtllm_version=settings.trtllm_version,
     )
     model, is_tied = family.read_model(folder, layout)
     model.find_problems().raise_all()
+    check_experts(settings, folder, model, is_quantized=scheme is not None)
     check_num_layers(model.num_hidden_layers, folder)
     specs = list_target_tensors(model)
-    parts, ignored = family.find_sources(specs, folder), list(family.ignored)
+    num_experts = model.experts.num if model.experts is not None else 1
+    parts, ignored = family.find_sources(specs, folder, num_experts), list(family.ignored)
     ignored += ignore_drafter(settings, folder)
     ignored += packed.find_empty_biases(folder, parts) if is_quantized else []
     if is_tied:
@@ -266,7 +279,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         ranks, kept, has_kv_scales = unified.plan_unified(
             folder, specs, parts, model, ignored=ignored, problems=problems, kv_scales=kv_scales
         )
-        config = quantize_config(config, has_kv_scales=has_kv_scales, kept=kept)
+        config = quantize_config(config, FORMATS["fp8"], has_kv_scales=has_kv_scales, kept=kept)
     else:
         ranks = plan_tensors(
             specs, parts, folder, model=model, dtype=model.dtype, ignored=ignored,
@@ -274,12 +287,42 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         )  # fmt: skip
     quantizer = None
     if settings.quantization is not None and not problems:
-        ranks, config, quantizer = quantize_target(settings, folder, model, parts, ranks, config)
+        ranks, config, quantizer = quantize_target(
+            settings, folder, model, specs, parts, ranks, config
+        )
         files = [*files, *list_local(settings.calibration_data)]
     return PlannedTarget(
         model=model, config=config, ranks=split_stages(model, ranks), files=files,
         vocabulary=read_vocabulary(folder.path), quantizer=quantizer,
     )  # fmt: skip
+
+
+def check_experts(
+    settings: ConvertSettings, folder: HfFolder, model: ModelConfig, *, is_quantized: bool
+) -> None:
+    """Raise for flags about experts of a model without, and for what is not done with experts."""
+    sizes = [name for name in ("moe_tp_size", "moe_ep_size") if getattr(settings, name) is not None]
+    if model.experts is None and sizes:
+        raise SpecDecError(
+            f"{folder.path} is no mixture of experts: {name_flag(sizes[0])} has no effect",
+            "leave it out",
+        )
+    if model.experts is None:
+        return
+    if is_quantized or settings.quantization is not None:
+        kind = "it is quantized" if is_quantized else "--quantization is given"
+        raise SpecDecError(
+            f"{folder.path} is a mixture of experts, and {kind}",
+            "leave --quantization out, or give --dequantize: quantized experts are not supported"
+            " yet",
+        )
+    # Before that many names are listed.
+    if model.experts.num > len(folder.tensors):
+        raise SpecDecError(
+            f"{folder.path} is said to have {model.experts.num} experts a layer, but holds"
+            f" {len(folder.tensors)} tensors",
+            "its config.json and tensors disagree: take both from the same model",
+        )
 
 
 def open_quantized(

@@ -21,12 +21,26 @@ CLASSES = {
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
 }
 # Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
 OWN = ("seed_oss", "smollm3", "stablelm")
-NOT_IN_014 = (*OWN, "qwen3")
+NOT_IN_014 = (*OWN, "qwen3", "qwen3_moe")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 48,
+    },
+}  # fmt: skip
 
 
 def make_family_model(
@@ -68,6 +82,8 @@ def make_family_model(
         values |= {"ffn_dim": values.pop("intermediate_size"), "word_embed_proj_dim": hidden}
     elif family in ("gemma", "ministral", "qwen3", "seed_oss"):
         values["head_dim"] = hidden // heads
+    elif family in EXPERTS:
+        values |= EXPERTS[family]
     elif family == "stablelm":
         values["partial_rotary_factor"] = 0.5
     if family in ("gpt2", "opt"):

@@ -129,6 +129,11 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         problems.add("--group-size without --quantization int4", "leave it out")
     if settings.group_size not in (None, *int4.ENGINE_GROUPS):
         problems.add(f"--group-size {settings.group_size}", "use 32, 64 or 128")
+    if settings.quantization is not None and model.experts is not None:
+        problems.add(
+            f"--quantization {settings.quantization}: {model.architecture} is a mixture of experts",
+            "leave it out: experts stay in the checkpoint's type",
+        )
     problems.raise_all()
     if model.arithmetic.positions == "rotary":
         compute_frequencies(model, model.max_position_embeddings)
@@ -160,7 +165,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     has_integers = settings.quantization is not None or algorithm in int4.INT4_ALGORITHMS
     if has_integers and not compile_kernels:
         logger.warning(
-            "%s without native kernels: the weights will be widened in every step, which is slow",
+            "%s without native kernels: weights will be widened in every step, which is slow",
             settings.quantization or algorithm,
         )
     return TorchPlan(

@@ -34,7 +34,8 @@ from ..plan import (
     report_missing,
 )
 from .float8 import Requantizer, to_float32
-from .scales import Scales, change_chunk, find_group
+from .rounded import Scales
+from .scales import change_chunk, find_group
 from .sections import read_sections
 
 logger = logs.get_logger(__name__)

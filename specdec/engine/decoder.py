@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from specdec.engine.experts import ExpertLayer
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
@@ -28,6 +29,7 @@ from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import INPUT_SCALE, PERMUTATION, ZERO_POINT
 from specdec.model.quantization import INT8_SCALES, SCALES, WEIGHT_SCALE
+from specdec.model.tensors import ROUTER
 
 # Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native
 # products no faster, and every pass then takes the way of verify steps, to the last bit.
@@ -284,14 +286,16 @@ class _Parts:
         prefix, arithmetic = f"transformer.layers.{index}.", self._model.arithmetic
         post_norm = None if arithmetic.is_parallel else self.make_norm(prefix + "post_layernorm")
         up = "mlp.fc" if arithmetic.mlp == "plain" else "mlp.gate_up"
+        has_experts = arithmetic.mlp == "experts"
         return Layer(
             attention=self.make_attention(index, prefix + "attention."),
             input_norm=self.make_norm(prefix + "input_layernorm"),
             qkv=self.make_linear(prefix + "attention.qkv"),
             dense=self.make_linear(prefix + "attention.dense", is_summed=True),
             post_norm=post_norm,
-            up=self.make_linear(prefix + up),
-            down=self.make_linear(prefix + "mlp.proj", is_summed=True),
+            up=None if has_experts else self.make_linear(prefix + up),
+            down=None if has_experts else self.make_linear(prefix + "mlp.proj", is_summed=True),
+            experts=self._make_experts(prefix) if has_experts else None,
         )
 
     def make_attention(self, index: int, prefix: str) -> Attention:
@@ -304,4 +308,24 @@ class _Parts:
         return Attention(
             scale=model.head_size**-0.5, cap=None, window=model.sliding_window,
             rotary=self._rotary if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
+        )  # fmt: skip
+
+    def _make_experts(self, prefix: str) -> ExpertLayer:
+        sizes, weights = self._model.experts, self._weights
+        assert sizes is not None
+        up, down = (
+            [
+                Linear(matrix, prepack=self._prepack, kernels=self._kernels)
+                for matrix in weights[f"{prefix}mlp.{name}.weight"]
+            ]
+            for name in ("fc", "proj")
+        )
+        shared = None
+        if sizes.shared_inner:
+            name = prefix + sizes.shared_name
+            gate = weights[f"{name}_gate.weight"].clone()  # not in a file that may be let go
+            shared = self.make_linear(f"{name}.fc"), self.make_linear(f"{name}.proj"), gate
+        return ExpertLayer(
+            sizes, self._rank, name_activation(self._model), weights[prefix + ROUTER],
+            up, down, shared, self._kernels,
         )  # fmt: skip

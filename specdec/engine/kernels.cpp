@@ -328,11 +328,12 @@ void add_norm(E *x, const E *delta, const E *const *added, float share, const E 
   }
 }
 
+// Of rows [2 I] one half, from `activated` on, is activated and multiplied with the other.
 template <float (*activate)(float), typename E>
-void gate_mul(const E *gate_up, E *out, int64_t rows, int64_t I) {
+void gate_mul(const E *halves, E *out, int64_t rows, int64_t I, int64_t activated = 0) {
 #pragma omp parallel for if (rows * I > kParallelWork)
   for (int64_t r = 0; r < rows; ++r) {
-    const E *gate = gate_up + r * 2 * I, *up = gate + I;
+    const E *gate = halves + r * 2 * I + activated, *up = halves + r * 2 * I + (I - activated);
     E *to = out + r * I;
 #pragma omp simd
     for (int64_t i = 0; i < I; ++i)
@@ -1460,6 +1461,106 @@ void apply_to(E *x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) store(x[i], activate(to_float(x[i])));
 }
 
+// A rank's part of a layer's experts, as specdec/engine/native.py writes it: eight bytes a field.
+// router: [num, D], packed; up: [2 I, D] of each of the rank's `count` experts, counted from `first`,
+// packed: what is multiplied, then what is activated; down: [D, I]; gate: [D], of the shared expert,
+// which is absent where shared_I is 0; seen: steps, tokens, experts chosen by any of a step's tokens.
+struct Experts {
+  const float *router;
+  const void *const *up, *const *down;
+  const void *shared_up, *shared_down, *gate;
+  int64_t *seen;
+  int64_t num, top_k, first, count, I, shared_I, renormalizes;
+};
+static_assert(sizeof(Experts) == 14 * 8, "a field is eight bytes");
+
+// Softmax over all scores [num] of a token, and the best of them, first: of equal ones those that
+// torch.topk takes, which calls the same functions. Returns what the weights are divided by.
+inline float choose_experts(float *scores, const Experts &e, std::vector<Ranked> &queue) {
+  float top = scores[0], total = 0.0f, sum = 0.0f;
+  for (int64_t i = 1; i < e.num; ++i) top = scores[i] > top ? scores[i] : top;
+  for (int64_t i = 0; i < e.num; ++i) total += scores[i] = exp_fast(scores[i] - top);
+  queue.resize(e.num);
+  for (int64_t i = 0; i < e.num; ++i) queue[i] = rank(scores[i] / total, i);
+  const auto better = [](const Ranked &a, const Ranked &b) { return a.first > b.first; };
+  if (e.top_k * 64 <= e.num) {
+    std::partial_sort(queue.begin(), queue.begin() + e.top_k, queue.end(), better);
+  } else {
+    std::nth_element(queue.begin(), queue.begin() + e.top_k - 1, queue.end(), better);
+    std::sort(queue.begin(), queue.begin() + e.top_k - 1, better);
+  }
+  for (int64_t k = 0; k < e.top_k; ++k) sum += queue[k].first;
+  return e.renormalizes ? sum : 1.0f;
+}
+
+// Buffers that the experts of a layer use one after the other.
+template <typename E>
+struct ExpertBuffers {
+  std::vector<E> rows, halves, gated;
+  std::vector<float> products;
+};
+
+// products [M, D] = down (silu(gate x) * up x), for M rows of x.
+template <typename W, typename E>
+void run_expert(const E *x, int64_t M, int64_t D, const void *up, const void *down, int64_t I,
+                ExpertBuffers<E> &buffers) {
+  buffers.halves.resize(M * 2 * I);
+  buffers.gated.resize(M * I);
+  buffers.products.resize(M * D);
+  const E *none = nullptr;
+  multiply(x, M, D, static_cast<const W *>(up), none, 2 * I, buffers.halves.data());
+  gate_mul<silu>(buffers.halves.data(), buffers.gated.data(), M, I, I);
+  multiply(buffers.gated.data(), M, I, static_cast<const W *>(down), none, D,
+           buffers.products.data());
+}
+
+// out [M, D]: what a rank's experts make of x [M, D]. An expert's matrices are read once for all its
+// tokens; a token's experts are added up in the order of their numbers, whoever goes with it.
+template <typename W, typename E>
+void mix_experts(const E *x, int64_t M, int64_t D, const Experts &e, E *out) {
+  std::vector<float> scores(M * e.num), sums(M * D, 0.0f);
+  std::vector<std::vector<std::pair<int64_t, float>>> chosen(e.num);  // tokens and their weights
+  std::vector<Ranked> queue;
+  multiply(x, M, D, e.router, static_cast<const float *>(nullptr), e.num, scores.data());
+  for (int64_t m = 0; m < M; ++m) {
+    const float divisor = choose_experts(&scores[m * e.num], e, queue);
+    for (int64_t k = 0; k < e.top_k; ++k)
+      chosen[queue[k].second].emplace_back(m, queue[k].first / divisor);
+  }
+  e.seen[0] += 1;
+  e.seen[1] += M;
+  for (const auto &tokens : chosen) e.seen[2] += !tokens.empty();
+  ExpertBuffers<E> buffers;
+  const auto add = [&](float weight, const float *from, int64_t token) {
+    float *to = &sums[token * D];
+#pragma omp simd
+    for (int64_t d = 0; d < D; ++d) to[d] = mul_add(weight, from[d], to[d]);
+  };
+  for (int64_t own = 0; own < e.count; ++own) {
+    const auto &tokens = chosen[e.first + own];
+    const int64_t count = static_cast<int64_t>(tokens.size());
+    if (count == 0) continue;
+    buffers.rows.resize(count * D);
+    for (int64_t i = 0; i < count; ++i)
+      std::memcpy(&buffers.rows[i * D], x + tokens[i].first * D, sizeof(E) * D);
+    run_expert<W>(buffers.rows.data(), count, D, e.up[own], e.down[own], e.I, buffers);
+    for (int64_t i = 0; i < count; ++i)
+      add(tokens[i].second, &buffers.products[i * D], tokens[i].first);
+  }
+  if (e.shared_I > 0) {
+    const E *gate = static_cast<const E *>(e.gate);
+    run_expert<W>(x, M, D, e.shared_up, e.shared_down, e.shared_I, buffers);
+    for (int64_t m = 0; m < M; ++m) {
+      const float amount = sum_row(D, [&](auto part, int64_t i) {
+        typedef decltype(part) V;
+        return mul_add(read<V>(x + m * D + i), read<V>(gate + i), part);
+      });
+      add(sigmoid(amount), &buffers.products[m * D], m);
+    }
+  }
+  for (int64_t i = 0; i < M * D; ++i) store(out[i], sums[i]);
+}
+
 // Logits become cap tanh(scale x / cap).
 template <typename E>
 void cap_logits(E *x, int64_t count, float scale, float cap) {
@@ -1472,11 +1573,12 @@ void cap_logits(E *x, int64_t count, float scale, float cap) {
 // layer, in order: weight and bias of input norm, QKV, dense, post norm, up (gate and up stacked
 // where it is gated), down; weights of the norms of queries and of keys; weight and bias of the norm
 // of what dense yields, and of what down yields. Absent ones are null, and a layer without post norm
-// has attention and MLP read the same input. tables: cosines and sines by turns, null for layers
-// without positions; attending: of each layer its window and the number of its table. first:
-// [M, first_depth], what the first layer's attention reads, or null where that is its normed input.
-// x: [M, D], overwritten by the last layer's output; out: [M, D], its norm; observed: [number of
-// them, M, D]. Matrices are of type W, all else is of type E.
+// has attention and MLP read the same input. experts: of each layer, in place of up and down, or
+// null. tables: cosines and sines by turns, null for layers without positions; attending: of each
+// layer its window and the number of its table. first: [M, first_depth], what the first layer's
+// attention reads, or null where that is its normed input. x: [M, D], overwritten by the last layer's
+// output; out: [M, D], its norm; observed: [number of them, M, D]. Matrices are of type W, all else
+// is of type E.
 struct Shape {
   int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, num_layers, activation;
   int64_t is_gated, observing, is_integer;
@@ -1491,10 +1593,10 @@ constexpr int64_t kLayerPointers = 18;
 
 template <typename W, typename E>
 void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *const *final_norm,
-                E *cache, const E *const *tables, const int64_t *attending, const int64_t *rows,
-                const int64_t *positions, const int64_t *lines, const int64_t *past,
-                const uint8_t *tree_mask, const int64_t *observed_layers, E *observed,
-                const Shape &shape, const Scalars &scalars) {
+                const Experts *experts, E *cache, const E *const *tables, const int64_t *attending,
+                const int64_t *rows, const int64_t *positions, const int64_t *lines,
+                const int64_t *past, const uint8_t *tree_mask, const int64_t *observed_layers,
+                E *observed, const Shape &shape, const Scalars &scalars) {
   const Shape &s = shape;
   const float epsilon = scalars.epsilon, share = scalars.share;
   const int64_t M = s.B * s.T, heads = (s.N + 2 * s.K) * s.H, inner = s.I * (1 + s.is_gated);
@@ -1520,7 +1622,10 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
     multiply(attended.data(), M, s.N * s.H, matrix(4), w[5], s.D, mixed.data());
     if (w[6] != nullptr)
       add_norm(x, mixed.data(), w + 14, share, w[6], w[7], out, M, s.D, epsilon);
-    multiply(out, M, s.D, matrix(8), w[9], inner, up.data());
+    if (experts != nullptr)
+      mix_experts<W>(out, M, s.D, experts[layer], w[6] != nullptr ? mixed.data() : second.data());
+    else
+      multiply(out, M, s.D, matrix(8), w[9], inner, up.data());
     if (s.is_gated) {
       if (s.activation == 0)
         gate_mul<silu>(up.data(), gated.data(), M, s.I);
@@ -1534,7 +1639,8 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
       apply_to<relu>(up.data(), M * inner);
     }
     E *down = w[6] != nullptr ? mixed.data() : second.data();
-    multiply(s.is_gated ? gated.data() : up.data(), M, s.I, matrix(10), w[11], s.D, down);
+    if (experts == nullptr)
+      multiply(s.is_gated ? gated.data() : up.data(), M, s.I, matrix(10), w[11], s.D, down);
     if (w[6] == nullptr)
       for (int64_t i = 0; i < M * s.D; ++i)
         store(mixed[i], to_float(mixed[i]) + to_float(second[i]));
@@ -1595,8 +1701,8 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
   }                                                                                               \
   void specdec_run_layers_##suffix(                                                               \
       E *x, const E *first, E *out, const E *const *weights, const E *const *final_norm,          \
-      E *cache, const E *const *tables, const int64_t *attending, const int64_t *rows,            \
-      const int64_t *positions, const int64_t *lines, const int64_t *past,                        \
+      const void *experts, E *cache, const E *const *tables, const int64_t *attending,            \
+      const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, const int64_t *observed_layers, E *observed,                      \
       const int64_t *shape, const float *scalars) {                                               \
     Shape sizes;                                                                                  \
@@ -1604,8 +1710,14 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
     Scalars numbers;                                                                              \
     std::memcpy(&numbers, scalars, sizeof numbers);                                               \
     const auto run = sizes.is_integer ? run_layers<Integers, E> : run_layers<E, E>;               \
-    run(x, first, out, weights, final_norm, cache, tables, attending, rows, positions, lines,     \
-        past, tree_mask, observed_layers, observed, sizes, numbers);                              \
+    run(x, first, out, weights, final_norm, static_cast<const Experts *>(experts), cache,         \
+        tables, attending, rows, positions, lines, past, tree_mask, observed_layers, observed,    \
+        sizes, numbers);                                                                          \
+  }                                                                                               \
+  void specdec_mix_experts_##suffix(const E *x, int64_t M, int64_t D, const void *experts, E *out, \
+                                    int64_t is_integer) {                                         \
+    const auto mix = is_integer ? mix_experts<Integers, E> : mix_experts<E, E>;                   \
+    mix(x, M, D, *static_cast<const Experts *>(experts), out);                                    \
   }                                                                                               \
   void specdec_rank_outputs_##suffix(const E *x, int64_t M, int64_t depth, const E *head,         \
                                      const E *bias, int64_t V, int64_t width, int64_t *tokens,    \

@@ -85,12 +85,14 @@ def list_engine_tensors(
 ) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every engine tensor: the checkpoint's, but [fc; gate] stacked as gate_up.
 
+    Experts stay as they are.
+
     Of the target, shapes are one rank's; the drafter is whole.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, spec in list_target_tensors(model).items():
         shape = get_rank_shape(spec, model)
-        if model.arithmetic.mlp == "plain" or ".mlp.fc." not in name:
+        if model.arithmetic.mlp in ("plain", "experts") or ".mlp.fc." not in name:
             if ".mlp.gate." not in name:
                 shapes[name] = shape
             continue

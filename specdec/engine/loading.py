@@ -68,7 +68,7 @@ def load_tensors(
             tensors[key] = to_tensor(file.read(key), "float32")
             check_scales(tensors[key], f"{file.path}: {key}")
             tensors[key] = tensors[key].to(device)
-        is_mapped = maps_matrices and len(info.shape) == 2 and "embedding" not in name
+        is_mapped = maps_matrices and len(info.shape) > 1 and "embedding" not in name
         take = view_tensor if is_mapped else to_tensor
         tensors[name] = take(file.read(name), info.dtype).to(device)
     if num_float8:

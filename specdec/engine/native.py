@@ -61,7 +61,7 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 def describe_coverage(model: ModelConfig) -> str:
     """Tell which of a model's operations have kernels; torch's own operators do the others."""
     activation = name_activation(model)
-    covered = ["products", "norms", "attention"]
+    covered = ["products", "norms", "attention", *(["experts"] if model.experts else [])]
     if model.arithmetic.mlp != "plain" and activation in GATES:
         return ", ".join([*covered, f"gated {activation}"])
     if model.arithmetic.mlp == "plain" and activation in PLAIN_ACTIVATIONS and model.tp_size == 1:
@@ -253,7 +253,11 @@ class NativeKernels:
             f"specdec_multiply_integers_{suffix}",
             [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER],
         )
-        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 17)
+        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 18)
+        self._pack_router = self._bind("specdec_pack_matrix_f32", [_POINTER, _INT, _INT, _POINTER])
+        self._mix_experts = self._bind(
+            f"specdec_mix_experts_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT]
+        )
         self._rank_outputs = self._bind(
             f"specdec_rank_outputs_{suffix}",
             [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER],
@@ -405,6 +409,28 @@ class NativeKernels:
         self._pack_matrix(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
         return packed
 
+    def pack_router(self, weight: Tensor) -> Tensor:
+        """Lay out a float32 matrix [N, depth] beside weights of any type, as `pack_matrix` does."""
+        weight = weight.contiguous()
+        num_outputs, depth = weight.shape
+        _check("a router", weight, torch.float32, num_outputs, depth)
+        packed = weight.new_empty(get_packed_shape(num_outputs, depth, torch.float32))
+        self._set_num_threads(torch.get_num_threads())
+        self._pack_router(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
+        return packed
+
+    def mix_experts(self, x: Tensor, experts: PackedExperts) -> Tensor:
+        """[..., D] -> [..., D]: what a rank's experts of a layer add up to, see kernels.cpp."""
+        x = x.contiguous()
+        _check("x", x, self.dtype, *x.shape[:-1], experts.hidden)
+        out = torch.empty_like(x)
+        self._set_num_threads(torch.get_num_threads())
+        self._mix_experts(
+            x.data_ptr(), x.numel() // experts.hidden, experts.hidden, experts.record.ctypes.data,
+            out.data_ptr(), experts.is_integer,
+        )  # fmt: skip
+        return out
+
     def pack_integers(
         self,
         codes: Tensor,
@@ -515,7 +541,9 @@ class NativeKernels:
         self._set_num_threads(torch.get_num_threads())
         self._run_layers(
             x.data_ptr(), _get_pointer(first_input), out.data_ptr(), layers.pointers.ctypes.data,
-            layers.final_pointers.ctypes.data, cache.data_ptr(), layers.table_pointers.ctypes.data,
+            layers.final_pointers.ctypes.data,
+            None if layers.experts is None else layers.experts.ctypes.data,
+            cache.data_ptr(), layers.table_pointers.ctypes.data,
             layers.attending.ctypes.data, *plan.pointers, chosen.ctypes.data,
             _get_pointer(observed), shape.ctypes.data, layers.scalars.ctypes.data,
         )  # fmt: skip
@@ -582,6 +610,53 @@ def _get_pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+class PackedExperts:
+    """A rank's experts of a layer as the kernels take them: a record of pointers and sizes.
+
+    router: float32 [E, hidden]; up, down: packed, of the rank's own experts, which are counted from
+    `first`; shared: packed up and down, and the gate [1, hidden], or None; seen: three counters.
+    The tensors are kept alive.
+    """
+
+    def __init__(
+        self, kernels: NativeKernels, router: Tensor, up: Sequence[Tensor | None],
+        down: Sequence[Tensor | None], shared: tuple[Tensor | None, Tensor | None, Tensor] | None,
+        *, hidden: int, top_k: int, first: int, inner: int, shared_inner: int, renormalizes: bool,
+        seen: np.ndarray[Any, Any],
+    ) -> None:  # fmt: skip
+        num = len(router)
+        matrices = [(up, 2 * inner, hidden), (down, hidden, inner)]
+        if shared is not None:
+            matrices += [
+                ([shared[0]], 2 * shared_inner, hidden), ([shared[1]], hidden, shared_inner)
+            ]  # fmt: skip
+            _check("a shared expert's gate", shared[2], kernels.dtype, 1, hidden)
+        assert up[0] is not None
+        self.matrix_dtype, self.hidden = up[0].dtype, hidden
+        for tensors, num_outputs, depth in matrices:
+            for tensor in tensors:
+                if tensor is None or tensor.dtype is not self.matrix_dtype:
+                    raise ValueError("an expert's matrix is not packed, or as another type")
+                _check_packed("an expert's matrix", tensor, kernels.dtype, num_outputs, depth)
+        if not 0 < top_k <= num or not 0 <= first <= first + len(up) <= num or len(up) != len(down):
+            raise ValueError(f"{top_k} experts of {num}, {len(up)} and {len(down)} from {first} on")
+        if seen.dtype != np.int64 or seen.shape != (3,):
+            raise ValueError(f"counters are {seen.dtype} {seen.shape}")
+        self.is_integer = int(self.matrix_dtype is torch.uint8)
+        packed = kernels.pack_router(router)
+        pointers = [np.array([_get_pointer(t) for t in each], np.uint64) for each in (up, down)]
+        self._kept = (packed, up, down, shared, pointers, seen)
+        self.record = np.array(
+            [
+                packed.data_ptr(), *(each.ctypes.data for each in pointers),
+                *(_get_pointer(tensor) or 0 for tensor in shared or (None, None, None)),
+                seen.ctypes.data,
+                num, top_k, first, len(up), inner, shared_inner, int(renormalizes),
+            ],
+            np.uint64,
+        )  # fmt: skip
+
+
 class PackedLayers:
     """A decoder's layers as `NativeKernels.run_layers` takes them: pointers and sizes.
 
@@ -590,16 +665,17 @@ class PackedLayers:
     and bias of the norms of what dense and what down yield, each or None. final: of the last norm.
     The tensors are kept alive. The matrices are of one type, integers or that of all else.
     attending: of each layer, alike but for window and table; its norms are among the weights.
-    share: of what attention and MLP yield, in what is added to the layer's input.
+    share: of what attention and MLP yield, in what is added to the layer's input. experts: of each
+    layer, which has no up and down then.
     """
 
     def __init__(
         self, weights: Sequence[Sequence[Tensor | None]], final: Sequence[Tensor | None],
         *, hidden: int, num_heads: int, num_kv_heads: int, head_size: int, inner: int,
         activation: int, is_gated: bool, attending: Sequence[Attention], epsilon: float,
-        share: float = 1.0,
+        share: float = 1.0, experts: Sequence[PackedExperts] = (),
     ) -> None:  # fmt: skip
-        self._kept = (weights, final)
+        self._kept = (weights, final, experts)
         self.tables = list(dict.fromkeys(how.rotary for how in attending))
         angles = [(table.cos, table.sin) if table else (None, None) for table in self.tables]
         self.rotated = next((cos.shape[1] for cos, _ in angles if cos is not None), 0)
@@ -640,6 +716,11 @@ class PackedLayers:
         self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
         self.num_layers = len(weights)
         self.activation, self.is_gated = activation, int(is_gated)
+        if experts and {(e.hidden, e.matrix_dtype) for e in experts} != {(hidden, qkv.dtype)}:
+            raise ValueError(f"experts of another size or type than {hidden} and {qkv.dtype}")
+        if experts and len(experts) != len(weights):
+            raise ValueError(f"experts of {len(experts)} layers, of {len(weights)}")
+        self.experts = np.stack([each.record for each in experts]) if experts else None
 
 
 class PackedDrafter:

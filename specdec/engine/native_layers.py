@@ -58,7 +58,11 @@ class KernelLayers(TorchLayers):
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
         activation = self.stack.activation
+        if layer.experts is not None and layer.experts.packed is not None:
+            return self.kernels.mix_experts(h, layer.experts.packed)
         if self.stack.is_gated and activation in GATES:
+            assert layer.up is not None
+            assert layer.down is not None
             return layer.down(self.kernels.gate_mul(layer.up(h), activation))
         return super()._run_mlp(layer, h)
 
@@ -137,11 +141,13 @@ def _pack(stack: Stack, activation: int) -> PackedLayers:
         for norm in (layer.dense_norm, layer.down_norm):
             row += [norm.weight, norm.bias] if norm is not None else [None, None]
         weights.append(row)
+    up, experts = stack.layers[0].up, [layer.experts for layer in stack.layers]
     return PackedLayers(
         weights, (stack.final_norm.weight, stack.final_norm.bias),
         hidden=len(stack.final_norm.weight), num_heads=stack.num_heads,
         num_kv_heads=stack.num_kv_heads, head_size=stack.head_size,
-        inner=stack.layers[0].up.num_outputs // (2 if stack.is_gated else 1),
+        inner=up.num_outputs // (2 if stack.is_gated else 1) if up is not None else 0,
+        experts=[e.packed for e in experts if e is not None and e.packed is not None],
         activation=activation, is_gated=stack.is_gated,
         attending=[layer.attention for layer in stack.layers], share=stack.share,
         epsilon=stack.final_norm.epsilon,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.experts import ExpertLayer
 from specdec.engine.graphs import PackedStep, StepGraphs, StepShape
 from specdec.engine.group import Group
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
@@ -31,6 +32,7 @@ class Layer:
     """up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share.
 
     dense_norm, down_norm: of what `dense` and `down` yield, before it is added; None for none.
+    experts: in place of up and down.
     """
 
     attention: Attention
@@ -38,10 +40,11 @@ class Layer:
     qkv: Linear
     dense: Linear
     post_norm: Norm | None
-    up: Linear
-    down: Linear
+    up: Linear | None
+    down: Linear | None
     dense_norm: Norm | None = None
     down_norm: Norm | None = None
+    experts: ExpertLayer | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,6 +241,10 @@ class TorchLayers:
         return x, torch.cat(seen, dim=-1) if seen else None
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
+        if layer.experts is not None:
+            return layer.experts(h)
+        assert layer.up is not None
+        assert layer.down is not None
         inner = layer.up(h)
         activate = ACTIVATIONS[self.stack.activation]
         if self.stack.is_gated:

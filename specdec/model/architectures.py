@@ -22,7 +22,8 @@ class Architecture:
     norm: root-mean-square, or layer norm with a bias.
     positions: rotary embedding, or a learned table added to the token embedding.
     mlp: `gated` has fc (activated) and gate side by side; `fused` stacks them in fc as
-    [gate; fc]; `plain` has fc alone.
+    [gate; fc]; `plain` has fc alone; `experts` are fused ones, of which a
+        token takes some.
     is_parallel: attention and MLP read one norm, and both are added to the layer's input.
     qkv_bias, dense_bias, mlp_bias: None where the configuration's attn_bias or mlp_bias decides.
     scales_embedding: token embeddings are multiplied by the square root of the hidden size.
@@ -34,7 +35,7 @@ class Architecture:
 
     norm: Literal["rms", "layer"] = "rms"
     positions: Literal["rotary", "learned"] = "rotary"
-    mlp: Literal["gated", "fused", "plain"] = "gated"
+    mlp: Literal["gated", "fused", "plain", "experts"] = "gated"
     is_parallel: bool = False
     qkv_bias: bool | None = None
     dense_bias: bool | None = None
@@ -54,6 +55,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": Architecture(),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, dense_bias=False),
     "Qwen3ForCausalLM": Architecture(qk_norm=True),
+    "Qwen3MoeForCausalLM": Architecture(
+        mlp="experts", qk_norm=True, activations=("swiglu",),
+    ),
+    "MixtralForCausalLM": Architecture(mlp="experts", activations=("swiglu",)),
+    "Qwen2MoeForCausalLM": Architecture(
+        mlp="experts", qkv_bias=True, dense_bias=False, activations=("swiglu",),
+    ),
     "PhiForCausalLM": Architecture(
         norm="layer", mlp="plain", is_parallel=True, qkv_bias=True, dense_bias=True,
         mlp_bias=True, head_bias=True, activations=("gelu_new", "gelu", "gelu_fast", "relu"),

@@ -14,6 +14,7 @@ from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS, DrafterParams, Method, find_method
 from specdec.model.architectures import ARCHITECTURES, Architecture, find_arithmetic
 from specdec.model.config import ModelConfig
+from specdec.model.experts import parse_experts
 from specdec.model.quantization import Quantization, parse_quantization
 
 
@@ -104,6 +105,9 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     problems += _find_lost_rotary(config, arithmetic)
     problems.raise_all()
     own = None if base in ARCHITECTURES else arithmetic
+    if arithmetic.mlp == "experts":
+        values["experts"] = parse_experts(config, tp_size)
+        _refuse_quantized_experts(config)
     model = ModelConfig(
         architecture=base, tp_size=tp_size, pp_size=pp_size, own_arithmetic=own, **values
     )
@@ -120,6 +124,16 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
         raw=dict(config),
         quantization=parse_quantization(config),
     )
+
+
+def _refuse_quantized_experts(config: Mapping[str, Any]) -> None:
+    quantization = parse_quantization(config)
+    if quantization.is_quantized:
+        kind = quantization.quant_algo or quantization.kv_cache_quant_algo
+        raise SpecDecError(
+            f"the checkpoint is a mixture of experts, quantized with {kind}",
+            "give one in float16, bfloat16 or float32: quantized experts are not supported yet",
+        )
 
 
 def _find_lost_rotary(config: Mapping[str, Any], arithmetic: Architecture) -> Problems:

@@ -9,6 +9,7 @@ from typing import Any
 from specdec.errors import Problems, shorten
 from specdec.model.architectures import ARCHITECTURES, Architecture
 from specdec.model.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
+from specdec.model.experts import Experts
 from specdec.model.rotary_scaling import find_scaling_problems
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
@@ -34,6 +35,7 @@ class ModelConfig:
     rotary_pct: the rotated part of each head. sliding_window: a token sees that many tokens, itself
     included; None sees all. share_embedding_table: `lm_head.weight` is not stored, the embedding
     stands for it. original_max_position_embeddings: of longrope scaling, the length it switches at.
+    experts: of a mixture, whose MLPs they are; intermediate_size may then be any.
     own_arithmetic: what an architecture computes that ARCHITECTURES does not have.
     """
 
@@ -61,6 +63,7 @@ class ModelConfig:
     share_embedding_table: bool = False
     tp_size: int = 1
     pp_size: int = 1
+    experts: Experts | None = None
     own_arithmetic: Architecture | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +71,8 @@ class ModelConfig:
             raise ValueError(
                 f"nothing tells what {self.architecture} computes: own_arithmetic must"
             )
+        if (self.experts is not None) != (self.arithmetic.mlp == "experts"):
+            raise ValueError(f"{self.architecture} with experts={self.experts}")
 
     @property
     def arithmetic(self) -> Architecture:
@@ -142,6 +147,8 @@ class ModelConfig:
                 " the head, has no embedding",
                 "store the head, or use pp_size 1",
             )
+        if self.experts is not None:
+            problems += self.experts.find_problems(self.tp_size)
         if problems:
             return problems
         heads, kv_heads, tp_size = (
@@ -156,7 +163,7 @@ class ModelConfig:
         if not self._splits(tp_size):
             problems.add(
                 f"num_attention_heads={heads}, num_key_value_heads={kv_heads},"
-                f" intermediate_size={self.intermediate_size}, hidden_size={self.hidden_size}"
+                f" {self._describe_inner()}, hidden_size={self.hidden_size}"
                 f" do not split over tp_size={tp_size}",
                 f"use a tp_size of {', '.join(map(str, usable))}",
             )
@@ -189,6 +196,15 @@ class ModelConfig:
         elif self.use_parallel_embedding and self.arithmetic.positions == "learned":
             embedding_fits = self.max_position_embeddings % tp_size == 0
         return (
-            heads % tp_size == 0 and kv_fits and self.intermediate_size % tp_size == 0
+            heads % tp_size == 0 and kv_fits and self._split_inner % tp_size == 0
             and embedding_fits
         )  # fmt: skip
+
+    @property
+    def _split_inner(self) -> int:
+        """The MLP's size that all ranks share; experts have a division of their own."""
+        return self.intermediate_size if self.experts is None else self.experts.shared_inner
+
+    def _describe_inner(self) -> str:
+        kind = "intermediate_size" if self.experts is None else "the shared expert's size"
+        return f"{kind}={self._split_inner}"

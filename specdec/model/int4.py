@@ -37,6 +37,7 @@ from specdec.errors import SpecDecError
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
+from specdec.model.quantization import INPUT_SCALE as INPUT_SCALE
 from specdec.model.quantization import WEIGHT_SCALE
 
 W4A16_AWQ = "W4A16_AWQ"
@@ -44,7 +45,6 @@ W4A8_AWQ = "W4A8_AWQ"
 INT4_GROUPS = "INT4_GROUPS"
 INT4_ALGORITHMS = (W4A16_AWQ, W4A8_AWQ, INT4_GROUPS)
 
-INPUT_SCALE = "prequant_scaling_factor"
 ZERO_POINT = "weights_zero_point"
 PERMUTATION = "input_permutation"
 OWN_KINDS = (ZERO_POINT, PERMUTATION)  # that TensorRT-LLM's layout has no place for

@@ -18,6 +18,7 @@ from specdec.convert.families import FAMILIES, list_families
 from specdec.convert.families.base import Family, Layout, describe_rotary
 from specdec.convert.hf import HfFolder
 from specdec.errors import SpecDecError, UsageError
+from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS
 from specdec.model.architectures import ARCHITECTURES, KEY, Architecture
 from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
@@ -36,7 +37,14 @@ from tests.convert.conftest import Converter
 from tests.convert.golden_models import summarize_rank
 from tests.engine.models import make_model as make_config
 from tests.engines import run_cli_here
-from tests.families import CLASSES, NOT_IN_014, OWN, WRITTEN_AS, make_family_model
+from tests.families import (
+    CLASSES,
+    EXPERTS,
+    NOT_IN_014,
+    OWN,
+    WRITTEN_AS,
+    make_family_model,
+)
 from tests.parity.models import VARIANTS
 
 NAMES = [family.name for family in FAMILIES.values()]
@@ -163,8 +171,9 @@ def test_a_family_that_tells_nothing_is_an_error() -> None:
 def test_every_family_names_every_tensor(architecture: str, make: Maker) -> None:
     """A family's table covers the tensors of its models and nothing else."""
     family = FAMILIES[architecture]
-    specs = list_target_tensors(read_family(family, make(family.name, layers=11)))
-    sources = family.find_sources(specs)
+    model = read_family(family, make(family.name, layers=11))
+    specs = list_target_tensors(model)
+    sources = family.find_sources(specs, num_experts=model.experts.num if model.experts else 1)
     parts = [part for parts in sources.values() for part in parts]
     assert len(parts) == len(set(parts))
     assert not any("{" in part.name for part in parts)
@@ -270,6 +279,8 @@ def test_flags_that_contradict_the_name_are_refused(make: Maker, convert: Conver
 
 def check_tensors(folder: Path, family: str, model_dir: Path) -> None:
     joined, expected = join_checkpoint(folder), read_hugging_face(model_dir, family)
+    # 0.14's name of a shared expert.
+    joined = {re.sub(r"(\d\.)shared", r"\1mlp.shared", name): own for name, own in joined.items()}
     if read_checkpoint_config(folder).model.share_embedding_table:
         del expected["lm_head.weight"]
     assert joined.keys() == expected.keys()
@@ -316,6 +327,53 @@ def test_three_ranks_and_pipeline_stages(
         "gpus_per_node": 8, "cp_size": 1, "moe_tp_size": tp_size, "moe_ep_size": 1,
     })  # fmt: skip
     assert convert.report["pp_size"] == pp_size
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(("tp_size", "moe"), [(2, (1, 2)), (4, (2, 2)), (4, (1, 4))])
+def test_experts_over_the_ranks(
+    family: str, tp_size: int, moe: tuple[int, int], make: Maker, convert: Converter
+) -> None:
+    model_dir = make(family, heads=4, kv_heads=2)
+    version = "1.2" if family in NOT_IN_014 else "0.14"
+    output = convert(
+        model_dir=model_dir, tp_size=tp_size, moe_ep_size=moe[1], trtllm_version=version
+    )
+    check_tensors(output, family, model_dir)
+    mapping = read_config(output)["mapping"]
+    assert (mapping["moe_tp_size"], mapping["moe_ep_size"]) == moe
+    # Only a rank's own experts are there, and of each its part.
+    info = TensorFile(output / "rank1.safetensors").tensors["transformer.layers.0.mlp.proj.weight"]
+    inner = EXPERTS[family].get("moe_intermediate_size", 48)
+    assert info.shape == (4 // moe[1], 64, inner // moe[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tp_size": 2, "moe_ep_size": 3}, "moe_ep_size is 3, not of 1 to 2"),
+        ({"tp_size": 2, "moe_tp_size": 2, "moe_ep_size": 2}, "moe_ep_size=2 is not tp_size=2"),
+        ({"tp_size": 8, "moe_ep_size": 8}, "num_experts=4 do not split over moe_ep_size=8"),
+        ({"tp_size": 16, "moe_ep_size": 1}, "do not split over moe_tp_size=16"),
+    ],
+)  # fmt: skip
+def test_ranks_that_experts_do_not_split_over(
+    flags: dict[str, Any], message: str, make: Maker, convert: Converter
+) -> None:
+    model_dir = make("qwen2_moe", heads=16, kv_heads=16, hidden=64)
+    assert message in convert.fail(model_dir=model_dir, **flags).message
+
+
+def test_quantizing_experts_is_refused(make: Maker, tmp_path: Path, convert: Converter) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a b c\n")
+    error = convert.fail(model_dir=make("mixtral"), quantization="fp8", calibration_data=texts)
+    assert "is a mixture of experts, and --quantization is given" in error.message
+
+
+def test_flags_of_experts_for_a_model_without(make: Maker, convert: Converter) -> None:
+    error = convert.fail(model_dir=make("llama"), tp_size=2, moe_ep_size=2)
+    assert "is no mixture of experts: --moe-ep-size has no effect" in error.message
 
 
 def test_stages_must_divide_the_layers(make: Maker, convert: Converter) -> None:
@@ -417,8 +475,16 @@ def test_configurations_are_read_back(
     assert (model.tp_size, model.vocab_size, model.num_hidden_layers) == (2, 67, 2)
     assert model.share_embedding_table == (family == "gemma")
     assert ("share_embedding_table" in config) == (version == "0.14")
-    has_experts = family in ("llama", "mistral", "ministral", "qwen2", "gpt2")
-    assert ("moe" in config) == (version == "0.14" and has_experts)
+    has_key = family in ("llama", "mistral", "ministral", "qwen2", "gpt2") and version == "0.14"
+    assert ("moe" in config) == (has_key or family in EXPERTS)
+    if family in EXPERTS:
+        assert model.experts is not None
+        assert model.experts.num == config["moe"]["num_experts"] == 4
+        # What the line makes MoeConfig of: another key is a TypeError there.
+        only = {"moe_intermediate_size", "num_shared_experts"} if version == "0.14" else set()
+        assert set(config["moe"]) - only == {
+            "num_experts", "top_k", "normalization_mode", "sparse_mixer_epsilon", "tp_mode"
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -465,6 +531,13 @@ def test_configurations_are_read_back(
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
         ("stablelm", {"head_dim": 16}, "head_dim is 16"),
         ("seed_oss", {"attention_out_bias": "no"}, "attention_out_bias is 'no'"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("mixtral", {"num_experts_per_tok": 5}, "top_k is 5, not of 1 to 4"),
+        ("mixtral", {"num_local_experts": 3000}, "said to have 3000 experts a layer, but holds"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ("qwen2_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias is False"),
+        ("qwen2_moe", {"num_experts": 5}, "lacks 6 tensors"),
         ("gemma", {"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM' is not supported"),
     ],
 )  # fmt: skip

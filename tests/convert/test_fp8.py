@@ -17,7 +17,9 @@ from specdec import logs
 from specdec.convert import pipeline
 from specdec.convert.plan import Chunk
 from specdec.convert.quantize import calibration
-from specdec.convert.quantize.scales import Quantizer, Scales
+from specdec.convert.quantize.formats import FORMATS
+from specdec.convert.quantize.rounded import Scales
+from specdec.convert.quantize.scales import Quantizer
 from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.checkpoint import read_checkpoint_config
@@ -680,7 +682,8 @@ def test_interrupted_measuring_ends_amid_a_tensor(monkeypatch: pytest.MonkeyPatc
         info=TensorInfo("float32", (4,)), list_chunks=lambda: itertools.repeat(chunk)
     )
     quantizer = Quantizer(
-        model_dir=Path(), scales=Scales(Path()), watches=(), calibrate=lambda watches: {},
+        format=FORMATS["fp8"], model_dir=Path(), scales=Scales(Path()), watches=(),
+        calibrate=lambda watches: calibration.Observations({}),
         weights={str(i): (endless,) for i in range(3)},
     )  # fmt: skip
     monkeypatch.setattr(logs, "show_progress", interrupt)

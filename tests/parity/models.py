@@ -30,6 +30,10 @@ _OPT = {
     **_SIZES, "vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "ffn_dim": 112,
     "word_embed_proj_dim": 64,
 }  # fmt: skip
+_QWEN_MOE = {
+    **_GQA, "num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 72,
+}  # fmt: skip
 _PHI3 = {**_GQA, "pad_token_id": 0}
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -107,6 +111,20 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "MinistralForCausalLM": {
         "window": {**_GQA, "head_dim": 24, "sliding_window": WINDOW},
+    },
+    "MixtralForCausalLM": {
+        "plain": {**_GQA, "num_local_experts": 8},
+        "window_top3": {
+            **_GQA, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": WINDOW,
+        },
+    },
+    "Qwen2MoeForCausalLM": {
+        "plain": _QWEN_MOE,
+        "renormalized": {**_QWEN_MOE, "norm_topk_prob": True, "tie_word_embeddings": True},
+    },
+    "Qwen3MoeForCausalLM": {
+        "renormalized": {**_QWEN_MOE, "norm_topk_prob": True, "head_dim": 24},
+        "biases": {**_QWEN_MOE, "attention_bias": True, "head_dim": 16, "rope_scaling": _YARN},
     },
     "SeedOssForCausalLM": {
         "plain": {**_GQA, "head_dim": 16},

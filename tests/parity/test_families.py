@@ -255,6 +255,12 @@ def test_half_precision_is_as_near_as_transformers(name: str, dtype: str, tmp_pa
     theirs = compute_reference(target, text, getattr(torch, dtype))
     assert (own - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()
     spacing = float(theirs.abs().max()) / 2 ** BITS[dtype]
-    chosen, best = own.argmax(-1, keepdim=True), theirs.argmax(-1, keepdim=True)
-    margins = theirs.gather(1, best) - theirs.gather(1, chosen)
-    assert float(margins.max()) <= 8 * spacing
+
+    def count_far(chosen: torch.Tensor, logits: torch.Tensor) -> int:
+        margins = logits.amax(-1) - logits.gather(1, chosen.argmax(-1, keepdim=True))[:, 0]
+        return int((margins > 8 * spacing).sum())
+
+    if decoder.model.experts is None:
+        assert count_far(own, theirs) == 0
+    else:  # where two experts nearly tie, a rounding takes the other: in theirs of the router's too
+        assert count_far(own, exact) <= count_far(theirs, exact)

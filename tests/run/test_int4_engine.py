@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from specdec.decode.engine import TorchEngine
 from specdec.engine import int4 as rounding
-from specdec.engine.integers import round_inputs
 from specdec.engine.layout import WEIGHTS_NAME, list_integers, read_engine_config
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
@@ -21,7 +20,7 @@ from specdec.files.tensor_file import TensorFile
 from specdec.model import int4
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import needs_compiler
-from tests.engines import continue_greedily, save_weights
+from tests.engines import continue_greedily, round_inputs, save_weights
 from tests.parity.test_families import assert_near
 from tests.parity.test_parallel_layers import VOCAB, compute, load_ranks
 from tests.run.test_int8_engine import (
@@ -127,7 +126,7 @@ def widen_checkpoint(checkpoint: Path) -> dict[str, torch.Tensor]:
 def test_text_is_what_transformers_makes_of_a_checkpoint(
     is_full: bool, optimize: str, tmp_path: Path
 ) -> None:
-    """Transformers with the widened weights, and inputs scaled, ordered and rounded."""
+    """Transformers with the widened weights, inputs scaled and, as by the kernels, rounded."""
     from transformers import AutoModelForCausalLM
 
     target = make_llama(tmp_path, seed=3, intermediate=96)
@@ -156,7 +155,8 @@ def test_text_is_what_transformers_makes_of_a_checkpoint(
                 _: Any, x: Any, scale: torch.Tensor = scale, order: torch.Tensor = order,
                 back: torch.Tensor = back,
             ) -> torch.Tensor:  # fmt: skip
-                return round_inputs((x[0] * scale)[..., order], 32)[..., back]
+                inputs = (x[0] * scale)[..., order]
+                return (inputs if optimize == "none" else round_inputs(inputs, 32))[..., back]
 
             for part, weight in zip(parts, torch.split(widened[module], sizes), strict=True):
                 part.weight.data = weight.clone()

@@ -42,7 +42,8 @@ def list_options(config: EngineConfig, folder: Path, device: torch.device) -> di
     integers = config.quantization or (algorithm if algorithm in INT4_ALGORITHMS else None)
     if integers is not None and kernels is None:
         logger.info(
-            "%s: no native kernels run here, so the weights are widened in every step: slow",
+            "%s: no native kernels run here: weights are widened in every step, which is slow, and"
+            " inputs are not rounded",
             integers,
         )
     depth = drafter.max_draft_depth if drafter else build.max_draft_len
