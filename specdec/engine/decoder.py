@@ -308,6 +308,7 @@ class _Parts:
         return Attention(
             scale=model.head_size**-0.5, cap=None, window=model.sliding_window,
             rotary=self._rotary if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
+            is_steady=self._weights[f"{prefix}qkv.weight"].dtype is torch.int8,
         )  # fmt: skip
 
     def _make_experts(self, prefix: str) -> ExpertLayer:

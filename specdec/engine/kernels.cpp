@@ -357,12 +357,14 @@ void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t siz
 // How a layer attends. q_norm, k_norm: weights [H] of the norms of each query and each key before
 // they are rotated, or null; cosine, sine: [lines, rotated]; window: positions that a token sees,
 // itself included, or 0 for all; scale: of the scores; cap: a score s becomes cap tanh(s / cap), or 0
-// where it stays; epsilon: of the norms.
+// where it stays; epsilon: of the norms; is_steady: whether float32 too has the same bits in any
+// step, which rounded inputs of products ask for: a last bit would become half a percent there.
 template <typename E>
 struct Attention {
   const E *q_norm, *k_norm, *cosine, *sine;
   int64_t rotated, window;
   float scale, cap, epsilon;
+  bool is_steady;
 };
 
 // Attention of one query head's worth of work: plain dot products, for steps of one or two tokens.
@@ -573,7 +575,8 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
   const int64_t num_queries = T * group, tiles = (num_queries + kLanes - 1) / kLanes;
   // In bfloat16 every step takes the same way, so that a token's result has the same bits alone and
   // in a tree: there, unlike in float32, one rounding more or less shows in the text.
-  const bool few = num_queries < kLanes / 2 && sizeof(E) == sizeof(float);
+  const bool may_vary = sizeof(E) == sizeof(float) && !how.is_steady;
+  const bool few = num_queries < kLanes / 2 && may_vary;
 #pragma omp parallel if (parallel_attend)
   {
     std::vector<float> queries(kLanes * H), sums(kLanes * H), row(H);
@@ -1613,7 +1616,8 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
     const int64_t rotated = table[0] ? s.rotated : 0;
     const Attention<E> how = {w[12],         w[13],       table[0],
                               table[1],      rotated,     attending[2 * layer],
-                              scalars.scale, scalars.cap, epsilon};
+                              scalars.scale, scalars.cap, epsilon,
+                              std::is_same<W, Integers>::value};
     const bool given = layer == 0 && first != nullptr;
     multiply(given ? first : out, M, given ? s.first_depth : s.D, matrix(2), w[3], heads,
              qkv.data());
@@ -1656,7 +1660,7 @@ extern "C" {
 
 // Bumped with every change of a signature below, or of the order of packed numbers or of sums;
 // checked when an engine is loaded.
-int64_t specdec_abi_version() { return 11; }
+int64_t specdec_abi_version() { return 12; }
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
@@ -1681,10 +1685,10 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
       E *qkv, E *cache, const E *q_norm, const E *k_norm, const E *cosine, const E *sine,         \
       const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,    \
-      int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window, float scale, float cap,   \
-      float epsilon) {                                                                            \
-    const Attention<E> how = {q_norm,  k_norm, cosine, sine, rotated,                             \
-                              window, scale,  cap,    epsilon};                                   \
+      int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window, int64_t is_steady,        \
+      float scale, float cap, float epsilon) {                                                    \
+    const Attention<E> how = {q_norm, k_norm, cosine, sine,    rotated,                           \
+                              window, scale,  cap,    epsilon, is_steady != 0};                   \
     attend(qkv, cache, how, rows, positions, lines, past, tree_mask, out, B, T, C, N, K, H, R, S);\
   }                                                                                               \
   void specdec_pack_matrix_##suffix(const E *weight, int64_t N, int64_t depth, E *packed) {       \

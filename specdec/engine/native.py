@@ -32,7 +32,7 @@ from specdec.model.int4 import ENGINE_GROUPS
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 11
+ABI_VERSION = 12
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
 # -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
@@ -238,7 +238,7 @@ class NativeKernels:
             for name, kernel in GATES.items()
         }
         self._attend = self._bind(
-            f"specdec_attend_{suffix}", [_POINTER] * 12 + [_INT] * 10 + [_FLOAT] * 3
+            f"specdec_attend_{suffix}", [_POINTER] * 12 + [_INT] * 11 + [_FLOAT] * 3
         )
         self._set_num_threads = self._bind("specdec_set_num_threads", [_INT])
         self._pack_matrix = self._bind(
@@ -391,7 +391,7 @@ class NativeKernels:
             *plan.pointers, out.data_ptr(),
             plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
             num_rows, num_positions, 0 if cos is None else cos.shape[1], how.window or 0,
-            how.scale, how.cap or 0.0, how.q_norm.epsilon if how.q_norm else 0.0,
+            how.is_steady, how.scale, how.cap or 0.0, how.q_norm.epsilon if how.q_norm else 0.0,
         )  # fmt: skip
         return out
 

@@ -21,8 +21,9 @@ from specdec.model import int4
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import needs_compiler
 from tests.engines import continue_greedily, round_inputs, save_weights
+from tests.parity.models import VOCAB
 from tests.parity.test_families import assert_near
-from tests.parity.test_parallel_layers import VOCAB, compute, load_ranks
+from tests.parity.test_parallel_layers import compute, load_ranks
 from tests.run.test_int8_engine import (
     EXTERNAL,
     LIMIT,

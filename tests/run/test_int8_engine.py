@@ -35,9 +35,9 @@ from specdec.methods.suffix import SuffixOptions
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import needs_compiler
 from tests.engines import call, continue_greedily, round_inputs, run_cli_here, save_weights
-from tests.parity.models import make_model
+from tests.parity.models import VOCAB, make_model
 from tests.parity.test_families import assert_near
-from tests.parity.test_parallel_layers import VOCAB, compute, load_ranks
+from tests.parity.test_parallel_layers import compute, load_ranks
 
 PROMPTS = [[5, 17, 30], list(range(3, 17)), [64], [9, 9, 4] * 6]
 LIMIT = 30
