@@ -263,6 +263,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     specs = list_target_tensors(model)
     num_experts = model.experts.num if model.experts is not None else 1
     parts, ignored = family.find_sources(specs, folder, num_experts), list(family.ignored)
+    parts = packed.turn_parts(folder, parts)
     ignored += ignore_drafter(settings, folder)
     ignored += packed.find_empty_biases(folder, parts) if is_quantized else []
     if is_tied:

@@ -184,6 +184,19 @@ def find_empty_biases(folder: HfFolder, parts: Mapping[str, tuple[Part, ...]]) -
     ]  # fmt: skip
 
 
+def turn_parts(
+    folder: HfFolder, parts: Mapping[str, tuple[Part, ...]]
+) -> dict[str, tuple[Part, ...]]:
+    """Let computed matrices be [out, in], also where the unquantized model stores [in, out]."""
+    return {
+        name: tuple(
+            dataclasses.replace(part, is_transposed=False) if part.name in folder.computed else part
+            for part in own
+        )
+        for name, own in parts.items()
+    }
+
+
 def open_codes(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, dict[str, IntMatrix]]:
     """Return a folder that has the parts of four-bit matrices as tensors, and the matrices."""
     matrices = {
@@ -349,9 +362,7 @@ def _plan_module(
     for kind, (own, dtype) in wanted.items():
         is_vector = len(own.shape) == 1
         sources = tuple(
-            dataclasses.replace(
-                part, name=f"{part.name.removesuffix('weight')}{kind}", is_transposed=False
-            )
+            dataclasses.replace(part, name=f"{part.name.removesuffix('weight')}{kind}")
             for part in module.parts
         )
         if is_vector:  # which all parts share

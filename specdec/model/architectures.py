@@ -30,6 +30,9 @@ class Architecture:
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
     norm_epsilon: where a checkpoint's config.json need not tell it.
     qk_norm: each head's queries and keys are normed before they are rotated.
+    window_pattern: every so many layers one sees all tokens, the others a window; None where the
+    configuration tells.
+    inner_norms: what attention and MLP yield is normed before it is added to the layer's input.
     layers_without_positions: from 0, those whose queries and keys are not rotated.
     """
 
@@ -46,9 +49,12 @@ class Architecture:
     activations: tuple[str, ...] = ("silu",)
     norm_epsilon: float | None = None
     qk_norm: bool = False
+    inner_norms: bool = False
+    window_pattern: int | None = None
     layers_without_positions: tuple[int, ...] = ()
 
 
+_GELU = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")
 # TensorRT-LLM's architectures: a checkpoint's name alone says what it computes, whoever wrote it.
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
@@ -80,6 +86,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": Architecture(
         scales_embedding=True, exact_gelu=False, activations=("gelu",),
     ),
+    "Gemma2ForCausalLM": Architecture(
+        scales_embedding=True, exact_gelu=False, activations=_GELU, inner_norms=True,
+        window_pattern=2,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        scales_embedding=True, exact_gelu=False, activations=_GELU, inner_norms=True,
+        qk_norm=True, window_pattern=6,
+    ),
+    "GraniteForCausalLM": Architecture(),
 }  # fmt: skip
 
 # The key of a checkpoint's config.json with the flags of any other architecture.

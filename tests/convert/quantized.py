@@ -332,9 +332,10 @@ CASES = {
 }  # fmt: skip
 
 
-def is_linear(name: str) -> bool:
-    """Whether a tensor of a tiny Llama, Phi-3 or Qwen is the weight of a layer's linear."""
-    return name.endswith("_proj.weight")
+def is_linear(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a tiny model is the weight of a layer's linear, which no router is."""
+    in_layer = ".layers." in name or ".h." in name
+    return in_layer and tensor.dim() == 2 and not name.endswith(ROUTERS)
 
 
 def make_quantized(
@@ -349,12 +350,15 @@ def make_quantized(
     plain = load_file(folder / "model.safetensors")
     tensors: Tensors = {}
     for key, weight in list(plain.items()):
-        if not is_linear(key):
+        if not is_linear(key, weight):
             tensors[key] = weight
             continue
         module = key.removesuffix(".weight")
+        is_turned = ".c_" in key  # GPT-2's matrices are [in, out], but not when they are quantized
         seed = sum(map(ord, "qkv" if module[-6:] in QKV else module[-7:]))
-        packed, plain[key] = case.pack(weight, torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        packed, restored = case.pack(weight.T if is_turned else weight, generator)
+        plain[key] = restored.T.contiguous() if is_turned else restored
         tensors |= {f"{module}.{kind}": tensor for kind, tensor in packed.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -364,6 +368,7 @@ def make_quantized(
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
+ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "shared_expert_gate.weight")
 
 
 def change_folder(folder: Path, tensors: Mapping[str, torch.Tensor | None], **section: Any) -> None:

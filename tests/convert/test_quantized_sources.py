@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from specdec.convert.quantize.sections import METHODS, REFUSED, SOURCE_FORMATS
 from specdec.files.tensor_file import TensorFile
@@ -19,6 +19,7 @@ from specdec.model.tensors import list_linears
 from tests.conftest import make_drafter
 from tests.convert.conftest import Converter
 from tests.convert.quantized import CASES, GROUP, Tensors, change_folder, make_quantized
+from tests.families import CLASSES
 
 HELD = [name for name, case in CASES.items() if case.kept not in (None, "FP8")]
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -117,7 +118,24 @@ def test_ranks_have_their_part_of_the_four_bits(
     assert np.array_equal(qkv[0].read_weight(0, 128)[rows], qkv[1].read_weight(0, 64))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+@pytest.mark.parametrize("family", CLASSES)
+def test_every_family_is_read(family: str, convert: Converter, tmp_path: Path) -> None:
+    """Quantized, its checkpoint is byte for byte that of the unquantized weights."""
+    # The experts of some are narrower than a group.
+    case = CASES["gptq-whole-rows" if family.endswith("_moe") else "gptq-act-order"]
+    source, plain = make_quantized(tmp_path, case, family=family)
+    convert(model_dir=source, dequantize=True)
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": None}
+    (source / "config.json").write_text(json.dumps(config))
+    dtype = getattr(torch, case.dtype)
+    tensors = {name: tensor.to(dtype) for name, tensor in plain.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    unquantized = convert(model_dir=source, output_dir=tmp_path / "unquantized")
+    for name in ("rank0.safetensors", "config.json"):
+        assert (convert.output / name).read_bytes() == (unquantized / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "gpt2"])
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order"])
 def test_other_families(name: str, family: str, convert: Converter, tmp_path: Path) -> None:
     """Biases and fused projections: the four bits stand for what the plain weights are."""
