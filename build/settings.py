@@ -9,7 +9,6 @@ from pathlib import Path
 from specdec.command.settings import Other, setting
 from specdec.methods import list_modes
 from specdec.model.bounds import MAX_DRAFT_TOKENS
-from specdec.model.quantization import INT4, INT8
 from specdec.trtllm.facts import LABELS
 
 LAUNCHERS = ("local", "mpirun", "srun")
@@ -59,7 +58,7 @@ class BuildSettings:
         " none: use PyTorch's operators.",
     )  # fmt: skip
     quantization: str | None = setting(
-        choices=(INT8, INT4),
+        choices=("int8", "int4"),
         help="Store the target's layers as int8 or int4: half or a quarter of the memory of"
         " bfloat16, faster on a CPU, and the text can differ slightly. Torch backend only.",
     )  # fmt: skip
