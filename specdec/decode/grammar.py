@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.decode.accept import Candidates
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import BoolArray, Tree
 from specdec.errors import SpecDecError, cut_middle, name_extra, shorten
@@ -70,13 +69,13 @@ class GrammarState:
             shaped[node, :size].masked_fill_(to_device(~allowed[:size], shaped.device), -torch.inf)
         return shaped
 
-    def prune(self, candidates: Candidates) -> Candidates:
-        """Leave out what follows a token that the grammar forbids, and that token.
+    def prune(self, tree: Tree, *, is_drawn: bool) -> Tree:
+        """Leave out the tokens that the grammar forbids, and all behind them.
 
-        A token that was drawn with a probability stays: it is rejected for certain, and what takes
-        its place has to be drawn from what the draft leaves of the target's distribution.
+        is_drawn: the tree is one path, drawn token by token. Then the first such token stays: it is
+        rejected for certain, and what takes its place has to be drawn from what the draft leaves of
+        the target's distribution.
         """
-        tree, is_drawn = candidates.tree, candidates.draft_probs is not None
         inside = self._walk(tree)
         kept = [
             node
@@ -84,14 +83,10 @@ class GrammarState:
             if node in inside or (is_drawn and int(tree.parents[node]) in inside)
         ]
         if len(kept) == tree.num_nodes:
-            return candidates
+            return tree
         place = {node: at for at, node in enumerate(kept)} | {-1: -1}
         parents = np.array([place[int(tree.parents[node])] for node in kept], np.int64)
-        probs = candidates.draft_probs
-        return Candidates(
-            Tree(tree.tokens[kept], parents, tree.depths[kept]),
-            None if probs is None else probs[: len(kept) - 1] or None,
-        )
+        return Tree(tree.tokens[kept], parents, tree.depths[kept])
 
     def _walk(self, tree: Tree) -> dict[int, BoolArray | None]:
         """The mask [V] after each node whose path is in the grammar; None after an end."""

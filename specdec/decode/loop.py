@@ -332,7 +332,7 @@ class Batch:
                 continue
             own = next(drafted)
             if request.grammar is not None and not isinstance(self.proposer, TreeReader):
-                own = request.grammar.prune(own)
+                own = own.prune(request.grammar)
             candidates.append(own)
         return candidates
 

@@ -76,7 +76,7 @@ def test_masked_texts_follow_their_distribution(method: str) -> None:
         sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), LENGTH + 8, state)
         while len(text) < LENGTH:
             drafted = METHODS[method](text, sampler)
-            candidates = state.prune(drafted)
+            candidates = drafted.prune(state)
             num_pruned += drafted.tree.num_nodes - candidates.tree.num_nodes
             logits = compute_tree_logits(candidates.tree, text)[None]
             ((path, bonus),) = accept_batch([candidates], logits, [sampler], [len(text)])
@@ -91,18 +91,18 @@ def test_what_is_pruned() -> None:
     output: list[int] = [2]
     state = Grammar(NoTwins(), ()).follow(output)
     tree = pack_beams(2, np.array([[1, 4], [1, 1], [2, 0], [3, 4]]))
-    pruned = state.prune(Candidates(tree)).tree
+    pruned = Candidates(tree).prune(state).tree
     assert pruned.tokens.tolist() == [2, 1, 3, 4]
     assert pruned.parents.tolist() == [-1, 0, 0, 1]
     assert pruned.depths.tolist() == [0, 1, 1, 2]
     chain = Tree(np.array([2, 3, 4, 0, 1]), np.arange(-1, 4), np.arange(5))
     probs = [torch.full((VOCAB,), 0.2)] * 4
-    cut = state.prune(Candidates(chain, probs))
+    cut = Candidates(chain, probs).prune(state)
     assert cut.tree.tokens.tolist() == [2, 3, 4]
     assert cut.draft_probs is not None
     assert len(cut.draft_probs) == 2
     inside = Candidates(pack_beams(2, np.array([[1, 4]])))
-    assert state.prune(inside) is inside
+    assert inside.prune(state).tree is inside.tree
 
 
 pytest.importorskip("llguidance")
