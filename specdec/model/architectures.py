@@ -30,6 +30,8 @@ class Architecture:
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
     norm_epsilon: where a checkpoint's config.json need not tell it.
     qk_norm: each head's queries and keys are normed before they are rotated.
+    is_post_norm: attention and MLP read their input as it is, and what they yield is normed with
+    that added; there is no norm behind the last layer.
     layers_without_positions: from 0, those whose queries and keys are not rotated.
     """
 
@@ -46,6 +48,7 @@ class Architecture:
     activations: tuple[str, ...] = ("silu",)
     norm_epsilon: float | None = None
     qk_norm: bool = False
+    is_post_norm: bool = False
     layers_without_positions: tuple[int, ...] = ()
 
 
@@ -93,6 +96,8 @@ def find_arithmetic(config: Mapping[str, Any], architecture: str) -> Architectur
     Raises SpecDecError for flags that this release does not know, or that contradict the name.
     """
     known = ARCHITECTURES.get(architecture)
+    if known is not None and config.get("do_layer_norm_before") is False:  # OPT-350m
+        known = dataclasses.replace(known, is_post_norm=True)
     if config.get(KEY) is None:
         return known
     told = _read_flags(config[KEY])

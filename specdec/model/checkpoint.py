@@ -104,7 +104,7 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
         values[name] = default if value is None else value
     problems += _find_lost_rotary(config, arithmetic)
     problems.raise_all()
-    own = None if base in ARCHITECTURES else arithmetic
+    own = None if arithmetic == ARCHITECTURES.get(base) else arithmetic
     if arithmetic.mlp == "experts":
         values["experts"] = parse_experts(config, tp_size)
         _refuse_quantized_experts(config)
