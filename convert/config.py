@@ -89,8 +89,11 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
         "head_size": model.head_size,
         "qk_layernorm": False,
     }
-    if model.sliding_window is not None:  # which TensorRT-LLM takes when it runs an engine
+    # Which TensorRT-LLM takes when it runs an engine.
+    if model.sliding_window is not None or model.usual_layer_types is not None:
         config["sliding_window"] = model.sliding_window
+    if model.layer_types is not None and model.layer_types != model.usual_layer_types:
+        config["layer_types"] = list(model.layer_types)
     if model.original_max_position_embeddings is not None:
         config["original_max_position_embeddings"] = model.original_max_position_embeddings
     config = family.describe(model, config)

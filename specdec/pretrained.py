@@ -61,6 +61,10 @@ def load_model(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     loader = getattr(transformers, kind).from_pretrained
+    text = load_config(source, flag).get_text_config()
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        # transformers' other ways leave the cap out without a word.
+        options.setdefault("attn_implementation", "eager")
     return _load(loader, source, flag, MODEL, "model", **options)
 
 

@@ -16,6 +16,9 @@ CLASSES = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
     "opt": ("OPTConfig", "OPTForCausalLM"),
     "gemma": ("GemmaConfig", "GemmaForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "ministral": ("MinistralConfig", "MinistralForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
@@ -27,7 +30,7 @@ CLASSES = {
 }
 # Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
 OWN = ("seed_oss", "smollm3", "stablelm")
-NOT_IN_014 = (*OWN, "qwen3", "qwen3_moe")
+NOT_IN_014 = (*OWN, "gemma3", "granite", "qwen3", "qwen3_moe")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -80,7 +83,7 @@ def make_family_model(
         values = {renamed.get(key, key): value for key, value in values.items()}
     elif family == "opt":
         values |= {"ffn_dim": values.pop("intermediate_size"), "word_embed_proj_dim": hidden}
-    elif family in ("gemma", "ministral", "qwen3", "seed_oss"):
+    elif family in ("gemma", "gemma2", "gemma3", "ministral", "qwen3", "seed_oss"):
         values["head_dim"] = hidden // heads
     elif family in EXPERTS:
         values |= EXPERTS[family]
@@ -102,7 +105,7 @@ def make_family_model(
             elif key.endswith(".bias"):
                 weight.copy_(0.3 * noise)
             else:  # Gemma's norms have one less
-                weight.copy_((0 if family == "gemma" else 1) + 0.1 * noise)
+                weight.copy_((0 if family.startswith("gemma") else 1) + 0.1 * noise)
     folder = parent / name
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

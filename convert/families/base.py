@@ -10,7 +10,7 @@ from typing import Any
 from specdec import logs
 from specdec.errors import SpecDecError, shorten
 from specdec.model.architectures import Architecture
-from specdec.model.config import ModelConfig
+from specdec.model.config import SLIDING, ModelConfig, list_layer_types
 from specdec.model.experts import Experts
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind, list_kinds
 from specdec.model.tensors import EMBEDDING, HEAD
@@ -306,25 +306,29 @@ def name_activation(reader: ConfigReader, value: str) -> str:
     return "gelu_new" if value == "gelu_pytorch_tanh" else value
 
 
-def read_sliding_window(
-    reader: ConfigReader, num_layers: int, window: int | None, first_layer: int = 0
-) -> int | None:
-    """Return the window of a model whose layers from `first_layer` on have it, None for no window.
+def read_windows(
+    reader: ConfigReader,
+    num_layers: int,
+    window: int | None,
+    *,
+    first_layer: int = 0,
+    pattern: int | None = None,
+) -> dict[str, Any]:
+    """Return the fields that tell which layers have the window, those from `first_layer` on.
 
+    pattern: every so many layers one has not, and even a model without a window tells them apart.
     `layer_types`, which newer transformers write, tells the layers itself.
     """
-    num_sliding = max(0, num_layers - first_layer)
-    types = reader.config.get("layer_types")
-    if isinstance(types, list) and len(types) == num_layers:
-        num_sliding = sum(kind == "sliding_attention" for kind in types)
-    if window is None or num_sliding == 0:
-        return None
-    if num_sliding < num_layers:
-        reader.refuse(
-            f"{num_sliding} of {num_layers} layers have the sliding window of {window} tokens",
-            "models are supported whose layers all have it, or none",
-        )
-    return window
+    types = list_layer_types(num_layers, pattern, first_layer)
+    listed = reader.config.get("layer_types")
+    if isinstance(listed, list):
+        types = tuple(listed)
+    if pattern is not None:
+        return {"sliding_window": window, "layer_types": types}
+    if window is None or SLIDING not in types:
+        return {}
+    is_mixed = any(kind != SLIDING for kind in types)
+    return {"sliding_window": window, "layer_types": types if is_mixed else None}
 
 
 def get_window(reader: ConfigReader, default: int | None) -> int | None:

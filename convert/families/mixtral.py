@@ -14,7 +14,7 @@ from .base import (
     make_model,
     read_decoder,
     read_experts,
-    read_sliding_window,
+    read_windows,
 )
 
 _SELF = "model.layers.{layer}.block_sparse_moe."
@@ -36,7 +36,7 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         rotary_base=1e6,
     )  # fmt: skip
     window = get_window(reader, None)
-    values["sliding_window"] = read_sliding_window(reader, values["num_hidden_layers"], window)
+    values |= read_windows(reader, values["num_hidden_layers"], window)
     values |= read_experts(
         reader, layout, values, num=("num_local_experts", 8), top_k=2, renormalizes=True
     )

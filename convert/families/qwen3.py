@@ -37,7 +37,7 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     )  # fmt: skip
     values |= {
         "attn_bias": read_bias(reader),
-        "sliding_window": qwen2.read_window(reader, values),
+        **qwen2.read_window(reader, values),
     }
     return make_model(reader, layout, "Qwen3ForCausalLM", values)
 

@@ -5,8 +5,10 @@ Legend: B rows in the step, T tokens a row, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
 from specdec.engine.int8 import Int8Linear
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
-from specdec.engine.layers import Attention, Norm, name_activation
+from specdec.engine.layers import Attention, Norm, cap, name_activation
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
@@ -82,13 +84,22 @@ class Decoder:
             self.position_embedding = weights["transformer.position_embedding.weight"]
         else:
             self.rotary = RotaryTable(model, num_positions, self.dtype, device)
-        self.embedding_scale: Tensor | None = None
+        local = self.rotary
+        if self.rotary is not None and model.rope_local_base_freq is not None:
+            unscaled = dataclasses.replace(
+                model, rotary_base=model.rope_local_base_freq, rotary_scaling=None
+            )
+            local = RotaryTable(unscaled, num_positions, self.dtype, device)
+            local.repeat(len(self.rotary.cos))
+        self.embedding_scale = model.embedding_multiplier
         if arithmetic.scales_embedding:
             # Rounded to the model's type first, as the family was trained.
-            self.embedding_scale = torch.tensor(model.hidden_size**0.5, dtype=self.dtype)
+            root = torch.tensor(model.hidden_size**0.5, dtype=self.dtype)
+            self.embedding_scale *= float(root)
         parts = _Parts(
-            model, weights, self.rank, rotary=self.rotary, prepack=prepack, kernels=kernels
-        )
+            model, weights, self.rank, tables=(self.rotary, local), prepack=prepack,
+            kernels=kernels,
+        )  # fmt: skip
         layers = [parts.make_layer(index) for index in range(model.num_hidden_layers)]
         self.stack = Stack(
             layers=layers,
@@ -99,6 +110,7 @@ class Decoder:
             activation=name_activation(model),
             is_gated=arithmetic.mlp != "plain",
             group=group,
+            share=model.residual_multiplier,
         )
         self._torch = TorchLayers(self.stack)
         self._native = choose_native(self.stack, kernels) if kernels is not None else None
@@ -149,6 +161,14 @@ class Decoder:
         """Tokens of a prompt that one pass should run at most."""
         return MAX_CHUNK_TOKENS if self.kernels is None else NATIVE_CHUNK_TOKENS
 
+    def count_experts(self) -> tuple[float, ...]:
+        """Steps so far, tokens of them, and experts that each layer read for them, on average.
+
+        Nothing where there are no experts.
+        """
+        seen = [layer.experts.seen for layer in self.stack.layers if layer.experts is not None]
+        return tuple(np.mean(seen, axis=0).tolist()) if seen else ()
+
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Input embeddings, [..., D]."""
         return self._embed(tokens, positions)
@@ -156,10 +176,15 @@ class Decoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
         logits = self.lm_head(hidden)
-        if self.group is None:
-            return logits
-        # Where the vocabulary does not divide, the last rank's rows end in padding.
-        return self.group.gather(logits)[..., : self.model.vocab_size]
+        if self.group is not None:
+            # Where the vocabulary does not divide, the last rank's rows end in padding.
+            logits = self.group.gather(logits)[..., : self.model.vocab_size]
+        scale, limit = self.model.output_multiplier_scale, self.model.final_logit_softcapping
+        if limit is None:
+            return logits if scale == 1 else logits * scale
+        if self.kernels is not None:
+            return self.kernels.cap_logits(logits.contiguous(), scale, limit)
+        return cap(logits.float() * scale, limit).to(logits.dtype)
 
     def forward(self, step: Step, cache: KVCache, tokens: Tensor | None = None) -> Tensor:
         """Run a step, write its keys and values, return the normed last hidden state [B, T, D].
@@ -191,7 +216,7 @@ class Decoder:
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self._look_up(self.embedding, tokens)
-        if self.embedding_scale is not None:
+        if self.embedding_scale != 1:
             x = x * self.embedding_scale
         if self.position_embedding is not None:
             # Drafts may run past the last position; what is beyond it is never emitted.
@@ -248,12 +273,12 @@ class _Parts:
         weights: Mapping[str, Tensor],
         rank: int,
         *,
-        rotary: RotaryTable | None,
+        tables: tuple[RotaryTable | None, RotaryTable | None],
         prepack: bool,
         kernels: NativeKernels | None,
     ) -> None:
         self._model, self._weights, self._rank = model, weights, rank
-        self._rotary, self._prepack, self._kernels = rotary, prepack, kernels
+        self._tables, self._prepack, self._kernels = tables, prepack, kernels
 
     def make_linear(self, name: str, *, is_summed: bool = False) -> Linear:
         """is_summed: its products are summed over the ranks, of which the first adds the bias."""
@@ -278,6 +303,10 @@ class _Parts:
     def make_layer(self, index: int) -> Layer:
         prefix, arithmetic = f"transformer.layers.{index}.", self._model.arithmetic
         post_norm = None if arithmetic.is_parallel else self.make_norm(prefix + "post_layernorm")
+        dense_norm = down_norm = None
+        if arithmetic.inner_norms:
+            dense_norm, post_norm = post_norm, self.make_norm(prefix + "pre_feedforward_layernorm")
+            down_norm = self.make_norm(prefix + "post_feedforward_layernorm")
         up = "mlp.fc" if arithmetic.mlp == "plain" else "mlp.gate_up"
         has_experts = arithmetic.mlp == "experts"
         return Layer(
@@ -289,18 +318,22 @@ class _Parts:
             up=None if has_experts else self.make_linear(prefix + up),
             down=None if has_experts else self.make_linear(prefix + "mlp.proj", is_summed=True),
             experts=self._make_experts(prefix) if has_experts else None,
+            dense_norm=dense_norm,
+            down_norm=down_norm,
         )
 
     def make_attention(self, index: int, prefix: str) -> Attention:
         model, norms = self._model, []
+        is_sliding = model.is_sliding(index)
         is_rotated = index not in model.arithmetic.layers_without_positions
         for part in "qk" if model.arithmetic.qk_norm else "":
             weight = self._weights[f"{prefix}{part}_layernorm.weight"]
             norms.append(Norm(weight, None, model.norm_epsilon))
         q_norm, k_norm = norms or (None, None)
         return Attention(
-            scale=model.head_size**-0.5, cap=None, window=model.sliding_window,
-            rotary=self._rotary if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
+            scale=model.attention_scale, cap=model.attn_logit_softcapping,
+            window=model.sliding_window if is_sliding else None,
+            rotary=self._tables[is_sliding] if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
         )  # fmt: skip
 
     def _make_experts(self, prefix: str) -> ExpertLayer:

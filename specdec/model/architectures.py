@@ -32,6 +32,9 @@ class Architecture:
     qk_norm: each head's queries and keys are normed before they are rotated.
     is_post_norm: attention and MLP read their input as it is, and what they yield is normed with
     that added; there is no norm behind the last layer.
+    window_pattern: every so many layers one sees all tokens, the others a window; None where the
+    configuration tells.
+    inner_norms: what attention and MLP yield is normed before it is added to the layer's input.
     layers_without_positions: from 0, those whose queries and keys are not rotated.
     """
 
@@ -49,9 +52,12 @@ class Architecture:
     norm_epsilon: float | None = None
     qk_norm: bool = False
     is_post_norm: bool = False
+    inner_norms: bool = False
+    window_pattern: int | None = None
     layers_without_positions: tuple[int, ...] = ()
 
 
+_GELU = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")
 # TensorRT-LLM's architectures: a checkpoint's name alone says what it computes, whoever wrote it.
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
@@ -83,6 +89,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": Architecture(
         scales_embedding=True, exact_gelu=False, activations=("gelu",),
     ),
+    "Gemma2ForCausalLM": Architecture(
+        scales_embedding=True, exact_gelu=False, activations=_GELU, inner_norms=True,
+        window_pattern=2,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        scales_embedding=True, exact_gelu=False, activations=_GELU, inner_norms=True,
+        qk_norm=True, window_pattern=6,
+    ),
+    "GraniteForCausalLM": Architecture(),
 }  # fmt: skip
 
 # The key of a checkpoint's config.json with the flags of any other architecture.

@@ -148,6 +148,9 @@ def list_layer_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
     }
     if not arithmetic.is_parallel:
         tensors |= list_norm(model, "post_layernorm")
+    if arithmetic.inner_norms:  # whose post_layernorm is of what attention yields
+        for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            tensors |= list_norm(model, name)
     if arithmetic.qk_norm:
         of_head = TensorSpec((model.head_size,), Shard.WHOLE)
         tensors |= {f"attention.{part}_layernorm.weight": of_head for part in "qk"}

@@ -104,7 +104,7 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
             value = value[2:]
         elif "gate_up_proj" in name:
             value = np.concatenate(np.split(value, 2)[::-1])
-        elif family == "gemma" and "norm" in name:
+        elif family.startswith("gemma") and "norm" in name:
             value = value + np.float32(1)
         tensors[new] = value
     return tensors

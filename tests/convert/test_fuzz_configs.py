@@ -33,8 +33,9 @@ MAX_GROWTH = 300 << 20  # bytes that the process may grow by in a test, leftover
 TARGETS = {
     "gemma": "gemma_mha", "gpt2": "gpt2_tiny", "llama": "llama_gqa", "mistral": "mistral_swa",
     "opt": "opt_tiny", "phi": "phi2", "phi3": "phi3", "qwen2": "qwen2_gqa", "ministral": None,
-    "qwen3": None, "seed_oss": None, "smollm3": None, "stablelm": None, "mixtral": "mixtral_f32",
-    "qwen2_moe": "qwen2moe_gqa", "qwen3_moe": None,
+    "gemma2": "gemma2_mqa", "gemma3": None, "granite": None, "qwen3": None, "seed_oss": None,
+    "smollm3": None, "stablelm": None, "mixtral": "mixtral_f32", "qwen2_moe": "qwen2moe_gqa",
+    "qwen3_moe": None,
 }  # fmt: skip
 DRAFTERS = {"drafter_model_dir": "drafter_A_rnn_e96", "medusa_model_dir": "medusa_4x1"}
 KEYS = [

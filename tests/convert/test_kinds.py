@@ -23,9 +23,9 @@ NAMES = {family.name: family for family in FAMILIES.values()}
 UNKNOWN: list[tuple[str, dict[str, Any], str, list[str], str]] = [
     ("GptOssConfig", {}, "model.layers.0.self_attn.sinks", ["mixtral", "llama"],
      "attention sinks (model.layers.0.self_attn.sinks)"),
-    ("DeepseekV3Config", {}, "", ["qwen2_moe", "mixtral", "llama"],
+    ("DeepseekV3Config", {}, "", ["mixtral", "qwen2_moe", "llama"],
      "attention over a compressed cache (MLA) (kv_lora_rank)"),
-    ("Llama4TextConfig", {}, "", ["qwen3_moe", "mixtral", "llama"],
+    ("Llama4TextConfig", {}, "", ["qwen3_moe", "mixtral", "qwen3"],
      "attention in chunks (attention_chunk_size)"),
     ("MambaConfig", {}, "", ["llama"],
      "state space, convolution or linear attention layers (state_size)"),

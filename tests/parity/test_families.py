@@ -71,7 +71,9 @@ def get_engine(
 def load_reference(target: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(target).to(dtype).eval()
+    # Of the ways that transformers has, only the plain one caps scores.
+    model = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
+    return model.to(dtype).eval()
 
 
 @torch.inference_mode()
