@@ -40,7 +40,7 @@ from benchmarks.int8 import (  # noqa: E402
     read_windows,
 )
 
-NUM_CALIBRATION = 128
+NUM_CALIBRATION = 32
 # Name, flags of convert, flags of build, whether it needs the calibration's data.
 ENGINES: tuple[tuple[str, tuple[object, ...], tuple[object, ...], bool], ...] = (
     ("bfloat16 computing", ("--dtype", "bfloat16"), (), False),
@@ -122,8 +122,9 @@ def main() -> None:
             subprocess.run([sys.executable, script, "--output-dir", str(corpus)], check=True)
         windows = read_windows(corpus / "heldout.jsonl", tokenizer, args.windows)
         rows = read_windows(corpus / "train.jsonl", tokenizer, NUM_CALIBRATION)
-        data = write_rows(folder / "calibration.jsonl", [*rows, *windows])
-        calibration = ("--calibration-data", data, "--calib-size", NUM_CALIBRATION)
+        data = write_rows(folder / "rows.jsonl", [*rows, *windows])
+        own = write_rows(folder / "calibration.jsonl", rows)
+        calibration = ("--calibration-data", own, "--calib-size", NUM_CALIBRATION)
         decoders = {"float32": make_engine(folder / "float32", PYCODE / "target", (), ()).decoder}
         for engine, convert, build, needs_data in ENGINES:
             flags = (*convert, *calibration) if needs_data else convert
