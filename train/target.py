@@ -97,7 +97,7 @@ class LiveTarget(Target):
         aux_layers: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         self.whole_model = model.eval().requires_grad_(False)
-        self.model = model if head is None else model.base_model
+        self.model = model if head is None else pretrained.find_base(model)
         embedding = model.get_input_embeddings()
         super().__init__(embedding, config, name=name, head=head, aux_layers=aux_layers)
 

@@ -358,13 +358,13 @@ struct Checks {
       const int64_t attending[] = {window, 0, is_normed ? 0 : window, is_normed};
       const E *tables[] = {cosine.data(), sine.data(), sine.data(), cosine.data()};
       const float scalars[] = {1e-5f, 0.125f, is_normed ? 2.0f : 0.0f, is_normed ? 0.3f : 1.0f};
-      find<void(E *, const E *, E *, const void *const *, const void *const *, E *,
+      find<void(E *, const E *, E *, const void *const *, const void *const *, const void *, E *,
                 const E *const *, const int64_t *, const int64_t *, const int64_t *,
                 const int64_t *, const int64_t *, const uint8_t *, const int64_t *, E *,
                 const int64_t *, const float *)>(name("specdec_run_layers"))(
-          x.data(), nullptr, out.data(), pointers.data(), final_norm.data(), cache.data(), tables,
-          attending, rows.data(), positions.data(), positions.data(), past.data(), mask.data(),
-          nullptr, nullptr, shape, scalars);
+          x.data(), nullptr, out.data(), pointers.data(), final_norm.data(), nullptr, cache.data(),
+          tables, attending, rows.data(), positions.data(), positions.data(), past.data(),
+          mask.data(), nullptr, nullptr, shape, scalars);
       return out;
     }
   };
