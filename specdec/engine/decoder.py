@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from specdec.engine.experts import ExpertLayer
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
-from specdec.engine.int8 import Int8Linear
+from specdec.engine.integers import IntegerLinear, IntegerMatrix
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import Attention, Norm, cap, name_activation
 from specdec.engine.linear import Linear, can_prepack
@@ -28,7 +29,8 @@ from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
-from specdec.model.quantization import INT8_SCALES, SCALES
+from specdec.model.int4 import INPUT_SCALE, PERMUTATION, ZERO_POINT
+from specdec.model.quantization import INT8_SCALES, SCALES, WEIGHT_SCALE
 from specdec.model.tensors import ROUTER
 
 # Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native
@@ -159,6 +161,14 @@ class Decoder:
         """Tokens of a prompt that one pass should run at most."""
         return MAX_CHUNK_TOKENS if self.kernels is None else NATIVE_CHUNK_TOKENS
 
+    def count_experts(self) -> tuple[float, ...]:
+        """Steps so far, tokens of them, and experts that each layer read for them, on average.
+
+        Nothing where there are no experts.
+        """
+        seen = [layer.experts.seen for layer in self.stack.layers if layer.experts is not None]
+        return tuple(np.mean(seen, axis=0).tolist()) if seen else ()
+
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Input embeddings, [..., D]."""
         return self._embed(tokens, positions)
@@ -279,11 +289,18 @@ class _Parts:
             weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
             return Float8Linear(weight, weight_scales, input_scale, bias)
         if weight.dtype is torch.int8:
-            return Int8Linear(
-                weight, weights[f"{name}.{INT8_SCALES}"], bias,
-                dtype=TORCH_DTYPES[self._model.dtype], prepack=prepack, kernels=kernels,
-            )  # fmt: skip
+            return IntegerLinear(self._make_integers(name), bias, kernels)
         return Linear(weight, bias, prepack=prepack, kernels=kernels)
+
+    def _make_integers(self, name: str) -> IntegerMatrix:
+        weights = self._weights
+        codes = weights[name + ".weight"]
+        if (scales := weights.get(f"{name}.{INT8_SCALES}")) is not None:
+            return IntegerMatrix(8, codes, scales[:, None])
+        kinds = (ZERO_POINT, INPUT_SCALE, PERMUTATION)
+        zeros, input_scales, order = (weights.get(f"{name}.{kind}") for kind in kinds)
+        scales = weights[f"{name}.{WEIGHT_SCALE}"]
+        return IntegerMatrix(4, codes, scales, zeros, input_scales, order)
 
     def make_norm(self, name: str) -> Norm:
         has_bias = self._model.arithmetic.norm == "layer"
@@ -324,6 +341,7 @@ class _Parts:
             scale=model.attention_scale, cap=model.attn_logit_softcapping,
             window=model.sliding_window if is_sliding else None,
             rotary=self._tables[is_sliding] if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
+            is_steady=self._weights[f"{prefix}qkv.weight"].dtype is torch.int8,
         )  # fmt: skip
 
     def _make_experts(self, prefix: str) -> ExpertLayer:
