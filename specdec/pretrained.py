@@ -74,8 +74,12 @@ def load_model(
 
 
 def find_base(model: Any) -> Any:
-    """A model without its output layer, of which transformers' base_model is not always that."""
-    return model.get_decoder() if model.base_model is model else model.base_model
+    """Return a model without its output layer, or a model that has none itself.
+
+    Gemma 3's text model names in transformers another attribute as its base than it has.
+    """
+    base = model.base_model
+    return getattr(model, "model", model) if base is model else base
 
 
 def load_generation_config(source: str | Path, flag: str = "--model-dir") -> Any:
