@@ -18,7 +18,7 @@ from specdec.files.tensor_file import TensorInfo
 FLOAT8 = "float8_e4m3fn"
 FLOAT8_MAX = 448.0
 FP8 = "FP8"
-EXECUTED = (None, FP8)  # by the torch backend
+EXECUTED = (None, FP8, "W4A16_AWQ", "INT4_GROUPS")  # by the torch backend
 WEIGHT_SCALE = "weights_scaling_factor"
 ACTIVATION_SCALE = "activation_scaling_factor"
 SCALES = (WEIGHT_SCALE, ACTIVATION_SCALE)
@@ -30,9 +30,10 @@ KV_SCALES = ("kv_cache_scaling_factor", "k_cache_scaling_factor", "v_cache_scali
 # Older writers label float8 bytes as int8.
 FLOAT8_STORAGE = (FLOAT8, "int8", "uint8")
 
-# What specdec-build makes of a checkpoint that is not quantized: weights alone, of the target's
-# layers, with one float32 scale a row.
+# What specdec-build makes of a checkpoint that is not quantized: the matrices of the target's
+# layers as integers, of 8 bits with one float32 scale a row or of 4 as int4.py has them.
 INT8 = "int8"
+INT4 = "int4"
 INT8_SCALES = CHANNEL_SCALE
 
 # What TensorRT-LLM leaves unquantized where a checkpoint lists nothing.
@@ -111,11 +112,13 @@ class Quantization:
 
     exclude_modules: patterns of modules that stay in the model's type; None where the checkpoint
     lists nothing, which means DEFAULT_EXCLUDED. An empty list means that in 0.14 and "none" in 1.x.
+    group_size: of weights that share a scale, where they are in groups.
     """
 
     quant_algo: str | None = None
     kv_cache_quant_algo: str | None = None
     exclude_modules: tuple[str, ...] | None = None
+    group_size: int = 128
 
     @property
     def is_quantized(self) -> bool:
@@ -158,7 +161,14 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
             f"checkpoint config: quantization.exclude_modules is {excluded!r}, not a list of names",
             "correct the key",
         )
+    group_size = section.get("group_size", 128)
+    if type(group_size) is not int or group_size < 1:
+        raise SpecDecError(
+            f"checkpoint config: quantization.group_size is {group_size!r}, not a positive number",
+            "correct the key",
+        )
     return Quantization(
+        group_size=group_size,
         quant_algo=values["quant_algo"],
         kv_cache_quant_algo=values["kv_cache_quant_algo"],
         exclude_modules=None if excluded is None else tuple(excluded),

@@ -19,6 +19,7 @@ from specdec.model.quantization import FLOAT8_STORAGE
 from specdec.model.rotary_scaling import get_kind
 from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
 from specdec.trtllm.facts import Facts
+from specdec.trtllm.layouts import find_layout_problems
 from specdec.trtllm.pairs import find_lack
 
 from .record import Record, deduce_max_seq_len
@@ -72,6 +73,7 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
                 f" TensorRT-LLM {label} fails on",
                 f"convert it with --trtllm-version {label}",
             )
+    problems += find_layout_problems(label, checkpoint.quantization, checkpoint.model)
     if "qwen" in architecture.lower() and not raw.get("qwen_type"):
         problems.add(
             f"the checkpoint is {architecture} and its config.json has no qwen_type, without"
