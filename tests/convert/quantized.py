@@ -366,8 +366,8 @@ def make_quantized(
             continue
         module = key.removesuffix(".weight")
         is_turned = ".c_" in key  # GPT-2's matrices are [in, out], but not when they are quantized
-        seed = sum(map(ord, "qkv" if module[-6:] in QKV else module[-7:]))
-        generator = torch.Generator().manual_seed(seed)
+        alike = next((names for names in ALIKE if module.endswith(names)), module[-7:])
+        generator = torch.Generator().manual_seed(sum(map(ord, "".join(alike))))
         packed, restored = case.pack(weight.T if is_turned else weight, generator)
         plain[key] = restored.T.contiguous() if is_turned else restored
         tensors |= {f"{module}.{kind}": tensor for kind, tensor in packed.items()}
@@ -378,7 +378,7 @@ def make_quantized(
     return folder, plain
 
 
-QKV = ("q_proj", "k_proj", "v_proj")
+ALIKE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "shared_expert_gate.weight")
 
 
