@@ -2,7 +2,7 @@
 """What a verify step costs by its number of tokens, at the size of a real model.
 
     python benchmarks/verify_cost.py [--layers 22] [--hidden 2048]
-                                     [--dtype bfloat16|float16|float32] [--quantization int8]
+                                     [--dtype bfloat16|float16|float32] [--quantization int8|int4]
     python benchmarks/verify_cost.py --experts 32 --top-k 4 --intermediate 768 [--shared 0] ...
 
 Random weights of a Llama shape (the default has 986M parameters and needs 2 GB), batch 1, 256
@@ -29,12 +29,12 @@ from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import count_experts, time_steps
 from specdec.engine import int8
 from specdec.engine.decoder import Decoder
-from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
+from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, compile_kernels, find_compiler
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.experts import Experts
-from specdec.model.quantization import INT8
+from specdec.model.quantization import INT4, INT8, WEIGHT_SCALE
 from specdec.model.tensors import get_stored_dtype
 
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -42,7 +42,7 @@ PAST_LEN = 256
 
 
 def make_decoder(
-    model: ModelConfig, kernels: NativeKernels | None, quantization: str | None
+    model: ModelConfig, kernels: NativeKernels | None, quantization: str | None, group_size: int
 ) -> tuple[Decoder, int]:
     """A decoder with random weights, and the bytes that one step reads."""
     generator = torch.Generator().manual_seed(0)
@@ -53,8 +53,16 @@ def make_decoder(
         repeats = -(-int(np.prod(shape)) // block.numel())
         stored = TORCH_DTYPES[get_stored_dtype(name, model.dtype)]
         weights[name] = block.repeat(repeats)[: int(np.prod(shape))].view(shape).to(stored)
-    for name in list_int8(model) if quantization == INT8 else []:
+    for name in list_integers(model) if quantization == INT8 else []:
         weights[name], weights[name_int8_scales(name)] = int8.quantize(weights[name], name)
+    for name in list_integers(model) if quantization == INT4 else []:
+        # Their time does not depend on what the codes are.
+        num_rows, depth = weights[name].shape
+        weights[name] = torch.randint(
+            -128, 128, (num_rows // 2, depth), generator=generator, dtype=torch.int8
+        )
+        scales = torch.full((num_rows, depth // group_size), 0.004)
+        weights[f"{name.removesuffix('.weight')}.{WEIGHT_SCALE}"] = scales
     embedding = weights["transformer.vocab_embedding.weight"]
     num_bytes = sum(w.numel() * w.element_size() for w in weights.values())
     num_bytes -= embedding.numel() * embedding.element_size()
@@ -109,7 +117,8 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--quantization", choices=(INT8,))
+    parser.add_argument("--quantization", choices=(INT8, INT4))
+    parser.add_argument("--group-size", type=int, default=128, help="of int4")
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--shared", type=int, default=0, help="size of an expert for all tokens")
@@ -134,7 +143,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             compile_kernels(Path(folder))
             kernels = NativeKernels(Path(folder) / LIBRARY_NAME, TORCH_DTYPES[args.dtype])
-    decoder, num_bytes = make_decoder(model, kernels, args.quantization)
+    decoder, num_bytes = make_decoder(model, kernels, args.quantization, args.group_size)
     meter = LoadMeter()
     arithmetic = measure_arithmetic()
     costs = time_steps(decoder, SIZES, past_len=PAST_LEN, repeat=args.repeat)

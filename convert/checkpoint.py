@@ -11,8 +11,9 @@ from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.checkpoint import find_shared_head, parse_checkpoint_config
 from specdec.model.config import ModelConfig
+from specdec.model.int4 import INT4_GROUPS
 from specdec.model.inventory import compare_tensors, find_rank_files
-from specdec.model.quantization import FLOAT8_STORAGE, FP8
+from specdec.model.quantization import ALGORITHMS, FLOAT8_STORAGE
 from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import (
     EMBEDDING,
@@ -34,7 +35,7 @@ from .plan import (
     report_unread,
 )
 
-SUPPORTED_QUANTIZATION = (None, FP8)
+SUPPORTED_QUANTIZATION = (None, *ALGORITHMS, INT4_GROUPS)
 
 
 class CheckpointFolder:
@@ -63,7 +64,8 @@ class CheckpointFolder:
         if algorithm not in SUPPORTED_QUANTIZATION:
             raise SpecDecError(
                 f"{path} is quantized with {algorithm}",
-                "this release takes unquantized and FP8 checkpoints; other kinds come later",
+                "convert the model that it was made from; taken are unquantized checkpoints and"
+                f" those of {', '.join(filter(None, SUPPORTED_QUANTIZATION))}",
             )
         self.quantization = checkpoint.quantization
         self.ranks = self._open_ranks()

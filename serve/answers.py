@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specdec import Event
-from specdec.decode.requests import Origin, TokenLogprob
+from specdec.decode.requests import DraftTree, Origin, TokenLogprob
 
 from .metrics import FINISHED, describe_jobs
 from .scheduler import Job
@@ -109,6 +109,10 @@ class Answer:
             chunk = self._make_chunk(choice, {"content": text} if self.is_chat else text)
             chunk["choices"][0]["logprobs"] = self._describe_tokens(choice, known)
             chunk["choices"][0] |= self._describe_origins(choice, known)
+            if self.asked.return_trees:
+                chunk["choices"][0]["trees"] = [
+                    self._describe_tree(tree) for event in events for tree in event.trees
+                ]
             yield chunk
         if choice.finish_reason is not None:
             chunk = self._make_chunk(choice, {} if self.is_chat else "")
@@ -173,6 +177,10 @@ class Answer:
             return {}
         tokens = choice.tokens[start:]
         return {"tokens": [[self.table.get_text(t), origin] for t, _, _, origin in tokens]}
+
+    def _describe_tree(self, tree: DraftTree) -> dict[str, Any]:
+        tokens = [self.table.get_text(token) for token in tree.tokens]
+        return {"tokens": tokens, "parents": tree.parents, "accepted": tree.accepted}
 
     def _describe_tokens(self, choice: Choice, start: int) -> dict[str, Any] | None:
         """The log-probabilities of tokens, in the form of either endpoint."""

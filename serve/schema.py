@@ -86,7 +86,10 @@ class Asked(Model):
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     user: str | None = None  # of no effect, as with OpenAI
-    return_origins: bool = False  # ours: how each token came, for the page
+    # Ours, for the page: how each token came, what each step verified, and nothing drafted.
+    return_origins: bool = False
+    return_trees: bool = False
+    speculation: bool = True
 
     @property
     def num_top(self) -> int | None:
@@ -116,6 +119,8 @@ class Asked(Model):
                 None if self.logit_bias is None else {int(k): v for k, v in self.logit_bias.items()}
             ),
             logprobs=self.num_top,
+            speculation=self.speculation,
+            keep_trees=self.return_trees,
         )
 
 

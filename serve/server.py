@@ -151,6 +151,7 @@ class Server:
     def run_until_told(self, listener: socket.socket) -> None:
         """Serve until SIGTERM, SIGINT, or the engine is lost, which is raised."""
         self.scheduler.start()
+        listener.listen()  # who connects now is answered as soon as uvicorn runs
         host, port = listener.getsockname()[:2]
         logger.info("%s at http://%s:%d", self._model, f"[{host}]" if ":" in host else host, port)
         try:

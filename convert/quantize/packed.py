@@ -15,6 +15,7 @@ import numpy as np
 
 from specdec import logs
 from specdec.errors import Problems, SpecDecError, join_names
+from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 from specdec.model import int4
@@ -129,7 +130,8 @@ class _Codes(_Computed):
         if kind == int4.ZERO_POINT:
             return matrix.read_zeros(start, stop)
         if kind == int4.INPUT_SCALE:
-            assert matrix.input_scale is not None
+            if matrix.input_scale is None:  # where others have one, TensorRT-LLM asks all for it
+                return cast(np.ones(stop - start, np.float32), "float32", matrix.input_dtype)
             return self.folder.read(matrix.input_scale)[start:stop]
         if kind == int4.PERMUTATION:
             assert matrix.order is not None
@@ -204,6 +206,10 @@ def open_codes(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, dict[str, In
         for module, matrix in open_matrices(folder, scheme).items()
         if isinstance(matrix, IntMatrix)
     }
+    scaled = [matrix.input_dtype for matrix in matrices.values() if matrix.input_scale is not None]
+    for matrix in matrices.values():
+        if scaled and matrix.input_scale is None:
+            matrix.input_dtype = scaled[0]
     used = {name for matrix in matrices.values() for name in matrix.used}
     return folder.substitute(_Codes(folder, matrices), used), matrices
 
@@ -271,6 +277,7 @@ def plan_int4(
             "add --dequantize",
         )
     zeros = {module.name for module in modules if module.has_zeros}
+    has_inputs = any(matrix.input_scale is not None for matrix in matrices.values())
     orders = {m.name for m in modules if any(x.order is not None for x in m.matrices)}
     planned: list[list[RankPlan]] = []
     for module in modules:
@@ -278,7 +285,7 @@ def plan_int4(
             planned.append(
                 _plan_module(
                     module, folder, model, problems, has_zeros=module.name in zeros,
-                    has_order=module.name in orders,
+                    has_order=module.name in orders, has_inputs=has_inputs,
                 )
             )  # fmt: skip
     sizes = {matrix.shape[1] // matrix.num_groups for matrix in matrices.values()}
@@ -308,7 +315,7 @@ def plan_int4(
         "kv_cache_quant_algo": FP8 if has_cache else None,
         "group_size": -1 if whole else min(sizes),
         "has_zero_point": bool(zeros),
-        "pre_quant_scale": any(x.input_scale is not None for x in matrices.values()),
+        "pre_quant_scale": has_inputs,
         "exclude_modules": [*EXCLUDED, *(name for name in linears if name not in names)],
     }
     logger.info(
@@ -329,6 +336,7 @@ def _plan_module(
     *,
     has_zeros: bool,
     has_order: bool,
+    has_inputs: bool,
 ) -> list[RankPlan]:
     """Plan what a checkpoint holds of one linear, on every rank."""
     spec, matrices, tp_size = module.spec, module.matrices, model.tp_size
@@ -356,7 +364,7 @@ def _plan_module(
         wanted[int4.ZERO_POINT] = (scales, "uint8")
     if has_order:
         wanted[int4.PERMUTATION] = (vector, "int32")
-    if matrices[0].input_scale is not None:
+    if has_inputs:
         wanted[int4.INPUT_SCALE] = (vector, matrices[0].input_dtype)
     planned: list[list[RankPlan]] = []
     for kind, (own, dtype) in wanted.items():

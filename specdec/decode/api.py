@@ -19,6 +19,7 @@ from specdec.decode.loop import Batch, Options, fit_batch
 from specdec.decode.prompts import SHAPING_KEYS, check_values, find_end_ids, make_requests
 from specdec.decode.requests import (
     ActiveRequest,
+    DraftTree,
     FinishReason,
     Origin,
     Request,
@@ -54,7 +55,8 @@ class Prompt:
     output; empty for none. min_p: least share of the likeliest token's probability.
     logit_bias: what is added to the logits of tokens. The penalties: repetition_penalty of tokens
     in prompt or output, the two others of those in the output. logprobs: how many of the likeliest
-    tokens to tell of beside each new one; None tells nothing.
+    tokens to tell of beside each new one; None tells nothing. speculation: False drafts nothing
+    for this prompt. keep_trees: let the events of a stream have the tree of each step.
     """
 
     text: str | None = None
@@ -73,6 +75,8 @@ class Prompt:
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logprobs: int | None = None
+    speculation: bool | None = None
+    keep_trees: bool | None = None
 
 
 AnyPrompt = str | Sequence[int] | Prompt
@@ -105,7 +109,8 @@ class Event:
 
     text: what has become certain; a character of several tokens, or the beginning of a stop word,
     comes later than its tokens. ends: by token, how many characters the stream's text has with it;
-    empty without a tokenizer. finish_reason and stats: of the last event alone.
+    empty without a tokenizer. trees: what each of its steps verified, the prompt's own pass first,
+    where the prompt asks for them. finish_reason and stats: of the last event alone.
     """
 
     text: str
@@ -113,6 +118,7 @@ class Event:
     origins: list[Origin]
     ends: list[int]
     logprobs: list[TokenLogprob]
+    trees: list[DraftTree] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
 
@@ -413,7 +419,7 @@ class Stream:
     def __init__(self, engine: Engine, batch: Batch, active: ActiveRequest) -> None:
         """Of `Engine.stream` alone."""
         self._engine, self._batch, self._active = engine, batch, active
-        self._num_taken = 0
+        self._num_taken = self._num_trees = 0
         self._is_over = False
 
     def __iter__(self) -> Stream:
@@ -447,6 +453,7 @@ class Stream:
                     "ask for the prompt again; the failure was raised where the step was run",
                 )
             at, self._num_taken = self._num_taken, len(active.output_ids)
+            trees_at, self._num_trees = self._num_trees, len(active.trees)
             if at == self._num_taken and reason is None:
                 return None
             text = ""
@@ -461,6 +468,7 @@ class Stream:
                 origins=active.origins[at:],
                 ends=active.text.ends[at:] if active.text is not None else [],
                 logprobs=active.logprobs[at:],
+                trees=active.trees[trees_at:],
                 finish_reason=reason,
                 stats=active.stats if reason is not None else None,
             )
@@ -539,6 +547,8 @@ def _to_entry(prompt: Prompt) -> dict[str, Any]:
         "stop": stop if stop is None or isinstance(stop, str) else list(stop),
         "logit_bias": None if prompt.logit_bias is None else dict(prompt.logit_bias),
         "logprobs": prompt.logprobs,
+        "speculation": prompt.speculation,
+        "keep_trees": prompt.keep_trees,
         **{name: getattr(prompt, name) for name in SHAPING_KEYS},
     }
     return {key: value for key, value in entry.items() if value is not None}

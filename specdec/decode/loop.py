@@ -33,9 +33,11 @@ from specdec.decode.requests import (
     NO_ROW,
     PLAIN,
     ActiveRequest,
+    DraftTree,
     Request,
     Result,
 )
+from specdec.decode.sampling import take_rows
 from specdec.decode.text import TextStream
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
@@ -289,18 +291,18 @@ class Batch:
     def _start(self, requests: list[ActiveRequest], states: Mapping[int, Tensor]) -> None:
         """Emit the first tokens; states: [D] of the prompts' last tokens, by row."""
         hidden = torch.stack([states[request.row] for request in requests])
-        self.proposer.start(requests)
+        self.proposer.start([r for r in requests if r.request.drafts])
         roots = [Candidates(make_root(r.request.input_ids[-1])) for r in requests]
         logits = self.decoder.compute_logits(hidden[:, None])  # [B, 1, V]
         paths = self._emit(requests, roots, logits)
-        self.proposer.observe(requests, hidden[:, None], paths)
+        self._observe(requests, hidden[:, None], paths)
         self.active = sorted([*self.active, *requests], key=lambda r: r.row)
 
     def _verify(self) -> None:
         """One verify step of every active request: propose, forward, accept, commit."""
         active = self.active
         with self._clocks["draft"]:
-            candidates = self.proposer.propose(active)
+            candidates = self._propose(active)
         trees = [c.tree for c in candidates]
         with self._clocks["verify"]:
             step = pack_step(trees, list_rows(active), self.cache)
@@ -314,9 +316,28 @@ class Batch:
         with self._clocks["other"]:
             for request, tree, path, before in zip(active, trees, paths, lengths, strict=True):
                 self._commit(request, tree, path, len(request.output_ids) - before)
-            self.proposer.observe(active, states, paths)
+            self._observe(active, states, paths)
             self._retire()
         self.timing.num_steps += 1
+
+    def _propose(self, active: Sequence[ActiveRequest]) -> list[Candidates]:
+        """What is drafted for each request; the proposer never hears of those without drafts."""
+        drafting = [r for r in active if r.request.drafts]
+        drafted = iter(self.proposer.propose(drafting) if drafting else ())
+        return [
+            next(drafted) if r.request.drafts else Candidates(make_root(r.output_ids[-1]))
+            for r in active
+        ]
+
+    def _observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[list[int]]
+    ) -> None:
+        places = [at for at, r in enumerate(requests) if r.request.drafts]
+        if places:
+            self.proposer.observe(
+                [requests[at] for at in places], take_rows(states, places),
+                [paths[at] for at in places],
+            )  # fmt: skip
 
     def _commit(self, request: ActiveRequest, tree: Tree, path: list[int], taken: int) -> None:
         """Keep an accepted path, of which the request took so many tokens."""
@@ -325,7 +346,8 @@ class Batch:
             depth=tree.depth,
             num_accepted=min(taken, len(path) - 1),
         )
-        self._held[request.row] += tree.tokens[path].tolist()
+        if request.request.drafts:  # what a drafter has seen, too, if it follows prompts
+            self._held[request.row] += tree.tokens[path].tolist()
         self.cache.commit(request.row, path)
 
     def _runs_ahead(self) -> bool:
@@ -363,7 +385,7 @@ class Batch:
         if not (
             isinstance(proposer, StateProposer)
             and proposer.drafts_ahead
-            and all(r.needs_only_best for r in active)
+            and all(r.needs_only_best and r.request.drafts for r in active)
         ):
             return None
         best = logits.argmax(-1)
@@ -394,6 +416,8 @@ class Batch:
             drafted = tree.tokens[path[1:]].tolist()
             last = BONUS if tree.num_draft_tokens else PLAIN
             taken = request.emit([*drafted, bonus], [*[DRAFT] * len(drafted), last])
+            if request.request.keep_trees:
+                request.trees.append(DraftTree(tree.tokens.tolist(), tree.parents.tolist(), path))
             if self.options.keep_rejected and taken > len(drafted):
                 request.note_rejected(follow_branch(tree, path[-1]))
             if request.request.num_logprobs is not None:

@@ -148,6 +148,10 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
         "numbers from -100 to 100 by token id",
     ),
+    **{
+        name: (lambda v: isinstance(v, bool), "true or false")
+        for name in ("speculation", "keep_trees")
+    },
     "logprobs": (
         lambda v: _is_count(v, 0) and v <= MAX_LOGPROBS,
         f"a whole number from 0 to {MAX_LOGPROBS}",
@@ -223,6 +227,8 @@ def make_requests(
                 ),
                 stop=stop,
                 num_logprobs=prompt.get("logprobs"),
+                drafts=prompt.get("speculation", True),
+                keep_trees=prompt.get("keep_trees", False),
             )
         )
     return requests

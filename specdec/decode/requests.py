@@ -30,6 +30,7 @@ class Request:
 
     Generation ends at any token of `end_ids`, and where the text comes to hold any of `stop`.
     num_logprobs: how many of the likeliest tokens to tell of at every place; None tells nothing.
+    drafts: False decodes one token a step. keep_trees: return the tree of every step.
     """
 
     index: int
@@ -40,6 +41,20 @@ class Request:
     sampling: SamplingParams = GREEDY
     stop: tuple[str, ...] = ()
     num_logprobs: int | None = None
+    drafts: bool = True
+    keep_trees: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftTree:
+    """What was verified in one step: each node's token and parent (-1 of the root).
+
+    accepted: the nodes that were, the root first.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    accepted: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +156,7 @@ class ActiveRequest:
         self.text = text
         self.logits: list[Tensor] = []
         self.logprobs: list[TokenLogprob] = []
+        self.trees: list[DraftTree] = []
         self.origins: list[Origin] = []  # as many as are known, from the first token on
         self.rejected: dict[int, list[int]] = {}  # see Result
         self._max_depth = max_depth

@@ -27,11 +27,12 @@ from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
 from specdec.model.config import ModelConfig
+from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 11
+ABI_VERSION = 12
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
 # -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
@@ -157,6 +158,18 @@ def _load_library(path: Path) -> ctypes.CDLL:
         ) from None
 
 
+def _check_packed(
+    what: str, packed: Tensor, dtype: torch.dtype, num_outputs: int, depth: int
+) -> None:
+    """The same of a packed matrix [num_outputs, depth], of integers or of `dtype`."""
+    if packed.dtype is not torch.uint8:
+        return _check(what, packed, dtype, *get_packed_shape(num_outputs, depth, dtype))
+    _check(what, packed, torch.uint8, packed.numel())
+    found = list((_INT * 2).from_address(packed.data_ptr()))  # as it was packed
+    if found != [num_outputs, depth]:
+        raise ValueError(f"{what} is {found}, not {[num_outputs, depth]}")
+
+
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
     """A step's index arrays as the kernels take them, kept alive while pointers are used."""
@@ -174,11 +187,8 @@ class StepPlan:
 
 def get_packed_shape(num_outputs: int, depth: int, dtype: torch.dtype) -> tuple[int, ...]:
     """The shape of a packed matrix [num_outputs, depth], see `NativeKernels.pack_matrix`."""
-    tiles = -(-num_outputs // TILE)
-    if dtype is torch.int8:
-        return tiles, 1 + -(-depth // 4), 4 * TILE
     pair = 4 // dtype.itemsize
-    return tiles, -(-depth // pair), TILE, pair
+    return -(-num_outputs // TILE), -(-depth // pair), TILE, pair
 
 
 def _check(what: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
@@ -228,7 +238,7 @@ class NativeKernels:
             for name, kernel in GATES.items()
         }
         self._attend = self._bind(
-            f"specdec_attend_{suffix}", [_POINTER] * 12 + [_INT] * 10 + [_FLOAT] * 3
+            f"specdec_attend_{suffix}", [_POINTER] * 12 + [_INT] * 11 + [_FLOAT] * 3
         )
         self._set_num_threads = self._bind("specdec_set_num_threads", [_INT])
         self._pack_matrix = self._bind(
@@ -237,11 +247,10 @@ class NativeKernels:
         self._multiply = self._bind(
             f"specdec_multiply_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]
         )
-        self._pack_int8 = self._bind(
-            "specdec_pack_matrix_int8", [_POINTER, _POINTER, _INT, _INT, _POINTER]
-        )
-        self._multiply_int8 = self._bind(
-            f"specdec_multiply_int8_{suffix}",
+        self._measure_integers = self._bind("specdec_measure_integers", [_POINTER], _INT)
+        self._pack_integers = self._bind("specdec_pack_integers", [_POINTER] * 7)
+        self._multiply_integers = self._bind(
+            f"specdec_multiply_integers_{suffix}",
             [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER],
         )
         self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 18)
@@ -258,10 +267,10 @@ class NativeKernels:
             [_POINTER] * 10 + [_INT] + [_POINTER] * 2 + [_INT] * 7,
         )
 
-    def _bind(self, name: str, types: list[Any]) -> Any:
+    def _bind(self, name: str, types: list[Any], result: Any = None) -> Any:
         function = getattr(self._library, name)
         function.argtypes = types
-        function.restype = None
+        function.restype = result
         return function
 
     def plan_step(
@@ -382,7 +391,7 @@ class NativeKernels:
             *plan.pointers, out.data_ptr(),
             plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
             num_rows, num_positions, 0 if cos is None else cos.shape[1], how.window or 0,
-            how.scale, how.cap or 0.0, how.q_norm.epsilon if how.q_norm else 0.0,
+            how.is_steady, how.scale, how.cap or 0.0, how.q_norm.epsilon if how.q_norm else 0.0,
         )  # fmt: skip
         return out
 
@@ -418,41 +427,67 @@ class NativeKernels:
         self._set_num_threads(torch.get_num_threads())
         self._mix_experts(
             x.data_ptr(), x.numel() // experts.hidden, experts.hidden, experts.record.ctypes.data,
-            out.data_ptr(), experts.is_int8,
+            out.data_ptr(), experts.is_integer,
         )  # fmt: skip
         return out
 
-    def pack_int8(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """Lay out an int8 matrix [N, depth] and its rows' scales [N] by tiles, see kernels.cpp.
+    def pack_integers(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        *,
+        bits: int,
+        group: int,
+        input_scales: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> Tensor:
+        """Lay out a matrix [N, depth] of integers, see `Integers` in kernels.cpp.
 
-        [ceil(N / TILE), 1 + ceil(depth / 4), 4 TILE]: each tile's scales, then its numbers.
+        codes: int8 [N, depth], or of 4 bits [N / 2, depth] as specdec/model/int4.py packs them.
+        scales: float32, zeros: uint8 (8 if None), of each group of `group` inputs [N, groups], or
+        one a row [N, 1]. input_scales: float32 [depth], by which inputs are multiplied; order:
+        int32 [depth], which of the inputs each column is for. Returns uint8 [n].
         """
-        weight, scales = weight.contiguous(), scales.contiguous()
-        num_outputs, depth = weight.shape
-        _check("an int8 matrix", weight, torch.int8, num_outputs, depth)
-        _check("its scales", scales, torch.float32, num_outputs)
-        packed = weight.new_empty(get_packed_shape(num_outputs, depth, torch.int8))
+        codes, scales = codes.contiguous(), scales.contiguous()
+        rows, depth = codes.shape
+        num_outputs = rows * 8 // bits
+        num_groups = -(-depth // group)
+        by_row = scales.shape == (num_outputs, 1)
+        _check("codes", codes, torch.int8, rows, depth)
+        _check("scales", scales, torch.float32, num_outputs, 1 if by_row else num_groups)
+        _check("zeros", zeros, torch.uint8, *scales.shape)
+        _check("input scales", input_scales, torch.float32, depth)
+        _check("an order", order, torch.int32, depth)
+        if group not in ENGINE_GROUPS or (bits, zeros is not None) == (8, True):
+            raise ValueError(f"{bits} bits in groups of {group}, zeros {zeros is not None}")
+        if order is not None and not 0 <= int(order.min()) <= int(order.max()) < depth:
+            raise ValueError(f"an order of {depth} inputs has others")
+        given = [t is not None for t in (zeros, input_scales, order)]
+        sizes = np.array([num_outputs, depth, bits, group, by_row, *given], np.int64)
+        packed = codes.new_empty(self._measure_integers(sizes.ctypes.data), dtype=torch.uint8)
         self._set_num_threads(torch.get_num_threads())
-        self._pack_int8(weight.data_ptr(), scales.data_ptr(), num_outputs, depth, packed.data_ptr())
+        self._pack_integers(
+            codes.data_ptr(), scales.data_ptr(), _get_pointer(zeros), _get_pointer(input_scales),
+            _get_pointer(order), sizes.ctypes.data, packed.data_ptr(),
+        )  # fmt: skip
         return packed
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
         """x W^T + bias: [..., depth] -> [..., num_outputs].
 
-        `packed` is of `pack_matrix` or of `pack_int8`.
+        `packed` is of `pack_matrix` or of `pack_integers`.
 
         A row's result is the same to the last bit whatever other rows there are.
         """
         x = x.contiguous()
         depth = x.shape[-1]
-        is_int8 = packed.dtype is torch.int8
         _check("x", x, self.dtype, *x.shape)
-        kind = torch.int8 if is_int8 else self.dtype
-        _check("a packed matrix", packed, kind, *get_packed_shape(num_outputs, depth, kind))
+        _check_packed("a packed matrix", packed, self.dtype, num_outputs, depth)
         _check("a bias", bias, self.dtype, num_outputs)
         y = x.new_empty((*x.shape[:-1], num_outputs))
         self._set_num_threads(torch.get_num_threads())
-        run = self._multiply_int8 if is_int8 else self._multiply
+        run = self._multiply_integers if packed.dtype is torch.uint8 else self._multiply
         run(
             x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), _get_pointer(bias),
             num_outputs, y.data_ptr(),
@@ -477,13 +512,9 @@ class NativeKernels:
         """
         hidden, _, num_kv_heads, head_size, _ = layers.sizes
         first_depth = hidden if first_input is None else first_input.shape[-1]
-        if layers.dtype is not self.dtype or layers.first_shape != get_packed_shape(
-            layers.num_qkv, first_depth, layers.matrix_dtype
-        ):
-            raise ValueError(
-                f"layers of {layers.dtype}, the first matrix packed as {layers.first_shape}, do not"
-                f" go with {self.dtype} and {first_depth} inputs"
-            )
+        if layers.dtype is not self.dtype:
+            raise ValueError(f"layers of {layers.dtype} do not go with {self.dtype}")
+        _check_packed("the first matrix", layers.first, self.dtype, layers.num_qkv, first_depth)
         _check("x", x, self.dtype, plan.batch, plan.num_tokens, hidden)
         _check("the first layer's input", first_input, self.dtype, *x.shape[:2], first_depth)
         num_rows, num_positions = cache.shape[2], cache.shape[4]
@@ -503,7 +534,7 @@ class NativeKernels:
                 plan.batch, plan.num_tokens, plan.num_newest,
                 0 if first_input is None else first_input.shape[-1], *layers.sizes,
                 num_rows, num_positions, layers.rotated, layers.num_layers,
-                layers.activation, layers.is_gated, len(observed_layers), layers.is_int8,
+                layers.activation, layers.is_gated, len(observed_layers), layers.is_integer,
             ],
             np.int64,
         )  # fmt: skip
@@ -530,8 +561,7 @@ class NativeKernels:
         x = x.contiguous()
         depth = x.shape[-1]
         _check("x", x, self.dtype, *x.shape)
-        shape = get_packed_shape(num_outputs, depth, self.dtype)
-        _check("a packed matrix", packed, self.dtype, *shape)
+        _check_packed("a packed matrix", packed, self.dtype, num_outputs, depth)
         _check("a bias", bias, self.dtype, num_outputs)
         if not 0 < width <= num_outputs:
             raise ValueError(f"the best {width} of {num_outputs} outputs")
@@ -604,16 +634,15 @@ class PackedExperts:
         assert up[0] is not None
         self.matrix_dtype, self.hidden = up[0].dtype, hidden
         for tensors, num_outputs, depth in matrices:
-            shape = get_packed_shape(num_outputs, depth, self.matrix_dtype)
             for tensor in tensors:
-                if tensor is None:
-                    raise ValueError("an expert's matrix is not packed")
-                _check("an expert's matrix", tensor, self.matrix_dtype, *shape)
+                if tensor is None or tensor.dtype is not self.matrix_dtype:
+                    raise ValueError("an expert's matrix is not packed, or as another type")
+                _check_packed("an expert's matrix", tensor, kernels.dtype, num_outputs, depth)
         if not 0 < top_k <= num or not 0 <= first <= first + len(up) <= num or len(up) != len(down):
             raise ValueError(f"{top_k} experts of {num}, {len(up)} and {len(down)} from {first} on")
         if seen.dtype != np.int64 or seen.shape != (3,):
             raise ValueError(f"counters are {seen.dtype} {seen.shape}")
-        self.is_int8 = int(self.matrix_dtype is torch.int8)
+        self.is_integer = int(self.matrix_dtype is torch.uint8)
         packed = kernels.pack_router(router)
         pointers = [np.array([_get_pointer(t) for t in each], np.uint64) for each in (up, down)]
         self._kept = (packed, up, down, shared, pointers, seen)
@@ -634,7 +663,7 @@ class PackedLayers:
     weights: of each layer input norm, QKV, dense, post norm (or None), up and down, every one its
     weight and its bias or None; then the weights of the norms of queries and of keys, and weight
     and bias of the norms of what dense and what down yield, each or None. final: of the last norm.
-    The tensors are kept alive. The matrices are of one type, int8 or that of all else.
+    The tensors are kept alive. The matrices are of one type, integers or that of all else.
     attending: of each layer, alike but for window and table; its norms are among the weights.
     share: of what attention and MLP yield, in what is added to the layer's input. experts: of each
     layer, which has no up and down then.
@@ -659,8 +688,9 @@ class PackedLayers:
         norm, qkv = weights[0][0], weights[0][2]
         assert norm is not None
         assert qkv is not None
-        self.dtype, self.matrix_dtype = norm.dtype, qkv.dtype
-        self.first_shape = tuple(qkv.shape)  # an EAGLE net's first layer may read more than others
+        self.dtype = norm.dtype
+        self.is_integer = qkv.dtype is torch.uint8
+        self.first = qkv  # an EAGLE net's first layer may read more than others
         self.num_qkv = (num_heads + 2 * num_kv_heads) * head_size
         matrices = [
             (self.num_qkv, hidden), (hidden, num_heads * head_size),
@@ -675,9 +705,12 @@ class PackedLayers:
                 num_outputs, depth = matrices[place - 1 if place < 3 else place - 2]
                 if at % 2:
                     _check(what, tensor, self.dtype, num_outputs)
+                elif tensor is None and experts and place in (4, 5):
+                    continue
+                elif tensor is None or (tensor.dtype is torch.uint8) != self.is_integer:
+                    raise ValueError(f"{what} is not of the first matrix's type")
                 elif (index, at) != (0, 2):
-                    shape = get_packed_shape(num_outputs, depth, self.matrix_dtype)
-                    _check(what, tensor, self.matrix_dtype, *shape)
+                    _check_packed(what, tensor, self.dtype, num_outputs, depth)
         for tensor in final:
             _check("the last norm", tensor, self.dtype, hidden)
         self.pointers = np.array([_get_pointer(t) or 0 for row in weights for t in row], np.uint64)
@@ -685,7 +718,6 @@ class PackedLayers:
         self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
         self.num_layers = len(weights)
         self.activation, self.is_gated = activation, int(is_gated)
-        self.is_int8 = int(qkv.dtype is torch.int8)
         if experts and {(e.hidden, e.matrix_dtype) for e in experts} != {(hidden, qkv.dtype)}:
             raise ValueError(f"experts of another size or type than {hidden} and {qkv.dtype}")
         if experts and len(experts) != len(weights):

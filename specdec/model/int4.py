@@ -52,6 +52,8 @@ INT4_STORAGE = ("int8", "uint8")
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 SYMMETRIC_ZERO = 8
 LARGEST_CODE, LARGEST_ZERO = 15, 16
+# Columns of a group that the embedded engine multiplies; also multiples of the largest, and a row.
+ENGINE_GROUPS = (32, 64, 128)
 
 
 class Source(Protocol):
@@ -261,3 +263,9 @@ def find_damage(matrix: Int4Matrix) -> list[str]:
     if order is not None and not np.array_equal(np.sort(order), np.arange(num_inputs)):
         wrong.append(f"{matrix.module}.{PERMUTATION} does not have every input once")
     return wrong
+
+
+def check_damage(matrix: Int4Matrix) -> None:
+    """Raise SpecDecError for what `find_damage` lists."""
+    if wrong := find_damage(matrix):
+        raise SpecDecError("; ".join(wrong), "the file is damaged: make it again")

@@ -18,7 +18,7 @@ from specdec.files.tensor_file import TensorInfo
 FLOAT8 = "float8_e4m3fn"
 FLOAT8_MAX = 448.0
 FP8 = "FP8"
-EXECUTED = (None, FP8)  # by the torch backend
+EXECUTED = (None, FP8, "W4A16_AWQ", "INT4_GROUPS")  # by the torch backend
 WEIGHT_SCALE = "weights_scaling_factor"
 ACTIVATION_SCALE = "activation_scaling_factor"
 SCALES = (WEIGHT_SCALE, ACTIVATION_SCALE)
@@ -30,9 +30,10 @@ KV_SCALES = ("kv_cache_scaling_factor", "k_cache_scaling_factor", "v_cache_scali
 # Older writers label float8 bytes as int8.
 FLOAT8_STORAGE = (FLOAT8, "int8", "uint8")
 
-# What specdec-build makes of a checkpoint that is not quantized: weights alone, of the target's
-# layers, with one float32 scale a row.
+# What specdec-build makes of a checkpoint that is not quantized: the matrices of the target's
+# layers as integers, of 8 bits with one float32 scale a row or of 4 as int4.py has them.
 INT8 = "int8"
+INT4 = "int4"
 INT8_SCALES = CHANNEL_SCALE
 
 # What TensorRT-LLM leaves unquantized where a checkpoint lists nothing.

@@ -169,6 +169,46 @@ def test_a_drafter_stays_plain_beside_four_bits(convert: Converter, tmp_path: Pa
     assert checkpoint.quantization.excludes("transformer.layers.0.mlp.fc") is False
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "modelopt-int4"])
+def test_a_checkpoint_with_four_bits_takes_a_drafter(
+    name: str, convert: Converter, tmp_path: Path
+) -> None:
+    """Its bytes are those of one conversion of both; what does not fit config.json is named."""
+    source, _ = make_quantized(tmp_path, CASES[name])
+    drafter = make_drafter(tmp_path, vocab=67, dtype=CASES[name].dtype)
+    at_once = convert(model_dir=source, drafter_model_dir=drafter)
+    base = convert(model_dir=source, output_dir=tmp_path / "base")
+    added = convert(
+        base_model_checkpoint_dir=base, drafter_model_dir=drafter, output_dir=tmp_path / "added"
+    )
+    file = "rank0.safetensors"
+    assert (added / file).read_bytes() == (at_once / file).read_bytes()
+    tensors = load_file(base / file)
+    scale = "transformer.layers.0.mlp.proj.weights_scaling_factor"
+    del tensors["transformer.layers.1.mlp.fc.weights_scaling_factor"]
+    tensors[scale] = tensors[scale][:, :2].clone()
+    tensors["transformer.layers.0.mlp.fc.weights_zero_points"] = torch.ones(1)
+    save_file(tensors, base / file, metadata={"format": "pt"})
+    error = convert.fail(
+        base_model_checkpoint_dir=base, drafter_model_dir=drafter, output_dir=tmp_path / "other"
+    )
+    assert "lacks 1 tensor: transformer.layers.1.mlp.fc.weights_scaling_factor" in error.message
+    assert "mlp.fc.weights_zero_points" in error.message
+
+
+def test_inputs_that_are_not_scaled_have_ones_beside_others(
+    convert: Converter, tmp_path: Path
+) -> None:
+    """ModelOpt folds some input scales into norms; TensorRT-LLM reads one of every linear."""
+    source, _ = make_quantized(tmp_path, CASES["modelopt-int4"], layers=1)
+    names = [f"{Q_PROJ[:-6]}{part}_proj.pre_quant_scale" for part in "qkv"]
+    change_folder(source, dict.fromkeys(names))
+    convert(model_dir=source)
+    written = load_file(convert.output / "rank0.safetensors")
+    ones = written["transformer.layers.0.attention.qkv.prequant_scaling_factor"]
+    assert torch.equal(ones, torch.ones(64, dtype=torch.bfloat16))
+
+
 def test_linears_that_are_left_alone_are_listed(convert: Converter, tmp_path: Path) -> None:
     source, plain = make_quantized(tmp_path, CASES["awq"])
     name = "model.layers.1.mlp.down_proj"

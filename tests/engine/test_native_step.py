@@ -1,6 +1,6 @@
 """In half precision a token's state has the same bits in every step: alone, in a tree, in a batch.
 
-With int8 weights too.
+With integer weights too.
 
 So speculative text is that of plain decoding on the same engine in half precision too, not only up
 to near-ties, wherever the native kernels run a step.
@@ -20,7 +20,7 @@ from specdec.engine import decoder as engine
 from specdec.engine import int8, native
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
+from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
 from specdec.engine.step import Step
 from specdec.engine.tree import Tree, build_tree_mask
 from specdec.files.torch_tensors import TORCH_DTYPES
@@ -54,7 +54,7 @@ def make_decoder(
         )
         for name, shape in list_engine_tensors(model, None).items()
     }
-    for name in list_int8(model) if is_int8 else []:
+    for name in list_integers(model) if is_int8 else []:
         weights[name], weights[name_int8_scales(name)] = int8.quantize(weights[name], name)
     kernels = native.NativeKernels(library, TORCH_DTYPES[dtype])
     return Decoder(model, weights, num_positions=256, device=torch.device("cpu"), kernels=kernels)

@@ -210,7 +210,7 @@ def test_fc_and_gate_of_two_kinds_are_refused(checkpoint: Path, tmp_path: Path) 
             del tensors[f"{module}.{kind}_scaling_factor"]
         config["quantization"]["exclude_modules"].append(module)
 
-    with pytest.raises(SpecDecError, match="mlp.fc.weight is FP8, .*gate.weight is float32"):
+    with pytest.raises(SpecDecError, match="mlp.fc.weight is quantized, .*gate.weight is float32"):
         build(change_checkpoint(checkpoint, tmp_path / "ckpt", change))
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +25,7 @@ from specdec.serve.schema import NEUTRAL, CompletionAsked
 from specdec.serve.server import Server, check_address, read_key
 from specdec.serve.settings import ServeSettings
 from specdec.serve.tokens import TokenTable, list_byte_letters
-from tests.conftest import BOS, EOS, UNK
+from tests.conftest import BOS, EOS, ROOT, UNK
 from tests.serve.servers import CLIENT, MODEL, make_served_engine, post, read_events, serve_here
 
 TEXT = "hello ab"
@@ -555,3 +558,97 @@ def test_metrics_add_up(folder: Path) -> None:
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert f"vllm:{name}" in found
     assert found["vllm:inter_token_latency_seconds_count"] > 3
+
+
+# --- the page ---
+
+PAGE = ROOT / "serve" / "page.html"
+# What a browser has, as far as the page uses it.
+BROWSER = """
+const made = {};
+class Node { constructor(id) { this.id = id; this.children = []; this.handlers = {}; this.value = "0"; this.set = {}; }
+  append(...nodes) { this.children.push(...nodes); } replaceChildren() { this.children = []; }
+  setAttribute(name, value) { this.set[name] = value; } addEventListener(kind, call) { this.handlers[kind] = call; }
+  get firstElementChild() { return this.children[0] ??= new Node("first"); } }
+globalThis.document = { getElementById: id => made[id] ??= new Node(id), createElement: () => new Node(),
+  createElementNS: (_, kind) => new Node(kind), handlers: {}, addEventListener(kind, call) { this.handlers[kind] = call; } };
+const own = globalThis.fetch;
+globalThis.fetch = (path, options) => own(process.argv[2] + "/" + path, options);
+document.getElementById("key").value = "";
+document.getElementById("prompt").value = "hello ab"; document.getElementById("tokens").value = "20";
+document.getElementById("compare").checked = true;
+document.getElementById("sides");
+SCRIPT
+await start();
+const sides = made.sides.children.map(side => side.children[1].children.map(s => [s.textContent, s.className]));
+console.log(JSON.stringify({sides, model: made.model?.textContent, error: made.error.textContent,
+  steps: Number(made.step.max), nodes: made.tree.children.filter(n => n.id === "circle").length,
+  bars: made.chart.children.filter(n => n.id === "rect").length, label: made.steplabel.firstElementChild.textContent,
+  stats: made.sides.children.map(side => side.children[2].textContent)}));
+"""  # noqa: E501
+
+
+def test_the_page_needs_nothing_from_elsewhere(url: str) -> None:
+    answer = CLIENT.get(url)
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    page = answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert re.findall(r"https?://|src=|@import|url\(|innerHTML|eval\(", page) == []
+    assert "prefers-color-scheme: dark" in page
+    labelled = set(re.findall(r'for="(\w+)"', page))
+    for tag in re.findall(r"<(?:input|textarea)[^>]*>", page):
+        at = page.index(tag)
+        inside = page.rfind("<label", 0, at) > page.rfind("</label>", 0, at)
+        found = re.search(r'id="(\w+)"', tag)
+        assert inside or (found is not None and found[1] in labelled), tag
+
+
+def test_the_page_shows_tokens_steps_and_both_sides(
+    url: str, tmp_path: Path, expected: Any
+) -> None:
+    """Its script, in node with stand-ins for what a browser has."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    (script,) = re.findall(r"<script>(.*?)</script>", PAGE.read_text(), re.DOTALL)
+    path = tmp_path / "page.mjs"
+    path.write_text(BROWSER.replace("SCRIPT", script.replace('"use strict";', "")))
+    done = subprocess.run([node, path, url], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["error"] == ""
+    assert shown["model"] == f"{MODEL} (redrafter, float32)"
+    drafted, plain = shown["sides"]
+    assert [text for text, _ in drafted] == [text for text, _ in plain]
+    assert "".join(text for text, _ in plain) in expected.text
+    assert {origin for _, origin in plain} == {"plain"}
+    assert {origin for _, origin in drafted} >= {"plain", "bonus"}
+    assert shown["steps"] == shown["bars"] > 3
+    assert shown["nodes"] > 3
+    assert shown["label"].startswith(f"Step {shown['steps']} of {shown['steps']}: ")
+    assert "drafted accepted" in shown["stats"][0]
+    assert "drafted" not in shown["stats"][1]
+
+
+def test_trees_of_each_step_and_requests_without_drafts(url: str) -> None:
+    body = {"prompt": TEXT, "max_tokens": 40, **GREEDY}
+    events = read_events(url, "/v1/completions", **body, return_trees=True, return_origins=True)
+    trees = [tree for e in events for c in e["choices"] for tree in c.get("trees", [])]
+    told = events[-1]["metrics"]["speculative_decoding"]
+    assert [len(tree["tokens"]) - 1 for tree in trees] == [0, *told["per_step_drafted"]]
+    assert [len(tree["accepted"]) - 1 for tree in trees][:-1] == [0, *told["per_step_accepted"]][
+        :-1
+    ]
+    names = [name for e in events for c in e["choices"] for name in c.get("tokens", [])]
+    at = 0
+    for tree in trees:
+        assert tree["parents"][0] == -1
+        for parent, node in zip(tree["accepted"], tree["accepted"][1:], strict=False):
+            assert tree["parents"][node] == parent
+            if at < len(names):
+                assert names[at] == [tree["tokens"][node], "draft"]
+            at += 1
+        at += 1
+    plain = post(url, "/v1/completions", **body, speculation=False)
+    assert plain["choices"][0]["text"] == "".join(c["text"] for e in events for c in e["choices"])
+    assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
