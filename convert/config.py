@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError
-from specdec.model.architectures import KEY, list_flags
+from specdec.model.architectures import ARCHITECTURES, KEY, list_flags
 from specdec.model.config import ModelConfig
 from specdec.model.experts import describe_experts, name_shared, parse_experts
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
@@ -97,7 +97,7 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
     if model.original_max_position_embeddings is not None:
         config["original_max_position_embeddings"] = model.original_max_position_embeddings
     config = family.describe(model, config)
-    if model.own_arithmetic is not None:
+    if model.own_arithmetic is not None and model.architecture not in ARCHITECTURES:
         config[KEY] = list_flags(model.own_arithmetic)
     if version != "0.14":
         config = {key: value for key, value in config.items() if key not in KEYS_014_ONLY}

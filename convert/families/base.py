@@ -74,6 +74,7 @@ class Family:
     ignored: patterns of tensors that carry no weights.
     always_shares: TensorRT-LLM's own checkpoints of the family store a tied head as the embedding
     alone.
+    prepare: a folder as `modules` and `read_config` want it, where they need another than there is.
     read_config: makes the model's configuration of its config.json, by `make_model`.
     describe: completes a checkpoint's config.json with the keys that TensorRT-LLM has for it.
     find_problem_014: what TensorRT-LLM 0.14 cannot express of a model, with a remedy, or None.
@@ -87,6 +88,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     is_tied_by_default: bool = False
     always_shares: bool = False
+    prepare: Callable[[HfFolder], HfFolder] = lambda folder: folder
     read_config: Callable[[ConfigReader, Layout], ModelConfig]
     describe: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = describe_rotary
     find_problem_014: Callable[[ModelConfig], tuple[str, str] | None] = lambda model: None

@@ -20,6 +20,7 @@ from specdec.model.quantization import FLOAT8_STORAGE
 from specdec.model.rotary_scaling import get_kind
 from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
 from specdec.trtllm.facts import Facts
+from specdec.trtllm.layouts import find_layout_problems
 from specdec.trtllm.pairs import find_lack
 
 from .record import Record, deduce_max_seq_len
@@ -81,6 +82,7 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
             f" {label} does not read",
             f"convert it with --trtllm-version {label}",
         )
+    problems += find_layout_problems(label, checkpoint.quantization, checkpoint.model)
     if "qwen" in architecture.lower() and not raw.get("qwen_type"):
         problems.add(
             f"the checkpoint is {architecture} and its config.json has no qwen_type, without"
