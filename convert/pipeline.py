@@ -252,6 +252,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     family = find_family(folder)
     files = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)]
     folder, scheme, matrices = open_quantized(settings, folder)
+    folder = family.prepare(folder)
     is_quantized = settings.dequantize or scheme is not None
     layout = Layout(
         dtype=folder.find_dtype() if settings.dtype == "auto" else settings.dtype,
