@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError
-from specdec.model.architectures import KEY, list_flags
+from specdec.model.architectures import ARCHITECTURES, KEY, list_flags
 from specdec.model.config import ModelConfig
-from specdec.model.experts import describe_experts, parse_experts
+from specdec.model.experts import describe_experts, name_shared, parse_experts
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
     if model.original_max_position_embeddings is not None:
         config["original_max_position_embeddings"] = model.original_max_position_embeddings
     config = family.describe(model, config)
-    if model.own_arithmetic is not None:
+    if model.own_arithmetic is not None and model.architecture not in ARCHITECTURES:
         config[KEY] = list_flags(model.own_arithmetic)
     if version != "0.14":
         config = {key: value for key, value in config.items() if key not in KEYS_014_ONLY}
@@ -164,7 +164,7 @@ def _adapt_experts(config: Mapping[str, Any], version: str) -> dict[str, Any]:
     mapping = config.get("mapping")
     tp_size = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
     experts = parse_experts(config, tp_size)
-    if experts.shared_inner and (experts.shared_name == "shared_expert") != (version == "0.14"):
+    if experts.shared_inner and experts.shared_name != name_shared(version):
         raise SpecDecError(
             f"the checkpoint's shared experts are named {experts.shared_name}, which TensorRT-LLM"
             f" {version} does not read",

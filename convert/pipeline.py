@@ -34,6 +34,8 @@ from specdec.model.tensors import (
     list_rank_names,
     list_target_tensors,
 )
+from specdec.trtllm.facts import DEFAULT_LABEL
+from specdec.trtllm.layouts import find_layout_problems
 from specdec.trtllm.pairs import find_lack
 from specdec.vocabulary import read_recorded, read_vocabulary
 
@@ -111,7 +113,8 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         report["num_tensors"], report["total_bytes"] / 1e6, seconds,
     )  # fmt: skip
     if report["lack"] is not None:
-        logger.info("%s: this checkpoint is for the torch backend", report["lack"])
+        takers = "the torch backend" if "torch" in report["backends"] else "other runtimes"
+        logger.info("%s: this checkpoint is for %s", report["lack"], takers)
     return {"dry_run": False, **report, "convert_seconds": seconds}
 
 
@@ -210,11 +213,16 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
             ranks = merge_ranks(ranks, drafter_ranks)
         files = [*files, *(path for path in folder.files if path not in files)]
     problems.raise_all()
+    checkpoint = parse_checkpoint_config(
+        config | {"share_embedding_table": target.model.share_embedding_table}
+    )
+    if settings.trtllm_version != DEFAULT_LABEL:  # which was not asked for: see list_backends
+        find_layout_problems(
+            settings.trtllm_version, checkpoint.quantization, checkpoint.model
+        ).raise_all()
     return ConversionPlan(
         config=config,
-        checkpoint=parse_checkpoint_config(
-            config | {"share_embedding_table": target.model.share_embedding_table}
-        ),
+        checkpoint=checkpoint,
         dtype=target.model.dtype,
         ranks=tuple(ranks),
         source_files=tuple(files),
@@ -244,6 +252,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     family = find_family(folder)
     files = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)]
     folder, scheme, matrices = open_quantized(settings, folder)
+    folder = family.prepare(folder)
     is_quantized = settings.dequantize or scheme is not None
     layout = Layout(
         dtype=folder.find_dtype() if settings.dtype == "auto" else settings.dtype,
@@ -519,7 +528,10 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
     total = sum(int(str(file["bytes"])) for file in files)
     checkpoint = plan.checkpoint
     model = checkpoint.model
-    lack = find_lack(settings.trtllm_version, plan.config, model.architecture)
+    label = settings.trtllm_version
+    lacks = [find_lack(label, plan.config, model.architecture)]
+    lacks += find_layout_problems(label, checkpoint.quantization, model)
+    lack = next(filter(None, lacks), None)
     summary: dict[str, Any] = {
         name: getattr(model, name)
         for name in (
@@ -554,7 +566,7 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
 def list_backends(checkpoint: CheckpointConfig, *, is_lacking: bool) -> list[str]:
     """The backends of specdec-build that take a checkpoint.
 
-    is_lacking: whether TensorRT-LLM has no class for it.
+    is_lacking: whether TensorRT-LLM has no class for it, or loads no such matrices.
     """
     is_executed = checkpoint.quantization.quant_algo in EXECUTED
     backends = ["torch"] if checkpoint.model.pp_size == 1 and is_executed else []

@@ -25,7 +25,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -40,6 +39,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
 }
+GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "grammar": "lark"}
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenName = Annotated[str, Field(pattern=r"^\d{1,10}$")]
@@ -66,6 +66,18 @@ class StreamOptions(Model):
     include_obfuscation: Literal[False] = False
 
 
+class JsonSchema(Model):
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Model):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class Asked(Model):
     """What both kinds of completions have."""
 
@@ -85,6 +97,10 @@ class Asked(Model):
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | None = None
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None
     user: str | None = None  # of no effect, as with OpenAI
     # Ours, for the page: how each token came, what each step verified, and nothing drafted.
     return_origins: bool = False
@@ -99,6 +115,25 @@ class Asked(Model):
     def find_sources(self) -> list[dict[str, Any]]:
         """The prompts, each as the one argument of a Prompt."""
         raise NotImplementedError
+
+    def find_grammar(self) -> dict[str, Any] | None:
+        """What the output is to keep to, as a Prompt has it."""
+        form = self.response_format
+        found: dict[str, dict[str, Any]] = {}
+        if form is not None and form.type == "json_object":
+            found["response_format"] = {"json_object": True}
+        elif form is not None and form.type == "json_schema":
+            if form.json_schema is None or form.json_schema.schema_ is None:
+                raise BadRequest("response_format has no json_schema.schema", "response_format")
+            found["response_format"] = {"json_schema": form.json_schema.schema_}
+        for name, kind in GUIDED.items():
+            if (value := getattr(self, name)) is not None:
+                found[name] = {kind: value}
+        if len(found) > 1:
+            raise BadRequest(f"{' and '.join(found)} are both given", next(iter(found)))
+        if found and self.ignore_eos:
+            raise BadRequest("ignore_eos has no place beside a grammar", "ignore_eos")
+        return next(iter(found.values()), None)
 
     def make_prompt(self, source: Mapping[str, Any], seed: int) -> Prompt:
         """A prompt with these settings; what is not given is OpenAI's default."""
@@ -121,6 +156,7 @@ class Asked(Model):
             logprobs=self.num_top,
             speculation=self.speculation,
             keep_trees=self.return_trees,
+            grammar=self.find_grammar(),
         )
 
 

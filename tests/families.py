@@ -93,7 +93,7 @@ def make_family_model(
         del values["num_key_value_heads"]
     config_class, model_class = (getattr(transformers, each) for each in CLASSES[family])
     # A copy: transformers 5 writes into the dictionaries that it is given.
-    model = model_class(config_class(**values, **copy.deepcopy(config)))
+    model = model_class(config_class(**values | copy.deepcopy(config)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():

@@ -97,7 +97,7 @@ class LiveTarget(Target):
         aux_layers: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         self.whole_model = model.eval().requires_grad_(False)
-        self.model = model if head is None else model.base_model
+        self.model = model if head is None else get_body(model)
         embedding = model.get_input_embeddings()
         super().__init__(embedding, config, name=name, head=head, aux_layers=aux_layers)
 
@@ -192,6 +192,7 @@ def load_target(
     """
     kind = "AutoModelForCausalLM" if with_head else "AutoModel"
     model = pretrained.load_model(model_dir, kind, dtype=TORCH_DTYPES[dtype])
+    fold_projections(model)
     try:
         if mesh is not None:
             assert split is not None
@@ -208,6 +209,37 @@ def load_target(
     layer = model.get_output_embeddings().requires_grad_(False)
     head = make_head(config, layer.weight, getattr(layer, "bias", None))
     return LiveTarget(model, config, name=name, head=head, aux_layers=aux_layers)
+
+
+def get_body(model: Any) -> Any:
+    """Return a model without its output layer, or a model that has none itself.
+
+    Gemma 3's text model names in transformers another attribute as its body than it has.
+    """
+    body = model.base_model
+    return getattr(model, "model", model) if body is model else body
+
+
+def fold_projections(model: Any) -> None:
+    """Let an OPT whose embedding is smaller than its layers have embedding and head of their size.
+
+    Engines have them so (convert/families/opt.py), and drafters read and predict by them.
+    """
+    decoder = getattr(get_body(model), "decoder", None)
+    inward, outward = (getattr(decoder, f"project_{way}", None) for way in ("in", "out"))
+    if decoder is None or inward is None or outward is None:
+        return
+    table = decoder.embed_tokens.weight.data
+    head = model.get_output_embeddings()
+    if head is not None:
+        weight = head.weight.data.float() @ outward.weight.data.float()
+        folded = torch.nn.Linear(weight.shape[1], len(weight), bias=False, dtype=table.dtype)
+        folded.weight.data = weight.to(table.dtype)
+        model.set_output_embeddings(folded)
+    weight = (table.float() @ inward.weight.data.float().T).to(table.dtype)
+    size, width = weight.shape
+    decoder.embed_tokens = torch.nn.Embedding(size, width, _weight=weight)
+    decoder.project_in = decoder.project_out = None
 
 
 def find_embedding_scale(config: Any) -> float:

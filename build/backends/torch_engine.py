@@ -115,9 +115,9 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     algorithm = checkpoint.quantization.quant_algo
     if algorithm not in EXECUTED:
         problems.add(
-            f"the checkpoint is quantized ({algorithm})",
-            f"the torch backend executes {join_names([*filter(None, EXECUTED)])}, float16, bfloat16"
-            " and float32",
+            f"the checkpoint is quantized ({algorithm}), which the torch backend does not execute",
+            f"it executes {', '.join(filter(None, EXECUTED))}, float16, bfloat16 and float32; for"
+            " this one use --backend tensorrt-llm",
         )
     if settings.quantization is not None and checkpoint.quantization.is_quantized:
         problems.add(

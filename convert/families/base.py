@@ -11,7 +11,7 @@ from specdec import logs
 from specdec.errors import SpecDecError, shorten
 from specdec.model.architectures import Architecture
 from specdec.model.config import SLIDING, ModelConfig, list_layer_types
-from specdec.model.experts import Experts
+from specdec.model.experts import Experts, name_shared
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind, list_kinds
 from specdec.model.tensors import EMBEDDING, HEAD
 from specdec.trtllm.facts import DEFAULT_LABEL
@@ -74,6 +74,7 @@ class Family:
     ignored: patterns of tensors that carry no weights.
     always_shares: TensorRT-LLM's own checkpoints of the family store a tied head as the embedding
     alone.
+    prepare: a folder as `modules` and `read_config` want it, where they need another than there is.
     read_config: makes the model's configuration of its config.json, by `make_model`.
     describe: completes a checkpoint's config.json with the keys that TensorRT-LLM has for it.
     find_problem_014: what TensorRT-LLM 0.14 cannot express of a model, with a remedy, or None.
@@ -87,6 +88,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     is_tied_by_default: bool = False
     always_shares: bool = False
+    prepare: Callable[[HfFolder], HfFolder] = lambda folder: folder
     read_config: Callable[[ConfigReader, Layout], ModelConfig]
     describe: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = describe_rotary
     find_problem_014: Callable[[ModelConfig], tuple[str, str] | None] = lambda model: None
@@ -281,7 +283,7 @@ def read_experts(
         renormalizes=renormalizes,
         tp_size=moe_tp_size or max(1, tp_size // moe_ep_size),
         ep_size=moe_ep_size,
-        shared_name="shared_expert" if layout.trtllm_version == "0.14" else "mlp.shared_expert",
+        shared_name=name_shared(layout.trtllm_version),
     )
     return {"experts": experts, "hidden_act": "swiglu"}
 

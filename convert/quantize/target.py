@@ -17,7 +17,6 @@ from specdec.model.config import ModelConfig
 from specdec.model.quantization import FP8
 from specdec.model.sharding import list_blocks
 from specdec.model.tensors import TensorSpec, list_linears
-from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
 
 from ..hf import HfFolder
 from ..plan import Part, RankPlan, count_elements, plan_tensors
@@ -101,9 +100,6 @@ def quantize_target(
     group_size = settings.group_size or format_.group_size
     linears = {f"{module}.weight": specs[f"{module}.weight"] for module in list_linears(model)}
     problems = find_problems(format_, linears, model, group_size)
-    problems += find_line_problems(
-        settings.trtllm_version, format_, linears, model.tp_size, group_size
-    )
     problems.raise_all()
     whole = plan_tensors(
         linears, {name: sources[name] for name in linears}, folder, dtype=model.dtype,
@@ -209,26 +205,4 @@ def find_problems(
                 )
             if problems:
                 return problems  # every layer has the same
-    return problems
-
-
-def find_line_problems(
-    label: str,
-    format_: Format,
-    linears: Mapping[str, TensorSpec],
-    tp_size: int,
-    group_size: int | None,
-) -> Problems:
-    """Why a line of TensorRT-LLM cannot load the checkpoint: raised where it was asked for.
-
-    The default line is not asked for: its checkpoints are our own engine's too.
-    """
-    shapes = {name: spec.shape for name, spec in linears.items()}
-    problems = load_facts(label).find_quantization_problems(
-        format_.name, group_size, shapes, tp_size
-    )
-    if label == DEFAULT_LABEL:
-        for problem in problems:
-            logger.info("%s: this checkpoint is for the torch backend", problem[0])
-        return Problems()
     return problems

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.decode.grammar import GrammarState
 from specdec.decode.sampling import (
     ACCEPT,
     CHOICE,
@@ -44,6 +45,12 @@ class Candidates:
 
     tree: Tree
     draft_probs: Sequence[Tensor] | None = None
+
+    def prune(self, grammar: GrammarState) -> Candidates:
+        """Leave out what a grammar forbids."""
+        probs = self.draft_probs
+        tree = grammar.prune(self.tree, is_drawn=probs is not None)
+        return Candidates(tree, None if probs is None else probs[: tree.num_draft_tokens] or None)
 
 
 def accept(tree: Tree, choices: Sequence[int]) -> tuple[list[int], int]:

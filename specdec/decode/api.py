@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import numbers
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 from specdec import logs
 from specdec.command.settings import as_options, check_value, get_flags
 from specdec.decode.engine import TorchEngine
+from specdec.decode.grammar import GrammarCompiler
 from specdec.decode.loading import load_engine
 from specdec.decode.loop import Batch, Options, fit_batch
 from specdec.decode.prompts import SHAPING_KEYS, check_values, find_end_ids, make_requests
@@ -56,7 +58,9 @@ class Prompt:
     logit_bias: what is added to the logits of tokens. The penalties: repetition_penalty of tokens
     in prompt or output, the two others of those in the output. logprobs: how many of the likeliest
     tokens to tell of beside each new one; None tells nothing. speculation: False drafts nothing
-    for this prompt. keep_trees: let the events of a stream have the tree of each step.
+    for this prompt. keep_trees: let the events of a stream have the tree of each step. grammar:
+    what the text keeps to: {"json_schema": {...}}, {"json_object": True}, {"regex": "..."} or
+    {"lark": "..."}.
     """
 
     text: str | None = None
@@ -77,6 +81,7 @@ class Prompt:
     logprobs: int | None = None
     speculation: bool | None = None
     keep_trees: bool | None = None
+    grammar: Mapping[str, Any] | None = None
 
 
 AnyPrompt = str | Sequence[int] | Prompt
@@ -373,6 +378,10 @@ class Engine:
             raise SpecDecError("this engine is closed", "load it again")
         return self._core
 
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self._end_ids)
+
     def _make_options(self, core: TorchEngine) -> Options:
         return core.fill_options(
             Options(
@@ -397,11 +406,20 @@ class Engine:
                 )
             entry = _to_entry(defaults) | _to_entry(prompt)
             check_values(f"prompt {index}", entry)
+            if prompt.grammar is not None:
+                if prompt.end_ids is not None:
+                    raise SpecDecError(
+                        f"prompt {index} has both grammar and end_ids",
+                        "leave one out: a text that keeps to a grammar ends as the model's do",
+                    )
+                entry["grammar"] = self._grammars.compile(prompt.grammar)
             entries.append(entry)
         made = make_requests(entries, self._settings, self.tokenizer, self._end_ids)
         requests = []
         for request, prompt in zip(made, given, strict=True):
             ends = defaults.end_ids if prompt.end_ids is None else prompt.end_ids
+            if prompt.grammar is not None:
+                ends = None
             if ends is not None:
                 request = dataclasses.replace(request, end_ids=frozenset(map(int, ends)))
             requests.append(request)

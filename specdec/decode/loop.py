@@ -23,6 +23,7 @@ from specdec.decode.drafters.base import (
     PromptLatecomer,
     Proposer,
     StateProposer,
+    TreeReader,
     list_rows,
 )
 from specdec.decode.plain_ahead import Emitted, PlainAhead
@@ -324,10 +325,16 @@ class Batch:
         """What is drafted for each request; the proposer never hears of those without drafts."""
         drafting = [r for r in active if r.request.drafts]
         drafted = iter(self.proposer.propose(drafting) if drafting else ())
-        return [
-            next(drafted) if r.request.drafts else Candidates(make_root(r.output_ids[-1]))
-            for r in active
-        ]
+        candidates = []
+        for request in active:
+            if not request.request.drafts:
+                candidates.append(Candidates(make_root(request.output_ids[-1])))
+                continue
+            own = next(drafted)
+            if request.grammar is not None and not isinstance(self.proposer, TreeReader):
+                own = own.prune(request.grammar)
+            candidates.append(own)
+        return candidates
 
     def _observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[list[int]]

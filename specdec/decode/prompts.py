@@ -229,6 +229,7 @@ def make_requests(
                 num_logprobs=prompt.get("logprobs"),
                 drafts=prompt.get("speculation", True),
                 keep_trees=prompt.get("keep_trees", False),
+                grammar=prompt.get("grammar"),
             )
         )
     return requests

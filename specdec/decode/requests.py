@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from specdec.decode.shaping import make_shaper
 from specdec.decode.text import TextStream
 from specdec.engine.transfers import to_device, to_host
 from specdec.errors import Problems
+
+if TYPE_CHECKING:
+    from specdec.decode.grammar import Grammar, GrammarState
 
 FinishReason = Literal["length", "eos", "stop", "cancelled"]
 Origin = Literal["draft", "bonus", "plain"]
@@ -30,7 +33,8 @@ class Request:
 
     Generation ends at any token of `end_ids`, and where the text comes to hold any of `stop`.
     num_logprobs: how many of the likeliest tokens to tell of at every place; None tells nothing.
-    drafts: False decodes one token a step. keep_trees: return the tree of every step.
+    drafts: False decodes one token a step. keep_trees: return the tree of every step. grammar: what
+    the output keeps to.
     """
 
     index: int
@@ -43,6 +47,7 @@ class Request:
     num_logprobs: int | None = None
     drafts: bool = True
     keep_trees: bool = False
+    grammar: Grammar | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,14 +174,21 @@ class ActiveRequest:
         return Sampler(
             request.sampling,
             request.max_output_len + self._max_depth + 1,
-            make_shaper(request.sampling, request.input_ids, self.output_ids),
+            make_shaper(request.sampling, request.input_ids, self.output_ids, self.grammar),
         )
+
+    @functools.cached_property
+    def grammar(self) -> GrammarState | None:
+        """Where the output is in the grammar that it keeps to."""
+        grammar = self.request.grammar
+        return None if grammar is None else grammar.follow(self.output_ids)
 
     @property
     def needs_only_best(self) -> bool:
         """Whether the likeliest tokens alone decide, as the target gives them."""
         params = self.request.sampling
-        return params.is_greedy and not params.is_shaped and self.request.num_logprobs is None
+        is_shaped = params.is_shaped or self.request.grammar is not None
+        return params.is_greedy and not is_shaped and self.request.num_logprobs is None
 
     def note_logprobs(self, logits: Tensor) -> None:
         """Keep what is told of the newest tokens; logits: [n, V], those that they follow from."""
@@ -192,6 +204,7 @@ class ActiveRequest:
     def release(self) -> None:
         """Forget what only further tokens would need: a run may have many requests."""
         self.__dict__.pop("sampler", None)
+        self.__dict__.pop("grammar", None)
 
     @property
     def remaining(self) -> int:

@@ -62,8 +62,26 @@ def list_branch(tree: Tree, node: int) -> list[int]:
     return tokens[::-1]
 
 
+class ShaperChain:
+    """One shaper after another."""
+
+    def __init__(self, shapers: Sequence[Shaper]) -> None:
+        self._shapers = shapers
+
+    def shape(self, tree: Tree, logits: Tensor) -> Tensor:
+        for shaper in self._shapers:
+            logits = shaper.shape(tree, logits)
+        return logits
+
+
 def make_shaper(
-    params: SamplingParams, prompt: Sequence[int], output_ids: Sequence[int]
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output_ids: Sequence[int],
+    mask: Shaper | None = None,
 ) -> Shaper | None:
-    """Return what shapes a request's logits; None where nothing does."""
-    return Penalties(params, prompt, output_ids) if params.is_shaped else None
+    """Return what shapes a request's logits, `mask` last; None where nothing does."""
+    if not params.is_shaped:
+        return mask
+    penalties = Penalties(params, prompt, output_ids)
+    return penalties if mask is None else ShaperChain([penalties, mask])

@@ -101,9 +101,10 @@ class Decoder:
             model, weights, self.rank, tables=(self.rotary, local), prepack=prepack,
             kernels=kernels,
         )  # fmt: skip
+        layers = [parts.make_layer(index) for index in range(model.num_hidden_layers)]
         self.stack = Stack(
-            layers=[parts.make_layer(index) for index in range(model.num_hidden_layers)],
-            final_norm=parts.make_norm("transformer.ln_f"),
+            layers=layers,
+            final_norm=None if arithmetic.is_post_norm else parts.make_norm("transformer.ln_f"),
             num_heads=model.num_attention_heads // model.tp_size,
             num_kv_heads=model.get_num_kv_heads(),
             head_size=model.head_size,

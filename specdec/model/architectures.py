@@ -30,6 +30,8 @@ class Architecture:
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
     norm_epsilon: where a checkpoint's config.json need not tell it.
     qk_norm: each head's queries and keys are normed before they are rotated.
+    is_post_norm: attention and MLP read their input as it is, and what they yield is normed with
+    that added; there is no norm behind the last layer.
     window_pattern: every so many layers one sees all tokens, the others a window; None where the
     configuration tells.
     inner_norms: what attention and MLP yield is normed before it is added to the layer's input.
@@ -49,6 +51,7 @@ class Architecture:
     activations: tuple[str, ...] = ("silu",)
     norm_epsilon: float | None = None
     qk_norm: bool = False
+    is_post_norm: bool = False
     inner_norms: bool = False
     window_pattern: int | None = None
     layers_without_positions: tuple[int, ...] = ()
@@ -108,6 +111,8 @@ def find_arithmetic(config: Mapping[str, Any], architecture: str) -> Architectur
     Raises SpecDecError for flags that this release does not know, or that contradict the name.
     """
     known = ARCHITECTURES.get(architecture)
+    if known is not None and config.get("do_layer_norm_before") is False:  # OPT-350m
+        known = dataclasses.replace(known, is_post_norm=True)
     if config.get(KEY) is None:
         return known
     told = _read_flags(config[KEY])

@@ -118,7 +118,7 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     if types is None and pattern is not None:
         types = list_layer_types(values["num_hidden_layers"], max(1, pattern))
     values["layer_types"] = None if types is None else tuple(types)
-    own = None if base in ARCHITECTURES else arithmetic
+    own = None if arithmetic == ARCHITECTURES.get(base) else arithmetic
     if arithmetic.mlp == "experts":
         values["experts"] = parse_experts(config, tp_size)
         _refuse_quantized_experts(config)

@@ -112,11 +112,13 @@ class Quantization:
 
     exclude_modules: patterns of modules that stay in the model's type; None where the checkpoint
     lists nothing, which means DEFAULT_EXCLUDED. An empty list means that in 0.14 and "none" in 1.x.
+    group_size: of weights that share a scale, where they are in groups.
     """
 
     quant_algo: str | None = None
     kv_cache_quant_algo: str | None = None
     exclude_modules: tuple[str, ...] | None = None
+    group_size: int = 128
 
     @property
     def is_quantized(self) -> bool:
@@ -159,7 +161,14 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
             f"checkpoint config: quantization.exclude_modules is {excluded!r}, not a list of names",
             "correct the key",
         )
+    group_size = section.get("group_size", 128)
+    if type(group_size) is not int or group_size < 1:
+        raise SpecDecError(
+            f"checkpoint config: quantization.group_size is {group_size!r}, not a positive number",
+            "correct the key",
+        )
     return Quantization(
+        group_size=group_size,
         quant_algo=values["quant_algo"],
         kv_cache_quant_algo=values["kv_cache_quant_algo"],
         exclude_modules=None if excluded is None else tuple(excluded),

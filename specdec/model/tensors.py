@@ -84,7 +84,8 @@ def list_target_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
     for layer in range(model.num_hidden_layers):
         prefix = f"transformer.layers.{layer}."
         tensors |= {prefix + name: spec for name, spec in list_layer_tensors(model).items()}
-    tensors |= list_norm(model, "transformer.ln_f")
+    if not arithmetic.is_post_norm:
+        tensors |= list_norm(model, "transformer.ln_f")
     if not model.share_embedding_table:
         tensors["lm_head.weight"] = TensorSpec((model.vocab_size, hidden), Shard.VOCAB)
     if arithmetic.head_bias:

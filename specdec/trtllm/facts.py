@@ -10,11 +10,11 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import Problems, SpecDecError, UsageError, suggest
+from specdec.errors import SpecDecError, UsageError, suggest
 
 LABELS = ("1.2", "0.14")
 DEFAULT_LABEL = "1.2"
@@ -83,6 +83,7 @@ class Facts:
     architectures: tuple[str, ...]
     mapping_keys: tuple[str, ...]
     quantization_keys: tuple[str, ...]
+    moe_keys: tuple[str, ...]
     quant_algos: dict[str, str | None]
     quant_group_sizes: tuple[int, ...]
     build_config_keys: tuple[str, ...]
@@ -96,44 +97,6 @@ class Facts:
             if name == flag.name or name in flag.aliases:
                 return flag
         return None
-
-    def find_quantization_problems(
-        self,
-        algorithm: str,
-        group_size: int | None,
-        linears: Mapping[str, tuple[int, ...]],
-        tp_size: int,
-    ) -> Problems:
-        """List why the line cannot load a quantized checkpoint. linears: [out, in] by name."""
-        problems, line = Problems(), f"TensorRT-LLM {self.label}"
-        reason = self.quant_algos.get(algorithm, "it does not know it")
-        if reason is not None:
-            others = [
-                label for label in LABELS
-                if load_facts(label).quant_algos.get(algorithm, reason) is None
-            ]  # fmt: skip
-            return problems.add(
-                f"{line} cannot load {algorithm} checkpoints: {reason}",
-                f"convert it for {others[0]}" if others else "use the torch backend",
-            )
-        if not algorithm.startswith("W4") or group_size is None:
-            return problems
-        if group_size not in self.quant_group_sizes:
-            sizes = " and ".join(map(str, self.quant_group_sizes))
-            return problems.add(
-                f"{line} has int4 kernels for groups of {sizes}, not of {group_size}",
-                f"convert it with --group-size {self.quant_group_sizes[-1]}",
-            )
-        # Its layers have sizes that are such multiples, and a checkpoint's tensors must have them.
-        multiple = max(128 if algorithm == "W4A8_AWQ" else 64, group_size) * tp_size
-        for name, shape in linears.items():
-            if any(size % multiple for size in shape):
-                return problems.add(
-                    f"{name} is {list(shape)}, and {line} loads {algorithm} of sizes that are"
-                    f" multiples of {multiple}, tp_size {tp_size} included",
-                    "use a smaller --tp-size or another --quantization",
-                )
-        return problems
 
     def list_flag_names(self) -> list[str]:
         """List every name that a flag can be given by."""

@@ -496,8 +496,8 @@ def test_configurations_are_read_back(
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
         ("gpt2", {"n_head": 5}, "n_embd 64 is not a multiple of n_head 5"),
         ("gpt2", {"activation_function": "mish"}, "hidden_act='mish' is not known for GPT2"),
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
-        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
+        ("opt", {"word_embed_proj_dim": 32},
+         "word_embed_proj_dim is 32, but model.decoder.project_in.weight is missing, not [64, 32]"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
         ("opt", {"layer_norm_elementwise_affine": False}, "elementwise_affine is False"),
         ("opt", {"enable_bias": False}, "enable_bias is False"),
@@ -748,6 +748,35 @@ def test_gemma_with_attention_biases_and_head_dim(make: Maker, convert: Converte
     convert(model_dir=model_dir, tp_size=2)
     check_tensors(convert.output, "gemma", model_dir)
     assert read_config(convert.output)["head_size"] == 6
+
+
+@pytest.mark.parametrize("version", ["1.2", "0.14"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_opts_projections_are_multiplied_with_its_table(
+    is_tied: bool, version: str, make: Maker, convert: Converter, log: pytest.LogCaptureFixture
+) -> None:
+    """As TensorRT-LLM's converter does; what is left is an embedding and a head of their own."""
+    folder = make(
+        "opt", word_embed_proj_dim=32, do_layer_norm_before=False, tie_word_embeddings=is_tied
+    )
+    flags = {"use_embedding_sharing": True} if version == "0.14" else {}
+    convert(model_dir=folder, tp_size=2, trtllm_version=version, **flags)
+    assert ("--use-embedding-sharing has no effect" in log.text) == (version == "0.14")
+    source = {k: v.double().numpy() for k, v in load_file(folder / "model.safetensors").items()}
+    joined, prefix = join_checkpoint(convert.output), "model.decoder."
+    table = source[f"{prefix}embed_tokens.weight"]
+    head = table if is_tied else source["lm_head.weight"]
+    for name, product in (
+        ("transformer.vocab_embedding.weight", table @ source[f"{prefix}project_in.weight"].T),
+        ("lm_head.weight", head @ source[f"{prefix}project_out.weight"]),
+    ):
+        np.testing.assert_allclose(joined[name], product, rtol=1e-6, atol=1e-7)
+    assert "transformer.ln_f.weight" not in joined
+    assert read_config(convert.output)["do_layer_norm_before"] is False
+    assert KEY not in read_config(convert.output)
+    checkpoint = read_checkpoint_config(convert.output)
+    assert checkpoint.model.arithmetic.is_post_norm
+    assert checkpoint.model.hidden_size == 64
 
 
 # ---- Flags of the layout.

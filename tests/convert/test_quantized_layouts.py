@@ -402,6 +402,39 @@ def test_a_drafter_is_excluded(convert: Converter, tmp_path: Path) -> None:
     assert tensors["transformer.layers.0.mlp.fc.weight"].dtype == torch.int8
 
 
+@pytest.mark.parametrize("quantization", FLAGS)
+def test_a_quantized_checkpoint_takes_a_drafter(
+    quantization: str, convert: Converter, tmp_path: Path
+) -> None:
+    """Byte for byte; and what is wrong with it is told."""
+    target, data = make_target(tmp_path), make_rows(tmp_path / "rows.jsonl")
+    base = convert(model_dir=target, output_dir=tmp_path / "base", **get_flags(quantization, data))
+    drafter = make_drafter(tmp_path, exit_dim=96, dtype="bfloat16")
+    flags = {"base_model_checkpoint_dir": base, "drafter_model_dir": drafter}
+    convert(**flags)
+    before = summarize_rank(base / "rank0.safetensors")
+    after = summarize_rank(convert.output / "rank0.safetensors")
+    assert before.items() <= after.items()
+    assert "drafter.lm_head" in read_config(convert.output)["quantization"]["exclude_modules"]
+    tensors = load_file(base / "rank0.safetensors")
+    module = "transformer.layers.1.mlp.proj"
+    scale = next(name for name in tensors if name.startswith(f"{module}.") and "scal" in name)
+    if quantization == "nvfp4":  # as ModelOpt writes its scalars
+        name = f"{module}.weights_scaling_factor_2"
+        save_file({**tensors, name: tensors[name].reshape(())}, base / "rank0.safetensors")
+        convert(output_dir=tmp_path / "again", **flags)
+    for change, words in (
+        ({scale: None}, f"lacks 1 tensor: {scale}"),
+        ({scale: torch.ones(3, 3)}, f"{scale}"),
+        ({f"{module}.weight": tensors[f"{module}.weight"][1:]}, f"{module}.weight has shape"),
+        ({f"{module}.other": torch.ones(1)}, "would not use"),
+    ):
+        changed = {name: t for name, t in {**tensors, **change}.items() if t is not None}
+        save_file({n: t.contiguous() for n, t in changed.items()}, base / "rank0.safetensors")
+        error = convert.fail(output_dir=tmp_path / "broken", **flags)
+        assert words in error.message
+
+
 def test_scales_of_the_cache(convert: Converter, tmp_path: Path) -> None:
     target, data = make_target(tmp_path), make_rows(tmp_path / "rows.jsonl")
     convert(model_dir=target, quantization="fp8_pc_pt", kv_cache_dtype="fp8", calibration_data=data)

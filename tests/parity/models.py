@@ -108,6 +108,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "OPTForCausalLM": {
         "relu": _OPT,
         "gelu": {**_OPT, "activation_function": "gelu"},
+        "350m": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
     },
     "GemmaForCausalLM": {
         "tied": {**_GQA, "head_dim": 24, "num_key_value_heads": 1, "tie_word_embeddings": True},

@@ -168,7 +168,8 @@ def test_every_method_without_weights_on_every_family(
 @pytest.mark.parametrize(
     ("name", "kind"),
     [(name, [*DRAFTERS][number % len(DRAFTERS)]) for number, name in enumerate(NAMES)]
-    + [("PhiForCausalLM-gelu_new", "eagle"), ("GemmaForCausalLM-tied", "redrafter")],
+    + [("PhiForCausalLM-gelu_new", "eagle"), ("GemmaForCausalLM-tied", "redrafter")]
+    + [("OPTForCausalLM-350m", "redrafter")],
 )
 def test_two_ranks(
     name: str, kind: str, make: MakeEngine, get_target: Callable[[str], Path]

@@ -289,6 +289,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (turn("villain", "x"), "messages", "refuses the messages: no villains"),
     ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     (turn("user", [{"type": "image_url"}]), "messages", "'text'"),
+    ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "no json_schema.schema"),
+    ({"guided_regex": "[a"}, "prompt", "the regex is refused"),
+    ({"guided_regex": "a", "guided_json": {}}, "guided_json", "are both given"),
+    ({"grammar": "start: /a/", "ignore_eos": True}, "ignore_eos", "beside a grammar"),
 ]
 
 
@@ -306,9 +311,30 @@ def test_refusals_name_the_parameter(
     assert message in error["message"]
 
 
+def test_structured_output(url: str) -> None:
+    """Valid in a stream as in a whole answer, beside requests of other grammars and of none."""
+    schema: Any = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
+    schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    chat: Any = {"messages": CHAT, "response_format": form, "max_tokens": 40, "n": 3, "seed": 1}
+    whole = post(url, "/v1/chat/completions", **chat)
+    events = read_events(url, "/v1/chat/completions", **chat)
+    for index, choice in enumerate(whole["choices"]):
+        assert choice["finish_reason"] == "stop"
+        assert json.loads(choice["message"]["content"])["a"] in (1, 22)
+        own = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+        text = "".join(part["delta"].get("content", "") for part in own)
+        assert text == choice["message"]["content"]
+    body: Any = {"prompt": TEXT, "max_tokens": 20, "seed": 3}
+    for name, value in (("guided_regex", "(ab|c){2,4}"), ("grammar", "start: /(ab|c){2,4}/")):
+        answer = post(url, "/v1/completions", **body, **{name: value})
+        assert re.fullmatch("(ab|c){2,4}", answer["choices"][0]["text"])
+
+
 def test_parameters_that_ask_for_nothing_are_taken(url: str) -> None:
     nothing = {name: values[0] for name, values in NEUTRAL.items() if values}
-    post(url, "/v1/completions", prompt="x", max_tokens=1, user="u", top_k=-1, **nothing)
+    nothing |= {"user": "u", "top_k": -1, "response_format": {"type": "text"}}
+    post(url, "/v1/completions", prompt="x", max_tokens=1, **nothing)
     post(url, "/v1/completions", prompt="x", max_tokens=1, **dict.fromkeys(NEUTRAL))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -364,7 +365,7 @@ def test_a_target_that_does_something_else_to_its_logits_is_refused(
 PAIRS = [
     ("GemmaForCausalLM-tied", "redrafter"), ("GemmaForCausalLM-tied", "eagle"),
     ("PhiForCausalLM-gelu_new", "eagle"), ("GPT2LMHeadModel-gelu_new", "eagle3"),
-    ("OPTForCausalLM-relu", "eagle"),
+    ("OPTForCausalLM-350m", "eagle"),
     *((name, kind) for name in NAMES for kind in ("redrafter", "medusa", "eagle3")
       if name in first_of("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")),
     *((name, "medusa") for name in first_of("Gemma2ForCausalLM", "GraniteForCausalLM")),
@@ -391,7 +392,8 @@ def test_other_families_train_convert_and_run(
     checkpoint = tmp_path / "checkpoint"
     call("convert", "--model-dir", target, "--output-dir", checkpoint)
     ours = TensorFile(checkpoint / "rank0.safetensors").read("transformer.vocab_embedding.weight")
-    assert (stored == ours).all()
+    # OPT's is a product, whose sums torch takes in an order of its own.
+    assert np.allclose(stored, ours, rtol=0, atol=1e-6 if "350m" in name else 0)
 
 
 def make_rows(*rows: list[tuple[int, bool]]) -> Rows:

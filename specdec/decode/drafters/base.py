@@ -72,6 +72,13 @@ class PromptLatecomer(Protocol):
     max_catch_up: int | None
 
 
+@runtime_checkable
+class TreeReader(Protocol):
+    """A proposer that reads the states of nodes that it has placed itself: none may be left out."""
+
+    reads_tree: bool
+
+
 class EngineHandle(Protocol):
     """An engine, as far as those who draft for it deal with it."""
 
