@@ -12,16 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.decode.engine import TorchEngine
-from specdec.decode.requests import Request
 from specdec.engine import int4 as rounding
-from specdec.engine.integers import IntegerLinear
 from specdec.engine.layout import WEIGHTS_NAME, list_integers, read_engine_config
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
 from specdec.model import int4
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
-from tests.convert.quantized import CASES, make_quantized
 from tests.engine.kernels import needs_compiler
 from tests.engines import continue_greedily, round_inputs, save_weights
 from tests.parity.models import VOCAB
@@ -37,8 +34,6 @@ from tests.run.test_int8_engine import (
     generate,
     load,
 )
-from tests.run.test_quantized_models import PROMPTS as QUANTIZED_PROMPTS
-from tests.run.test_quantized_models import continue_with_transformers
 
 INT4 = ("--quantization", "int4", "--group-size", 32)
 
@@ -128,15 +123,22 @@ def widen_checkpoint(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("optimize", ["auto", "none"])
-@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "full", "int4_awq"])
 def test_text_is_what_transformers_makes_of_a_checkpoint(
-    is_full: bool, optimize: str, tmp_path: Path
+    kind: str, optimize: str, tmp_path: Path
 ) -> None:
     """Transformers with the widened weights, inputs scaled and, as by the kernels, rounded."""
     from transformers import AutoModelForCausalLM
 
     target = make_llama(tmp_path, seed=3, intermediate=96)
-    checkpoint = quantize_checkpoint(convert(target, tmp_path / "checkpoint"), is_full=is_full)
+    if kind == "int4_awq":  # as convert makes it of data
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text("".join(f'{{"input_ids": [5, {i}, 9, 30, 2]}}\n' for i in range(4)))
+        flags = ("--quantization", kind, "--group-size", 32, "--calibration-data", rows)
+        checkpoint = convert(target, tmp_path / "checkpoint", *flags)
+    else:
+        checkpoint = convert(target, tmp_path / "checkpoint")
+        quantize_checkpoint(checkpoint, is_full=kind == "full")
     engine = build(checkpoint, "engine", "--optimize", optimize)
     widened, stored = widen_checkpoint(checkpoint), load_file(checkpoint / "rank0.safetensors")
     model = AutoModelForCausalLM.from_pretrained(target)
@@ -172,21 +174,6 @@ def test_text_is_what_transformers_makes_of_a_checkpoint(
     assert generate(loaded)[0] == expected
     assert expected != before, "the rounding is seen in these texts"
     assert sum(len(set(text)) for text in expected) > 20, "the texts vary"
-
-
-@pytest.mark.parametrize("name", ["awq", "compressed-asymmetric"])
-def test_published_formats_keep_their_four_bits(name: str, tmp_path: Path) -> None:
-    """Without kernels inputs are not rounded: the text is that of transformers, dequantized."""
-    source, plain = make_quantized(tmp_path, CASES[name])
-    checkpoint = convert(source, tmp_path / "ckpt", "--dtype", "float32")
-    engine = TorchEngine(build(checkpoint, "engine", "--optimize", "none"), device="cpu")
-    assert any(isinstance(layer.qkv, IntegerLinear) for layer in engine.decoder.stack.layers)
-    requests = [
-        Request(index=i, input_ids=prompt, max_output_len=24, end_ids=frozenset())
-        for i, prompt in enumerate(QUANTIZED_PROMPTS)
-    ]
-    texts = [result.output_ids for result in engine.generate(requests)]
-    assert texts == continue_with_transformers(source, plain)
 
 
 def test_two_ranks_hold_the_weights_of_one(tmp_path: Path) -> None:
