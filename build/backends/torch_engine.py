@@ -397,8 +397,8 @@ def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict
         )
         if not all(np.array_equal(a, b) for a, b in zip(own, wanted, strict=True)):
             raise SpecDecError(
-                f"{first.source}: {first.module} and {part.module} have other groups, input scales"
-                " or orders of inputs",
+                f"{first.module} and {part.module} have other groups, input scales or orders of"
+                " inputs",
                 "the torch backend stacks the two: quantize them together",
             )
     scales = [part.read_scales(0, part.shape[0]) for part in parts]
