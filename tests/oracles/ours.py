@@ -53,20 +53,56 @@ def decode(
         ]
 
 
-def count(outputs: Sequence[Any], max_tokens: int, length: int) -> Counters:
+def count(
+    outputs: Sequence[Any], max_tokens: int, length: int, *, is_cut: bool = False
+) -> Counters:
     """The counters of the steps up to the one that reaches `max_tokens`, each of `length` drafts.
 
     Token 0 comes of the prompt; a step's tokens are its accepted drafts and the target's own.
+    is_cut: as a runtime counts that drafts no more than the request may still emit.
     """
-    drafts, by_position = 0, [0] * length
+    drafts, proposed, by_position = 0, 0, [0] * length
     for output in outputs:
         place = 1
         while place < max_tokens:
+            room = min(length, max_tokens - place - 1) if is_cut else length
             accepted = 0
-            while output.origins[place + accepted] == "draft":
+            while accepted < room and output.origins[place + accepted] == "draft":
                 accepted += 1
-            drafts += 1
+            drafts += room > 0
+            proposed += room
             for position in range(accepted):
                 by_position[position] += 1
             place += accepted + 1
-    return Counters(drafts, drafts * length, sum(by_position), tuple(by_position))
+    return Counters(drafts, proposed, sum(by_position), tuple(by_position))
+
+
+def look_up(
+    prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], max_tokens: int,
+    *, length: int, ngram: int,
+) -> Counters:  # fmt: skip
+    """vLLM's prompt lookup, told anew: of the longest n-gram, the place where it occurred first.
+
+    texts: continuations, some tokens longer than what is counted.
+    """
+    drafts, proposed, by_position = 0, 0, [0] * length
+    for prompt, output in zip(prompts, texts, strict=True):
+        place = 1
+        while place < max_tokens:
+            text = [*prompt, *output[:place]]
+            draft: list[int] = []
+            for size in range(ngram, 0, -1):
+                places = range(len(text) - size)
+                found = [at for at in places if text[at : at + size] == text[-size:]]
+                if found:
+                    draft = text[found[0] + size :][:length]
+                    break
+            accepted = 0
+            while accepted < len(draft) and draft[accepted] == output[place + accepted]:
+                accepted += 1
+            drafts += bool(draft)
+            proposed += len(draft)
+            for position in range(accepted):
+                by_position[position] += 1
+            place += accepted + 1
+    return Counters(drafts, proposed, sum(by_position), tuple(by_position))
