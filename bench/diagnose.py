@@ -40,10 +40,12 @@ class Observed:
     """What a run showed besides its times.
 
     contexts: (tokens before a step, draft tokens it accepted). largest: hidden value or logit.
+    experts: of each step of a mixture, its tokens and the experts a layer that they chose.
     """
 
     contexts: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     largest: float = 0.0
+    experts: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
 
 def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
@@ -85,6 +87,7 @@ def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
         "dtype": bench.dtype,
         "num_prompts": len(bench.requests),
         "max_output_len": settings.max_output_len,
+        "experts": describe_experts(bench, observed, max(batch_sizes)),
         "batches": batches,
         "warnings": describe_load(others),
     }
@@ -104,10 +107,16 @@ def watch(bench: Bench, observed: Observed) -> Iterator[None]:
     proposer: Proposer = bench.engine.proposer
     honest = proposer.observe
     half = bench.dtype == "float16"
+    decoder = bench.engine.decoder
+    before = decoder.count_experts()
 
     def observe(
         requests: Sequence[ActiveRequest], states: Any, paths: Sequence[Sequence[int]]
     ) -> None:
+        nonlocal before
+        counted, before = before, decoder.count_experts()
+        if counted and all(request.stats.num_verify_steps for request in requests):
+            observed.experts.append((before[1] - counted[1], before[2] - counted[2]))
         for row, (request, path) in enumerate(zip(requests, paths, strict=True)):
             if request.stats.num_verify_steps:  # else it is the prompt's own pass
                 length = len(request.request.input_ids) + len(request.output_ids)
@@ -123,6 +132,21 @@ def watch(bench: Bench, observed: Observed) -> Iterator[None]:
         yield
     finally:
         del proposer.observe
+
+
+def describe_experts(bench: Bench, observed: Observed, batch_size: int) -> dict[str, Any] | None:
+    """What the verify steps of the observed run read of a mixture; None of any other model."""
+    experts = bench.engine.config.checkpoint.model.experts
+    if experts is None or not observed.experts:
+        return None
+    tokens, touched = (statistics.fmean(column) for column in zip(*observed.experts, strict=True))
+    return {
+        "per_layer": experts.num,
+        "per_token": experts.top_k,
+        "batch_size": batch_size,
+        "tokens_per_step": round(tokens, 2),
+        "per_step": round(touched, 2),
+    }
 
 
 def find_largest(before: float, *tensors: Any) -> float:

@@ -29,6 +29,12 @@ def format_report(report: dict[str, Any]) -> str:
         f"{report['engine_dir']}: {report['method']} in {report['dtype']} on {report['device']}",
         *format_machine(report),
     ]
+    if experts := report["experts"]:
+        lines.append(
+            f"a mixture: one token reads {experts['per_token']} of a layer's {experts['per_layer']}"
+            f" experts, a verify step of {experts['tokens_per_step']:.1f} tokens"
+            f" {experts['per_step']:.1f} (batch size {experts['batch_size']})"
+        )
     for batch in report["batches"]:
         lines += [
             "",

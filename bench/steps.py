@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.step import Step
 
 WARM_UPS = 2
+COUNTED = 10  # steps that experts are counted in
 
 
 def list_sizes(largest: int) -> list[int]:
@@ -42,16 +45,42 @@ def time_steps(
 ) -> dict[int, float]:
     """Median seconds of a forward with logits and the choice of tokens, by tokens a request.
 
-    Sizes take turns, after rounds that are not timed.
+    Sizes take turns, after rounds that are not timed, each with other tokens: of a mixture they
+    choose other experts.
     """
     cache = decoder.make_cache(batch_size, past_len + max(sizes))
     cache.past_lens[:] = past_len
-    steps = {size: make_step(past_len, size, batch_size) for size in sizes}
+    steps = {size: draw_steps(decoder, past_len, size, batch_size) for size in sizes}
 
     def verify(size: int) -> None:
-        decoder.compute_logits(decoder.forward(steps[size], cache)).argmax(-1).cpu()
+        step = next(steps[size])
+        decoder.compute_logits(decoder.forward(step, cache)).argmax(-1).cpu()
 
     return take_turns({size: functools.partial(verify, size) for size in sizes}, repeat)
+
+
+def draw_steps(decoder: Decoder, past_len: int, size: int, batch_size: int) -> Iterator[Step]:
+    """`make_step` over and over, with random tokens."""
+    step, generator = make_step(past_len, size, batch_size), np.random.default_rng(size)
+    while True:
+        tokens = generator.integers(decoder.model.vocab_size, size=step.tokens.shape)
+        yield dataclasses.replace(step, tokens=tokens)
+
+
+@torch.inference_mode()
+def count_experts(
+    decoder: Decoder, sizes: Sequence[int], *, past_len: int, batch_size: int = 1
+) -> dict[int, float]:
+    """Experts a layer that a step of so many random tokens a request reads; nothing without any."""
+    cache = decoder.make_cache(batch_size, past_len + max(sizes))
+    cache.past_lens[:] = past_len
+    counts = {}
+    for size in sizes if decoder.count_experts() else ():
+        before = decoder.count_experts()[2]
+        for step in itertools.islice(draw_steps(decoder, past_len, size, batch_size), COUNTED):
+            decoder.forward(step, cache)
+        counts[size] = (decoder.count_experts()[2] - before) / COUNTED
+    return counts
 
 
 def take_turns(calls: dict[int, Callable[[], object]], repeat: int) -> dict[int, float]:

@@ -34,7 +34,7 @@ from specdec.decode.requests import Request, Result, sum_stats
 from specdec.engine import int8
 from specdec.engine.decoder import Decoder
 from specdec.engine.layout import (
-    list_int8,
+    list_integers,
     name_int8_scales,
     read_engine_config,
 )
@@ -197,7 +197,7 @@ def make_variant(
     config = read_engine_config(folder)
     model = config.checkpoint.model
     weights = load_weights(folder, config, CPU, drafts=False)
-    names = list_int8(model) if has_layers else []
+    names = list_integers(model) if has_layers else []
     for name in [*names, "lm_head.weight"] if has_head else names:
         scales = choose(weights[name])
         weights[name_int8_scales(name)] = scales

@@ -2,12 +2,16 @@
 """What a verify step costs by its number of tokens, at the size of a real model.
 
     python benchmarks/verify_cost.py [--layers 22] [--hidden 2048]
-                                     [--dtype bfloat16|float16|float32] [--quantization int8]
+                                     [--dtype bfloat16|float16|float32] [--quantization int8|int4]
+    python benchmarks/verify_cost.py --experts 32 --top-k 4 --intermediate 768 [--shared 0] ...
 
 Random weights of a Llama shape (the default has 986M parameters and needs 2 GB), batch 1, 256
 positions in the cache. Times one target forward with logits; sizes alternate, medians. The bytes of
 the weights over the time of a one-token step is the bandwidth reached, to be held against what the
 machine can read, which is measured in the same run, as is what it can multiply.
+
+With --experts it is a mixture, whose experts have the size --intermediate: beside each step's time
+stand the experts a layer that its tokens read, and the bytes of all that is read.
 """
 
 from __future__ import annotations
@@ -22,33 +26,43 @@ import numpy as np
 import torch
 
 from specdec.bench.machine import LoadMeter, describe_machine
-from specdec.bench.steps import time_steps
+from specdec.bench.steps import count_experts, time_steps
 from specdec.engine import int8
 from specdec.engine.decoder import Decoder
-from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
+from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, compile_kernels, find_compiler
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
-from specdec.model.quantization import INT8
+from specdec.model.experts import Experts
+from specdec.model.quantization import INT4, INT8, WEIGHT_SCALE
+from specdec.model.tensors import get_stored_dtype
 
-SIZES = (1, 4, 8, 16, 32)
+SIZES = (1, 2, 4, 8, 16, 32)
 PAST_LEN = 256
 
 
 def make_decoder(
-    model: ModelConfig, kernels: NativeKernels | None, quantization: str | None
+    model: ModelConfig, kernels: NativeKernels | None, quantization: str | None, group_size: int
 ) -> tuple[Decoder, int]:
     """A decoder with random weights, and the bytes that one step reads."""
-    dtype = TORCH_DTYPES[model.dtype]
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in list_engine_tensors(model, None).items():
-        # One small block repeated: making a billion normal numbers would take a minute.
-        block = torch.randn(min(4096, int(np.prod(shape))), generator=generator) * 0.02
+        # A block repeated: making a billion normal numbers would take a minute.
+        block = torch.randn(min(1 << 20, int(np.prod(shape))), generator=generator) * 0.02
         repeats = -(-int(np.prod(shape)) // block.numel())
-        weights[name] = block.repeat(repeats)[: int(np.prod(shape))].view(shape).to(dtype)
-    for name in list_int8(model) if quantization == INT8 else []:
+        stored = TORCH_DTYPES[get_stored_dtype(name, model.dtype)]
+        weights[name] = block.repeat(repeats)[: int(np.prod(shape))].view(shape).to(stored)
+    for name in list_integers(model) if quantization == INT8 else []:
         weights[name], weights[name_int8_scales(name)] = int8.quantize(weights[name], name)
+    for name in list_integers(model) if quantization == INT4 else []:
+        # Their time does not depend on what the codes are.
+        num_rows, depth = weights[name].shape
+        weights[name] = torch.randint(
+            -128, 128, (num_rows // 2, depth), generator=generator, dtype=torch.int8
+        )
+        scales = torch.full((num_rows, depth // group_size), 0.004)
+        weights[f"{name.removesuffix('.weight')}.{WEIGHT_SCALE}"] = scales
     embedding = weights["transformer.vocab_embedding.weight"]
     num_bytes = sum(w.numel() * w.element_size() for w in weights.values())
     num_bytes -= embedding.numel() * embedding.element_size()
@@ -56,6 +70,18 @@ def make_decoder(
         model, weights, num_positions=1024, device=torch.device("cpu"), kernels=kernels
     )
     return decoder, num_bytes
+
+
+def count_bytes(
+    model: ModelConfig, quantization: str | None, num_bytes: int, counts: dict[int, float]
+) -> dict[int, int]:
+    """Bytes of weights that a step of a mixture reads, by its tokens; counts: of experts."""
+    assert model.experts is not None
+    width = 1 if quantization == INT8 else TORCH_DTYPES[model.dtype].itemsize
+    one = 3 * model.hidden_size * model.experts.inner * width * model.num_hidden_layers
+    return {
+        size: round(num_bytes - (model.experts.num - count) * one) for size, count in counts.items()
+    }
 
 
 def measure_bandwidth() -> float:
@@ -93,12 +119,25 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--quantization", choices=(INT8,))
+    parser.add_argument("--quantization", choices=(INT8, INT4))
+    parser.add_argument("--group-size", type=int, default=128, help="of int4")
+    parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--shared", type=int, default=0, help="size of an expert for all tokens")
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if args.experts and args.quantization == INT4:
+        parser.error("experts have no four-bit form")
+    experts = None
+    if args.experts:
+        experts = Experts(
+            num=args.experts, top_k=args.top_k, inner=args.intermediate, shared_inner=args.shared
+        )
     model = ModelConfig(
-        architecture="LlamaForCausalLM", dtype=args.dtype, vocab_size=args.vocab,
+        architecture="LlamaForCausalLM" if experts is None else "Qwen2MoeForCausalLM",
+        hidden_act="silu" if experts is None else "swiglu", experts=experts,
+        dtype=args.dtype, vocab_size=args.vocab,
         hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=args.heads,
         num_key_value_heads=args.kv_heads, head_size=args.hidden // args.heads,
         intermediate_size=args.intermediate, norm_epsilon=1e-5, max_position_embeddings=1024,
@@ -108,11 +147,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             compile_kernels(Path(folder))
             kernels = NativeKernels(Path(folder) / LIBRARY_NAME, TORCH_DTYPES[args.dtype])
-    decoder, num_bytes = make_decoder(model, kernels, args.quantization)
+    decoder, num_bytes = make_decoder(model, kernels, args.quantization, args.group_size)
     meter = LoadMeter()
     arithmetic = measure_arithmetic()
     costs = time_steps(decoder, SIZES, past_len=PAST_LEN, repeat=args.repeat)
     medians = {size: 1000 * seconds for size, seconds in costs.items()}
+    counts = count_experts(decoder, SIZES, past_len=PAST_LEN)
+    read = dict.fromkeys(SIZES, num_bytes)
+    if counts:
+        read = count_bytes(model, args.quantization, num_bytes, counts)
     report = {
         **describe_machine(),
         "processors_used_by_others": meter.measure(),
@@ -121,10 +164,13 @@ def main() -> None:
         "layers": args.layers,
         "hidden": args.hidden,
         "native_kernels": kernels is not None,
-        "weight_gb_per_step": round(num_bytes / 1e9, 3),
+        "weight_gb": round(num_bytes / 1e9, 3),
+        "experts_by_tokens": {size: round(count, 1) for size, count in counts.items()},
+        "weight_gb_by_tokens": {size: round(count / 1e9, 3) for size, count in read.items()},
         "step_ms_by_tokens": {size: round(value, 2) for size, value in medians.items()},
         "relative_to_one_token": {s: round(v / medians[1], 2) for s, v in medians.items()},
-        "one_token_gb_per_second": round(num_bytes / medians[1] / 1e6, 1),
+        "relative_bytes": {s: round(v / read[1], 2) for s, v in read.items()},
+        "one_token_gb_per_second": round(read[1] / medians[1] / 1e6, 1),
         "machine_gb_per_second": round(measure_bandwidth(), 1),
         "machine_gflops_before_and_after": [round(arithmetic), round(measure_arithmetic())],
     }

@@ -58,9 +58,13 @@ class BuildSettings:
         " none: use PyTorch's operators.",
     )  # fmt: skip
     quantization: str | None = setting(
-        choices=("int8",),
-        help="Store the target's layers as int8: half the memory of bfloat16, faster on a CPU,"
-        " and the text can differ slightly. Torch backend only.",
+        choices=("int8", "int4"),
+        help="Store the target's layers as int8 or int4: half or a quarter of the memory of"
+        " bfloat16, faster on a CPU, and the text can differ slightly. Torch backend only.",
+    )  # fmt: skip
+    group_size: int | None = setting(
+        kind="int", metavar="32|64|128",
+        help="With --quantization int4: weights that share a scale.  [default: 128]",
     )  # fmt: skip
     gemm_plugin: str | None = setting(help="TensorRT-LLM only.")
     use_paged_context_fmha: bool | None = setting(kind="enable", help="TensorRT-LLM only.")

@@ -11,8 +11,9 @@ from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.checkpoint import find_shared_head, parse_checkpoint_config
 from specdec.model.config import ModelConfig
+from specdec.model.int4 import INT4_GROUPS
 from specdec.model.inventory import compare_tensors, find_rank_files
-from specdec.model.quantization import FLOAT8_STORAGE, FP8
+from specdec.model.quantization import ALGORITHMS, FLOAT8_STORAGE
 from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import (
     EMBEDDING,
@@ -20,6 +21,7 @@ from specdec.model.tensors import (
     Shard,
     TensorSpec,
     get_rank_shape,
+    get_stored_dtype,
     list_target_tensors,
 )
 
@@ -33,7 +35,7 @@ from .plan import (
     report_unread,
 )
 
-SUPPORTED_QUANTIZATION = (None, FP8)
+SUPPORTED_QUANTIZATION = (None, *ALGORITHMS, INT4_GROUPS)
 
 
 class CheckpointFolder:
@@ -62,7 +64,9 @@ class CheckpointFolder:
         if algorithm not in SUPPORTED_QUANTIZATION:
             raise SpecDecError(
                 f"{path} is quantized with {algorithm}",
-                "this release takes unquantized and FP8 checkpoints; other kinds come later",
+                "convert the model that it was made from; taken are unquantized checkpoints and"
+                f" those of {', '.join(filter(None, SUPPORTED_QUANTIZATION))}; W4A16_GPTQ's and the"
+                " SmoothQuant plugin's are laid out by TensorRT-LLM's own operators",
             )
         self.quantization = checkpoint.quantization
         self.ranks = self._open_ranks()
@@ -99,7 +103,10 @@ class CheckpointFolder:
         self, rank: int, file: TensorFile, specs: dict[str, TensorSpec], problems: Problems
     ) -> RankPlan:
         dtype = self.model.dtype
-        expected = {n: TensorInfo(dtype, get_rank_shape(s, self.model)) for n, s in specs.items()}
+        expected = {
+            name: TensorInfo(get_stored_dtype(name, dtype), get_rank_shape(spec, self.model))
+            for name, spec in specs.items()
+        }
         found = compare_tensors(file.tensors, expected, self.quantization)
         tensors = {name: pass_on(file, name) for name in (*found.kept, *found.scales)}
         missing = list(found.missing)
@@ -137,5 +144,5 @@ class CheckpointFolder:
 def pass_on(file: TensorFile, name: str) -> PlannedTensor:
     """Plan a tensor that is copied as it is."""
     info = file.tensors[name]
-    block = Block(0, info.shape[0]) if info.shape else None
+    block = Block(0, info.num_rows) if info.shape else None
     return PlannedTensor(info, (Piece(file, name, block),))

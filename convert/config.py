@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError
-from specdec.model.architectures import KEY, list_flags
+from specdec.model.architectures import ARCHITECTURES, KEY, list_flags
 from specdec.model.config import ModelConfig
+from specdec.model.experts import describe_experts, name_shared, parse_experts
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
             "cp_size": 1,
             "tp_size": model.tp_size,
             "pp_size": model.pp_size,
-            "moe_tp_size": model.tp_size,
-            "moe_ep_size": 1,
+            "moe_tp_size": model.tp_size if model.experts is None else model.experts.tp_size,
+            "moe_ep_size": 1 if model.experts is None else model.experts.ep_size,
         },
         "quantization": {
             "quant_algo": None,
@@ -88,15 +89,20 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
         "head_size": model.head_size,
         "qk_layernorm": False,
     }
-    if model.sliding_window is not None:  # which TensorRT-LLM takes when it runs an engine
+    # Which TensorRT-LLM takes when it runs an engine.
+    if model.sliding_window is not None or model.usual_layer_types is not None:
         config["sliding_window"] = model.sliding_window
+    if model.layer_types is not None and model.layer_types != model.usual_layer_types:
+        config["layer_types"] = list(model.layer_types)
     if model.original_max_position_embeddings is not None:
         config["original_max_position_embeddings"] = model.original_max_position_embeddings
     config = family.describe(model, config)
-    if model.own_arithmetic is not None:
+    if model.own_arithmetic is not None and model.architecture not in ARCHITECTURES:
         config[KEY] = list_flags(model.own_arithmetic)
     if version != "0.14":
         config = {key: value for key, value in config.items() if key not in KEYS_014_ONLY}
+    if model.experts is not None:
+        config["moe"] = describe_experts(model.experts, version)
     return config
 
 
@@ -128,6 +134,8 @@ def adapt_config(config: Mapping[str, Any], version: str) -> dict[str, Any]:
             adapted["moe"] = dict(MOE_014)
         else:
             del adapted["moe"]
+    elif isinstance(moe, dict):
+        adapted["moe"] = _adapt_experts(adapted, version)
     if version != "0.14":
         adapted.pop("share_embedding_table", None)
         return adapted
@@ -149,6 +157,20 @@ def adapt_config(config: Mapping[str, Any], version: str) -> dict[str, Any]:
             )
         adapted[section] = {k: v for k, v in values.items() if k in known}
     return adapted
+
+
+def _adapt_experts(config: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """`moe` in a line's keys; SpecDecError where the tensors have the other line's names."""
+    mapping = config.get("mapping")
+    tp_size = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
+    experts = parse_experts(config, tp_size)
+    if experts.shared_inner and experts.shared_name != name_shared(version):
+        raise SpecDecError(
+            f"the checkpoint's shared experts are named {experts.shared_name}, which TensorRT-LLM"
+            f" {version} does not read",
+            f"convert the target again with --trtllm-version {version}",
+        )
+    return describe_experts(experts, version)
 
 
 def _says_nothing(key: str, value: Any, section: Mapping[str, Any]) -> bool:

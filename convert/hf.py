@@ -44,6 +44,7 @@ class HfFolder:
         self.tensors: dict[str, TensorInfo] = {}
         self._holders: dict[str, TensorSource] = {}
         self._stored: dict[str, str] = {}  # name -> the one in the file, where `rename` changed it
+        self.computed: frozenset[str] = frozenset()  # the names that `substitute` has put here
         self._open_files: list[TensorFile | TorchFile] = []
         # A link that leads nowhere counts as there: it is an error, not a reason to read another.
         present = [name for name in (*weight_files, *WEIGHT_NAMES) if os.path.lexists(path / name)]
@@ -100,6 +101,7 @@ class HfFolder:
         changed = copy.copy(self)
         changed.tensors = {n: info for n, info in self.tensors.items() if n not in replaced}
         changed.tensors |= source.tensors
+        changed.computed = frozenset(source.tensors)
         changed._holders = self._holders | dict.fromkeys(source.tensors, source)
         changed._stored = {n: own for n, own in self._stored.items() if n not in source.tensors}
         return changed

@@ -16,8 +16,9 @@ from typing import Any
 class Mark:
     """Something that some models compute and a plain Llama does not.
 
-    keys: of config.json, any of which says so unless it is null, false, 0, 1 or empty. tensors:
-    patterns of names, any of which does. families: those here that compute it.
+    keys: of config.json, any of which says so unless it is null, false, 0, 1.0 (which multiplies
+    nothing) or empty. tensors: patterns of names, any of which does. families: those here that
+    compute it.
     """
 
     what: str
@@ -28,7 +29,8 @@ class Mark:
     def find(self, config: Mapping[str, Any], tensors: Collection[str]) -> str | None:
         """Return what tells that a model has it, None where nothing does."""
         for key in self.keys:
-            if config.get(key) not in (None, False, 0, 1, [], {}, "") or config.get(key) is True:
+            value = config.get(key)
+            if value and not (isinstance(value, float) and value == 1):
                 return key
         for pattern in self.tensors:
             found = next((name for name in tensors if fnmatch.fnmatchcase(name, pattern)), None)

@@ -34,6 +34,8 @@ from specdec.model.tensors import (
     list_rank_names,
     list_target_tensors,
 )
+from specdec.trtllm.facts import DEFAULT_LABEL
+from specdec.trtllm.layouts import find_layout_problems
 from specdec.trtllm.pairs import find_lack
 from specdec.vocabulary import read_recorded, read_vocabulary
 
@@ -56,7 +58,8 @@ from .plan import (
     plan_tensors,
 )
 from .quantize import packed, unified
-from .quantize.matrices import IntMatrix
+from .quantize.formats import FORMATS
+from .quantize.matrices import Matrix
 from .quantize.scales import Quantizer, name_kv_scales, quantize_config
 from .quantize.sections import Scheme, read_scheme
 from .quantize.target import check_flags as check_quantization_flags
@@ -82,7 +85,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         seconds = stream.measure_hash_seconds(plan, count_workers(settings))
         return {"dry_run": True, **report, "hash_seconds": round(seconds, 2)}
     if plan.measure is not None:
-        plan.measure(count_workers(settings))
+        report["quality"] = plan.measure(count_workers(settings))
     with stage_folder(
         settings.output_dir, force=settings.force, inputs=list_inputs(settings),
         resume=settings.resume,
@@ -110,7 +113,8 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         report["num_tensors"], report["total_bytes"] / 1e6, seconds,
     )  # fmt: skip
     if report["lack"] is not None:
-        logger.info("%s: this checkpoint is for the torch backend", report["lack"])
+        takers = "the torch backend" if "torch" in report["backends"] else "other runtimes"
+        logger.info("%s: this checkpoint is for %s", report["lack"], takers)
     return {"dry_run": False, **report, "convert_seconds": seconds}
 
 
@@ -157,6 +161,13 @@ def check_layout_flags(settings: ConvertSettings) -> None:
                 " made from another one: their head is always written",
                 "leave it out",
             )
+    if settings.base_model_checkpoint_dir is not None and (
+        settings.moe_tp_size is not None or settings.moe_ep_size is not None
+    ):
+        raise UsageError(
+            "--moe-tp-size and --moe-ep-size have no effect with --base-model-checkpoint-dir",
+            "leave them out: the checkpoint's experts stay as they are split",
+        )
     if settings.embedding_sharding_dim is not None:
         if settings.embedding_sharding_dim not in (0, 1):
             raise UsageError(
@@ -202,11 +213,16 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
             ranks = merge_ranks(ranks, drafter_ranks)
         files = [*files, *(path for path in folder.files if path not in files)]
     problems.raise_all()
+    checkpoint = parse_checkpoint_config(
+        config | {"share_embedding_table": target.model.share_embedding_table}
+    )
+    if settings.trtllm_version != DEFAULT_LABEL:  # which was not asked for: see list_backends
+        find_layout_problems(
+            settings.trtllm_version, checkpoint.quantization, checkpoint.model
+        ).raise_all()
     return ConversionPlan(
         config=config,
-        checkpoint=parse_checkpoint_config(
-            config | {"share_embedding_table": target.model.share_embedding_table}
-        ),
+        checkpoint=checkpoint,
         dtype=target.model.dtype,
         ranks=tuple(ranks),
         source_files=tuple(files),
@@ -236,6 +252,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     family = find_family(folder)
     files = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)]
     folder, scheme, matrices = open_quantized(settings, folder)
+    folder = family.prepare(folder)
     is_quantized = settings.dequantize or scheme is not None
     layout = Layout(
         dtype=folder.find_dtype() if settings.dtype == "auto" else settings.dtype,
@@ -244,12 +261,18 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         use_parallel_embedding=settings.use_parallel_embedding,
         embedding_sharding_dim=settings.embedding_sharding_dim or 0,
         share_embedding_table=settings.use_embedding_sharing,
+        moe_tp_size=settings.moe_tp_size,
+        moe_ep_size=settings.moe_ep_size,
+        trtllm_version=settings.trtllm_version,
     )
     model, is_tied = family.read_model(folder, layout)
     model.find_problems().raise_all()
+    check_experts(settings, folder, model, is_quantized=scheme is not None)
     check_num_layers(model.num_hidden_layers, folder)
     specs = list_target_tensors(model)
-    parts, ignored = family.find_sources(specs, folder), list(family.ignored)
+    num_experts = model.experts.num if model.experts is not None else 1
+    parts, ignored = family.find_sources(specs, folder, num_experts), list(family.ignored)
+    parts = packed.turn_parts(folder, parts)
     ignored += ignore_drafter(settings, folder)
     ignored += packed.find_empty_biases(folder, parts) if is_quantized else []
     if is_tied:
@@ -257,16 +280,16 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         ignored.append(HEAD)
     config = checkpoint_config.describe_target(model, family, settings.trtllm_version)
     kv_scales = name_kv_scales(settings.trtllm_version)
-    if matrices:
-        ranks, config = packed.plan_int4(
-            folder, matrices, specs, parts, model, config, ignored=ignored, problems=problems,
-            kv_scales=kv_scales,
+    if scheme is not None and matrices:
+        ranks, config = packed.plan_held(
+            folder, scheme, matrices, specs, parts, model, config, ignored=ignored,
+            kv_scales=kv_scales, problems=problems,
         )  # fmt: skip
     elif scheme is not None:
         ranks, kept, has_kv_scales = unified.plan_unified(
             folder, specs, parts, model, ignored=ignored, problems=problems, kv_scales=kv_scales
         )
-        config = quantize_config(config, has_kv_scales=has_kv_scales, kept=kept)
+        config = quantize_config(config, FORMATS["fp8"], has_kv_scales=has_kv_scales, kept=kept)
     else:
         ranks = plan_tensors(
             specs, parts, folder, model=model, dtype=model.dtype, ignored=ignored,
@@ -274,7 +297,9 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         )  # fmt: skip
     quantizer = None
     if settings.quantization is not None and not problems:
-        ranks, config, quantizer = quantize_target(settings, folder, model, parts, ranks, config)
+        ranks, config, quantizer = quantize_target(
+            settings, folder, model, specs, parts, ranks, config
+        )
         files = [*files, *list_local(settings.calibration_data)]
     return PlannedTarget(
         model=model, config=config, ranks=split_stages(model, ranks), files=files,
@@ -282,13 +307,41 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     )  # fmt: skip
 
 
+def check_experts(
+    settings: ConvertSettings, folder: HfFolder, model: ModelConfig, *, is_quantized: bool
+) -> None:
+    """Raise for flags about experts of a model without, and for what is not done with experts."""
+    sizes = [name for name in ("moe_tp_size", "moe_ep_size") if getattr(settings, name) is not None]
+    if model.experts is None and sizes:
+        raise SpecDecError(
+            f"{folder.path} is no mixture of experts: {name_flag(sizes[0])} has no effect",
+            "leave it out",
+        )
+    if model.experts is None:
+        return
+    if is_quantized or settings.quantization is not None:
+        kind = "it is quantized" if is_quantized else "--quantization is given"
+        raise SpecDecError(
+            f"{folder.path} is a mixture of experts, and {kind}",
+            "leave --quantization out, or give --dequantize: quantized experts are not supported"
+            " yet",
+        )
+    # Before that many names are listed.
+    if model.experts.num > len(folder.tensors):
+        raise SpecDecError(
+            f"{folder.path} is said to have {model.experts.num} experts a layer, but holds"
+            f" {len(folder.tensors)} tensors",
+            "its config.json and tensors disagree: take both from the same model",
+        )
+
+
 def open_quantized(
     settings: ConvertSettings, folder: HfFolder
-) -> tuple[HfFolder, Scheme | None, dict[str, IntMatrix]]:
+) -> tuple[HfFolder, Scheme | None, dict[str, Matrix]]:
     """Open a target that may be quantized.
 
     Returns the folder to plan from, with plain weights where they are asked for; how it is still
-    quantized; and its matrices where a checkpoint holds their four bits.
+    quantized; and its matrices where a checkpoint holds what they hold.
     """
     scheme = read_scheme(folder)
     if scheme is None:
@@ -309,7 +362,7 @@ def open_quantized(
         raise packed.refuse_unheld(folder, scheme)
     if scheme.kept == FP8:
         return folder, scheme, {}
-    folder, matrices = packed.open_codes(folder, scheme)
+    folder, matrices = packed.open_held(folder, scheme)
     return folder, scheme, matrices
 
 
@@ -475,7 +528,10 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
     total = sum(int(str(file["bytes"])) for file in files)
     checkpoint = plan.checkpoint
     model = checkpoint.model
-    lack = find_lack(settings.trtllm_version, plan.config, model.architecture)
+    label = settings.trtllm_version
+    lacks = [find_lack(label, plan.config, model.architecture)]
+    lacks += find_layout_problems(label, checkpoint.quantization, model)
+    lack = next(filter(None, lacks), None)
     summary: dict[str, Any] = {
         name: getattr(model, name)
         for name in (
@@ -510,7 +566,7 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
 def list_backends(checkpoint: CheckpointConfig, *, is_lacking: bool) -> list[str]:
     """The backends of specdec-build that take a checkpoint.
 
-    is_lacking: whether TensorRT-LLM has no class for it.
+    is_lacking: whether TensorRT-LLM has no class for it, or loads no such matrices.
     """
     is_executed = checkpoint.quantization.quant_algo in EXECUTED
     backends = ["torch"] if checkpoint.model.pp_size == 1 and is_executed else []

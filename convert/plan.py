@@ -101,12 +101,12 @@ class Piece:
         is_changed = self != Piece(self.source, self.name, self.block)
         if is_changed or info.dtype != dtype:
             return None
-        if block is not None and block.columns not in (None, (0, *info.shape[1:])):
+        if block is not None and block.columns not in (None, (0, *info.row_shape)):
             return None
         place = self.source.locate(self.name)
         if place is None or block is None:
             return place
-        row_bytes = info.num_bytes // max(1, info.shape[0])
+        row_bytes = info.num_bytes // max(1, info.num_rows)
         return place[0], place[1] + block.start * row_bytes
 
     def _read_transposed(self, block: Block, stored: str, dtype: str) -> Array:
@@ -149,8 +149,7 @@ class PlannedTensor:
 
     def list_chunks(self) -> Iterator[Chunk]:
         """Yield the tensor's rows from the top, about CHUNK_BYTES at a time."""
-        columns = self.info.shape[1:]
-        num_wanted = self.info.shape[0] if self.info.shape else 0
+        columns, num_wanted = self.info.row_shape, self.info.num_rows
         row_bytes = max(1, self.info.num_bytes // max(1, num_wanted))
         height = max(1, CHUNK_BYTES // row_bytes)
         num_rows = 0
@@ -186,7 +185,7 @@ class ConversionPlan:
 
     vocabulary: what the target's tokens mean, as `specdec.vocabulary` tells it.
     measure: finds the scales, where there are any to find, before the tensors can be written, by
-        that many threads.
+        that many threads; returns what the quantization costs, where that was measured.
     """
 
     config: dict[str, Any]
@@ -195,7 +194,7 @@ class ConversionPlan:
     ranks: tuple[RankPlan, ...]
     source_files: tuple[Path, ...]
     vocabulary: dict[str, Any] | None
-    measure: Callable[[int], None] | None = None
+    measure: Callable[[int], dict[str, Any] | None] | None = None
 
 
 def plan_tensors(
@@ -218,15 +217,16 @@ def plan_tensors(
     for canonical, spec in specs.items():
         heights = _list_heights(spec, model, len(parts[canonical]))
         stored = get_stored_dtype(canonical, dtype)
+        whole = TensorInfo(stored, spec.shape)
         is_complete = True
         for part, num_rows in zip(parts[canonical], heights, strict=True):
-            expected = part.get_source_shape(num_rows, spec.shape[1:])
+            expected = part.get_source_shape(num_rows, whole.row_shape)
             info = source.tensors.get(part.name)
             if info is None:
                 missing.append(part.name)
             elif info.shape != expected:
                 misshapen.append(f"{part.name} has shape {list(info.shape)}, not {list(expected)}")
-            elif info.dtype != stored and (stored != dtype or info.dtype not in CASTABLE):
+            elif info.dtype != stored and not {stored, info.dtype} <= set(CASTABLE):
                 unreadable.append(f"{part.name} is {info.dtype}")
             else:
                 continue
@@ -302,13 +302,14 @@ def report_unread(source: TensorSource, names: Sequence[str], problems: Problems
 
 def _list_heights(spec: TensorSpec, model: ModelConfig, num_parts: int) -> list[int]:
     """Rows of each of the source tensors that make up a tensor."""
+    num_rows = TensorInfo(model.dtype, spec.shape).num_rows
     if num_parts == 1:
-        return [spec.shape[0]]
+        return [num_rows]
     if spec.shard is Shard.QKV:
         model = spec.owner or model
         kv_size = model.num_key_value_heads * model.head_size
         return [model.num_attention_heads * model.head_size, kv_size, kv_size]
-    return [spec.shape[0] // num_parts] * num_parts
+    return [num_rows // num_parts] * num_parts
 
 
 def _find_pieces(

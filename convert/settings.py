@@ -40,6 +40,16 @@ class ConvertSettings:
         kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
         help="Number of pipeline-parallel stages, only without a drafter; 1 if not given.",
     )  # fmt: skip
+    moe_tp_size: int | None = setting(
+        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
+        help="Of a mixture of experts: ranks that share each expert; if not given, as many as are"
+        " left by --moe-ep-size.",
+    )  # fmt: skip
+    moe_ep_size: int | None = setting(
+        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
+        help="Of a mixture of experts: groups of ranks that have experts of their own; 1 if not"
+        " given. Times --moe-tp-size it is --tp-size.",
+    )  # fmt: skip
     workers: int | None = setting(
         kind="int",
         minimum=1,
@@ -63,8 +73,13 @@ class ConvertSettings:
         help="TensorRT-LLM version that the checkpoint is for.",
     )  # fmt: skip
     quantization: str | None = setting(
-        choices=("fp8",), help="Quantize the target's linear layers; needs --calibration-data."
+        choices=("fp8", "fp8_pc_pt", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4"),
+        help="Quantize the target's linear layers; all but fp8_pc_pt need --calibration-data.",
     )
+    group_size: int | None = setting(
+        kind="int", metavar="[32|64|128]",
+        help="With int4_awq and w4a8_awq: weights that share a scale; 128 if not given.",
+    )  # fmt: skip
     dequantize: bool = setting(
         False, kind="flag",
         help="Write the plain weights that a quantized target's numbers stand for, in --dtype.",
@@ -79,7 +94,8 @@ class ConvertSettings:
     )  # fmt: skip
     calib_size: int | None = setting(
         kind="int", minimum=1, metavar="N",
-        help="Rows of --calibration-data to use; if not given, all up to 512.",
+        help="Rows of --calibration-data to use; if not given, all up to 512, with int4_awq,"
+        " w4a8_awq and int8_sq up to 128.",
     )  # fmt: skip
     calib_batch_size: int | None = setting(
         kind="int",

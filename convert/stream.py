@@ -98,7 +98,7 @@ class Use:
         """Bytes of the tensor that the rows take."""
         if self.rows is None:
             return 0, self.info.num_bytes
-        row_bytes = self.info.num_bytes // max(1, self.info.shape[0])
+        row_bytes = self.info.num_bytes // max(1, self.info.num_rows)
         return self.rows[0] * row_bytes, self.rows[1] * row_bytes
 
 
@@ -181,7 +181,7 @@ def list_uses(plan: ConversionPlan) -> list[Use]:
             for piece in tensor.pieces:
                 rows = None if piece.block is None else (piece.block.start, piece.block.stop)
                 if piece.is_transposed:
-                    rows = (0, piece.source.tensors[piece.name].shape[0])
+                    rows = (0, piece.source.tensors[piece.name].num_rows)
                 use = Use(piece.source, piece.name, rows, frozenset([tensor.info.dtype]))
                 key = (id(piece.source), piece.name)
                 uses[key] = _join_uses(uses[key], use) if key in uses else use
@@ -201,7 +201,7 @@ def measure_buffers(plan: ConversionPlan, workers: int) -> int:
     for rank in plan.ranks:
         for tensor in rank.values():
             if not _is_copied(tensor):
-                row_bytes = tensor.info.num_bytes // max(1, *tensor.info.shape[:1])
+                row_bytes = tensor.info.num_bytes // max(1, tensor.info.num_rows)
                 chunk_bytes = max(row_bytes, min(tensor.info.num_bytes, CHUNK_BYTES))
                 largest = max(largest, chunk_bytes * _find_widening(tensor))
     return workers * (COPIES_A_WRITER * largest + 2 * BLOCK_BYTES)
@@ -499,7 +499,7 @@ class _Stream:
             if use.rows is None:
                 self._count(counter, np.ascontiguousarray(use.source.read(use.name)))
             else:
-                num_rows = max(1, use.info.shape[0])
+                num_rows = max(1, use.info.num_rows)
                 height = max(1, CHUNK_BYTES // max(1, use.info.num_bytes // num_rows))
                 for top in range(*use.rows, height):
                     self._check()

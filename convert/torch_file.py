@@ -18,6 +18,7 @@ from specdec import logs
 from specdec.errors import SpecDecError, shorten, summarize
 from specdec.files.reading import Array, open_file
 from specdec.files.tensor_file import DTYPES, TensorInfo
+from specdec.model.sharding import view_rows
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ class TorchFile:
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> Array:
         """Return rows [start, stop), all columns or columns [first, last)."""
-        rows = self.read(name)[start:stop]
+        rows = view_rows(self.read(name))[start:stop]
         return rows if columns is None else rows[:, columns[0] : columns[1]]
 
     def locate(self, name: str) -> None:

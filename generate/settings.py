@@ -50,6 +50,7 @@ class GenerateSettings:
         metavar="DIR", help="Folder or Hub id of the tokenizer; --model-dir if not given."
     )
     dtype: str = _like("convert", "dtype")
+    dequantize: bool = _like("convert", "dequantize")
     redrafter_num_beams: int | None = _like("convert", "redrafter_num_beams")
     redrafter_draft_len_per_beam: int | None = _like("convert", "redrafter_draft_len_per_beam")
     quantization: str | None = _like("build", "quantization")

@@ -280,3 +280,18 @@ def list_paths(tree: Tree) -> list[list[int]]:
                 node = int(tree.parents[node])
             paths.append(path[::-1])
     return paths
+
+
+def round_inputs(x: torch.Tensor, group: int) -> torch.Tensor:
+    """What the kernels' products of integers read instead of x [..., depth], by groups of inputs.
+
+    A group with an input that is not finite becomes NaN.
+    """
+    depth = x.shape[-1]
+    padded = torch.nn.functional.pad(x.float(), (0, -depth % group))
+    groups = padded.reshape(*x.shape[:-1], -1, group)
+    largest = groups.abs().amax(-1, keepdim=True)
+    is_small = largest < 1e-30
+    rounded = (groups * (127 / largest).masked_fill(is_small, 0)).round()
+    scales = (largest / 127).masked_fill(is_small, 0)
+    return (rounded * scales).reshape(padded.shape)[..., :depth]

@@ -16,17 +16,34 @@ CLASSES = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
     "opt": ("OPTConfig", "OPTForCausalLM"),
     "gemma": ("GemmaConfig", "GemmaForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "ministral": ("MinistralConfig", "MinistralForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
 }
 # Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
 OWN = ("seed_oss", "smollm3", "stablelm")
-NOT_IN_014 = (*OWN, "qwen3")
+NOT_IN_014 = (*OWN, "gemma3", "granite", "qwen3", "qwen3_moe")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 48,
+    },
+}  # fmt: skip
 
 
 def make_family_model(
@@ -66,15 +83,17 @@ def make_family_model(
         values = {renamed.get(key, key): value for key, value in values.items()}
     elif family == "opt":
         values |= {"ffn_dim": values.pop("intermediate_size"), "word_embed_proj_dim": hidden}
-    elif family in ("gemma", "ministral", "qwen3", "seed_oss"):
+    elif family in ("gemma", "gemma2", "gemma3", "ministral", "qwen3", "seed_oss"):
         values["head_dim"] = hidden // heads
+    elif family in EXPERTS:
+        values |= EXPERTS[family]
     elif family == "stablelm":
         values["partial_rotary_factor"] = 0.5
     if family in ("gpt2", "opt"):
         del values["num_key_value_heads"]
     config_class, model_class = (getattr(transformers, each) for each in CLASSES[family])
     # A copy: transformers 5 writes into the dictionaries that it is given.
-    model = model_class(config_class(**values, **copy.deepcopy(config)))
+    model = model_class(config_class(**values | copy.deepcopy(config)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -86,7 +105,7 @@ def make_family_model(
             elif key.endswith(".bias"):
                 weight.copy_(0.3 * noise)
             else:  # Gemma's norms have one less
-                weight.copy_((0 if family == "gemma" else 1) + 0.1 * noise)
+                weight.copy_((0 if family.startswith("gemma") else 1) + 0.1 * noise)
     folder = parent / name
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

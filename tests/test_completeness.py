@@ -12,6 +12,8 @@ import yaml
 
 from specdec.command.settings import SECTIONS, get_flags, resolve_settings
 from specdec.command.stages import STAGES
+from specdec.convert.quantize.sections import METHODS as METHODS_READ
+from specdec.convert.quantize.sections import SOURCE_FORMATS
 from specdec.methods import METHODS, Method
 from tests.conftest import ROOT
 
@@ -73,6 +75,19 @@ def test_a_method_owns_its_name_and_options(name: str) -> None:
     for other in set(METHODS) - {name}:
         theirs = METHODS[other].options.items()
         assert own.isdisjoint((use, flag) for use, kind in theirs for flag in get_flags(kind))
+
+
+@pytest.mark.parametrize("name", SOURCE_FORMATS)
+def test_every_format_of_quantized_models_is_on_its_page(name: str) -> None:
+    """With its bits and what becomes of it; tests/convert/test_quantized_sources.py has it, too."""
+    format = SOURCE_FORMATS[name]
+    page = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith(f"| {format.title}")]
+    assert len(rows) == 1
+    _, _, methods, bits, kept, _ = (cell.strip() for cell in rows[0].split("|"))
+    assert bits == format.bits
+    assert kept.split(";")[0] == (format.kept or "with `--dequantize` only")
+    assert {method.strip("` ") for method in methods.split(",")} <= set(METHODS_READ)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ else:
     tomllib = None
 
 SOURCES = (
-    "specdec", "convert", "build", "run", "generate", "train", "verify", "doctor", "export",
-    "bench", "configs",
+    "specdec", "convert", "build", "run", "serve", "generate", "train", "verify", "doctor",
+    "export", "bench", "configs",
 )  # fmt: skip
 
 

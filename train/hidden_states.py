@@ -40,7 +40,7 @@ from specdec.logs import get_logger
 from .features import OutputHead
 from .rows import Rows
 from .state import refuse_changes
-from .target import Batch, LiveTarget, Target, join_rows, make_batch
+from .target import Batch, LiveTarget, Target, join_rows, make_batch, make_head
 
 KIND = "hidden-states"  # in the manifest
 ANEW = "name another folder, or remove this one: it is then made again"
@@ -261,13 +261,6 @@ def _write_target(path: Path, target: LiveTarget) -> None:
     """Write what of the target is read beside its hidden states."""
     table = target.embedding.weight
     assert isinstance(table, Tensor)
-    tokens = torch.arange(min(8, len(table)), device=table.device)
-    with torch.no_grad():
-        if not torch.equal(target.embedding(tokens), table[tokens]):
-            raise SpecDecError(
-                f"{target.name}: its embedding is more than a table of vectors",
-                "train without --hidden-states-dir",
-            )
     tensors = {"embedding": table}
     head = "none"
     if target.head is not None:
@@ -314,11 +307,11 @@ class StoredTarget(Target):
         self._open = functools.lru_cache(maxsize=MAX_OPEN)(self._open_shard)
         for shard in [shard for shards in self.shards.values() for shard in shards]:
             self._open(shard)
-        embedding, head = self._read_target(with_head=with_head, device=device)
+        embedding, head = self._read_target(config, with_head=with_head, device=device)
         super().__init__(embedding, config, name=name, head=head, aux_layers=plan.layers)
 
     def _read_target(
-        self, *, with_head: bool, device: Any
+        self, config: Any, *, with_head: bool, device: Any
     ) -> tuple[torch.nn.Embedding, OutputHead | None]:
         file = TensorFile(self.folder / TARGET_FILE)
         weights = {
@@ -337,7 +330,7 @@ class StoredTarget(Target):
                 ANEW,
             )
         weight = weights["head" if kind == "own" else "embedding"]
-        return table, OutputHead(weight, weights.get("head_bias"))
+        return table, make_head(config, weight, weights.get("head_bias"))
 
     def _open_shard(self, shard: StatesFile) -> TensorFile:
         file = TensorFile(self.folder / shard.name)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .features import OutputHead
+
 # Logits held at a time. Small enough for a processor's cache to help, large enough for a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 NOT_MEASURED = -1
@@ -26,14 +28,12 @@ class Teacher:
     """
 
     hidden: Tensor  # [N, D] the target's states
-    weight: Tensor  # [V, D] its output layer
-    bias: Tensor | None  # [V]
+    head: OutputHead
     share: float
 
     def compute_logits(self, part: slice) -> Tensor:
         """Logits [C, V] at some of the labels, in float32."""
-        logits = (self.hidden[part] @ self.weight.to(self.hidden.dtype).T).float()
-        return logits if self.bias is None else logits.add_(self.bias.float())
+        return self.head.compute_logits(self.hidden[part])
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ class Target(abc.ABC):
         self.aux_layers = aux_layers
         weight = embedding.weight
         assert isinstance(weight, Tensor)
-        self.shape = TargetShape(hidden_size=int(weight.shape[1]), vocab_size=int(weight.shape[0]))
+        self.shape = TargetShape(
+            hidden_size=int(weight.shape[1]), vocab_size=int(weight.shape[0]),
+            embedding_scale=find_embedding_scale(config),
+        )  # fmt: skip
 
     @abc.abstractmethod
     def find_states(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -72,7 +76,10 @@ class Target(abc.ABC):
         """Return what the target says about a batch."""
         with torch.no_grad():
             hidden, *others = self.find_states(batch)
-            embedded = self.embedding(batch.tokens)
+            # As it is stored, which is what engines give drafters; some targets multiply it.
+            table = self.embedding.weight
+            assert isinstance(table, Tensor)
+            embedded = torch.nn.functional.embedding(batch.tokens, table)
         return Features(
             tokens=batch.tokens,
             hidden=hidden,
@@ -90,7 +97,7 @@ class LiveTarget(Target):
         aux_layers: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         self.whole_model = model.eval().requires_grad_(False)
-        self.model = model if head is None else model.base_model
+        self.model = model if head is None else pretrained.find_base(model)
         embedding = model.get_input_embeddings()
         super().__init__(embedding, config, name=name, head=head, aux_layers=aux_layers)
 
@@ -121,9 +128,9 @@ class LiveTarget(Target):
         )  # fmt: skip
 
     def check_head(self) -> None:
-        """Raise SpecDecError where the logits are more than a matrix times the last hidden state.
+        """Raise SpecDecError where the logits are not what `OutputHead` makes of the last state.
 
-        Some targets scale them, or cap them; a drafter would learn from what the target never says.
+        A drafter would learn from what the target never says.
         """
         if self.head is None:
             return
@@ -131,12 +138,12 @@ class LiveTarget(Target):
         with torch.no_grad():
             hidden, *_ = self._run(tokens)
             expected = self.whole_model(input_ids=tokens, use_cache=False).logits.float()
-            found = torch.nn.functional.linear(hidden, self.head.weight, self.head.bias).float()
+            found = self.head.compute_logits(hidden)
         error = float((found - expected).abs().max())
         if error > 0.02 * float(expected.abs().max()):
             raise SpecDecError(
                 f"{self.name}: its logits differ by up to {error:.3g} from its output layer's of"
-                " the last hidden state: it scales or caps them",
+                " the last hidden state, and how it changes them is not known",
                 "train a drafter that does without the target's output layer: --method redrafter"
                 " with --self-distillation 0",
             )
@@ -185,6 +192,7 @@ def load_target(
     """
     kind = "AutoModelForCausalLM" if with_head else "AutoModel"
     model = pretrained.load_model(model_dir, kind, dtype=TORCH_DTYPES[dtype])
+    fold_projections(model)
     try:
         if mesh is not None:
             assert split is not None
@@ -199,8 +207,44 @@ def load_target(
     if not with_head:
         return LiveTarget(model, config, name=name, head=None, aux_layers=aux_layers)
     layer = model.get_output_embeddings().requires_grad_(False)
-    head = OutputHead(layer.weight, getattr(layer, "bias", None))
+    head = make_head(config, layer.weight, getattr(layer, "bias", None))
     return LiveTarget(model, config, name=name, head=head, aux_layers=aux_layers)
+
+
+def fold_projections(model: Any) -> None:
+    """Let an OPT whose embedding is smaller than its layers have embedding and head of their size.
+
+    Engines have them so (convert/families/opt.py), and drafters read and predict by them.
+    """
+    decoder = getattr(pretrained.find_base(model), "decoder", None)
+    inward, outward = (getattr(decoder, f"project_{way}", None) for way in ("in", "out"))
+    if decoder is None or inward is None or outward is None:
+        return
+    table = decoder.embed_tokens.weight.data
+    head = model.get_output_embeddings()
+    if head is not None:
+        weight = head.weight.data.float() @ outward.weight.data.float()
+        folded = torch.nn.Linear(weight.shape[1], len(weight), bias=False, dtype=table.dtype)
+        folded.weight.data = weight.to(table.dtype)
+        model.set_output_embeddings(folded)
+    weight = (table.float() @ inward.weight.data.float().T).to(table.dtype)
+    size, width = weight.shape
+    decoder.embed_tokens = torch.nn.Embedding(size, width, _weight=weight)
+    decoder.project_in = decoder.project_out = None
+
+
+def find_embedding_scale(config: Any) -> float:
+    """What a target multiplies the rows of its table of embeddings by."""
+    if str(getattr(config, "model_type", "")).startswith("gemma"):
+        return math.sqrt(config.hidden_size)
+    return float(getattr(config, "embedding_multiplier", None) or 1.0)
+
+
+def make_head(config: Any, weight: Tensor, bias: Tensor | None) -> OutputHead:
+    """Make the target's output layer, with what its configuration does to the logits."""
+    scaling = float(getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return OutputHead(weight, bias, 1 / scaling, None if cap is None else float(cap))
 
 
 def get_name(model_dir: str) -> str:

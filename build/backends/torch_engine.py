@@ -19,6 +19,7 @@ from specdec.engine.layout import (
     check_inventory,
     encode_engine_config,
     list_engine_files,
+    list_integers,
     make_metadata,
     name_weight_file,
     plan_int8,
@@ -27,7 +28,9 @@ from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.methods.eagle import EagleParams
+from specdec.model import int4
 from specdec.model.checkpoint import CheckpointConfig
+from specdec.model.config import ModelConfig
 from specdec.model.inventory import find_rank_files, list_tensors
 from specdec.model.quantization import (
     ACTIVATION_SCALE,
@@ -35,6 +38,7 @@ from specdec.model.quantization import (
     FLOAT8,
     FLOAT8_STORAGE,
     FP8,
+    INT4,
     INT8,
     INT8_SCALES,
     KV_SCALES,
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logs.get_logger(__name__)
+DEFAULT_GROUP_SIZE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +115,24 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     algorithm = checkpoint.quantization.quant_algo
     if algorithm not in EXECUTED:
         problems.add(
-            f"the checkpoint is quantized ({algorithm})",
-            "the torch backend executes FP8, float16, bfloat16 and float32",
+            f"the checkpoint is quantized ({algorithm}), which the torch backend does not execute",
+            f"it executes {', '.join(filter(None, EXECUTED))}, float16, bfloat16 and float32; for"
+            " this one use --backend tensorrt-llm",
         )
     if settings.quantization is not None and checkpoint.quantization.is_quantized:
         problems.add(
             f"--quantization {settings.quantization}: the checkpoint is quantized already"
             f" ({algorithm or checkpoint.quantization.kv_cache_quant_algo})",
             "leave it out, or convert the model without --quantization",
+        )
+    if settings.group_size is not None and settings.quantization != INT4:
+        problems.add("--group-size without --quantization int4", "leave it out")
+    if settings.group_size not in (None, *int4.ENGINE_GROUPS):
+        problems.add(f"--group-size {settings.group_size}", "use 32, 64 or 128")
+    if settings.quantization == INT4 and model.experts is not None:
+        problems.add(
+            f"--quantization {INT4}: {model.architecture} is a mixture of experts",
+            f"use {INT8}, or leave it out: experts have no four-bit form yet",
         )
     problems.raise_all()
     if model.arithmetic.positions == "rotary":
@@ -128,7 +143,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     paths, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")
     problems.raise_all()
     sources = [TensorFile(path) for path in paths]
-    float8 = check_sources(sources, checkpoint)
+    quantized = check_sources(sources, checkpoint)
     compile_kernels = settings.optimize != "none"
     if settings.optimize == "auto" and find_compiler() is None:
         logger.warning(
@@ -136,16 +151,23 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         )
         compile_kernels = False
     files = {
-        file: plan_tensors(shapes, model.dtype, float8)
+        file: plan_tensors(shapes, model.dtype, quantized if algorithm == FP8 else set())
         for file, shapes in list_engine_files(model, drafter).items()
     }
     if settings.quantization == INT8:
         files = {file: plan_int8(tensors, model) for file, tensors in files.items()}
-        if not compile_kernels:
-            logger.warning(
-                "int8 without native kernels: the engine's files are small, but its weights take"
-                " the memory of %s when it runs", model.dtype,
-            )  # fmt: skip
+    if settings.quantization == INT4:
+        group_size = settings.group_size or DEFAULT_GROUP_SIZE
+        files = {file: plan_int4(tensors, model, group_size) for file, tensors in files.items()}
+    if algorithm in int4.INT4_ALGORITHMS:
+        for rank, source in enumerate(sources):
+            files[name_weight_file(model, rank)] |= plan_four_bits(source, quantized, model)
+    has_integers = settings.quantization is not None or algorithm in int4.INT4_ALGORITHMS
+    if has_integers and not compile_kernels:
+        logger.warning(
+            "%s without native kernels: weights will be widened in every step, which is slow",
+            settings.quantization or algorithm,
+        )
     return TorchPlan(
         sources=sources,
         files=files,
@@ -157,12 +179,12 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
 
 
 def check_sources(sources: Sequence[TensorFile], checkpoint: CheckpointConfig) -> set[str]:
-    """Check every rank's file against config.json; return the matrices that are float8 in all."""
+    """Check every rank's file against config.json; return the matrices quantized in all."""
     found = [check_source(source, checkpoint) for source in sources]
-    for source, float8 in zip(sources[1:], found[1:], strict=True):
-        if unlike := sorted(float8 ^ found[0]):
+    for source, quantized in zip(sources[1:], found[1:], strict=True):
+        if unlike := sorted(quantized ^ found[0]):
             raise SpecDecError(
-                f"{source.path} and {sources[0].path} differ in which linears are FP8:"
+                f"{source.path} and {sources[0].path} differ in which linears are quantized:"
                 f" {join_names(unlike)}",
                 "the ranks' files must come from one run: convert again",
             )
@@ -170,13 +192,19 @@ def check_sources(sources: Sequence[TensorFile], checkpoint: CheckpointConfig) -
 
 
 def check_source(source: TensorFile, checkpoint: CheckpointConfig) -> set[str]:
-    """Check one rank's file: names, shapes and types; return its float8 matrices."""
+    """Check one rank's file: names, shapes and types; return its quantized matrices."""
     model = checkpoint.model
     specs = list_tensors(model, checkpoint.drafter)
     expected = {name: get_rank_shape(spec, model) for name, spec in specs.items()}
-    is_quantized = checkpoint.quantization.quant_algo == FP8
-    float8 = find_float8(source, expected) if is_quantized else set()
-    if float8:
+    algorithm = checkpoint.quantization.quant_algo
+    quantized: set[str] = set()
+    if algorithm in int4.INT4_ALGORITHMS:
+        quantized = find_int4(source, specs)
+        for name in quantized:
+            module, (num_rows, num_inputs) = name.removesuffix(".weight"), expected[name]
+            stored = int4.describe_int4(module, (num_rows, num_inputs), source.tensors)
+            expected |= {own: info.shape for own, info in stored.items()}
+    elif algorithm == FP8 and (quantized := find_float8(source, expected)):
         expected = add_scales(expected, source.tensors)
         # The cache keeps the model's type, for which it needs none of its scales.
         expected |= {
@@ -198,7 +226,7 @@ def check_source(source: TensorFile, checkpoint: CheckpointConfig) -> set[str]:
     found = sorted(
         {
             source.tensors[name].dtype for name in specs
-            if name not in float8
+            if name not in quantized
             and source.tensors[name].dtype != get_stored_dtype(name, model.dtype)
         }
     )  # fmt: skip
@@ -208,7 +236,7 @@ def check_source(source: TensorFile, checkpoint: CheckpointConfig) -> set[str]:
             "target and drafter must be converted with one --dtype",
         )
     check_copies(source, specs)
-    return float8
+    return quantized
 
 
 def add_scales(
@@ -250,16 +278,43 @@ def find_float8(source: TensorFile, names: Iterable[str]) -> set[str]:
         and len(source.tensors[name].shape) == 2
         and source.tensors[name].dtype in FLOAT8_STORAGE
     }  # fmt: skip
+    check_twins(source, stored)
+    return stored
+
+
+def find_int4(source: TensorFile, names: Iterable[str]) -> set[str]:
+    """Find the matrices that are stored in four bits, and check what they have beside the codes."""
+    stored = {
+        name for name in names
+        if name.endswith(".weight") and int4.is_int4(name.removesuffix(".weight"), source.tensors)
+    }  # fmt: skip
+    check_twins(source, stored)
+    for name in stored:
+        matrix = int4.Int4Matrix(source, name.removesuffix(".weight"))
+        int4.check_damage(matrix)
+        groups, size, largest = int4.ENGINE_GROUPS, matrix.group_size, max(int4.ENGINE_GROUPS)
+        if matrix.num_groups > 1 and size not in groups and size % largest:
+            raise SpecDecError(
+                f"{source.path}: {name} has groups of {size} columns; the torch backend multiplies"
+                f" groups of {join_names([str(group) for group in groups])}, multiples of"
+                f" {largest}, and rows with one scale each",
+                "quantize the model with another group size",
+            )
+    return stored
+
+
+def check_twins(source: TensorFile, stored: set[str]) -> None:
+    """Raise SpecDecError where fc is quantized and gate is not, or the other way round."""
     for name in stored:
         if ".mlp." in name:
             for one, other in ((".fc.", ".gate."), (".gate.", ".fc.")):
                 twin = name.replace(one, other)
                 if twin in source.tensors and twin not in stored:
                     raise SpecDecError(
-                        f"{source.path}: {name} is FP8, {twin} is {source.tensors[twin].dtype}",
+                        f"{source.path}: {name} is quantized, {twin} is"
+                        f" {source.tensors[twin].dtype}",
                         "the torch backend stacks the two: quantize both, or neither",
                     )
-    return stored
 
 
 def plan_tensors(
@@ -278,6 +333,96 @@ def plan_tensors(
         tensors[f"{module}.{WEIGHT_SCALE}"] = TensorInfo("float32", (num_scales,))
         tensors[f"{module}.{ACTIVATION_SCALE}"] = TensorInfo("float32", (1,))
     return tensors
+
+
+def plan_int4(
+    tensors: Mapping[str, TensorInfo], model: ModelConfig, group_size: int
+) -> dict[str, TensorInfo]:
+    """The tensors of a file in which the matrices of the layers are rounded to int4."""
+    planned = dict(tensors)
+    for name in list_integers(model):
+        if name not in tensors:
+            continue
+        num_rows, num_inputs = tensors[name].shape
+        if num_inputs % group_size or num_rows % 2:
+            fitting = [str(size) for size in int4.ENGINE_GROUPS if num_inputs % size == 0]
+            raise SpecDecError(
+                f"--quantization int4: {name} is [{num_rows}, {num_inputs}]; its rows go in pairs,"
+                f" its columns in groups of {group_size}",
+                f"use --group-size {fitting[-1]}" if fitting and num_rows % 2 == 0
+                else "use --quantization int8",
+            )  # fmt: skip
+        module = name.removesuffix(".weight")
+        planned[name] = TensorInfo("int8", (num_rows // 2, num_inputs))
+        planned[f"{module}.{WEIGHT_SCALE}"] = TensorInfo(
+            "float32", (num_rows, num_inputs // group_size)
+        )
+    return planned
+
+
+def name_parts(module: str, model: ModelConfig) -> list[str]:
+    """The modules of a checkpoint that one of an engine is stacked from."""
+    if ".mlp.gate_up" not in module:
+        return [module]
+    kinds = ("fc", "gate") if model.arithmetic.mlp == "gated" else ("fc",)
+    return [module.replace("gate_up", kind) for kind in kinds]
+
+
+def plan_four_bits(
+    source: TensorFile, quantized: set[str], model: ModelConfig
+) -> dict[str, TensorInfo]:
+    """The engine's tensors for matrices that are stored in four bits; scales become float32."""
+    planned = {}
+    for weight in list_integers(model):
+        module = weight.removesuffix(".weight")
+        parts = [int4.Int4Matrix(source, part) for part in name_parts(module, model)]
+        if f"{parts[0].module}.weight" in quantized:
+            for kind, array in read_four_bits(parts, model).items():
+                planned[f"{module}.{kind}"] = TensorInfo(str(array.dtype), array.shape)
+            num_rows = sum(part.shape[0] for part in parts)
+            planned[weight] = TensorInfo("int8", (num_rows // 2, parts[0].shape[1]))
+    return planned
+
+
+def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict[str, Array]:
+    """What stacked matrices have beside their codes, by kind; they must read their inputs alike."""
+    first = parts[0]
+    has_zeros = any(part.has_zeros for part in parts)
+    for part in parts[1:]:
+        own: tuple[Any, ...] = (part.num_groups, part.read_input_scale(), part.read_permutation())
+        wanted: tuple[Any, ...] = (
+            first.num_groups,
+            first.read_input_scale(),
+            first.read_permutation(),
+        )
+        if not all(np.array_equal(a, b) for a, b in zip(own, wanted, strict=True)):
+            raise SpecDecError(
+                f"{first.module} and {part.module} have other groups, input scales or orders of"
+                " inputs",
+                "the torch backend stacks the two: quantize them together",
+            )
+    scales = [part.read_scales(0, part.shape[0]) for part in parts]
+    found = {
+        WEIGHT_SCALE: stack_parts(scales, model, first.module),
+        int4.INPUT_SCALE: first.read_input_scale(),
+        int4.PERMUTATION: first.read_permutation(),
+    }
+    if has_zeros:
+        zeros = [part.read_zeros(0, part.shape[0]) for part in parts]
+        usual = [np.full(own.shape, int4.SYMMETRIC_ZERO, np.uint8) for own in scales]
+        found[int4.ZERO_POINT] = stack_parts(
+            [one if own is None else own for own, one in zip(zeros, usual, strict=True)],
+            model, first.module,
+        )  # fmt: skip
+    return {kind: array for kind, array in found.items() if array is not None}
+
+
+def stack_parts(parts: Sequence[Array], model: ModelConfig, module: str) -> Array:
+    """Rows of fc and gate as an engine has them: the half that is activated first."""
+    if ".mlp.fc" in module and model.arithmetic.mlp == "fused":
+        up, gate = np.split(parts[0], 2)  # the activated half comes second
+        return np.concatenate([gate, up])
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def write_engine(
@@ -338,10 +483,13 @@ def write_kernels(
     return kernels
 
 
-def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Callable[[str], Array]:
+def make_reader(
+    plan: TorchPlan, checkpoint: CheckpointConfig, file: str
+) -> Callable[[str], Array | Iterable[Array]]:
     """Return the function that reads a tensor of an engine file out of the checkpoint's files."""
     import torch
 
+    from specdec.engine import int4 as int4_rounding
     from specdec.engine import int8
     from specdec.files.torch_tensors import to_array, view_tensor
 
@@ -350,6 +498,7 @@ def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Cal
     ranks = [rank for rank in range(model.tp_size) if name_weight_file(model, rank) == file]
     own = plan.sources[ranks[0] if ranks else 0]
     int8_scales: dict[str, Tensor] = {}  # which lie before the weights in a file
+    int4_scales: dict[str, Tensor] = {}
 
     def read(name: str, source: TensorFile) -> Array:
         if file == DRAFTER_NAME:  # every rank has a part of it
@@ -357,25 +506,50 @@ def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Cal
         return source.read(name)
 
     def stack(name: str, source: TensorFile = own) -> Array:
-        if ".mlp.gate_up." in name:
-            fc = read(name.replace("gate_up", "fc"), source)
-            if model.arithmetic.mlp == "fused":
-                up, gate = np.split(fc, 2)  # the activated half comes second
-                return np.concatenate([gate, up])
-            return np.concatenate([fc, read(name.replace("gate_up", "gate"), source)])
-        return read(name, source)
+        module, _, kind = name.rpartition(".")
+        names = [f"{part}.{kind}" for part in name_parts(module, model)]
+        return stack_parts([read(part, source) for part in names], model, names[0])
 
     def make_int8_scales(name: str) -> Tensor:
         """Of whole rows, also where the ranks hold parts of them: tp_size changes no weight."""
-        is_split = name in specs and specs[name].shard is Shard.COLUMNS
-        parts = [
-            int8.find_largest(view_tensor(stack(name, source), model.dtype))
-            for source in (plan.sources if is_split else [own])
+        shard, sources = specs[name].shard if name in specs else None, [own]
+        if shard is Shard.COLUMNS:
+            sources = plan.sources
+        elif shard is Shard.EXPERT_COLUMNS and model.experts is not None:
+            experts = model.experts.list_own(ranks[0])
+            sources = [
+                source for rank, source in enumerate(plan.sources)
+                if model.experts.list_own(rank) == experts
+            ]  # fmt: skip
+        largest = [
+            torch.stack([int8.find_largest(w) for w in view_matrices(stack(name, source))])
+            for source in sources
         ]
-        return int8.make_scales(torch.stack(parts).amax(0), name)
+        scales = int8.make_scales(torch.stack(largest).amax(0).flatten(), name)
+        return scales.view(tensors[name].shape[:-1])
 
-    def produce(name: str) -> Array:
+    def view_matrices(array: Array) -> Tensor:
+        """[N, out, in], of experts or of one matrix."""
+        weight = view_tensor(array, model.dtype)
+        return weight.view(-1, *weight.shape[-2:])
+
+    def produce(name: str) -> Array | Iterable[Array]:
         module, _, kind = name.rpartition(".")
+        parts = [int4.Int4Matrix(own, part) for part in name_parts(module, model)]
+        if int4.is_int4(parts[0].module, own.tensors) and name in tensors:
+            if kind == "weight":
+                return stack(name).view(np.int8)
+            if kind != "bias":
+                return read_four_bits(parts, model)[kind]
+        if kind == WEIGHT_SCALE and plan.quantization == INT4:
+            matrix = f"{module}.weight"
+            weight = view_tensor(stack(matrix), model.dtype)
+            group_size = weight.shape[1] // tensors[name].shape[1]
+            int4_scales[matrix] = int4_rounding.choose_scales(weight, group_size, matrix)
+            return to_array(int4_scales[matrix])
+        if name in int4_scales:
+            weight = view_tensor(stack(name), model.dtype)
+            return int4.pack(int4_rounding.round_weight(weight, int4_scales[name]).numpy())
         if kind in SCALES:
             return read_scales(own, name)
         if kind == INT8_SCALES:
@@ -383,8 +557,10 @@ def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Cal
             int8_scales[matrix] = make_int8_scales(matrix)
             return to_array(int8_scales[matrix])
         if name in int8_scales:
-            weight = view_tensor(stack(name), model.dtype)
-            return to_array(int8.round_weight(weight, int8_scales[name]))
+            scales = int8_scales[name]
+            matrices = view_matrices(stack(name))
+            rows = scales.view(len(matrices), -1)
+            return (to_array(int8.round_weight(matrices[i], rows[i])) for i in range(len(rows)))
         if tensors[name].dtype == FLOAT8:
             return stack(name).view(np.uint8)  # older writers store it as int8
         return stack(name)

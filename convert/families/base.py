@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from specdec import logs
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, shorten
 from specdec.model.architectures import Architecture
-from specdec.model.config import ModelConfig
+from specdec.model.config import SLIDING, ModelConfig, list_layer_types
+from specdec.model.experts import Experts, name_shared
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind, list_kinds
 from specdec.model.tensors import EMBEDDING, HEAD
+from specdec.trtllm.facts import DEFAULT_LABEL
 
 from ..hf import ConfigReader, HfFolder
 from ..plan import Part
@@ -27,7 +29,11 @@ TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What the user decides about a checkpoint; `ModelConfig` has fields of the same names."""
+    """What the user decides about a checkpoint.
+
+    `ModelConfig` has fields of the same names, but for those about experts and the version.
+    moe_tp_size, moe_ep_size: None where nothing was said.
+    """
 
     dtype: str
     tp_size: int
@@ -35,6 +41,9 @@ class Layout:
     use_parallel_embedding: bool
     embedding_sharding_dim: int
     share_embedding_table: bool
+    moe_tp_size: int | None = None
+    moe_ep_size: int | None = None
+    trtllm_version: str = DEFAULT_LABEL
 
     @property
     def can_share(self) -> bool:
@@ -59,11 +68,13 @@ class Family:
     """A Hugging Face model family.
 
     modules: canonical module -> the family's modules that make it, one below the other, or `Part`s
-    of them; `{layer}` stands for a layer's number, and weight and bias follow their module.
+    of them; `{layer}` stands for a layer's number, and weight and bias follow their module. Those
+    with `{expert}` are repeated for each expert.
     prefixes: what the names of `modules` begin with, then what writers put in its place.
     ignored: patterns of tensors that carry no weights.
     always_shares: TensorRT-LLM's own checkpoints of the family store a tied head as the embedding
     alone.
+    prepare: a folder as `modules` and `read_config` want it, where they need another than there is.
     read_config: makes the model's configuration of its config.json, by `make_model`.
     describe: completes a checkpoint's config.json with the keys that TensorRT-LLM has for it.
     find_problem_014: what TensorRT-LLM 0.14 cannot express of a model, with a remedy, or None.
@@ -77,6 +88,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     is_tied_by_default: bool = False
     always_shares: bool = False
+    prepare: Callable[[HfFolder], HfFolder] = lambda folder: folder
     read_config: Callable[[ConfigReader, Layout], ModelConfig]
     describe: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = describe_rotary
     find_problem_014: Callable[[ModelConfig], tuple[str, str] | None] = lambda model: None
@@ -110,11 +122,11 @@ class Family:
         return layout
 
     def find_sources(
-        self, canonical: Iterable[str], folder: HfFolder | None = None
+        self, canonical: Iterable[str], folder: HfFolder | None = None, num_experts: int = 1
     ) -> dict[str, tuple[Part, ...]]:
         """Map canonical tensor names to the family's own, under the prefix that a folder has."""
         canonical = list(canonical)
-        namings = [self._list_parts(canonical, prefix) for prefix in self.prefixes]
+        namings = [self._list_parts(canonical, prefix, num_experts) for prefix in self.prefixes]
         if folder is None:
             return namings[0]
         names = [{part.name for parts in n.values() for part in parts} for n in namings]
@@ -129,24 +141,31 @@ class Family:
             )
         return chosen[0] if chosen else namings[0]
 
-    def _list_parts(self, canonical: Iterable[str], prefix: str) -> dict[str, tuple[Part, ...]]:
+    def _list_parts(
+        self, canonical: Iterable[str], prefix: str, num_experts: int
+    ) -> dict[str, tuple[Part, ...]]:
         parts = {}
         for name in canonical:
             module, _, kind = name.rpartition(".")
             match = _LAYER.search(module)
             layer = match.group(1) if match else ""
             generic = _LAYER.sub(".layers.{layer}.", module)
+            # TensorRT-LLM 0.14's names, see `Experts.shared_name`.
+            own = self.modules[generic.replace("}.shared_expert", "}.mlp.shared_expert")]
+            has_experts = any("{expert}" in str(part) for part in own)
             parts[name] = tuple(
-                self._name_part(part, layer, kind, prefix) for part in self.modules[generic]
+                self._name_part(part, layer, kind, prefix, expert)
+                for expert in range(num_experts if has_experts else 1)
+                for part in own
             )
         return parts
 
-    def _name_part(self, part: str | Part, layer: str, kind: str, prefix: str) -> Part:
+    def _name_part(self, part: str | Part, layer: str, kind: str, prefix: str, expert: int) -> Part:
         part = Part(part) if isinstance(part, str) else part
         name = part.name
         if name.startswith(self.prefixes[0]):
             name = prefix + name.removeprefix(self.prefixes[0])
-        return dataclasses.replace(part, name=f"{name.format(layer=layer)}.{kind}")
+        return dataclasses.replace(part, name=f"{name.format(layer=layer, expert=expert)}.{kind}")
 
 
 def tie_head(
@@ -170,8 +189,8 @@ def read_decoder(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     rotary_fraction: float | None = None,
-    hidden_act: str = "silu",
     rotary_base: float = 10000.0,
+    hidden_act: str = "silu",
 ) -> dict[str, Any]:
     """Read the fields of a rotary model as `ModelConfig` names them, problems into `reader`.
 
@@ -228,10 +247,45 @@ def make_model(
     have; then `arithmetic` tells what the model computes.
     """
     reader.finish()
-    return ModelConfig(
-        architecture=architecture, own_arithmetic=arithmetic, **values,
-        **dataclasses.asdict(layout),
-    )  # fmt: skip
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    shared = {name: value for name, value in vars(layout).items() if name in fields}
+    return ModelConfig(architecture=architecture, own_arithmetic=arithmetic, **values, **shared)
+
+
+def read_experts(
+    reader: ConfigReader,
+    layout: Layout,
+    values: Mapping[str, Any],
+    *,
+    num: tuple[str, int],
+    top_k: int,
+    renormalizes: bool,
+    inner: tuple[str, int] | None = None,
+    shared_inner: tuple[str, int] | None = None,
+) -> dict[str, Any]:
+    """Read the fields of a mixture of experts that `ModelConfig` has, problems into `reader`.
+
+    values: what `read_decoder` has read. The other arguments are names of fields and what
+    transformers takes for an absent one; without `inner` an expert has the size of an MLP.
+    """
+    if values["hidden_act"] != "silu":
+        reader.refuse(
+            f"hidden_act is {shorten(values['hidden_act'])}", "experts are supported with silu"
+        )
+    tp_size, moe_tp_size, moe_ep_size = layout.tp_size, layout.moe_tp_size, layout.moe_ep_size
+    if moe_ep_size is None:
+        moe_ep_size = 1 if moe_tp_size is None else max(1, tp_size // moe_tp_size)
+    experts = Experts(
+        num=reader.get_int(*num),
+        top_k=reader.get_int("num_experts_per_tok", top_k),
+        inner=values["intermediate_size"] if inner is None else reader.get_int(*inner),
+        shared_inner=0 if shared_inner is None else reader.get_int(*shared_inner),
+        renormalizes=renormalizes,
+        tp_size=moe_tp_size or max(1, tp_size // moe_ep_size),
+        ep_size=moe_ep_size,
+        shared_name=name_shared(layout.trtllm_version),
+    )
+    return {"experts": experts, "hidden_act": "swiglu"}
 
 
 def refuse_unless(reader: ConfigReader, name: str, *allowed: Any, remedy: str) -> None:
@@ -252,25 +306,29 @@ def name_activation(reader: ConfigReader, value: str) -> str:
     return "gelu_new" if value == "gelu_pytorch_tanh" else value
 
 
-def read_sliding_window(
-    reader: ConfigReader, num_layers: int, window: int | None, first_layer: int = 0
-) -> int | None:
-    """Return the window of a model whose layers from `first_layer` on have it, None for no window.
+def read_windows(
+    reader: ConfigReader,
+    num_layers: int,
+    window: int | None,
+    *,
+    first_layer: int = 0,
+    pattern: int | None = None,
+) -> dict[str, Any]:
+    """Return the fields that tell which layers have the window, those from `first_layer` on.
 
+    pattern: every so many layers one has not, and even a model without a window tells them apart.
     `layer_types`, which newer transformers write, tells the layers itself.
     """
-    num_sliding = max(0, num_layers - first_layer)
-    types = reader.config.get("layer_types")
-    if isinstance(types, list) and len(types) == num_layers:
-        num_sliding = sum(kind == "sliding_attention" for kind in types)
-    if window is None or num_sliding == 0:
-        return None
-    if num_sliding < num_layers:
-        reader.refuse(
-            f"{num_sliding} of {num_layers} layers have the sliding window of {window} tokens",
-            "models are supported whose layers all have it, or none",
-        )
-    return window
+    types = list_layer_types(num_layers, pattern, first_layer)
+    listed = reader.config.get("layer_types")
+    if isinstance(listed, list):
+        types = tuple(listed)
+    if pattern is not None:
+        return {"sliding_window": window, "layer_types": types}
+    if window is None or SLIDING not in types:
+        return {}
+    is_mixed = any(kind != SLIDING for kind in types)
+    return {"sliding_window": window, "layer_types": types if is_mixed else None}
 
 
 def get_window(reader: ConfigReader, default: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Ministral: a Mistral whose layers may differ in their window; here are those where none does."""
+"""Ministral: a Mistral whose layers may differ in their window."""
 
 from __future__ import annotations
 

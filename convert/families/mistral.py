@@ -13,7 +13,7 @@ from .base import (
     get_window,
     make_model,
     read_decoder,
-    read_sliding_window,
+    read_windows,
 )
 
 
@@ -23,7 +23,7 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=131072, num_kv_heads=8
     )
     window = get_window(reader, 4096)
-    values["sliding_window"] = read_sliding_window(reader, values["num_hidden_layers"], window)
+    values |= read_windows(reader, values["num_hidden_layers"], window)
     return make_model(reader, layout, "MistralForCausalLM", values)
 
 

@@ -1,12 +1,22 @@
-"""OPT."""
+"""OPT, with the smaller embedding and the norms behind each part that OPT-350m has."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from specdec.model.config import ModelConfig
+import numpy as np
 
-from ..hf import ConfigReader
+from specdec.errors import SpecDecError
+from specdec.files.casts import cast
+from specdec.files.reading import Array
+from specdec.files.tensor_file import TensorInfo
+from specdec.model.architectures import ARCHITECTURES
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import HEAD
+
+from ..hf import ConfigReader, HfFolder
 from ..plan import Part
 from .base import Family, Layout, make_model, name_activation, refuse_unless
 
@@ -38,14 +48,11 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
             f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}",
             "correct num_attention_heads",
         )
-    remedy = "this variant of OPT is not supported; the usual ones normalize before each layer"
-    refuse_unless(reader, "do_layer_norm_before", True, remedy=remedy)
-    refuse_unless(reader, "_remove_final_layer_norm", False, remedy=remedy)
+    is_post_norm = not reader.get_bool("do_layer_norm_before", True)
+    remedy = "this variant of OPT is not supported; the usual ones have all norms, with weights"
+    if not is_post_norm:
+        refuse_unless(reader, "_remove_final_layer_norm", False, remedy=remedy)
     refuse_unless(reader, "layer_norm_elementwise_affine", True, remedy=remedy)
-    refuse_unless(
-        reader, "word_embed_proj_dim", hidden_size,
-        remedy=f"embeddings that are projected to hidden_size {hidden_size} are not supported",
-    )  # fmt: skip
     refuse_unless(
         reader, "enable_bias", True, remedy="OPT without biases (Galactica) is not supported"
     )
@@ -62,7 +69,9 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         "max_position_embeddings": reader.get_int("max_position_embeddings", 2048),
         "hidden_act": name_activation(reader, activation),
     }
-    return make_model(reader, layout, "OPTForCausalLM", values)
+    known = ARCHITECTURES["OPTForCausalLM"]
+    arithmetic = dataclasses.replace(known, is_post_norm=True) if is_post_norm else None
+    return make_model(reader, layout, "OPTForCausalLM", values, arithmetic)
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -70,10 +79,87 @@ def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     mapping = {key: config["mapping"][key] for key in ("world_size", "tp_size", "pp_size")}
     return config | {
         "position_embedding_type": "learned_absolute",
-        "do_layer_norm_before": True,
+        "do_layer_norm_before": not model.arithmetic.is_post_norm,
         "mapping": mapping,
         "quantization": {"quant_algo": None},
     }
+
+
+class Products:
+    """A folder's tensors that are products of two: a table [V, P] and a projection, [V, D].
+
+    products: of each its table, its projection, and whether that is stored as [D, P].
+    """
+
+    def __init__(
+        self, folder: HfFolder, products: Mapping[str, tuple[str, str, bool]], width: int
+    ) -> None:
+        self.path, self._folder, self._products = folder.path, folder, products
+        self.tensors = {
+            name: TensorInfo("float32", (folder.tensors[table].shape[0], width))
+            for name, (table, _, _) in products.items()
+        }
+
+    def read(self, name: str) -> Array:
+        """Return a whole product in float32, rounded once."""
+        return self.read_block(name, 0, self.tensors[name].shape[0])
+
+    def read_block(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> Array:
+        """Return some rows of a product, all columns or columns [first, last)."""
+        table, projection, is_turned = self._products[name]
+        rows = self._widen(table, self._folder.read_block(table, start, stop))
+        factor = self._widen(projection, self._folder.read(projection))
+        first, last = columns or (0, self.tensors[name].shape[1])
+        product = rows @ (factor.T if is_turned else factor)[:, first:last]
+        result: Array = np.ascontiguousarray(product, np.float32)
+        return result
+
+    def _widen(self, name: str, values: Array) -> Array:
+        wide: Array = cast(values, self._folder.tensors[name].dtype, "float32").astype(np.float64)
+        return wide
+
+    def locate(self, name: str) -> None:
+        """Nowhere: a product is in no file."""
+
+    def release(self) -> None:
+        """Let go of the memory of what was read."""
+        self._folder.release()
+
+
+def fold_projections(folder: HfFolder) -> HfFolder:
+    """Return the folder with embedding and head of the hidden size, as TensorRT-LLM has them.
+
+    OPT-350m's embedding is smaller; one projection leads from it to the layers and another back to
+    the head, which are matrices alone, so that either may be multiplied with the table.
+    """
+    found = [name for name in FAMILY.prefixes if f"{name}embed_tokens.weight" in folder.tensors]
+    prefix = found[0] if found else FAMILY.prefixes[0]
+    table, inward, outward = (
+        f"{prefix}{name}.weight" for name in ("embed_tokens", "project_in", "project_out")
+    )
+    size, width = folder.config.get("hidden_size"), folder.config.get("word_embed_proj_dim")
+    if width in (None, size) or table not in folder.tensors:
+        return folder
+    is_tied = folder.config.get("tie_word_embeddings") is not False
+    head = table if is_tied or HEAD not in folder.tensors else HEAD
+    shapes = {
+        inward: (size, width), outward: (width, size),
+        **{name: (folder.tensors[name].shape[0], width) for name in (table, head)},
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        info = folder.tensors.get(name)
+        if info is None or info.shape != shape:
+            raise SpecDecError(
+                f"{folder.path}: word_embed_proj_dim is {width}, but {name} is"
+                f" {'missing' if info is None else list(info.shape)}, not {list(shape)}",
+                "its config.json and tensors disagree: take both from the same model",
+            )
+    products = {table: (table, inward, True), HEAD: (head, outward, False)}
+    folded = folder.substitute(Products(folder, products, shapes[inward][0]), (inward, outward))
+    folded.config = folder.config | {"tie_word_embeddings": False, "word_embed_proj_dim": size}
+    return folded
 
 
 FAMILY = Family(
@@ -83,6 +169,7 @@ FAMILY = Family(
     modules=MODULES,
     prefixes=("model.decoder.", "decoder."),
     is_tied_by_default=True,
+    prepare=fold_projections,
     read_config=read_config,
     describe=describe,
 )

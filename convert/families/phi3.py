@@ -16,7 +16,7 @@ from .base import (
     get_window,
     make_model,
     read_decoder,
-    read_sliding_window,
+    read_windows,
 )
 
 _SELF = "model.layers.{layer}."
@@ -43,7 +43,7 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         reader, norm_epsilon=("rms_norm_eps", 1e-5), max_positions=4096, rotary_fraction=1.0
     )
     window = get_window(reader, None)
-    values["sliding_window"] = read_sliding_window(reader, values["num_hidden_layers"], window)
+    values |= read_windows(reader, values["num_hidden_layers"], window)
     if values["hidden_act"] == "silu":
         values["hidden_act"] = "swiglu"  # of the two halves of one product
     scaling = values["rotary_scaling"]

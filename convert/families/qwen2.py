@@ -16,7 +16,7 @@ from .base import (
     get_window,
     make_model,
     read_decoder,
-    read_sliding_window,
+    read_windows,
 )
 
 
@@ -25,17 +25,17 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=32
     )
-    values |= {"attn_bias": True, "sliding_window": read_window(reader, values)}
+    values |= {"attn_bias": True, **read_window(reader, values)}
     return make_model(reader, layout, "Qwen2ForCausalLM", values)
 
 
-def read_window(reader: ConfigReader, values: dict[str, Any]) -> int | None:
-    """Return the sliding window, None where there is none."""
+def read_window(reader: ConfigReader, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that tell of the sliding window."""
     window = None
     if reader.get_bool("use_sliding_window", False):
         window = get_window(reader, 4096)
     first_layer = reader.get_int("max_window_layers", 28, minimum=0)
-    return read_sliding_window(reader, values["num_hidden_layers"], window, first_layer)
+    return read_windows(reader, values["num_hidden_layers"], window, first_layer=first_layer)
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,18 @@ HEAD_NORMS: dict[str, tuple[str | Part, ...]] = {
 }
 
 
+def read_bias(reader: ConfigReader) -> bool:
+    """Whether attention has biases; warn where it has, of which TensorRT-LLM knows nothing."""
+    has_bias = reader.get_bool("attention_bias", False)
+    if has_bias:
+        logger.warning(
+            "%s: attention_bias is true; TensorRT-LLM has Qwen3 without biases, so the checkpoint"
+            " is for the torch backend",
+            reader.path,
+        )
+    return has_bias
+
+
 def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     """Read a Qwen3 config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(
@@ -24,15 +36,9 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         head_dim=None if "head_dim" in reader.config else 128,  # null: by the number of heads
     )  # fmt: skip
     values |= {
-        "attn_bias": reader.get_bool("attention_bias", False),
-        "sliding_window": qwen2.read_window(reader, values),
+        "attn_bias": read_bias(reader),
+        **qwen2.read_window(reader, values),
     }
-    if values["attn_bias"]:
-        logger.warning(
-            "%s: attention_bias is true; TensorRT-LLM has Qwen3 without biases, so the checkpoint"
-            " is for the torch backend",
-            reader.path,
-        )
     return make_model(reader, layout, "Qwen3ForCausalLM", values)
 
 

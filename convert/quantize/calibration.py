@@ -19,6 +19,7 @@ from specdec import logs
 from specdec.chat import render_messages
 from specdec.documents import name_line, parse_object, read_document, read_lines
 from specdec.errors import SpecDecError, join_names
+from specdec.files.reading import Array
 
 from ..plan import count
 
@@ -36,11 +37,36 @@ logger = logs.get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """A linear to watch. outputs: what to call a part of its output's last dimension."""
+    """A linear to watch. outputs: what to call a part of its output's last dimension.
+
+    group_size: see `Inputs.moments`; None where only the largest magnitude of all inputs is wanted.
+    """
 
     module: str
     name: str
     outputs: tuple[tuple[str, slice], ...] = ()
+    group_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a linear's inputs are like, over all tokens.
+
+    mean, largest: their magnitudes, float32 [in]; moments: the mean product of two inputs of a
+    group, float32 [groups, size, size].
+    """
+
+    mean: Array
+    largest: Array
+    moments: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Observations:
+    """What a calibration saw, by the watches' names: largest magnitudes, and inputs one by one."""
+
+    largest: dict[str, np.float32]
+    inputs: dict[str, Inputs] = dataclasses.field(default_factory=dict)
 
 
 def read_rows(
@@ -50,15 +76,18 @@ def read_rows(
     size: int | None,
     max_length: int,
     vocab_size: int,
+    usual: int = DEFAULT_SIZE,
+    spare: int = 0,
 ) -> list[list[int]]:
     """Read the first `size` rows of a calibration file as tokens, each cut to `max_length`.
 
-    A .txt file holds a text a line. The tokenizer is loaded when the first text is met.
+    A .txt file holds a text a line. The tokenizer is loaded when the first text is met. usual: the
+    size, if not told otherwise; spare: how many more rows to return, if there are any.
     """
     rows: list[list[int]] = []
     tokenizer: Any = None
     for number, line in read_lines(path):
-        if len(rows) == (size or DEFAULT_SIZE):
+        if len(rows) == (size or usual) + spare:
             break
         with name_line(path, number, KEYS):
             document: Any
@@ -83,12 +112,24 @@ def read_rows(
             f"--calibration-data {path} holds {count(rows, 'row')}, --calib-size is {size}",
             f"give more texts, or --calib-size {len(rows)}",
         )
-    if len(rows) < (size or DEFAULT_SIZE):
+    if len(rows) < (size or usual):
         logger.warning(
             "%s holds %s: the scales fit what they show; %d are usual",
-            path, count(rows, "row"), DEFAULT_SIZE,
+            path, count(rows, "row"), usual,
         )  # fmt: skip
     return rows
+
+
+def hold_out(
+    rows: list[list[int]], size: int | None, usual: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Divide rows into those that calibrate and those to measure on.
+
+    Of few rows, an eighth is left to measure on, unless all are asked for.
+    """
+    if size is None:
+        size = usual if len(rows) > usual else len(rows) - len(rows) // 8
+    return rows[:size], rows[size:]
 
 
 def _check_tokens(tokens: Any, vocab_size: int) -> list[int]:
@@ -181,12 +222,13 @@ def observe(
     dtype: str,
     device: str,
     batch_size: int,
-) -> dict[str, np.float32]:
-    """Run the rows through the model; return the largest magnitude under each watched name."""
+) -> Observations:
+    """Run the rows through the model; return what was seen under each watched name."""
     import torch
 
-    model = _load_model(model_dir, dtype).to(device)
+    model = load_weights(model_dir, "AutoModel", dtype).to(device)
     largest: dict[str, torch.Tensor] = {}
+    inputs: dict[str, _InputSums] = {}
 
     def note(name: str, values: torch.Tensor) -> None:
         amax = values.detach().abs().amax().float()
@@ -195,8 +237,12 @@ def observe(
     batches = list(make_batches(rows, batch_size))
     with contextlib.ExitStack() as hooks, torch.inference_mode():
         for watch in watches:
-            for handle in _watch(_find_module(model, watch.module, model_dir), watch, note):
+            module = find_module(model, watch.module, model_dir)
+            for handle in _watch(module, watch, note):
                 hooks.callback(handle.remove)
+            if watch.group_size is not None:
+                inputs[watch.name] = sums = _InputSums(watch.group_size)
+                hooks.callback(module.register_forward_pre_hook(sums.add).remove)
         for batch in logs.show_progress(batches, label="calibrating", total=len(batches)):
             try:
                 model(input_ids=torch.tensor(batch, device=device), use_cache=False)
@@ -214,7 +260,44 @@ def observe(
             f" {join_names(silent)}",
             "this model does not compute as its config.json says; it cannot be calibrated",
         )
-    return {name: np.float32(amax.item()) for name, amax in largest.items()}
+    return Observations(
+        {name: np.float32(amax.item()) for name, amax in largest.items()},
+        {name: sums.finish() for name, sums in inputs.items()},
+    )
+
+
+class _InputSums:
+    """Sums over the inputs of a linear, as a hook before it sees them."""
+
+    def __init__(self, group_size: int) -> None:
+        self.group_size, self.count = group_size, 0
+        self.sums: Any = None
+
+    def add(self, _module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        import torch
+
+        values = inputs[0].detach().flatten(0, -2).float()
+        magnitudes = values.abs()
+        grouped = values.view(len(values), -1, self.group_size).transpose(0, 1)
+        found = (
+            magnitudes.sum(0, dtype=torch.float64), magnitudes.amax(0),
+            (grouped.transpose(1, 2) @ grouped).double(),
+        )  # fmt: skip
+        self.count += len(values)
+        if self.sums is None:
+            self.sums = found
+        else:
+            self.sums = (
+                self.sums[0] + found[0], torch.maximum(self.sums[1], found[1]),
+                self.sums[2] + found[2],
+            )  # fmt: skip
+
+    def finish(self) -> Inputs:
+        mean, largest, moments = self.sums
+        return Inputs(
+            *((x / n).float().cpu().numpy()
+              for x, n in ((mean, self.count), (largest, 1), (moments, self.count)))
+        )  # fmt: skip
 
 
 def _watch(module: Any, watch: Watch, note: Callable[[str, torch.Tensor], None]) -> Iterator[Any]:
@@ -244,13 +327,12 @@ def _refuse_nonfinite(largest: Mapping[str, torch.Tensor], model_dir: Path) -> N
         )
 
 
-def _load_model(model_dir: Path, dtype: str) -> Any:
+def load_weights(model_dir: Path, kind: str, dtype: str) -> Any:
+    """Load a folder's model by a class of transformers; SpecDecError where weights are missing."""
     from specdec.files.torch_tensors import TORCH_DTYPES
     from specdec.pretrained import load_model
 
-    model, info = load_model(
-        model_dir, "AutoModel", dtype=TORCH_DTYPES[dtype], output_loading_info=True
-    )
+    model, info = load_model(model_dir, kind, dtype=TORCH_DTYPES[dtype], output_loading_info=True)
     if info["missing_keys"]:
         raise SpecDecError(
             f"transformers finds no weights in {model_dir} for"
@@ -260,10 +342,10 @@ def _load_model(model_dir: Path, dtype: str) -> Any:
     return model.eval()
 
 
-def _find_module(model: Any, name: str, model_dir: Path) -> Any:
+def find_module(model: Any, name: str, model_dir: Path) -> Any:
     """Find a linear by its tensors' name; files have the base model's prefix or lack it."""
     bare = name.removeprefix(model.base_model_prefix + ".")
-    for candidate in (bare, name):
+    for candidate in (bare, name, name.partition(".")[2]):
         with contextlib.suppress(AttributeError):
             return model.get_submodule(candidate)
     raise SpecDecError(

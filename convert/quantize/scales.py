@@ -1,6 +1,7 @@
-"""What is quantized and how its scales come about: the plan of an FP8 checkpoint.
+"""What is quantized and how its scales come about: the plan of a quantized checkpoint.
 
-Scales, all float32, one per tensor and before any split over ranks:
+Scales of whole matrices, all float32, before any split over ranks (448 is float8's largest number,
+`formats` has what others divide by):
 weight: the largest magnitude of the weight / 448, shared by q, k and v, and by fc and gate;
 activation: the largest magnitude of the linear's input in the calibration / 448;
 K/V cache: the largest magnitude of K's and V's outputs / 448, at least 1.
@@ -19,6 +20,7 @@ import numpy as np
 
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
+from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES, TensorInfo
 from specdec.model.config import ModelConfig
@@ -27,64 +29,28 @@ from specdec.model.quantization import (
     FLOAT8,
     FLOAT8_MAX,
     FP8,
+    INPUT_SCALE,
     KV_SCALES,
     WEIGHT_SCALE,
 )
-from specdec.model.sharding import Block
-from specdec.model.tensors import list_linears
+from specdec.model.sharding import Block, list_blocks
+from specdec.model.tensors import TensorSpec, list_linears
 from specdec.threads import Pool
 
-from ..plan import Chunk, Part, Piece, PlannedTensor, RankPlan
-from .calibration import Watch
+from ..plan import Chunk, Part, PlannedTensor, RankPlan
+from .calibration import Observations, Watch
 from .float8 import Requantizer, find_amax
+from .formats import Format
+from .rounded import RoundedMatrix, RowTensor, Scales
+from .search import search_inputs
 
 logger = logs.get_logger(__name__)
 
-SCALE_INFO = TensorInfo("float32", (1,))
 # The head stays in the model's type; embeddings and norms are no linears.
 EXCLUDED = ("lm_head",)
 MIN_KV_SCALE = np.float32(1)  # ModelOpt's rule: small keys and values are not scaled up
 # What each K/V scale is the largest of.
 _KV_PARTS = dict(zip(KV_SCALES, (("k", "v"), ("k",), ("v",)), strict=True))
-
-
-class Scales:
-    """The scales of a checkpoint, known only after they were measured; a source of tensors."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.tensors: dict[str, TensorInfo] = {}
-        self._values: dict[str, np.float32] = {}
-
-    def add(self, name: str, value: np.float32 | None = None) -> PlannedTensor:
-        """Plan a scale, of which the value may be told later."""
-        self.tensors[name] = SCALE_INFO
-        if value is not None:
-            self._values[name] = value
-        return PlannedTensor(SCALE_INFO, (Piece(self, name, Block(0, 1)),))
-
-    def set(self, name: str, value: np.float32) -> None:
-        """Tell a scale's value."""
-        self._values[name] = np.float32(value)
-
-    def get(self, name: str) -> np.float32:
-        """Return a scale that was measured."""
-        return self._values[name]
-
-    def read(self, name: str) -> Array:
-        return np.array([self._values[name]], np.float32)
-
-    def read_block(
-        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
-    ) -> Array:
-        assert columns is None
-        return self.read(name)[start:stop]
-
-    def locate(self, name: str) -> None:
-        """Return None: a scale lies in no file."""
-
-    def release(self) -> None:
-        """Do nothing: a scale has four bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,16 +75,53 @@ def change_chunk(chunk: Chunk, dtype: str, change: Callable[[Array], Array]) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """What `measure` needs to find every scale. weights: by the scale they share."""
+    """What `measure` needs to find every scale. weights: by the scale they share.
 
+    matrices: what is rounded by rows, by module. evaluate: compares the quantized model with the
+    model, where there is text for that.
+    """
+
+    format: Format
     model_dir: Path
     scales: Scales
     weights: Mapping[str, tuple[PlannedTensor, ...]]
     watches: tuple[Watch, ...]
-    calibrate: Callable[[Sequence[Watch]], dict[str, np.float32]]
+    calibrate: Callable[[Sequence[Watch]], Observations]
+    matrices: Mapping[str, RoundedMatrix] = dataclasses.field(default_factory=dict)
+    evaluate: Callable[[Quantizer], dict[str, Any] | None] = lambda quantizer: None
 
-    def measure(self, workers: int) -> None:
-        """Read all weights, run the calibration, and set every scale."""
+    def measure(self, workers: int) -> dict[str, Any] | None:
+        """Find every scale, of weights and inputs; return what the quantization costs, if known."""
+        amaxes = self._measure_weights(workers) if self.format.smooths is None else {}
+        observed = self.calibrate(self.watches)
+        amaxes |= observed.largest
+        if self.format.smooths is not None:
+            amaxes |= self._search(observed, workers)
+        dead = [name.rpartition(".")[0] for name, amax in amaxes.items() if amax == 0]
+        if dead:
+            logger.warning("only zeros, so the scale is 1: %s", join_names(dead))
+        for name in self.scales.tensors:
+            module, _, kind = name.rpartition(".")
+            if kind in KV_SCALES:
+                parts = [
+                    _divide(amaxes[f"{module}.{part}"], FLOAT8_MAX) for part in _KV_PARTS[kind]
+                ]
+                self.scales.set(name, np.maximum(max(parts), MIN_KV_SCALE))
+            elif kind != INPUT_SCALE:
+                self.scales.set(
+                    name, _divide(amaxes[f"{find_group(module)}.{kind}"], self._get_maximum(kind))
+                )
+        return self.evaluate(self)
+
+    def _get_maximum(self, kind: str) -> float:
+        maximum = self.format.inputs
+        if self.format.weight is not None and self.format.weight[0] == kind:
+            maximum = self.format.weight[1]
+        assert maximum is not None
+        return maximum
+
+    def _measure_weights(self, workers: int) -> dict[str, np.float32]:
+        """Return the largest magnitude of the weights under each scale."""
         with Pool(workers) as pool:
             tasks = {
                 name: pool.submit(_measure, tensors, pool.is_ending)
@@ -128,31 +131,53 @@ class Quantizer:
             for task in done:
                 task.result()
         weights = {name: task.result() for name, task in tasks.items()}
-        broken = [
-            name.rpartition(".")[0] for name, amax in weights.items() if not np.isfinite(amax)
-        ]
+        self._refuse_broken([name for name, amax in weights.items() if not np.isfinite(amax)])
+        return weights
+
+    def _search(self, observed: Observations, workers: int) -> dict[str, np.float32]:
+        """Find the inputs' scales; return the largest magnitudes of what they leave."""
+        groups: dict[str, list[RoundedMatrix]] = {}
+        for module, matrix in self.matrices.items():
+            groups.setdefault(find_group(module), []).append(matrix)
+        with Pool(workers) as pool:
+            tasks = {
+                group: pool.submit(
+                    search_inputs, members, observed.inputs[f"{group}.{ACTIVATION_SCALE}"],
+                    self.format, pool.is_ending,
+                )
+                for group, members in groups.items()
+            }  # fmt: skip
+            done = logs.show_progress(tasks.values(), label="searching scales", total=len(tasks))
+            for task in done:
+                task.result()
+        self._refuse_broken(
+            [f"{group}." for group, task in tasks.items() if not np.isfinite(task.result().error)]
+        )
+        amaxes = {}
+        for group, task in tasks.items():
+            found = task.result()
+            for member in groups[group]:
+                name = f"{member.module}.{INPUT_SCALE}"
+                dtype = self.scales.tensors[name].dtype
+                assert member.input_scale is not None
+                self.scales.set(name, cast(member.input_scale, "float32", dtype))
+            amaxes[f"{group}.{ACTIVATION_SCALE}"] = found.largest_input
+            if self.format.weight is not None:
+                amaxes[f"{group}.{self.format.weight[0]}"] = found.largest_weight
+        return amaxes
+
+    def _refuse_broken(self, names: Sequence[str]) -> None:
+        broken = [name.rpartition(".")[0] for name in names]
         if broken:
             raise SpecDecError(
                 f"{self.model_dir} has weights that are NaN or infinite, and no scale, in"
                 f" {join_names(broken)}",
                 "copy or download the folder again",
             )
-        amaxes = weights | self.calibrate(self.watches)
-        dead = [name.rpartition(".")[0] for name, amax in amaxes.items() if amax == 0]
-        if dead:
-            logger.warning("only zeros, so the scale is 1: %s", join_names(dead))
-        found = {name: _divide(amax) for name, amax in amaxes.items()}
-        for name in self.scales.tensors:
-            module, _, kind = name.rpartition(".")
-            if kind in KV_SCALES:
-                parts = [found[f"{module}.{part}"] for part in _KV_PARTS[kind]]
-                self.scales.set(name, np.maximum(max(parts), MIN_KV_SCALE))
-            else:
-                self.scales.set(name, found[f"{find_group(module)}.{kind}"])
 
 
-def _divide(amax: np.float32) -> np.float32:
-    return np.float32(amax / np.float32(FLOAT8_MAX)) if amax else np.float32(1)
+def _divide(amax: np.float32, maximum: float) -> np.float32:
+    return np.float32(amax / np.float32(maximum)) if amax else np.float32(1)
 
 
 def find_group(module: str) -> str:
@@ -172,15 +197,24 @@ def _measure(tensors: Sequence[PlannedTensor], is_ending: threading.Event) -> np
 
 
 def quantize_config(
-    config: Mapping[str, Any], *, has_kv_scales: bool, kept: Sequence[str] = ()
+    config: Mapping[str, Any],
+    format_: Format,
+    *,
+    has_kv_scales: bool,
+    group_size: int | None = None,
+    kept: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return a checkpoint's config.json that says what is quantized. kept: linears that are not."""
     section = {
         **config["quantization"],
-        "quant_algo": FP8,
+        "quant_algo": format_.name,
         "kv_cache_quant_algo": FP8 if has_kv_scales else None,
-        "exclude_modules": [*EXCLUDED, *kept],
+        "exclude_modules": [*EXCLUDED, *format_.excluded, *kept],
     }
+    if group_size is not None:
+        section["group_size"] = group_size
+        if INPUT_SCALE in format_.algorithm.scales:
+            section |= {"has_zero_point": False, "pre_quant_scale": True}
     return {**config, "quantization": section}
 
 
@@ -190,50 +224,101 @@ def name_kv_scales(version: str) -> tuple[str, ...]:
 
 
 def plan_quantizer(
+    format_: Format,
     ranks: Sequence[RankPlan],
+    whole: RankPlan,
+    specs: Mapping[str, TensorSpec],
     sources: Mapping[str, tuple[Part, ...]],
     model: ModelConfig,
     *,
     model_dir: Path,
+    group_size: int,
     kv_scales: Sequence[str],
-    calibrate: Callable[[Sequence[Watch]], dict[str, np.float32]],
+    **calls: Any,
 ) -> tuple[list[RankPlan], Quantizer]:
     """Replace every linear's weight by a rounded one with its scales, on every rank.
 
-    sources: the Hugging Face tensors of each canonical one; kv_scales: the K/V scales to write.
+    whole: the linears' weights on one rank; sources: the Hugging Face tensors of each canonical
+    one; kv_scales: the K/V scales to write; calls: what `Quantizer` calls.
     """
     scales = Scales(model_dir)
-    linears = set(list_linears(model))
+    rounding = format_.make_rounding(group_size)
+    matrices = {
+        module: RoundedMatrix(module, whole[f"{module}.weight"], rounding, scales)
+        for module in list_linears(model)
+    }
     weights: dict[str, list[PlannedTensor]] = {}
     quantized = []
-    for rank in ranks:
+    for i, rank in enumerate(ranks):
         tensors: RankPlan = {}
         for name, tensor in rank.items():
             module = name.removesuffix(".weight")
-            if module not in linears:
+            if module not in matrices:
                 tensors[name] = tensor
                 continue
-            scale = f"{module}.{WEIGHT_SCALE}"
-            weights.setdefault(f"{find_group(module)}.{WEIGHT_SCALE}", []).append(tensor)
-            info = TensorInfo(FLOAT8, tensor.info.shape)
-            tensors[name] = QuantizedTensor(info, tensor.pieces, tensor, scales, scale)
-            added = [f"{module}.{kind}" for kind in (WEIGHT_SCALE, ACTIVATION_SCALE)]
+            if format_.weight is not None and format_.smooths is None:
+                shared = f"{find_group(module)}.{format_.weight[0]}"
+                weights.setdefault(shared, []).append(tensor)
+            blocks = tuple(list_blocks(specs[name], model, i))
+            tensors |= _plan_matrix(matrices[module], tensor, blocks, format_, group_size)
             if module.endswith(".attention.qkv"):
-                added += [module.removesuffix("qkv") + kind for kind in kv_scales]
-            tensors |= {name: scales.add(name) for name in added}
+                prefix = module.removesuffix("qkv")
+                tensors |= {prefix + kind: scales.add(prefix + kind) for kind in kv_scales}
         quantized.append(tensors)
+    moments = None if format_.smooths is None else format_.group_size and group_size or 1
     quantizer = Quantizer(
+        format=format_,
         model_dir=model_dir,
         scales=scales,
         weights={name: tuple(tensors) for name, tensors in weights.items()},
-        watches=tuple(_list_watches(sources, model, has_kv_scales=bool(kv_scales))),
-        calibrate=calibrate,
-    )
+        watches=tuple(
+            _list_watches(
+                sources, model, has_inputs=format_.needs_data, has_kv_scales=bool(kv_scales),
+                group_size=moments,
+            )
+        ),
+        matrices=matrices,
+        **calls,
+    )  # fmt: skip
     return quantized, quantizer
 
 
+def _plan_matrix(
+    matrix: RoundedMatrix,
+    tensor: PlannedTensor,
+    blocks: tuple[Block, ...],
+    format_: Format,
+    group_size: int,
+) -> RankPlan:
+    """Plan a rank's part of a matrix and its scales. tensor: the part before it is rounded."""
+    module, scales = matrix.module, matrix.scales
+    num_rows, num_inputs = tensor.info.shape
+    planned: RankPlan = {}
+    infos = format_.algorithm.describe((num_rows, num_inputs), tensor.info.dtype, group_size)
+    for kind, info in infos.items():
+        name, each = f"{module}.{kind}", format_.algorithm.scales.get(kind)
+        if each == "matrix":
+            planned[name] = scales.add(name)
+        elif each == "input":
+            of_all = TensorInfo(info.dtype, (matrix.shape[1],))
+            planned[name] = scales.add(name, info=of_all, columns=blocks[0].columns)
+        elif format_.row_scale is None:
+            scale = f"{module}.{WEIGHT_SCALE}"
+            planned[name] = QuantizedTensor(
+                TensorInfo(FLOAT8, tensor.info.shape), tensor.pieces, tensor, scales, scale
+            )
+        else:
+            planned[name] = RowTensor(info, tensor.pieces, matrix, blocks, kind == "weight")
+    return planned
+
+
 def _list_watches(
-    sources: Mapping[str, tuple[Part, ...]], model: ModelConfig, *, has_kv_scales: bool
+    sources: Mapping[str, tuple[Part, ...]],
+    model: ModelConfig,
+    *,
+    has_inputs: bool,
+    has_kv_scales: bool,
+    group_size: int | None,
 ) -> Iterator[Watch]:
     """The model's linears to watch; one that makes two of ours is watched once for each."""
     q_size = model.num_attention_heads * model.head_size
@@ -248,5 +333,8 @@ def _list_watches(
                 columns = slice(start, start + kv_size) if is_fused else slice(None)
                 outputs[0 if is_fused else i].append((f"{attention}.{'qkv'[i]}", columns))
         name = f"{find_group(module)}.{ACTIVATION_SCALE}"
+        is_first = find_group(module) == module
         for part, watched in zip(parts, outputs, strict=False):
-            yield Watch(part, name, tuple(watched))
+            if has_inputs or watched:
+                yield Watch(part, name, tuple(watched), group_size if is_first else None)
+                is_first = False

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from specdec import logs
 from specdec.documents import check_data_file
-from specdec.errors import UsageError
+from specdec.errors import Problems, UsageError
 from specdec.files.tensor_file import DTYPES
 from specdec.model.config import ModelConfig
+from specdec.model.quantization import FP8
+from specdec.model.sharding import list_blocks
+from specdec.model.tensors import TensorSpec, list_linears
 
 from ..hf import HfFolder
-from ..plan import Part, RankPlan, count_elements
+from ..plan import Part, RankPlan, count_elements, plan_tensors
 from ..settings import ConvertSettings
 from . import calibration
+from .formats import FORMATS, Format
 from .scales import Quantizer, name_kv_scales, plan_quantizer, quantize_config
+
+logger = logs.get_logger(__name__)
 
 CALIBRATION_FLAGS = (
     "calibration_data", "calib_size", "calib_batch_size", "calib_max_seq_length", "calib_device",
 )  # fmt: skip
+SEARCH_SIZE = 128  # rows that a search takes, if not told otherwise
+MEASURED_SIZE = 32  # rows to measure on, at most
 
 
 def check_flags(settings: ConvertSettings) -> None:
     """Raise UsageError for quantization flags that lack one another or a Hugging Face target."""
     if settings.quantization is None:
-        for name in ("kv_cache_dtype", *CALIBRATION_FLAGS):
+        for name in ("kv_cache_dtype", "group_size", *CALIBRATION_FLAGS):
             if getattr(settings, name) is not None:
                 raise UsageError(
                     f"--{name.replace('_', '-')} has no effect without --quantization",
@@ -39,30 +49,93 @@ def check_flags(settings: ConvertSettings) -> None:
             "--quantization takes a Hugging Face target, not --base-model-checkpoint-dir",
             "give the target as --model-dir: the calibration runs it with transformers",
         )
+    format_ = FORMATS[settings.quantization]
+    if settings.group_size is not None:
+        _check_group_size(settings.group_size, settings.quantization, format_)
+    if not format_.needs_data and settings.kv_cache_dtype is None:
+        for name in CALIBRATION_FLAGS:
+            if getattr(settings, name) is not None:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} has no effect: --quantization"
+                    f" {settings.quantization} needs no calibration",
+                    "leave it out, or give --kv-cache-dtype fp8, which does",
+                )
+        return
     if settings.calibration_data is None:
         raise UsageError(
             f"--quantization {settings.quantization} without --calibration-data",
-            "give a .txt or .jsonl file of texts like those to be decoded: the activation scales"
-            " come from them",
+            "give a .txt or .jsonl file of texts like those to be decoded: the scales come from"
+            " them",
         )
     check_data_file(settings.calibration_data, "--calibration-data")
+
+
+def _check_group_size(group_size: int, name: str, format_: Format) -> None:
+    known = format_.algorithm.group_sizes
+    if len(known) < 2:
+        raise UsageError(
+            f"--group-size has no effect with --quantization {name}: there is nothing to choose",
+            "leave it out",
+        )
+    if group_size not in known:
+        raise UsageError(
+            f"--group-size is {group_size}; --quantization {name} has groups of"
+            f" {', '.join(map(str, known))}",
+            f"give {known[-1]}, or leave it out",
+        )
 
 
 def quantize_target(
     settings: ConvertSettings,
     folder: HfFolder,
     model: ModelConfig,
+    specs: Mapping[str, TensorSpec],
     sources: Mapping[str, tuple[Part, ...]],
     ranks: Sequence[RankPlan],
     config: Mapping[str, Any],
 ) -> tuple[list[RankPlan], dict[str, Any], Quantizer]:
-    """Plan a target's FP8 form; return its ranks, its config.json, and what finds the scales."""
+    """Plan a target's quantized form: its ranks, its config.json, and what finds the scales."""
+    assert settings.quantization is not None
+    format_ = FORMATS[settings.quantization]
+    group_size = settings.group_size or format_.group_size
+    linears = {f"{module}.weight": specs[f"{module}.weight"] for module in list_linears(model)}
+    problems = find_problems(format_, linears, model, group_size)
+    problems.raise_all()
+    whole = plan_tensors(
+        linears, {name: sources[name] for name in linears}, folder, dtype=model.dtype,
+        model=dataclasses.replace(model, tp_size=1, pp_size=1), ignored=("*",), problems=problems,
+    )[0]  # fmt: skip
+    kv_scales = name_kv_scales(settings.trtllm_version) if settings.kv_cache_dtype else ()
+    calls: dict[str, Any] = {"calibrate": lambda watches: calibration.Observations({})}
+    if settings.calibration_data is not None:
+        calls = _prepare_calibration(settings, folder, model, format_)
+    quantized, quantizer = plan_quantizer(
+        format_,
+        ranks,
+        whole,
+        specs,
+        sources,
+        model,
+        model_dir=folder.path,
+        group_size=group_size or 0,
+        kv_scales=kv_scales,
+        **calls,
+    )
+    config = quantize_config(config, format_, has_kv_scales=bool(kv_scales), group_size=group_size)
+    return quantized, config, quantizer
+
+
+def _prepare_calibration(
+    settings: ConvertSettings, folder: HfFolder, model: ModelConfig, format_: Format
+) -> dict[str, Any]:
+    """Read the calibration's rows; return what calibrates with them and what measures the rest."""
     assert settings.calibration_data is not None
     assert settings.model_dir is not None
     device = calibration.choose_device(settings.calib_device or "auto")
     itemsize = np.dtype(DTYPES[model.dtype][1]).itemsize
     num_bytes = itemsize * sum(count_elements(info) for info in folder.tensors.values())
     calibration.check_memory(num_bytes, device, folder.path)
+    usual = SEARCH_SIZE if format_.smooths else calibration.DEFAULT_SIZE
     rows = calibration.read_rows(
         settings.calibration_data,
         functools.partial(calibration.load_model_tokenizer, settings.model_dir),
@@ -72,21 +145,64 @@ def quantize_target(
             model.max_position_embeddings,
         ),
         vocab_size=model.vocab_size,
+        usual=usual,
+        spare=0 if format_.name == FP8 else MEASURED_SIZE,
     )
-    kv_scales = name_kv_scales(settings.trtllm_version) if settings.kv_cache_dtype else ()
-    quantized, quantizer = plan_quantizer(
-        ranks,
-        sources,
-        model,
-        model_dir=folder.path,
-        kv_scales=kv_scales,
-        calibrate=functools.partial(
+    others: list[list[int]] = []
+    if format_.name != FP8:
+        rows, others = calibration.hold_out(rows, settings.calib_size, usual)
+    calls: dict[str, Any] = {
+        "calibrate": functools.partial(
             calibration.observe,
             folder.path,
             rows,
             dtype=model.dtype,
             device=device,
             batch_size=settings.calib_batch_size or 1,
-        ),
-    )
-    return quantized, quantize_config(config, has_kv_scales=bool(kv_scales)), quantizer
+        )
+    }
+    if format_.name != FP8 and others:
+        calls["evaluate"] = functools.partial(_evaluate, others, dtype=model.dtype, device=device)
+    elif format_.name != FP8:
+        logger.warning(
+            "%s has no rows beside the calibration's: what the quantization costs is not measured",
+            settings.calibration_data,
+        )
+    return calls
+
+
+def _evaluate(rows: Sequence[list[int]], quantizer: Quantizer, **options: Any) -> dict[str, Any]:
+    from .evaluate import compare_models
+
+    return compare_models(
+        quantizer.model_dir, rows, quantizer.matrices, quantizer.format, quantizer.scales,
+        **options,
+    )  # fmt: skip
+
+
+def find_problems(
+    format_: Format, linears: Mapping[str, TensorSpec], model: ModelConfig, group_size: int | None
+) -> Problems:
+    """What keeps matrices from being stored: rows in pairs, whole groups on every rank."""
+    problems = Problems()
+    for name, spec in linears.items():
+        for block in list_blocks(spec, model, 0):
+            first, last = block.columns or (0, spec.shape[1])
+            if format_.algorithm.rows == 2 and (block.start % 2 or block.stop % 2):
+                problems.add(
+                    f"{name}: a rank has rows {block.start} to {block.stop}, and four-bit rows are"
+                    " stored in pairs",
+                    "use a smaller --tp-size, or another --quantization",
+                )
+            if group_size is not None and (last - first) % group_size:
+                fitting = [g for g in format_.algorithm.group_sizes if not (last - first) % g]
+                problems.add(
+                    f"{name}: the {last - first} columns that a rank has are no multiple of the"
+                    f" group size {group_size}",
+                    f"give --group-size {fitting[-1]}"
+                    if fitting
+                    else "use a smaller --tp-size, or another --quantization",
+                )
+            if problems:
+                return problems  # every layer has the same
+    return problems

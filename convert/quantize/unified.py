@@ -34,7 +34,8 @@ from ..plan import (
     report_missing,
 )
 from .float8 import Requantizer, to_float32
-from .scales import Scales, change_chunk, find_group
+from .rounded import Scales
+from .scales import change_chunk, find_group
 from .sections import read_sections
 
 logger = logs.get_logger(__name__)
@@ -114,6 +115,7 @@ def plan_unified(
     )  # fmt: skip
     scales = Scales(folder.path)
     added: RankPlan = {}
+    num_rounded = 0
     for group in dict.fromkeys(map(find_group, quantized)):
         members = [module for module in quantized if find_group(module) == group]
         sources = [part.name for module in members for part in parts[f"{module}.weight"]]
@@ -122,10 +124,18 @@ def plan_unified(
                 name: reader.get(name.removesuffix("weight") + source_kind) for name in sources
             }
             shared = np.float32(max(own_scales.values()))
+            if source_kind == "weight_scale":
+                num_rounded += sum(scale != shared for scale in own_scales.values())
             for module in members:
                 added[f"{module}.{kind}"] = scales.add(f"{module}.{kind}", shared)
                 if kind == WEIGHT_SCALE:
                     _requantize(ranks, f"{module}.weight", own_scales, shared)
+    if num_rounded:
+        logger.warning(
+            "%s: %d of %d matrices are rounded once more, to the scale that they share with others"
+            " of their linear; --dequantize writes what they stand for as it is",
+            folder.path, num_rounded, len(own),
+        )  # fmt: skip
     cache, has_cache = plan_kv_scales(folder, parts, linears, kv_scales, reader)
     added |= cache
     reader.report(problems)

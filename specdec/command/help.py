@@ -67,7 +67,8 @@ PAGES: Mapping[str, Page] = {
         {
             "Several drafters": ("draft_chain",),
             "Engine": (
-                "dtype", "quantization", "max_batch_size", "max_seq_len", "backend", "device",
+                "dtype", "quantization", "dequantize", "max_batch_size", "max_seq_len", "backend",
+                "device",
             ),
         },
     ),
@@ -82,12 +83,14 @@ PAGES: Mapping[str, Page] = {
         },
         {
             "Quantization": (
-                "quantization", "dequantize", "kv_cache_dtype", "calibration_data", "calib_size",
+                "quantization", "group_size", "dequantize", "kv_cache_dtype", "calibration_data",
+                "calib_size",
                 "calib_batch_size", "calib_max_seq_length", "calib_device",
             ),
             "Embedding": (
                 "use_parallel_embedding", "embedding_sharding_dim", "use_embedding_sharing",
             ),
+            "Experts": ("moe_tp_size", "moe_ep_size"),
             "Work": ("workers", "resume", "allow_nonfinite"),
         },
     ),
@@ -96,7 +99,7 @@ PAGES: Mapping[str, Page] = {
         "docs/build.md",
         {
             "Folders": ("checkpoint_dir", "output_dir", "tokenizer_dir"),
-            "Engine": ("backend", "quantization", "optimize"),
+            "Engine": ("backend", "quantization", "group_size", "optimize"),
             "Sizes": (
                 "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens",
                 "max_beam_width",
@@ -140,6 +143,22 @@ PAGES: Mapping[str, Page] = {
             ),
             "Measurement": ("run_profiling", "output_generation_logits", "verify_hashes"),
         },
+    ),
+    "serve": Page(
+        (
+            "specdec-serve --engine-dir engine",
+            "specdec-serve --engine-dir engine --host 0.0.0.0 --api-key-file key.txt",
+        ),
+        "docs/serve.md",
+        {
+            "Engine": ("engine_dir", "tokenizer_dir", "served_model_name"),
+            "Address": ("host", "port", "api_key_file", "allow_anonymous"),
+            "Drafting": ("no_speculation", "draft_len"),
+            "Load": (
+                "max_batch_size", "max_seq_len", "max_queue", "prompt_chunk", "request_timeout",
+            ),
+        },
+        {"Machine": ("device", "max_body_mb", "metrics_prefix")},
     ),
     "train": Page(
         (

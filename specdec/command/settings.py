@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from specdec.errors import UsageError, shorten, suggest
 
 T = TypeVar("T")
-SECTIONS = ("convert", "build", "run", "train", "data", "verify", "bench")
+SECTIONS = ("convert", "build", "run", "serve", "train", "data", "verify", "bench")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

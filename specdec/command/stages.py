@@ -334,6 +334,7 @@ STAGES = {
     "convert": ("specdec.convert.cli", "Hugging Face base and drafter -> checkpoint folder"),
     "build": ("specdec.build.cli", "checkpoint folder -> engine folder"),
     "run": ("specdec.run.cli", "engine folder -> text, tokens, statistics"),
+    "serve": ("specdec.serve.cli", "engine folder -> an OpenAI-compatible server"),
     "train": ("specdec.train.cli", "data and base -> drafter folder"),
     "verify": ("specdec.verify.cli", "checkpoint or engine -> proof that it is what it claims"),
     "bench": ("specdec.bench.cli", "speed and acceptance, speculation on and off"),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.decode.grammar import GrammarState
 from specdec.decode.sampling import (
     ACCEPT,
     CHOICE,
@@ -44,6 +45,12 @@ class Candidates:
 
     tree: Tree
     draft_probs: Sequence[Tensor] | None = None
+
+    def prune(self, grammar: GrammarState) -> Candidates:
+        """Leave out what a grammar forbids."""
+        probs = self.draft_probs
+        tree = grammar.prune(self.tree, is_drawn=probs is not None)
+        return Candidates(tree, None if probs is None else probs[: tree.num_draft_tokens] or None)
 
 
 def accept(tree: Tree, choices: Sequence[int]) -> tuple[list[int], int]:
@@ -85,6 +92,44 @@ def accept_batch(
     """
     if choices is not None:
         return [accept(c.tree, row) for c, row in zip(candidates, choices, strict=True)]
+    shapers = [sampler.shaper for sampler in samplers]
+    if any(shaper is not None for shaper in shapers):
+        return _accept_shaped(candidates, logits, samplers, positions)
+    return _accept_rows(candidates, logits, samplers, positions)
+
+
+def _accept_shaped(
+    candidates: Sequence[Candidates],
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+) -> list[tuple[list[int], int]]:
+    """Decide rows with logits of their own one by one, and the others together."""
+    plain = [row for row, sampler in enumerate(samplers) if sampler.shaper is None]
+    found = iter(
+        _accept_rows(
+            [candidates[row] for row in plain], take_rows(logits, plain),
+            [samplers[row] for row in plain], [positions[row] for row in plain],
+        )
+        if plain else ()
+    )  # fmt: skip
+    results = []
+    for row, sampler in enumerate(samplers):
+        if sampler.shaper is None:
+            results.append(next(found))
+            continue
+        shaped = sampler.shaper.shape(candidates[row].tree, logits[row])[None]
+        results += _accept_rows([candidates[row]], shaped, [sampler], [positions[row]])
+    return results
+
+
+def _accept_rows(
+    candidates: Sequence[Candidates],
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+) -> list[tuple[list[int], int]]:
+    """What `accept_batch` returns, by the logits as they are."""
     results: list[tuple[list[int], int]] = [([0], 0)] * len(candidates)
     greedy = [b for b, sampler in enumerate(samplers) if sampler.params.is_greedy]
     if greedy:

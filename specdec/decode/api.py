@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import numbers
 import threading
@@ -14,16 +15,19 @@ from typing import Any
 from specdec import logs
 from specdec.command.settings import as_options, check_value, get_flags
 from specdec.decode.engine import TorchEngine
+from specdec.decode.grammar import GrammarCompiler
 from specdec.decode.loading import load_engine
 from specdec.decode.loop import Batch, Options, fit_batch
-from specdec.decode.prompts import check_values, find_end_ids, make_requests
+from specdec.decode.prompts import SHAPING_KEYS, check_values, find_end_ids, make_requests
 from specdec.decode.requests import (
     ActiveRequest,
+    DraftTree,
     FinishReason,
     Origin,
     Request,
     RequestStats,
     Result,
+    TokenLogprob,
 )
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.text import decode_text
@@ -50,7 +54,13 @@ class Prompt:
 
     Exactly one of text, token_ids and messages is given. messages: a conversation of
     {"role", "content"}, put into the tokenizer's chat template. end_ids: tokens that end the
-    output; empty for none.
+    output; empty for none. min_p: least share of the likeliest token's probability.
+    logit_bias: what is added to the logits of tokens. The penalties: repetition_penalty of tokens
+    in prompt or output, the two others of those in the output. logprobs: how many of the likeliest
+    tokens to tell of beside each new one; None tells nothing. speculation: False drafts nothing
+    for this prompt. keep_trees: let the events of a stream have the tree of each step. grammar:
+    what the text keeps to: {"json_schema": {...}}, {"json_object": True}, {"regex": "..."} or
+    {"lark": "..."}.
     """
 
     text: str | None = None
@@ -63,6 +73,15 @@ class Prompt:
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     end_ids: Collection[int] | None = None
+    min_p: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logprobs: int | None = None
+    speculation: bool | None = None
+    keep_trees: bool | None = None
+    grammar: Mapping[str, Any] | None = None
 
 
 AnyPrompt = str | Sequence[int] | Prompt
@@ -76,6 +95,7 @@ class Output:
     the one that ended them included. origins: how each of them came: "draft", an accepted draft;
     "bonus", the target's own token behind a draft; "plain", a token for which nothing was drafted.
     finish_reason: "length", "eos", "stop" or "cancelled"; None of a stream that goes on.
+    logprobs: one a token where the prompt asks for them, else empty.
     """
 
     prompt: str
@@ -85,6 +105,7 @@ class Output:
     origins: list[Origin]
     finish_reason: FinishReason | None
     stats: RequestStats
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,12 +113,17 @@ class Event:
     """What a stream has gained.
 
     text: what has become certain; a character of several tokens, or the beginning of a stop word,
-    comes later than its tokens. finish_reason and stats: of the last event alone.
+    comes later than its tokens. ends: by token, how many characters the stream's text has with it;
+    empty without a tokenizer. trees: what each of its steps verified, the prompt's own pass first,
+    where the prompt asks for them. finish_reason and stats: of the last event alone.
     """
 
     text: str
     token_ids: list[int]
     origins: list[Origin]
+    ends: list[int]
+    logprobs: list[TokenLogprob]
+    trees: list[DraftTree] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
 
@@ -110,11 +136,17 @@ class Engine:
     """
 
     def __init__(
-        self, core: TorchEngine, settings: DecodeSettings, tokenizer: Any, end_ids: frozenset[int]
+        self,
+        core: TorchEngine,
+        settings: DecodeSettings,
+        tokenizer: Any,
+        end_ids: frozenset[int],
+        prompt_chunk: int | None = None,
     ) -> None:
         """Of `load` alone."""
         self._core: TorchEngine | None = core
         self._settings, self._end_ids = settings, end_ids
+        self._prompt_chunk = prompt_chunk
         self.tokenizer = tokenizer
         self._lock = threading.Lock()
         self._batch: Batch | None = None  # that streams are in
@@ -130,6 +162,7 @@ class Engine:
         speculation: bool = True,
         max_batch_size: int | None = None,
         max_seq_len: int | None = None,
+        prompt_chunk: int | None = None,
         **options: Any,
     ) -> Engine:
         """Load an engine folder of the torch backend, and start its other ranks where it has some.
@@ -137,7 +170,9 @@ class Engine:
         tokenizer: a folder, a hub id, or a transformers tokenizer; None is the one that the engine
         holds, if any. draft: the engine folder of a draft model. device: auto, cpu or cuda.
         speculation: False decodes one token a step. max_batch_size, max_seq_len: fewer and shorter
-        requests than the engine was built for, for which less memory is taken. options: those of
+        requests than the engine was built for, for which less memory is taken. prompt_chunk: tokens
+        of new prompts that are read between two steps of streams that have begun; None reads a
+        prompt whole, and the streams wait. options: those of
         specdec-run that say who drafts and how, with underscores, such as draft_len="auto",
         eagle_tree_tokens=12 or acceptance="typical".
 
@@ -176,7 +211,7 @@ class Engine:
         except BaseException:
             core.close()
             raise
-        return cls(core, settings, tokenizer, end_ids)
+        return cls(core, settings, tokenizer, end_ids, prompt_chunk)
 
     def __enter__(self) -> Engine:
         return self
@@ -195,6 +230,16 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """Return method, backend, device, dtype, quantization and tp_size."""
         return self._get_core().describe()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another rank has ended, after which nothing can be generated any more."""
+        return self._get_core().is_lost
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Prompt tokens that were taken from the cache so far."""
+        return self._get_core().num_reused_tokens
 
     @property
     def max_batch_size(self) -> int:
@@ -255,9 +300,15 @@ class Engine:
                     self._step(batch)
         return [_describe(request.make_result(), self.tokenizer) for request in active]
 
+    def prepare(self, prompt: AnyPrompt, *, max_output_len: int = 100) -> Request:
+        """Tokenize and check a prompt, for `stream`; any thread may call this at any time."""
+        defaults = Prompt(max_output_len=max_output_len)
+        (request,) = self._make_requests(self._get_core(), [prompt], defaults)
+        return request
+
     def stream(
         self,
-        prompt: AnyPrompt,
+        prompt: AnyPrompt | Request,
         *,
         max_output_len: int = 100,
         temperature: float | None = None,
@@ -269,6 +320,7 @@ class Engine:
     ) -> Stream:
         """Continue a prompt step by step; the parameters are those of `generate`.
 
+        prompt: what `generate` takes, or one that `prepare` returned, with its own settings.
         Streams that are open at the same time share their steps: whichever is asked for its next
         event runs one for all. The first takes a cache for max_batch_size requests of max_seq_len
         tokens.
@@ -278,7 +330,10 @@ class Engine:
             seed=seed, stop=stop, end_ids=end_ids,
         )  # fmt: skip
         with self._use() as core:
-            (request,) = self._make_requests(core, [prompt], defaults)
+            if isinstance(prompt, Request):
+                request = prompt
+            else:
+                (request,) = self._make_requests(core, [prompt], defaults)
             if self._batch is None:
                 self._batch = Batch(
                     core.decoder, core.proposer, self._make_options(core), core.timing,
@@ -323,12 +378,17 @@ class Engine:
             raise SpecDecError("this engine is closed", "load it again")
         return self._core
 
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self._end_ids)
+
     def _make_options(self, core: TorchEngine) -> Options:
         return core.fill_options(
             Options(
                 tokenizer=self.tokenizer,
                 follow_text=self.tokenizer is not None,
                 reuse_blocks=self._settings.kv_cache_enable_block_reuse,
+                prompt_chunk=self._prompt_chunk,
             )
         )
 
@@ -346,11 +406,20 @@ class Engine:
                 )
             entry = _to_entry(defaults) | _to_entry(prompt)
             check_values(f"prompt {index}", entry)
+            if prompt.grammar is not None:
+                if prompt.end_ids is not None:
+                    raise SpecDecError(
+                        f"prompt {index} has both grammar and end_ids",
+                        "leave one out: a text that keeps to a grammar ends as the model's do",
+                    )
+                entry["grammar"] = self._grammars.compile(prompt.grammar)
             entries.append(entry)
         made = make_requests(entries, self._settings, self.tokenizer, self._end_ids)
         requests = []
         for request, prompt in zip(made, given, strict=True):
             ends = defaults.end_ids if prompt.end_ids is None else prompt.end_ids
+            if prompt.grammar is not None:
+                ends = None
             if ends is not None:
                 request = dataclasses.replace(request, end_ids=frozenset(map(int, ends)))
             requests.append(request)
@@ -368,7 +437,7 @@ class Stream:
     def __init__(self, engine: Engine, batch: Batch, active: ActiveRequest) -> None:
         """Of `Engine.stream` alone."""
         self._engine, self._batch, self._active = engine, batch, active
-        self._num_taken = 0
+        self._num_taken = self._num_trees = 0
         self._is_over = False
 
     def __iter__(self) -> Stream:
@@ -402,6 +471,7 @@ class Stream:
                     "ask for the prompt again; the failure was raised where the step was run",
                 )
             at, self._num_taken = self._num_taken, len(active.output_ids)
+            trees_at, self._num_trees = self._num_trees, len(active.trees)
             if at == self._num_taken and reason is None:
                 return None
             text = ""
@@ -414,9 +484,17 @@ class Stream:
                 text=text,
                 token_ids=active.output_ids[at:],
                 origins=active.origins[at:],
+                ends=active.text.ends[at:] if active.text is not None else [],
+                logprobs=active.logprobs[at:],
+                trees=active.trees[trees_at:],
                 finish_reason=reason,
                 stats=active.stats if reason is not None else None,
             )
+
+    @property
+    def stats(self) -> RequestStats:
+        """Counts of the stream's verify steps so far; they go on counting."""
+        return self._active.stats
 
     @property
     def output(self) -> Output:
@@ -485,6 +563,11 @@ def _to_entry(prompt: Prompt) -> dict[str, Any]:
         "top_p": prompt.top_p,
         "seed": prompt.seed,
         "stop": stop if stop is None or isinstance(stop, str) else list(stop),
+        "logit_bias": None if prompt.logit_bias is None else dict(prompt.logit_bias),
+        "logprobs": prompt.logprobs,
+        "speculation": prompt.speculation,
+        "keep_trees": prompt.keep_trees,
+        **{name: getattr(prompt, name) for name in SHAPING_KEYS},
     }
     return {key: value for key, value in entry.items() if value is not None}
 
@@ -505,6 +588,7 @@ def _describe(result: Result, tokenizer: Any) -> Output:
         text=text,
         token_ids=list(result.output_ids),
         origins=list(result.origins),
+        logprobs=result.logprobs,
         finish_reason=result.finish_reason,
         stats=result.stats,
     )

@@ -88,7 +88,8 @@ class TorchEngine:
         if recorder is None and self.device.type == "cuda" and self.config.prepack:
             recorder = CudaRecorder(self.device)
         self.graphs: Graphs | None = None
-        if recorder is not None and ranks is None:  # what ranks exchange is not recorded
+        # What ranks exchange is not recorded, nor which experts a step chooses.
+        if recorder is not None and ranks is None and model.experts is None:
             self.graphs = Graphs(recorder)
             self.decoder.graphs = StepGraphs(self.graphs)
         methods = choose_methods(self.config, drafting) if speculate else ()
@@ -195,6 +196,11 @@ class TorchEngine:
         if self._draft is not None:
             lengths.append(self._draft.config.build.max_seq_len)
         return min(lengths)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another rank of this engine has ended."""
+        return self._ranks is not None and self._ranks.is_ended
 
     @property
     def num_reused_tokens(self) -> int:

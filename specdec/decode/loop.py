@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,27 +20,35 @@ from specdec.decode.accept import Candidates, accept_batch, accept_on_device
 from specdec.decode.drafters.base import (
     PlainProposer,
     PromptFollower,
+    PromptLatecomer,
     Proposer,
     StateProposer,
+    TreeReader,
     list_rows,
 )
 from specdec.decode.plain_ahead import Emitted, PlainAhead
-from specdec.decode.prefill import count_shared, fill_cache
+from specdec.decode.prefill import PromptReader, count_shared
 from specdec.decode.requests import (
     BONUS,
     DRAFT,
     NO_ROW,
     PLAIN,
     ActiveRequest,
+    DraftTree,
     Request,
     Result,
 )
+from specdec.decode.sampling import take_rows
 from specdec.decode.text import TextStream
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import Tree, build_tree_mask, make_root
+
+# Tokens of a prefix that another request is about to bring into the cache, for which one waits
+# where prompts are read in chunks.
+WORTH_WAITING = 16
 
 
 @dataclasses.dataclass
@@ -102,6 +110,8 @@ class Options:
     """How requests are run.
 
     max_batch_size: requests decoded at once; None is all. max_num_tokens: bound of one prompt pass.
+    prompt_chunk: prompt tokens that are read between two steps of other requests, which so wait for
+    one pass of that many at most, and of a draft model's; None reads whole prompts first.
     tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
     prompts from the cache. keep_logits: return the logits that tokens were chosen by.
     keep_rejected: return what was drafted and not accepted.
@@ -109,6 +119,7 @@ class Options:
     """
 
     max_num_tokens: int = 8192
+    prompt_chunk: int | None = None
     max_batch_size: int | None = None
     tokenizer: Any = None
     follow_text: bool = False
@@ -182,13 +193,29 @@ class Batch:
         device = decoder.device if decoder.device.type == "cuda" else None
         self._clocks = {part: _Stopwatch(timing, part, device) for part in timing.list_seconds()}
         proposer.allocate(num_rows, num_positions)
+        if isinstance(proposer, PromptLatecomer):
+            proposer.max_catch_up = options.prompt_chunk
         self._ahead = PlainAhead(decoder, self.cache)
+        self._reading: list[ActiveRequest] = []  # whose prompts are on their way into their rows
+        self._reader = PromptReader(
+            decoder,
+            self.cache,
+            options.max_num_tokens,
+            proposer.follow if isinstance(proposer, PromptFollower) else None,
+        )
         self._held: list[list[int]] = [[] for _ in range(num_rows)]  # tokens in a row's cache
 
     @property
     def is_busy(self) -> bool:
         """Whether a step has anything to do."""
-        return any(r.finish_reason is None for r in (*self.active, *self.waiting))
+        requests = (*self.active, *self._reading, *self.waiting)
+        return any(r.finish_reason is None for r in requests)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that a request could have in the next step, were none waiting."""
+        taken = [r for r in (*self.active, *self._reading) if r.finish_reason is None]
+        return len(self._held) - len(taken)
 
     def submit(self, request: Request) -> ActiveRequest:
         """Let a request wait for a row; what it becomes can be read from what is returned."""
@@ -206,9 +233,10 @@ class Batch:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Give free rows to waiting requests and run their prompts; then one verify step of all."""
+        """Give free rows to waiting requests and read prompts; then one verify step of all."""
         self._retire()
         self._admit()
+        self._read_prompts()
         if not self.active:
             return
         if self._runs_ahead():
@@ -219,49 +247,63 @@ class Batch:
             self._verify()
 
     def _admit(self) -> None:
-        taken = {request.row for request in self.active}
+        taken = {request.row for request in (*self.active, *self._reading)}
         free = [row for row in range(len(self._held)) if row not in taken]
-        if not free or not self.waiting:
-            return
-        with self._clocks["prefill"]:
-            # One by one where prefixes are shared, so that each can use those before it.
-            count = 1 if self.options.reuse_blocks else len(free)
-            while free and self.waiting:
-                admitted: list[ActiveRequest] = []
-                while free and self.waiting and len(admitted) < count:
-                    request = self.waiting.popleft()
-                    if request.finish_reason is not None:  # cancelled before its turn
-                        continue
-                    request.row = self._prepare_row(free, request.request.input_ids)
-                    free.remove(request.row)
-                    admitted.append(request)
-                if admitted:
-                    self._run_prompts(admitted)
-            self._retire()
+        while free and self.waiting:
+            request = self.waiting[0]
+            if request.finish_reason is None:  # not cancelled before its turn
+                prompt = request.request.input_ids
+                source, shared = self._find_prefix(free, prompt)
+                if self._is_being_read(prompt, shared):
+                    return
+                request.row = source if source in free else free[0]
+                free.remove(request.row)
+                self._copy_prefix(source, request.row, shared)
+                self._reader.add(request.row, prompt)
+                self._note_read(request)
+                self._reading.append(request)
+            self.waiting.popleft()
 
-    def _run_prompts(self, admitted: list[ActiveRequest]) -> None:
-        hidden = fill_cache(
-            self.decoder,
-            self.cache,
-            [r.row for r in admitted],
-            [r.request.input_ids for r in admitted],
-            self.options.max_num_tokens,
-            self.proposer.follow if isinstance(self.proposer, PromptFollower) else None,
-        )
-        for request in admitted:
-            self._held[request.row] = list(request.request.input_ids)
-        self.proposer.start(admitted)
-        roots = [Candidates(make_root(r.request.input_ids[-1])) for r in admitted]
+    def _read_prompts(self) -> None:
+        """Read prompts, all or a chunk; requests whose prompts are read have their first token."""
+        while self._reading:
+            with self._clocks["prefill"]:
+                chunk = self.options.prompt_chunk
+                if chunk is not None and not self.active:
+                    chunk = self.options.max_num_tokens  # nobody waits for it
+                ended = self._reader.run_pass(chunk)
+                while chunk is None and self._reader.is_busy:
+                    ended |= self._reader.run_pass()
+                for request in self._reading:
+                    self._note_read(request)
+                if ended:
+                    self._start([r for r in self._reading if r.row in ended], ended)
+                    self._reading = [r for r in self._reading if r.row not in ended]
+                    self._retire()
+            if chunk is not None:
+                break
+            self._admit()  # those that waited for another's prefix
+
+    def _note_read(self, request: ActiveRequest) -> None:
+        """Remember what a row holds of its prompt."""
+        length = int(self.cache.past_lens[request.row])
+        self._held[request.row] = request.request.input_ids[:length]
+
+    def _start(self, requests: list[ActiveRequest], states: Mapping[int, Tensor]) -> None:
+        """Emit the first tokens; states: [D] of the prompts' last tokens, by row."""
+        hidden = torch.stack([states[request.row] for request in requests])
+        self.proposer.start([r for r in requests if r.request.drafts])
+        roots = [Candidates(make_root(r.request.input_ids[-1])) for r in requests]
         logits = self.decoder.compute_logits(hidden[:, None])  # [B, 1, V]
-        paths = self._emit(admitted, roots, logits)
-        self.proposer.observe(admitted, hidden[:, None], paths)
-        self.active = sorted([*self.active, *admitted], key=lambda r: r.row)
+        paths = self._emit(requests, roots, logits)
+        self._observe(requests, hidden[:, None], paths)
+        self.active = sorted([*self.active, *requests], key=lambda r: r.row)
 
     def _verify(self) -> None:
         """One verify step of every active request: propose, forward, accept, commit."""
         active = self.active
         with self._clocks["draft"]:
-            candidates = self.proposer.propose(active)
+            candidates = self._propose(active)
         trees = [c.tree for c in candidates]
         with self._clocks["verify"]:
             step = pack_step(trees, list_rows(active), self.cache)
@@ -275,9 +317,34 @@ class Batch:
         with self._clocks["other"]:
             for request, tree, path, before in zip(active, trees, paths, lengths, strict=True):
                 self._commit(request, tree, path, len(request.output_ids) - before)
-            self.proposer.observe(active, states, paths)
+            self._observe(active, states, paths)
             self._retire()
         self.timing.num_steps += 1
+
+    def _propose(self, active: Sequence[ActiveRequest]) -> list[Candidates]:
+        """What is drafted for each request; the proposer never hears of those without drafts."""
+        drafting = [r for r in active if r.request.drafts]
+        drafted = iter(self.proposer.propose(drafting) if drafting else ())
+        candidates = []
+        for request in active:
+            if not request.request.drafts:
+                candidates.append(Candidates(make_root(request.output_ids[-1])))
+                continue
+            own = next(drafted)
+            if request.grammar is not None and not isinstance(self.proposer, TreeReader):
+                own = own.prune(request.grammar)
+            candidates.append(own)
+        return candidates
+
+    def _observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[list[int]]
+    ) -> None:
+        places = [at for at, r in enumerate(requests) if r.request.drafts]
+        if places:
+            self.proposer.observe(
+                [requests[at] for at in places], take_rows(states, places),
+                [paths[at] for at in places],
+            )  # fmt: skip
 
     def _commit(self, request: ActiveRequest, tree: Tree, path: list[int], taken: int) -> None:
         """Keep an accepted path, of which the request took so many tokens."""
@@ -286,7 +353,8 @@ class Batch:
             depth=tree.depth,
             num_accepted=min(taken, len(path) - 1),
         )
-        self._held[request.row] += tree.tokens[path].tolist()
+        if request.request.drafts:  # what a drafter has seen, too, if it follows prompts
+            self._held[request.row] += tree.tokens[path].tolist()
         self.cache.commit(request.row, path)
 
     def _runs_ahead(self) -> bool:
@@ -296,7 +364,7 @@ class Batch:
             and isinstance(self.proposer, PlainProposer)
             and not self.options.keep_logits
             and not self.timing.is_exact
-            and all(r.sampler.params.is_greedy for r in self.active)
+            and all(r.needs_only_best for r in self.active)
         )
 
     def _emit_ahead(self, run: Callable[[list[ActiveRequest]], list[Emitted]]) -> None:
@@ -324,7 +392,7 @@ class Batch:
         if not (
             isinstance(proposer, StateProposer)
             and proposer.drafts_ahead
-            and all(r.sampler.params.is_greedy for r in active)
+            and all(r.needs_only_best and r.request.drafts for r in active)
         ):
             return None
         best = logits.argmax(-1)
@@ -355,8 +423,12 @@ class Batch:
             drafted = tree.tokens[path[1:]].tolist()
             last = BONUS if tree.num_draft_tokens else PLAIN
             taken = request.emit([*drafted, bonus], [*[DRAFT] * len(drafted), last])
+            if request.request.keep_trees:
+                request.trees.append(DraftTree(tree.tokens.tolist(), tree.parents.tolist(), path))
             if self.options.keep_rejected and taken > len(drafted):
                 request.note_rejected(follow_branch(tree, path[-1]))
+            if request.request.num_logprobs is not None:
+                request.note_logprobs(logits[at, to_device(path[:taken], logits.device)])
             if self.options.keep_logits:
                 chosen = logits[at, to_device(path[:taken], logits.device)]
                 request.logits.append(torch.from_numpy(to_host(chosen.float())[0]))
@@ -365,26 +437,39 @@ class Batch:
             self.options.on_progress(requests)
         return paths
 
-    def _prepare_row(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """Choose a row; with block reuse, put the longest known prefix of the prompt into it."""
-        shared, source = 0, free[0]
-        if self.options.reuse_blocks:
-            # The last token is always run: its hidden state is needed.
-            known = [min(count_shared(held, prompt), len(prompt) - 1) for held in self._held]
-            source = max(range(len(known)), key=lambda row: (known[row], row in free))
-            shared = known[source]
-        row = source if source in free else free[0]
-        self.cache.copy_prefix(source, row, shared)
+    def _find_prefix(self, free: Sequence[int], prompt: Sequence[int]) -> tuple[int, int]:
+        """The row that holds most of a prompt's beginning, and how many tokens that is."""
+        if not self.options.reuse_blocks:
+            return free[0], 0
+        # The last token is always run: its hidden state is needed.
+        known = [min(count_shared(held, prompt), len(prompt) - 1) for held in self._held]
+        source = max(range(len(known)), key=lambda row: (known[row], row in free))
+        return source, known[source]
+
+    def _is_being_read(self, prompt: Sequence[int], known: int) -> bool:
+        """Whether much more of a prompt than is known will be, from one that is being read."""
+        if not self.options.reuse_blocks:
+            return False
+        worth = 1 if self.options.prompt_chunk is None else WORTH_WAITING
+        others = (request.request.input_ids for request in self._reading)
+        return any(count_shared(other, prompt) >= known + worth for other in others)
+
+    def _copy_prefix(self, source: int, row: int, length: int) -> None:
+        """Put the prefix that another row or the row itself holds into it."""
+        self.cache.copy_prefix(source, row, length)
         if isinstance(self.proposer, PromptFollower):
-            self.proposer.copy_prefix(source, row, shared)
-        self.timing.num_reused_tokens += shared
-        return row
+            self.proposer.copy_prefix(source, row, length)
+        self.timing.num_reused_tokens += length
 
     def _retire(self) -> None:
-        for request in self.active:
+        for request in (*self.active, *self._reading):
             if request.finish_reason is not None:
                 request.release()
         self.active = [r for r in self.active if r.finish_reason is None]
+        for request in self._reading:
+            if request.finish_reason is not None:
+                self._reader.drop(request.row)
+        self._reading = [r for r in self._reading if r.finish_reason is None]
 
 
 def follow_branch(tree: Tree, node: int) -> list[int]:

@@ -39,38 +39,84 @@ def fill_cache(
     """Run the part of each prompt that its row does not hold yet.
 
     Returns the hidden states [B, D] of the prompts' last tokens, so at least that one must be left
-    to run. Rows of like length share a pass, padded on the right; padding is never committed.
+    to run.
+    """
+    reader = PromptReader(decoder, cache, max_num_tokens, follow)
+    for row, prompt in zip(rows, prompts, strict=True):
+        reader.add(row, prompt)
+    hidden: dict[int, Tensor] = {}
+    while reader.is_busy:
+        hidden |= reader.run_pass()
+    return torch.stack([hidden[row] for row in rows])
+
+
+class PromptReader:
+    """Prompts on their way into a cache, a pass at a time.
+
+    Rows of like length share a pass, padded on the right; padding is never committed.
     follow: called after every pass.
     """
-    for row, prompt in zip(rows, prompts, strict=True):
-        decoder.start_row(cache, row, len(prompt))
-    chunk = max(1, min(decoder.max_chunk_tokens, max_num_tokens // len(rows)))
-    left = [
-        len(prompt) - int(cache.past_lens[row]) for row, prompt in zip(rows, prompts, strict=True)
-    ]
-    assert min(left) > 0
-    hidden: list[Tensor | None] = [None] * len(rows)
-    while any(left):
-        size = min(chunk, max(left))
+
+    def __init__(
+        self,
+        decoder: StepRunner,
+        cache: KVCache,
+        max_num_tokens: int,
+        follow: Follow | None = None,
+    ) -> None:
+        self._decoder, self._cache, self._follow = decoder, cache, follow
+        self._max_num_tokens = max_num_tokens
+        self._prompts: dict[int, Sequence[int]] = {}  # by row, in the order they came
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._prompts)
+
+    def add(self, row: int, prompt: Sequence[int]) -> None:
+        """Take a prompt, of which the row may hold a beginning, but not its last token."""
+        self._decoder.start_row(self._cache, row, len(prompt))
+        assert self._cache.past_lens[row] < len(prompt)
+        self._prompts[row] = prompt
+
+    def drop(self, row: int) -> None:
+        """Forget a row's prompt; what the row holds of it stays."""
+        del self._prompts[row]
+
+    def run_pass(self, budget: int | None = None) -> dict[int, Tensor]:
+        """Run one pass; return the hidden state [D] of each prompt that has come to its end.
+
+        budget: most tokens of the pass, for those that came first; None is max_num_tokens, for as
+        many as can share it.
+        """
+        past = self._cache.past_lens
+        left = {row: len(prompt) - int(past[row]) for row, prompt in self._prompts.items()}
+        if budget is None:
+            longest, chunk = max(left.values()), self._max_num_tokens // len(left)
+        else:
+            budget = min(budget, self._max_num_tokens)
+            longest, chunk = next(iter(left.values())), budget
+        size = min(max(1, chunk), self._decoder.max_chunk_tokens, longest)
         # Padding at most doubles what a row costs, and stays inside of the cache.
-        sharing = [
-            at
-            for at, row in enumerate(rows)
-            if min(left[at], size) * 2 >= size
-            and cache.past_lens[row] + size <= cache.num_positions
+        rows = [
+            row
+            for row, count in left.items()
+            if min(count, size) * 2 >= size and past[row] + size <= self._cache.num_positions
         ]
-        sharing.sort(key=lambda at: rows[at])  # a step's rows are sorted
-        counts = [min(left[at], size) for at in sharing]
-        chosen = [rows[at] for at in sharing]
-        starts = cache.past_lens[chosen].tolist()
-        states = _run_pass(decoder, cache, chosen, [prompts[at] for at in sharing], counts)
-        if follow is not None:
-            follow(chosen, starts, counts, states)
-        for line, (at, count) in enumerate(zip(sharing, counts, strict=True)):
-            left[at] -= count
-            if left[at] == 0:
-                hidden[at] = states[line, count - 1]
-    return torch.stack([h for h in hidden if h is not None])
+        if budget is not None:
+            rows = rows[: max(1, budget // size)]
+        rows.sort()  # a step's rows are
+        counts = [min(left[row], size) for row in rows]
+        starts = past[rows].tolist()
+        prompts = [self._prompts[row] for row in rows]
+        states = _run_pass(self._decoder, self._cache, rows, prompts, counts)
+        if self._follow is not None:
+            self._follow(rows, starts, counts, states)
+        ended = {}
+        for line, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if left[row] == count:
+                ended[row] = states[line, count - 1]
+                del self._prompts[row]
+        return ended
 
 
 def _run_pass(

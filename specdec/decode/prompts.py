@@ -16,6 +16,9 @@ from specdec.files.reading import parse_json
 
 SOURCE_KEYS = ("prompt", "input_ids", "messages")
 REQUEST_KEYS = (*SOURCE_KEYS, "max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
+# What a caller of the Python API may also say of a prompt, beside `logit_bias` and `logprobs`.
+SHAPING_KEYS = ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library takes
 
 
@@ -96,6 +99,10 @@ def _is_number(value: Any) -> bool:
         return False
 
 
+def _is_penalty(value: Any) -> bool:
+    return _is_number(value) and -2 <= value <= 2
+
+
 def _is_count(value: Any, least: int) -> bool:
     return type(value) is int and least <= value <= MAX_COUNT
 
@@ -129,6 +136,25 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
             or (isinstance(v, list) and all(_is_text(w) and w != "" for w in v))
         ),
         "a text or a list of texts, none empty",
+    ),
+    "min_p": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda v: _is_number(v) and v > 0, "a number above 0"),
+    "frequency_penalty": (_is_penalty, "a number from -2 to 2"),
+    "presence_penalty": (_is_penalty, "a number from -2 to 2"),
+    "logit_bias": (
+        lambda v: (
+            isinstance(v, dict)
+            and all(_is_count(k, 0) and _is_number(b) and abs(b) <= 100 for k, b in v.items())
+        ),
+        "numbers from -100 to 100 by token id",
+    ),
+    **{
+        name: (lambda v: isinstance(v, bool), "true or false")
+        for name in ("speculation", "keep_trees")
+    },
+    "logprobs": (
+        lambda v: _is_count(v, 0) and v <= MAX_LOGPROBS,
+        f"a whole number from 0 to {MAX_LOGPROBS}",
     ),
 }
 
@@ -196,8 +222,14 @@ def make_requests(
                     top_p=float(top_p),
                     seed=prompt.get("seed", settings.random_seed),
                     typical=typical,
+                    logit_bias=tuple(prompt.get("logit_bias", {}).items()),
+                    **{name: float(prompt[name]) for name in SHAPING_KEYS if name in prompt},
                 ),
                 stop=stop,
+                num_logprobs=prompt.get("logprobs"),
+                drafts=prompt.get("speculation", True),
+                keep_trees=prompt.get("keep_trees", False),
+                grammar=prompt.get("grammar"),
             )
         )
     return requests

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from specdec.decode.sampling import GREEDY, Sampler, SamplingParams
+from specdec.decode.shaping import make_shaper
 from specdec.decode.text import TextStream
+from specdec.engine.transfers import to_device, to_host
 from specdec.errors import Problems
+
+if TYPE_CHECKING:
+    from specdec.decode.grammar import Grammar, GrammarState
 
 FinishReason = Literal["length", "eos", "stop", "cancelled"]
 Origin = Literal["draft", "bonus", "plain"]
@@ -27,6 +32,9 @@ class Request:
     """One prompt, tokenized, with its own settings.
 
     Generation ends at any token of `end_ids`, and where the text comes to hold any of `stop`.
+    num_logprobs: how many of the likeliest tokens to tell of at every place; None tells nothing.
+    drafts: False decodes one token a step. keep_trees: return the tree of every step. grammar: what
+    the output keeps to.
     """
 
     index: int
@@ -36,6 +44,33 @@ class Request:
     input_text: str = ""
     sampling: SamplingParams = GREEDY
     stop: tuple[str, ...] = ()
+    num_logprobs: int | None = None
+    drafts: bool = True
+    keep_trees: bool = False
+    grammar: Grammar | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftTree:
+    """What was verified in one step: each node's token and parent (-1 of the root).
+
+    accepted: the nodes that were, the root first.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    accepted: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of an emitted token, and the likeliest tokens there with theirs.
+
+    By the target's own distribution, before temperature, penalties and the rest.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclasses.dataclass
@@ -95,6 +130,7 @@ class Result:
     output_ids: new tokens only; the last is the one that ended it. finish_reason: None where the
     run was interrupted. text: the text without the stop word, where it was followed on the way.
     logits: [output tokens, V] in float32, those that each token was chosen by, if asked for.
+    logprobs: one a token, if asked for.
     origins: one a token; None where the backend does not tell. rejected: by the place of the token
     that the target emitted instead, the drafted tokens that were not accepted there (of a tree, its
     first branch), if asked for.
@@ -106,6 +142,7 @@ class Result:
     stats: RequestStats
     text: str | None = None
     logits: Tensor | None = None
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     origins: list[Origin] | None = None
     rejected: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
@@ -123,6 +160,8 @@ class ActiveRequest:
         self.finish_reason: FinishReason | None = None
         self.text = text
         self.logits: list[Tensor] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.trees: list[DraftTree] = []
         self.origins: list[Origin] = []  # as many as are known, from the first token on
         self.rejected: dict[int, list[int]] = {}  # see Result
         self._max_depth = max_depth
@@ -131,11 +170,41 @@ class ActiveRequest:
     def sampler(self) -> Sampler:
         """The request's random numbers, drawn when the first is needed."""
         # One more than the limit: the token after a full block is chosen, then cut.
-        return Sampler(self.request.sampling, self.request.max_output_len + self._max_depth + 1)
+        request = self.request
+        return Sampler(
+            request.sampling,
+            request.max_output_len + self._max_depth + 1,
+            make_shaper(request.sampling, request.input_ids, self.output_ids, self.grammar),
+        )
+
+    @functools.cached_property
+    def grammar(self) -> GrammarState | None:
+        """Where the output is in the grammar that it keeps to."""
+        grammar = self.request.grammar
+        return None if grammar is None else grammar.follow(self.output_ids)
+
+    @property
+    def needs_only_best(self) -> bool:
+        """Whether the likeliest tokens alone decide, as the target gives them."""
+        params = self.request.sampling
+        is_shaped = params.is_shaped or self.request.grammar is not None
+        return params.is_greedy and not is_shaped and self.request.num_logprobs is None
+
+    def note_logprobs(self, logits: Tensor) -> None:
+        """Keep what is told of the newest tokens; logits: [n, V], those that they follow from."""
+        num_top = self.request.num_logprobs
+        assert num_top is not None
+        logprobs = logits.float().log_softmax(-1)
+        tokens = to_device(self.output_ids[-len(logits) :], logits.device)[:, None]
+        best = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+        found = (part.tolist() for part in to_host(logprobs.gather(1, tokens), *best))
+        for (own,), values, ids in zip(*found, strict=True):
+            self.logprobs.append(TokenLogprob(own, list(zip(ids, values, strict=True))))
 
     def release(self) -> None:
         """Forget what only further tokens would need: a run may have many requests."""
         self.__dict__.pop("sampler", None)
+        self.__dict__.pop("grammar", None)
 
     @property
     def remaining(self) -> int:
@@ -181,6 +250,7 @@ class ActiveRequest:
             stats=self.stats,
             text=self.text.finish() if self.text is not None else None,
             logits=torch.cat(self.logits) if self.logits else None,
+            logprobs=self.logprobs,
             origins=self.origins if len(self.origins) == len(self.output_ids) else None,
             rejected=self.rejected,
         )
@@ -211,6 +281,13 @@ def find_problems(
         problems.add(
             f"{where} holds token {bad[0]}, the model's vocabulary has {vocab_size}",
             "use the tokenizer that belongs to the model",
+        )
+    biased = [t for t, _ in request.sampling.logit_bias if t >= vocab_size]
+    if biased:
+        problems.add(
+            f"{where} has a logit_bias for token {biased[0]}, the model's vocabulary has"
+            f" {vocab_size}",
+            "leave it out",
         )
     return problems
 

@@ -1,18 +1,20 @@
 """Sampling: the target's processed distribution, and each request's own random numbers.
 
-Legend: B rows, V vocabulary.
+Legend: B rows, T tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.engine.transfers import to_device, to_host
+from specdec.engine.tree import Tree
 
 # Streams of a request's random numbers. Each emitted token reads each stream at its own position,
 # so what a token is drawn with depends neither on the batch nor on how many steps it took.
@@ -32,9 +34,11 @@ class TypicalRule:
 class SamplingParams:
     """How a request's tokens are chosen.
 
-    temperature: 0 decodes greedily. top_k: 0 keeps all. top_p: 1 keeps all. Applied in this order,
-    as transformers' logits processors are. typical: accept what is likely enough, instead of what
-    leaves the target's distribution as it is; None is exact.
+    temperature: 0 decodes greedily. top_k: 0 keeps all. top_p: 1 keeps all. min_p: least share of
+    the likeliest token's probability, 0 keeps all. Applied in this order, as transformers' logits
+    processors are. Before them, shaping.py: logit_bias, (token, what is added to its logit), and
+    the penalties. typical: accept what is likely enough, instead of what leaves the target's
+    distribution as it is; None is exact.
     """
 
     temperature: float = 0.0
@@ -42,14 +46,32 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     typical: TypicalRule | None = None
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is the only one left."""
         return self.temperature == 0 or self.top_k == 1
 
+    @property
+    def is_shaped(self) -> bool:
+        """Whether logits depend on more than the target."""
+        penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.logit_bias)
+
 
 GREEDY = SamplingParams()
+
+
+class Shaper(Protocol):
+    """Changes the logits of one request."""
+
+    def shape(self, tree: Tree, logits: Tensor) -> Tensor:
+        """Return float32 logits [T, V] for those after each node; the tree may be padded there."""
 
 
 class Sampler:
@@ -57,10 +79,13 @@ class Sampler:
 
     They come from Philox counters keyed by the seed alone (Salmon et al., "Parallel random numbers:
     as easy as 1, 2, 3", 2011), so equal seeds give equal numbers in any batch.
+    shaper: what changes the request's logits before they are sampled from.
     """
 
-    def __init__(self, params: SamplingParams, num_positions: int) -> None:
-        self.params = params
+    def __init__(
+        self, params: SamplingParams, num_positions: int, shaper: Shaper | None = None
+    ) -> None:
+        self.params, self.shaper = params, shaper
         if params.is_greedy:
             return
         key = np.array([params.seed & (2**64 - 1), 0], np.uint64)
@@ -85,7 +110,8 @@ def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return the probabilities [B, V] in float32 that each row's settings leave.
 
     logits: [B, V]; no row may be greedy. Temperature, then top-k (ties of the k-th kept), then
-    top-p (the smallest set of the likeliest tokens whose probabilities sum to top_p or more).
+    top-p (the smallest set of the likeliest tokens whose probabilities sum to top_p or more), then
+    min-p (https://arxiv.org/abs/2407.01082).
     """
     device = logits.device
     scores = logits.float()
@@ -112,6 +138,10 @@ def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         is_tail &= to_device(np.array([p < 1 for p in top_p]), device)[:, None]
         is_tail[:, -1] = False
         scores = scores.masked_fill(is_tail.scatter(1, order, is_tail), -torch.inf)
+    if any(p.min_p for p in params):
+        probs = scores.softmax(-1)
+        least_share = to_device(np.array([p.min_p for p in params], np.float32), device)[:, None]
+        scores = scores.masked_fill(probs < least_share * probs.amax(-1, True), -torch.inf)
     return scores.softmax(-1)
 
 

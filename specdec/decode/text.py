@@ -24,6 +24,9 @@ class TextStream:
 
     A tokenizer joins tokens differently at the start of a text than inside it, so each new piece is
     what decoding adds to that of the tokens just before.
+
+    ends: by token, how many characters the text had with it; a token's own text starts where that
+    of the one before ended, and what a stop word cuts off is not in the text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
@@ -35,6 +38,7 @@ class TextStream:
         self._text = ""
         self._shown = 0
         self._is_ended = False
+        self.ends: list[int] = []
 
     def add(self, token: int) -> bool:
         """Take a token; return whether the text now holds a stop word, which then ends it."""
@@ -49,6 +53,7 @@ class TextStream:
         elif not piece.endswith(INCOMPLETE):
             self._text = text
             self._context, self._read = self._read, len(self._ids)
+        self.ends.append(len(self._text))
         return self._is_ended
 
     def take(self) -> str:

@@ -5,17 +5,20 @@ Legend: B rows in the step, T tokens a row, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.experts import ExpertLayer
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
-from specdec.engine.int8 import Int8Linear
+from specdec.engine.integers import IntegerLinear, IntegerMatrix
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
-from specdec.engine.layers import Attention, Norm, name_activation
+from specdec.engine.layers import Attention, Norm, cap, name_activation
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
@@ -26,7 +29,9 @@ from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
-from specdec.model.quantization import INT8_SCALES, SCALES
+from specdec.model.int4 import INPUT_SCALE, PERMUTATION, ZERO_POINT
+from specdec.model.quantization import INT8_SCALES, SCALES, WEIGHT_SCALE
+from specdec.model.tensors import ROUTER
 
 # Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native
 # products no faster, and every pass then takes the way of verify steps, to the last bit.
@@ -80,22 +85,33 @@ class Decoder:
             self.position_embedding = weights["transformer.position_embedding.weight"]
         else:
             self.rotary = RotaryTable(model, num_positions, self.dtype, device)
-        self.embedding_scale: Tensor | None = None
+        local = self.rotary
+        if self.rotary is not None and model.rope_local_base_freq is not None:
+            unscaled = dataclasses.replace(
+                model, rotary_base=model.rope_local_base_freq, rotary_scaling=None
+            )
+            local = RotaryTable(unscaled, num_positions, self.dtype, device)
+            local.repeat(len(self.rotary.cos))
+        self.embedding_scale = model.embedding_multiplier
         if arithmetic.scales_embedding:
             # Rounded to the model's type first, as the family was trained.
-            self.embedding_scale = torch.tensor(model.hidden_size**0.5, dtype=self.dtype)
+            root = torch.tensor(model.hidden_size**0.5, dtype=self.dtype)
+            self.embedding_scale *= float(root)
         parts = _Parts(
-            model, weights, self.rank, rotary=self.rotary, prepack=prepack, kernels=kernels
-        )
+            model, weights, self.rank, tables=(self.rotary, local), prepack=prepack,
+            kernels=kernels,
+        )  # fmt: skip
+        layers = [parts.make_layer(index) for index in range(model.num_hidden_layers)]
         self.stack = Stack(
-            layers=[parts.make_layer(index) for index in range(model.num_hidden_layers)],
-            final_norm=parts.make_norm("transformer.ln_f"),
+            layers=layers,
+            final_norm=None if arithmetic.is_post_norm else parts.make_norm("transformer.ln_f"),
             num_heads=model.num_attention_heads // model.tp_size,
             num_kv_heads=model.get_num_kv_heads(),
             head_size=model.head_size,
             activation=name_activation(model),
             is_gated=arithmetic.mlp != "plain",
             group=group,
+            share=model.residual_multiplier,
         )
         self._torch = TorchLayers(self.stack)
         self._native = choose_native(self.stack, kernels) if kernels is not None else None
@@ -146,6 +162,14 @@ class Decoder:
         """Tokens of a prompt that one pass should run at most."""
         return MAX_CHUNK_TOKENS if self.kernels is None else NATIVE_CHUNK_TOKENS
 
+    def count_experts(self) -> tuple[float, ...]:
+        """Steps so far, tokens of them, and experts that each layer read for them, on average.
+
+        Nothing where there are no experts.
+        """
+        seen = [layer.experts.seen for layer in self.stack.layers if layer.experts is not None]
+        return tuple(np.mean(seen, axis=0).tolist()) if seen else ()
+
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Input embeddings, [..., D]."""
         return self._embed(tokens, positions)
@@ -153,10 +177,15 @@ class Decoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
         logits = self.lm_head(hidden)
-        if self.group is None:
-            return logits
-        # Where the vocabulary does not divide, the last rank's rows end in padding.
-        return self.group.gather(logits)[..., : self.model.vocab_size]
+        if self.group is not None:
+            # Where the vocabulary does not divide, the last rank's rows end in padding.
+            logits = self.group.gather(logits)[..., : self.model.vocab_size]
+        scale, limit = self.model.output_multiplier_scale, self.model.final_logit_softcapping
+        if limit is None:
+            return logits if scale == 1 else logits * scale
+        if self.kernels is not None:
+            return self.kernels.cap_logits(logits.contiguous(), scale, limit)
+        return cap(logits.float() * scale, limit).to(logits.dtype)
 
     def forward(self, step: Step, cache: KVCache, tokens: Tensor | None = None) -> Tensor:
         """Run a step, write its keys and values, return the normed last hidden state [B, T, D].
@@ -188,7 +217,7 @@ class Decoder:
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self._look_up(self.embedding, tokens)
-        if self.embedding_scale is not None:
+        if self.embedding_scale != 1:
             x = x * self.embedding_scale
         if self.position_embedding is not None:
             # Drafts may run past the last position; what is beyond it is never emitted.
@@ -245,12 +274,12 @@ class _Parts:
         weights: Mapping[str, Tensor],
         rank: int,
         *,
-        rotary: RotaryTable | None,
+        tables: tuple[RotaryTable | None, RotaryTable | None],
         prepack: bool,
         kernels: NativeKernels | None,
     ) -> None:
         self._model, self._weights, self._rank = model, weights, rank
-        self._rotary, self._prepack, self._kernels = rotary, prepack, kernels
+        self._tables, self._prepack, self._kernels = tables, prepack, kernels
 
     def make_linear(self, name: str, *, is_summed: bool = False) -> Linear:
         """is_summed: its products are summed over the ranks, of which the first adds the bias."""
@@ -261,11 +290,18 @@ class _Parts:
             weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
             return Float8Linear(weight, weight_scales, input_scale, bias)
         if weight.dtype is torch.int8:
-            return Int8Linear(
-                weight, weights[f"{name}.{INT8_SCALES}"], bias,
-                dtype=TORCH_DTYPES[self._model.dtype], prepack=prepack, kernels=kernels,
-            )  # fmt: skip
+            return IntegerLinear(self._make_integers(name), bias, kernels)
         return Linear(weight, bias, prepack=prepack, kernels=kernels)
+
+    def _make_integers(self, name: str) -> IntegerMatrix:
+        weights = self._weights
+        codes = weights[name + ".weight"]
+        if (scales := weights.get(f"{name}.{INT8_SCALES}")) is not None:
+            return IntegerMatrix(8, codes, scales[:, None])
+        kinds = (ZERO_POINT, INPUT_SCALE, PERMUTATION)
+        zeros, input_scales, order = (weights.get(f"{name}.{kind}") for kind in kinds)
+        scales = weights[f"{name}.{WEIGHT_SCALE}"]
+        return IntegerMatrix(4, codes, scales, zeros, input_scales, order)
 
     def make_norm(self, name: str) -> Norm:
         has_bias = self._model.arithmetic.norm == "layer"
@@ -275,25 +311,61 @@ class _Parts:
     def make_layer(self, index: int) -> Layer:
         prefix, arithmetic = f"transformer.layers.{index}.", self._model.arithmetic
         post_norm = None if arithmetic.is_parallel else self.make_norm(prefix + "post_layernorm")
+        dense_norm = down_norm = None
+        if arithmetic.inner_norms:
+            dense_norm, post_norm = post_norm, self.make_norm(prefix + "pre_feedforward_layernorm")
+            down_norm = self.make_norm(prefix + "post_feedforward_layernorm")
         up = "mlp.fc" if arithmetic.mlp == "plain" else "mlp.gate_up"
+        has_experts = arithmetic.mlp == "experts"
         return Layer(
             attention=self.make_attention(index, prefix + "attention."),
             input_norm=self.make_norm(prefix + "input_layernorm"),
             qkv=self.make_linear(prefix + "attention.qkv"),
             dense=self.make_linear(prefix + "attention.dense", is_summed=True),
             post_norm=post_norm,
-            up=self.make_linear(prefix + up),
-            down=self.make_linear(prefix + "mlp.proj", is_summed=True),
+            up=None if has_experts else self.make_linear(prefix + up),
+            down=None if has_experts else self.make_linear(prefix + "mlp.proj", is_summed=True),
+            experts=self._make_experts(prefix) if has_experts else None,
+            dense_norm=dense_norm,
+            down_norm=down_norm,
         )
 
     def make_attention(self, index: int, prefix: str) -> Attention:
         model, norms = self._model, []
+        is_sliding = model.is_sliding(index)
         is_rotated = index not in model.arithmetic.layers_without_positions
         for part in "qk" if model.arithmetic.qk_norm else "":
             weight = self._weights[f"{prefix}{part}_layernorm.weight"]
             norms.append(Norm(weight, None, model.norm_epsilon))
         q_norm, k_norm = norms or (None, None)
         return Attention(
-            scale=model.head_size**-0.5, cap=None, window=model.sliding_window,
-            rotary=self._rotary if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
+            scale=model.attention_scale, cap=model.attn_logit_softcapping,
+            window=model.sliding_window if is_sliding else None,
+            rotary=self._tables[is_sliding] if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
+            is_steady=self._weights[f"{prefix}qkv.weight"].dtype is torch.int8,
         )  # fmt: skip
+
+    def _make_experts(self, prefix: str) -> ExpertLayer:
+        sizes, weights = self._model.experts, self._weights
+        assert sizes is not None
+        up, down = (self._make_matrices(f"{prefix}mlp.{name}") for name in ("fc", "proj"))
+        shared = None
+        if sizes.shared_inner:
+            name = prefix + sizes.shared_name
+            gate = weights[f"{name}_gate.weight"].clone()  # not in a file that may be let go
+            shared = self.make_linear(f"{name}.fc"), self.make_linear(f"{name}.proj"), gate
+        return ExpertLayer(
+            sizes, self._rank, name_activation(self._model), weights[prefix + ROUTER],
+            up, down, shared, self._kernels,
+        )  # fmt: skip
+
+    def _make_matrices(self, name: str) -> list[Linear]:
+        """Those of experts, which lie in one tensor."""
+        matrices = self._weights[f"{name}.weight"]
+        if matrices.dtype is torch.int8:
+            scales = self._weights[f"{name}.{INT8_SCALES}"]
+            return [
+                IntegerLinear(IntegerMatrix(8, codes, own[:, None]), None, self._kernels)
+                for codes, own in zip(matrices, scales, strict=True)
+            ]
+        return [Linear(matrix, prepack=self._prepack, kernels=self._kernels) for matrix in matrices]

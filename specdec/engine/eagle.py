@@ -81,6 +81,8 @@ class EagleNet:
     ) -> None:
         self.params = params
         self.is_third = params.eagle3 is not None
+        # EAGLE-1 learns by the target's own head, whose logits the target may scale (Granite).
+        self.head_scale = 1.0 if self.is_third else model.output_multiplier_scale
         own = {
             name.removeprefix(EAGLE_NET): weight
             for name, weight in weights.items()
@@ -113,6 +115,9 @@ class EagleNet:
             kernels=kernels, head=head,
         )  # fmt: skip
         prepack = self.decoder.is_prepacked
+        final_norm = self.decoder.stack.final_norm
+        assert final_norm is not None
+        self.final_norm: Norm = final_norm
         self.fc = Linear(
             own["drafter.fc.weight"], own.get("drafter.fc.bias"), prepack=prepack, kernels=kernels
         )
@@ -160,7 +165,7 @@ class EagleNet:
             first = torch.cat((self.decoder.stack.layers[0].input_norm(embedded), normed), dim=-1)
             x = normed if self.params.eagle3.norm_before_residual else features
         x = self.decoder.run_layers(x, step, cache, first)
-        return self.decoder.stack.final_norm(x) if self.is_output_normed else x
+        return self.final_norm(x) if self.is_output_normed else x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of the token after the pairs that `forward` made `hidden` from."""
@@ -168,7 +173,8 @@ class EagleNet:
 
     def _make_head_input(self, hidden: Tensor) -> Tensor:
         is_bare = self.is_third and not self.is_output_normed
-        return self.decoder.stack.final_norm(hidden) if is_bare else hidden
+        hidden = self.final_norm(hidden) if is_bare else hidden
+        return hidden if self.head_scale == 1 else hidden * self.head_scale
 
     def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The `width` most probable tokens, best first, and their log-probabilities."""

@@ -1,7 +1,6 @@
-"""Weight-only int8: integers from -127 to 127 and one float32 scale a row, which is an output.
+"""Rounding weights to int8: integers from -127 to 127 and one float32 scale a row, an output.
 
-weight[n, d] = scale[n] * integer[n, d]. The native kernels widen the integers in registers,
-multiply them with unrounded inputs, sum in float32 and scale the sums: a byte is read a weight.
+weight[n, d] = scale[n] * integer[n, d]. integers.py multiplies with them.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.engine.linear import Linear
-from specdec.engine.native import NativeKernels
 from specdec.errors import SpecDecError
 
 LARGEST = 127
@@ -19,8 +16,8 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def find_largest(weight: Tensor) -> Tensor:
-    """Largest magnitude of each row, float32: [N, D] -> [N]."""
-    return weight.float().abs().amax(1)
+    """Largest magnitude of each row, float32: [..., D] -> [...]."""
+    return weight.float().abs().amax(-1)
 
 
 def make_scales(largest: Tensor, name: str) -> Tensor:
@@ -37,13 +34,13 @@ def make_scales(largest: Tensor, name: str) -> Tensor:
 
 
 def round_weight(weight: Tensor, scales: Tensor) -> Tensor:
-    """The integers nearest to weight / scale, ties to even: [N, D] int8."""
-    rounded = (weight.float() / scales[:, None]).round()
+    """The integers nearest to weight / scale, ties to even: [..., D] int8."""
+    rounded = (weight.float() / scales[..., None]).round()
     return rounded.clamp(-LARGEST, LARGEST).to(torch.int8)
 
 
 def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """A whole matrix as integers [N, D] and scales [N]."""
+    """A whole matrix, or several, as integers [..., D] and scales [...]."""
     scales = make_scales(find_largest(weight), name)
     return round_weight(weight, scales), scales
 
@@ -58,40 +55,3 @@ def check_scales(scales: Tensor, name: str) -> None:
             f" is that of row {rows[0]}: {float(scales[rows[0]]):g}",
             "the file is damaged: build the engine again",
         )
-
-
-class Int8Linear(Linear):
-    """x W^T + b with an int8 weight [out, in] and its scales, float32 [out].
-
-    Without kernels the integers are held in `dtype`, times a power of two each row, which every
-    float type holds exactly; what the scale is besides multiplies the product.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        scales: Tensor,
-        bias: Tensor | None,
-        *,
-        dtype: torch.dtype,
-        prepack: bool,
-        kernels: NativeKernels | None,
-    ) -> None:
-        self.bias = bias
-        self.num_outputs = weight.shape[0]
-        self.kernels = kernels
-        self.weight = None
-        self.packed = None
-        if kernels is not None:
-            self.packed = kernels.pack_int8(weight, scales)
-            return
-        # Float16's smallest number is 2^-24; there, as below it, the factor takes the rest.
-        powers = torch.exp2(torch.log2(scales).floor().clamp(min=-24.0))
-        self._factors = scales / powers
-        self._widened = Linear(weight.to(dtype) * powers.to(dtype)[:, None], prepack=prepack)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.kernels is not None:
-            return super().__call__(x)
-        y = self._widened(x).float() * self._factors
-        return (y if self.bias is None else y + self.bias.float()).to(x.dtype)

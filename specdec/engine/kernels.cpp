@@ -28,6 +28,8 @@
 #endif
 #if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -182,21 +184,6 @@ inline Floats widen(const half *from) {
 #endif
 }
 
-inline Floats widen(const int8_t *from) {
-  // Compilers make more of it than these two instructions.
-#if defined(__AVX512F__)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-#elif defined(__AVX2__)
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-#else
-  Floats wide;
-  for (int64_t j = 0; j < kVector; ++j) wide[j] = from[j];
-  return wide;
-#endif
-}
-
 // One number as a float, or kVector of them: what a loop over a row reads for its sum's type.
 template <typename V, typename E>
 inline V read(const E *from) {
@@ -341,11 +328,12 @@ void add_norm(E *x, const E *delta, const E *const *added, float share, const E 
   }
 }
 
+// Of rows [2 I] one half, from `activated` on, is activated and multiplied with the other.
 template <float (*activate)(float), typename E>
-void gate_mul(const E *gate_up, E *out, int64_t rows, int64_t I) {
+void gate_mul(const E *halves, E *out, int64_t rows, int64_t I, int64_t activated = 0) {
 #pragma omp parallel for if (rows * I > kParallelWork)
   for (int64_t r = 0; r < rows; ++r) {
-    const E *gate = gate_up + r * 2 * I, *up = gate + I;
+    const E *gate = halves + r * 2 * I + activated, *up = halves + r * 2 * I + (I - activated);
     E *to = out + r * I;
 #pragma omp simd
     for (int64_t i = 0; i < I; ++i)
@@ -369,12 +357,14 @@ void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t siz
 // How a layer attends. q_norm, k_norm: weights [H] of the norms of each query and each key before
 // they are rotated, or null; cosine, sine: [lines, rotated]; window: positions that a token sees,
 // itself included, or 0 for all; scale: of the scores; cap: a score s becomes cap tanh(s / cap), or 0
-// where it stays; epsilon: of the norms.
+// where it stays; epsilon: of the norms; is_steady: whether float32 too has the same bits in any
+// step, which rounded inputs of products ask for: a last bit would become half a percent there.
 template <typename E>
 struct Attention {
   const E *q_norm, *k_norm, *cosine, *sine;
   int64_t rotated, window;
   float scale, cap, epsilon;
+  bool is_steady;
 };
 
 // Attention of one query head's worth of work: plain dot products, for steps of one or two tokens.
@@ -585,7 +575,8 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
   const int64_t num_queries = T * group, tiles = (num_queries + kLanes - 1) / kLanes;
   // In bfloat16 every step takes the same way, so that a token's result has the same bits alone and
   // in a tree: there, unlike in float32, one rounding more or less shows in the text.
-  const bool few = num_queries < kLanes / 2 && sizeof(E) == sizeof(float);
+  const bool may_vary = sizeof(E) == sizeof(float) && !how.is_steady;
+  const bool few = num_queries < kLanes / 2 && may_vary;
 #pragma omp parallel if (parallel_attend)
   {
     std::vector<float> queries(kLanes * H), sums(kLanes * H), row(H);
@@ -655,15 +646,13 @@ constexpr bool kMultipliesPairs = false;
 #endif
 
 // A step holds kElements inputs of each output, that of output j and input i at place(j, i): for
-// float16 and int8 each input's kVector outputs side by side, for bfloat16 pairs of inputs in 32-bit
-// words. Input is what rows are packed as, kInputs of them a step: floats, or two bfloat16 where the
-// processor multiplies such pairs. Before its first step a tile of int8 has the float32 scales of
-// its outputs, [kTile]: its sums are of integers times inputs, and are scaled at the end.
+// float16 each input's kVector outputs side by side, for bfloat16 pairs of inputs in 32-bit words.
+// Input is what rows are packed as, kInputs of them a step: floats, or two bfloat16 where the
+// processor multiplies such pairs.
 template <typename E>
 struct Packing {
   typedef float Input;
   static constexpr int64_t kElements = kStepBytes / kTile / sizeof(E), kInputs = kElements;
-  static constexpr int64_t kHeader = std::is_same<E, int8_t>::value;  // steps' worth of bytes
   static constexpr int64_t place(int64_t j, int64_t i) {
     return (j / kVector * kElements + i) * kVector + j % kVector;
   }
@@ -672,7 +661,7 @@ struct Packing {
 template <>
 struct Packing<bf16> {
   typedef std::conditional<kMultipliesPairs, uint32_t, float>::type Input;
-  static constexpr int64_t kElements = 2, kInputs = kMultipliesPairs ? 1 : 2, kHeader = 0;
+  static constexpr int64_t kElements = 2, kInputs = kMultipliesPairs ? 1 : 2;
   static constexpr int64_t place(int64_t j, int64_t i) { return 2 * j + i; }
 };
 
@@ -756,38 +745,336 @@ struct Fetch {
   int64_t stride;
 };
 
-// Adds the products of M rows of packed inputs with G tiles that follow each other, over the steps
-// from `begin` to `end`, to sums [M, G * kTile], which begin at zero.
-template <typename E, int M, int G>
-void add_tiles(const typename Packing<E>::Input *x, int64_t begin, int64_t end, int64_t size,
-               const E *tiles, Fetch fetch, float *out) {
-  constexpr int64_t kStep = kTile * Packing<E>::kElements;
-  Floats sums[G][kWords][M] = {};
-  if (begin > 0)
+// Two kinds of packed matrices follow. Each tells its number of steps, where its tiles are and how
+// many bytes of one come before its first step; how many inputs a row takes when it is packed; packs
+// rows; and multiplies with them.
+
+// Of numbers of type E, as all else is.
+template <typename E>
+struct FloatMatrix {
+  typedef typename Packing<E>::Input Input;
+  static constexpr int64_t header = 0;
+  const char *tiles;
+  int64_t depth, steps, tile_bytes, row;
+
+  FloatMatrix(const E *packed, int64_t depth)
+      : tiles(reinterpret_cast<const char *>(packed)),
+        depth(depth),
+        steps(count_steps<E>(depth)),
+        tile_bytes(steps * kStepBytes),
+        row(steps * Packing<E>::kInputs) {}
+
+  // Inputs of the steps from `begin` to `end` over the depth: [kInputs][rows] each of X
+  // [rows, depth], zeros beyond the depth.
+  template <typename X>
+  void pack(const X *x, int64_t rows, int64_t begin, int64_t end, float *to) const {
+    constexpr int64_t kInputs = Packing<E>::kInputs;
+    const int64_t first = begin * kInputs, last = end * kInputs, used = std::min(last, depth);
+    for (int64_t m = 0; m < rows; ++m)
+      for (int64_t at = first; at < used; ++at) to[at * rows + m] = to_float(x[m * depth + at]);
+    if (used < last) std::fill(to + used * rows, to + last * rows, 0.0f);
+  }
+
+  template <typename X>
+  void pack(const X *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
+    for (int64_t m = 0; m < rows; ++m)
+      for (int64_t step = begin; step < end; ++step) {
+        bf16 low{0}, high{0};
+        store(low, to_float(x[m * depth + 2 * step]));
+        if (2 * step + 1 < depth) store(high, to_float(x[m * depth + 2 * step + 1]));
+        to[step * rows + m] = low.bits | static_cast<uint32_t>(high.bits) << 16;
+      }
+  }
+
+  // Adds the products of M rows of packed inputs with G tiles that follow each other, over the steps
+  // from `begin` to `end`, to sums [M, G * kTile], which begin at zero.
+  template <int M, int G>
+  void add(const Input *x, int64_t begin, int64_t end, const char *tile, Fetch fetch,
+           float *out) const {
+    Floats sums[G][kWords][M] = {};
+    if (begin > 0)
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g)
+#pragma GCC unroll 2
+          for (int64_t k = 0; k < kWords; ++k)
+            std::memcpy(&sums[g][k][m], out + (m * G + g) * kTile + k * kVector, sizeof(Floats));
+    for (int64_t step = begin; step < end; ++step)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) {
+        const char *ahead = fetch.from + (step - begin) * fetch.stride + g * tile_bytes;
+        __builtin_prefetch(ahead);
+        __builtin_prefetch(ahead + kLine);
+        add_products<M>(sums[g],
+                        reinterpret_cast<const E *>(tile + g * tile_bytes + step * kStepBytes),
+                        x + step * Packing<E>::kInputs * M);
+      }
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g)
 #pragma GCC unroll 2
         for (int64_t k = 0; k < kWords; ++k)
-          std::memcpy(&sums[g][k][m], out + (m * G + g) * kTile + k * kVector, sizeof(Floats));
-  for (int64_t step = begin; step < end; ++step)
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) {
-      const char *ahead = fetch.from + (step - begin) * fetch.stride + g * size * kStepBytes;
-      __builtin_prefetch(ahead);
-      __builtin_prefetch(ahead + kLine);
-      add_products<M>(sums[g], tiles + (g * size + Packing<E>::kHeader + step) * kStep,
-                      x + step * Packing<E>::kInputs * M);
-    }
-#pragma GCC unroll 12
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g)
-#pragma GCC unroll 2
-      for (int64_t k = 0; k < kWords; ++k)
-        std::memcpy(out + (m * G + g) * kTile + k * kVector, &sums[g][k][m], sizeof(Floats));
+          std::memcpy(out + (m * G + g) * kTile + k * kVector, &sums[g][k][m], sizeof(Floats));
+  }
+};
+
+// Matrices of integers: weight[n, i] = scale[n, g] * (code[n, i] - zero[n, g]) with codes of 4 bits
+// from 0 to 15 or of 8 bits from 1 to 255, where g is the input's group of `group` inputs, or the
+// same for a whole row. What they are multiplied with are not the inputs but these, rounded, which
+// is part of what such a matrix means: of each group of a row's inputs the largest magnitude becomes
+// 127 and the others the nearest of the integers, ties to even. Sums over a group are of integers and
+// exact, in whatever form a processor takes them; each is scaled by the inputs' scale, then by the
+// weight's, and added to the float32 sum of the groups before it.
+
+// How a packed one begins; what it has of input scales [depth] and of the order of inputs [depth]
+// follows, then the tiles: each its scales [kTile] by groups, as many zeros if it has any, its steps.
+struct Integers {
+  int64_t N, depth, bits, group, has_row_scales, has_zeros, has_input_scales, has_order;
+};
+
+// A processor's form: kParts vectors are unpacked out of every one that is stored. Where it sums four
+// products of bytes at once, inputs are bytes, else pairs of 16 bits.
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || \
+    defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kMultipliesBytes = true;
+#else
+constexpr bool kMultipliesBytes = false;
+#endif
+// Bytes from 1 to 255 mean integers from -127 to 127, except where bytes are taken for signed ones.
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int kByteZero = 0;
+#else
+constexpr int kByteZero = 128;
+#endif
+
+typedef int32_t Ints __attribute__((vector_size(4 * kVector)));
+
+// sums + the products of each lane's bytes, or its 16-bit numbers, with those of x, the signed ones.
+inline Ints add_parts(Ints sums, Words w, Words x) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)w, (__m256i)x);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)w, (int8x16_t)x);
+#elif defined(__AVX512BW__)
+  return sums + (Ints)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return sums + (Ints)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#elif defined(__SSE2__) && !defined(__AVX512F__)
+  return sums + (Ints)_mm_madd_epi16((__m128i)w, (__m128i)x);
+#else
+  const Ints low = (Ints)(x << 16) >> 16, high = (Ints)x >> 16;
+  return sums + (Ints)(w & 0xffffu) * low + (Ints)(w >> 16) * high;
+#endif
 }
+
+inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+
+// The nearest integers, ties to even.
+inline Ints round_to_ints(Floats x) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__SSE2__)
+  return (Ints)_mm_cvtps_epi32((__m128)x);
+#elif defined(__aarch64__)
+  return (Ints)vcvtnq_s32_f32((float32x4_t)x);
+#else
+  Ints rounded;
+  for (int64_t j = 0; j < kVector; ++j) rounded[j] = static_cast<int32_t>(std::nearbyint(x[j]));
+  return rounded;
+#endif
+}
+
+constexpr int64_t kMaxGroup = 128;
+constexpr int kLargest = 127;
+constexpr float kSmallest = 1e-30f;  // a group of smaller inputs is zeros: 127 times as much fits
+
+// Up to kMaxGroup inputs as bytes, zeros beyond `count`; returns their scale: one byte is so much.
+// Where an input is not finite, neither is the scale.
+inline float round_group(float *x, int64_t count, int8_t *bytes) {
+  for (int64_t i = count; i < kMaxGroup; ++i) x[i] = 0.0f;
+  Words top{};
+  for (int64_t i = 0; i < kMaxGroup; i += kVector) {
+    const Words magnitude = load<Words>(x + i) & 0x7fffffffu;
+    top = magnitude > top ? magnitude : top;
+  }
+  uint32_t most = 0;
+  for (int64_t j = 0; j < kVector; ++j) most = std::max<uint32_t>(most, top[j]);
+  const float largest = as_float(most);
+  const bool is_finite = most < 0x7f800000u;
+  const float factor = is_finite && largest >= kSmallest ? kLargest / largest : 0.0f;
+  for (int64_t i = 0; i < kMaxGroup; i += kVector) {
+    typedef int8_t Bytes __attribute__((vector_size(kVector)));
+    const Ints rounded = round_to_ints(load<Floats>(x + i) * factor);
+    const Bytes narrow = __builtin_convertvector(rounded, Bytes);
+    std::memcpy(bytes + i, &narrow, sizeof narrow);
+  }
+  if (!is_finite) {
+    std::memset(bytes, 0, kMaxGroup);
+    return as_float(0x7fc00000u);
+  }
+  return largest >= kSmallest ? largest / kLargest : 0.0f;
+}
+
+inline int64_t round_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+template <int kBits>
+struct IntegerMatrix {
+  typedef uint32_t Input;
+  static constexpr int64_t kElements = 32 / kBits;  // inputs of a step, of each output
+  static constexpr int kParts = (kMultipliesBytes ? 8 : 16) / kBits;
+  static constexpr int64_t kHead = 3;  // inputs that each group of a row begins with
+  const float *input_scales = nullptr;
+  const int32_t *order = nullptr;
+  const char *tiles;
+  int64_t depth, group_steps, groups, steps, scale_stride, scales_bytes;
+  int64_t header, tile_bytes, group_row, row;
+  bool has_zeros;
+
+  explicit IntegerMatrix(const Integers *packed)
+      : depth(packed->depth),
+        group_steps(packed->group / kElements),
+        groups((depth + packed->group - 1) / packed->group),
+        steps((depth + kElements - 1) / kElements),
+        has_zeros(packed->has_zeros) {
+    const int64_t listed = packed->has_row_scales ? 1 : groups;
+    const int64_t list_bytes = round_up(depth * 4, kLine);
+    scale_stride = packed->has_row_scales ? 0 : kTile;
+    scales_bytes = listed * kTile * 4;
+    header = scales_bytes * (has_zeros ? 2 : 1);
+    tile_bytes = header + steps * kStepBytes;
+    group_row = kHead + group_steps * kParts;
+    row = groups * group_row;
+    const char *at = reinterpret_cast<const char *>(packed + 1);
+    if (packed->has_input_scales) {
+      input_scales = reinterpret_cast<const float *>(at);
+      at += list_bytes;
+    }
+    if (packed->has_order) {
+      order = reinterpret_cast<const int32_t *>(at);
+      at += list_bytes;
+    }
+    tiles = at;
+  }
+
+  // Which vectors of bytes or pairs there are in a stored one. Byte b of a lane holds input b of its
+  // step, with 4 bits also input b + 4 in the upper half; a pair is of inputs two apart.
+  static Words unpack(Words w, int part) {
+    if constexpr (kMultipliesBytes)
+      return kBits == 8 ? w : w >> 4 * part & 0x0f0f0f0fu;
+    else
+      return w >> kBits * part & (kBits == 8 ? 0x00ff00ffu : 0x000f000fu);
+  }
+
+  static uint32_t pack_part(const int8_t *step, int part) {
+    if constexpr (kMultipliesBytes) {
+      uint32_t word;
+      std::memcpy(&word, step + 4 * part, sizeof word);
+      return word;
+    } else {
+      const int first = kBits == 8 ? part : part / 2 + part % 2 * 4;
+      return static_cast<uint16_t>(step[first]) | static_cast<uint32_t>(step[first + 2]) << 16;
+    }
+  }
+
+  // Of every group of every row its scale, what its sum begins with where zeros are the usual, the
+  // sum of its inputs, and these: each [rows].
+  template <typename X>
+  void pack(const X *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
+    const int64_t group = group_steps * kElements;
+    for (int64_t g = begin / group_steps; g * group_steps < end; ++g) {
+      const int64_t first = g * group, count = std::min(group, depth - first);
+      uint32_t *start = to + g * group_row * rows;
+      for (int64_t m = 0; m < rows; ++m) {
+        const X *from = x + m * depth;
+        float numbers[kMaxGroup];
+        int8_t bytes[kMaxGroup];
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t which = order == nullptr ? first + i : order[first + i];
+          const float scale = input_scales == nullptr ? 1.0f : input_scales[which];
+          numbers[i] = to_float(from[which]) * scale;
+        }
+        start[m] = as_bits(round_group(numbers, count, bytes));
+        int32_t sum = 0;
+        for (int64_t i = 0; i < kMaxGroup; ++i) sum += bytes[i];
+        const int32_t usual = kBits == 4 ? 8 : kByteZero;
+        start[rows + m] = static_cast<uint32_t>(-usual * sum);
+        start[2 * rows + m] = static_cast<uint32_t>(-sum);
+        uint32_t *words = start + kHead * rows + m;
+        for (int64_t step = 0; step < group_steps; ++step)
+          for (int part = 0; part < kParts; ++part, words += rows)
+            *words = pack_part(bytes + step * kElements, part);
+      }
+    }
+  }
+
+  // As of FloatMatrix; `begin` is where a group begins.
+  template <int M, int G>
+  void add(const Input *x, int64_t begin, int64_t end, const char *tile, Fetch fetch,
+           float *out) const {
+    if (begin == 0) std::fill(out, out + M * G * kTile, 0.0f);
+    for (int64_t step = begin; step < end;) {
+      const int64_t group = step / group_steps, stop = std::min(step + group_steps, end);
+      const uint32_t *head = x + group * group_row * M, *words = head + kHead * M;
+      const char *scales = tile + group * scale_stride * 4;
+      Ints sums[G][kWords][M];
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) {
+        const char *ahead = scales + g * tile_bytes + 4 * scale_stride;  // of the next group
+        __builtin_prefetch(ahead);
+        __builtin_prefetch(ahead + kLine);
+#pragma GCC unroll 2
+        for (int64_t k = 0; k < kWords; ++k)
+#pragma GCC unroll 12
+          for (int m = 0; m < M; ++m)
+            sums[g][k][m] =
+                has_zeros ? load<Ints>(scales + scales_bytes + g * tile_bytes + k * 4 * kVector) *
+                                static_cast<int32_t>(head[2 * M + m])
+                          : static_cast<int32_t>(head[M + m]) - Ints{};
+      }
+      for (; step < stop; ++step, words += kParts * M)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) {
+          const char *ahead = fetch.from + (step - begin) * fetch.stride + g * tile_bytes;
+          __builtin_prefetch(ahead);
+          __builtin_prefetch(ahead + kLine);
+          const char *from = tile + g * tile_bytes + header + step * kStepBytes;
+          Words w[kWords];
+          for (int64_t k = 0; k < kWords; ++k) w[k] = load<Words>(from + k * 4 * kVector);
+#pragma GCC unroll 4
+          for (int part = 0; part < kParts; ++part) {
+            Words parts[kWords];
+            for (int64_t k = 0; k < kWords; ++k) parts[k] = unpack(w[k], part);
+#pragma GCC unroll 12
+            for (int m = 0; m < M; ++m) {
+              const Words inputs = spread<Words>(words[part * M + m]);
+#pragma GCC unroll 2
+              for (int64_t k = 0; k < kWords; ++k)
+                sums[g][k][m] = add_parts(sums[g][k][m], parts[k], inputs);
+            }
+          }
+        }
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g)
+#pragma GCC unroll 2
+        for (int64_t k = 0; k < kWords; ++k) {
+          const Floats scale = load<Floats>(scales + g * tile_bytes + k * 4 * kVector);
+#pragma GCC unroll 12
+          for (int m = 0; m < M; ++m) {
+            float *to = out + (m * G + g) * kTile + k * kVector;
+            const Floats scaled = to_floats(sums[g][k][m]) * as_float(head[m]);
+            const Floats sum = mul_add(scaled, scale, load<Floats>(to));
+            std::memcpy(to, &sum, sizeof sum);
+          }
+        }
+    }
+  }
+};
 
 // With few rows several tiles are multiplied at once: more sums that do not wait for each other.
 constexpr int kWideTiles = 4;
@@ -796,18 +1083,18 @@ constexpr int count_wide(int rows) {
   return rows == 1 ? kWideTiles : rows <= kMaxRows / 2 ? kWideTiles / 2 : 1;
 }
 
-template <typename E>
-void add_tiles(int64_t rows, bool is_wide, const typename Packing<E>::Input *x, int64_t begin,
-               int64_t end, int64_t size, const E *tiles, Fetch fetch, float *out) {
+template <typename Matrix>
+void add_tiles(const Matrix &w, int64_t rows, bool is_wide, const typename Matrix::Input *x,
+               int64_t begin, int64_t end, const char *tile, Fetch fetch, float *out) {
   switch (rows) {
-#define SPECDEC_ROWS(M)                                                         \
-  case M:                                                                       \
-    if constexpr (M <= kMaxRows) {                                              \
-      if (is_wide)                                                              \
-        add_tiles<E, M, count_wide(M)>(x, begin, end, size, tiles, fetch, out); \
-      else                                                                      \
-        add_tiles<E, M, 1>(x, begin, end, size, tiles, fetch, out);             \
-    }                                                                           \
+#define SPECDEC_ROWS(M)                                                     \
+  case M:                                                                   \
+    if constexpr (M <= kMaxRows) {                                          \
+      if (is_wide)                                                          \
+        w.template add<M, count_wide(M)>(x, begin, end, tile, fetch, out);  \
+      else                                                                  \
+        w.template add<M, 1>(x, begin, end, tile, fetch, out);              \
+    }                                                                       \
     break;
     SPECDEC_ROWS(1) SPECDEC_ROWS(2) SPECDEC_ROWS(3) SPECDEC_ROWS(4) SPECDEC_ROWS(5)
     SPECDEC_ROWS(6) SPECDEC_ROWS(7) SPECDEC_ROWS(8) SPECDEC_ROWS(9) SPECDEC_ROWS(10)
@@ -826,39 +1113,29 @@ struct Blocks {
 // y = x W^T + bias for the tiles from `begin` to `end` and one block of rows, or two. Two take turns
 // at every kTurn steps of a tile, which stay in the nearest cache meanwhile, and fetch half of the
 // next turn's each: so memory is read all the time.
-template <typename E, typename B, typename O>
-void multiply_range(Blocks blocks, int64_t first, int64_t last,
-                    const typename Packing<E>::Input *x, int64_t steps, const E *packed,
-                    const B *bias, int64_t begin, int64_t end, int64_t N, O *y) {
-  constexpr int64_t kStep = kTile * Packing<E>::kElements;
-  constexpr int64_t kHeader = Packing<E>::kHeader;
-  const int64_t size = kHeader + steps, row = steps * Packing<E>::kInputs;
-  const int64_t start = blocks.begin(first), rows = blocks.begin(last) - start;
+template <typename Matrix, typename B, typename O>
+void multiply_range(const Matrix &w, Blocks blocks, int64_t first, int64_t last,
+                    const typename Matrix::Input *x, const B *bias, int64_t begin, int64_t end,
+                    int64_t N, O *y) {
+  const int64_t steps = w.steps, start = blocks.begin(first), rows = blocks.begin(last) - start;
   const bool is_alone = last - first == 1;
   const int64_t wide = is_alone ? count_wide(static_cast<int>(rows)) : 1;
   const int64_t turn = is_alone ? steps : kTurn;
   float sums[std::max(2, kWideTiles) * kMaxRows * kTile];
   for (int64_t t = begin; t < end;) {
     const int64_t count = t + wide <= end ? wide : 1, width = count * kTile, output = t * kTile;
-    const E *tiles = packed + t * size * kStep;
+    const char *tile = w.tiles + t * w.tile_bytes;
     for (int64_t step = 0; step < steps; step += turn) {
       const int64_t stop = std::min(step + turn, steps);
-      const char *used = reinterpret_cast<const char *>(tiles + (kHeader + step) * kStep);
+      const char *used = tile + w.header + step * kStepBytes;
       for (int64_t b = first; b < last; ++b) {
         Fetch fetch{used + kPrefetchBytes, kStepBytes};
         if (!is_alone)
           fetch = {used + (b == first ? 2 : 3) * kTurn * kStepBytes / 2, kStepBytes / 2};
-        add_tiles<E>(blocks.size(b), count > 1, x + blocks.begin(b) * row, step, stop, size, tiles,
-                     fetch, sums + (blocks.begin(b) - start) * width);
+        add_tiles(w, blocks.size(b), count > 1, x + blocks.begin(b) * w.row, step, stop, tile,
+                  fetch, sums + (blocks.begin(b) - start) * width);
       }
     }
-    if constexpr (kHeader > 0)
-      for (int64_t m = 0; m < rows; ++m)
-        for (int64_t g = 0; g < count; ++g) {
-          float scales[kTile];
-          std::memcpy(scales, tiles + g * size * kStep, sizeof scales);
-          for (int64_t j = 0; j < kTile; ++j) sums[m * width + g * kTile + j] *= scales[j];
-        }
     const int64_t used = std::min(width, N - output);
     for (int64_t m = 0; m < rows; ++m) {
       O *to = y + (start + m) * N + output;
@@ -872,40 +1149,14 @@ void multiply_range(Blocks blocks, int64_t first, int64_t last,
   }
 }
 
-// Inputs of the steps from `begin` to `end` over the depth: [kInputs][rows] each of X [rows, depth],
-// zeros beyond the depth.
-template <typename E, typename X>
-inline void pack_steps(const X *x, int64_t rows, int64_t depth, int64_t begin, int64_t end,
-                       float *to) {
-  constexpr int64_t kInputs = Packing<E>::kInputs;
-  const int64_t first = begin * kInputs, last = end * kInputs, used = std::min(last, depth);
-  for (int64_t m = 0; m < rows; ++m)
-    for (int64_t at = first; at < used; ++at) to[at * rows + m] = to_float(x[m * depth + at]);
-  if (used < last) std::fill(to + used * rows, to + last * rows, 0.0f);
-}
-
-template <typename E, typename X>
-inline void pack_steps(const X *x, int64_t rows, int64_t depth, int64_t begin, int64_t end,
-                       uint32_t *to) {
-  for (int64_t m = 0; m < rows; ++m)
-    for (int64_t step = begin; step < end; ++step) {
-      bf16 low{0}, high{0};
-      store(low, to_float(x[m * depth + 2 * step]));
-      if (2 * step + 1 < depth) store(high, to_float(x[m * depth + 2 * step + 1]));
-      to[step * rows + m] = low.bits | static_cast<uint32_t>(high.bits) << 16;
-    }
-}
-
-// y[M][N] = x[M][depth] W^T + bias, W packed. Few rows read each tile once; with many, as many tiles
-// as the cache holds serve all rows before the next.
-template <typename E, typename X, typename B, typename O>
-void multiply(const X *x, int64_t M, int64_t depth, const E *packed, const B *bias, int64_t N,
-              O *y) {
-  typedef typename Packing<E>::Input Input;
-  const int64_t tiles = (N + kTile - 1) / kTile, steps = count_steps<E>(depth);
+// y[M][N] = x[M][depth] W^T + bias. Few rows read each tile once; with many, as many tiles as the
+// cache holds serve all rows before the next.
+template <typename Matrix, typename X, typename B, typename O>
+void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int64_t N, O *y) {
+  typedef typename Matrix::Input Input;
+  const int64_t tiles = (N + kTile - 1) / kTile, depth = w.depth, steps = w.steps, row = w.row;
   const Blocks blocks{M, (M + kMaxRows - 1) / kMaxRows};
-  const int64_t row = steps * Packing<E>::kInputs;
-  const int64_t fitting = std::max<int64_t>(1, kCacheBytes / (steps * kStepBytes));
+  const int64_t fitting = std::max<int64_t>(1, kCacheBytes / w.tile_bytes);
   const bool is_few = blocks.count <= 2;
   const int64_t group = is_few ? tiles : fitting, together = is_few ? blocks.count : 1;
   static thread_local std::vector<Input> scratch;
@@ -916,15 +1167,27 @@ void multiply(const X *x, int64_t M, int64_t depth, const E *packed, const B *bi
 #pragma omp for schedule(static)
     for (int64_t step = 0; step < steps; step += kTurn)
       for (int64_t b = 0; b < blocks.count; ++b)
-        pack_steps<E>(x + blocks.begin(b) * depth, blocks.size(b), depth, step,
-                      std::min(step + kTurn, steps), inputs + blocks.begin(b) * row);
+        w.pack(x + blocks.begin(b) * depth, blocks.size(b), step, std::min(step + kTurn, steps),
+               inputs + blocks.begin(b) * row);
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int64_t last = tiles * (thread + 1) / threads;
     for (int64_t t = tiles * thread / threads; t < last; t += group)
       for (int64_t b = 0; b < blocks.count; b += together)
-        multiply_range<E>(blocks, b, b + together, inputs, steps, packed, bias, t,
-                          std::min(t + group, last), N, y);
+        multiply_range(w, blocks, b, b + together, inputs, bias, t, std::min(t + group, last), N,
+                       y);
   }
+}
+
+// The same with W packed, of numbers of type W or of Integers.
+template <typename X, typename W, typename B, typename O>
+void multiply(const X *x, int64_t M, int64_t depth, const W *packed, const B *bias, int64_t N,
+              O *y) {
+  if constexpr (!std::is_same<W, Integers>::value)
+    multiply_matrix(x, M, FloatMatrix<W>(packed, depth), bias, N, y);
+  else if (packed->bits == 4)
+    multiply_matrix(x, M, IntegerMatrix<4>(packed), bias, N, y);
+  else
+    multiply_matrix(x, M, IntegerMatrix<8>(packed), bias, N, y);
 }
 
 // Asks for huge pages, of which a matrix needs few enough for the processor to know where they all
@@ -940,21 +1203,21 @@ inline void ask_for_huge_pages(void *start, int64_t size) {
 #endif
 }
 
-// Lays out W [N, depth] for `multiply`; what lies beyond N and depth is zero. scales: [N], of int8.
+constexpr int64_t kBlock = 64;  // steps at a time, so that lines read are used up while cached
+
+// Lays out W [N, depth] for `multiply`; what lies beyond N and depth is zero.
 template <typename E>
-void pack_matrix(const E *weight, const float *scales, int64_t N, int64_t depth, E *packed) {
+void pack_matrix(const E *weight, int64_t N, int64_t depth, E *packed) {
   typedef Packing<E> P;
   constexpr int64_t kStep = kTile * P::kElements;
-  constexpr int64_t kBlock = 64;  // steps at a time, so that lines read are used up while cached
   const int64_t tiles = (N + kTile - 1) / kTile, steps = count_steps<E>(depth);
-  const int64_t size = (P::kHeader + steps) * kStep;
+  const int64_t size = steps * kStep;
   ask_for_huge_pages(packed, tiles * size * static_cast<int64_t>(sizeof(E)));
 #pragma omp parallel for schedule(static) if (N * depth > kParallelWork)
   for (int64_t t = 0; t < tiles; ++t) {
-    E *tile = packed + t * size, *first = tile + P::kHeader * kStep;
+    E *tile = packed + t * size;
     const int64_t rows = std::min(kTile, N - t * kTile);
     if (rows < kTile || depth % P::kElements) std::memset(tile, 0, size * sizeof(E));
-    if (P::kHeader > 0) std::memcpy(tile, scales + t * kTile, sizeof(float) * rows);
     for (int64_t begin = 0; begin < steps; begin += kBlock) {
       const int64_t end = std::min(begin + kBlock, steps);
       const int64_t whole = std::min(end, depth / P::kElements);
@@ -962,13 +1225,84 @@ void pack_matrix(const E *weight, const float *scales, int64_t N, int64_t depth,
         const E *row = weight + (t * kTile + j) * depth;
         for (int64_t step = begin; step < whole; ++step)
           for (int64_t i = 0; i < P::kElements; ++i)
-            first[step * kStep + P::place(j, i)] = row[step * P::kElements + i];
+            tile[step * kStep + P::place(j, i)] = row[step * P::kElements + i];
         if (whole < end)
           for (int64_t i = 0; whole * P::kElements + i < depth; ++i)
-            first[whole * kStep + P::place(j, i)] = row[whole * P::kElements + i];
+            tile[whole * kStep + P::place(j, i)] = row[whole * P::kElements + i];
       }
     }
   }
+}
+
+// The same of integers. codes: of 8 bits [N, depth], or of 4 bits [N / 2, depth], rows 2 r and
+// 2 r + 1 in the lower and upper halves of row r; both signed, so that 0 is the usual zero. scales,
+// zeros: [N, groups], or [N] where there is one a row.
+template <int kBits>
+void pack_tiles(const uint8_t *codes, const float *scales, const uint8_t *zeros,
+                const Integers *packed) {
+  const IntegerMatrix<kBits> w(packed);
+  const int64_t N = packed->N, listed = w.scales_bytes / kTile / 4;
+  const int64_t tiles = (N + kTile - 1) / kTile;
+  char *first = const_cast<char *>(w.tiles);
+#pragma omp parallel for schedule(static) if (N * w.depth > kParallelWork)
+  for (int64_t t = 0; t < tiles; ++t) {
+    char *tile = first + t * w.tile_bytes;
+    const int64_t rows = std::min(kTile, N - t * kTile);
+    if (rows < kTile) std::memset(tile, 0, w.tile_bytes);
+    for (int64_t j = 0; j < rows; ++j)
+      for (int64_t g = 0; g < listed; ++g) {
+        const int64_t from = (t * kTile + j) * listed + g;
+        char *to = tile + (g * kTile + j) * 4;
+        std::memcpy(to, scales + from, 4);
+        if (zeros != nullptr) {
+          const int32_t zero = zeros[from];
+          std::memcpy(to + w.scales_bytes, &zero, 4);
+        }
+      }
+    for (int64_t begin = 0; begin < w.steps; begin += kBlock)
+      for (int64_t j = 0; j < rows; ++j) {
+        const int64_t n = t * kTile + j;
+        const uint8_t *row = codes + (kBits == 4 ? n / 2 : n) * w.depth;
+        for (int64_t step = begin; step < std::min(begin + kBlock, w.steps); ++step) {
+          constexpr int64_t kElements = IntegerMatrix<kBits>::kElements;
+          const int64_t at = step * kElements, count = std::min(kElements, w.depth - at);
+          uint32_t words[2] = {};
+          std::memcpy(words, row + at, count);
+          uint32_t word = words[0] ^ (kByteZero == 128 ? 0x80808080u : 0u);
+          if (kBits == 4) {
+            for (auto &half : words) half = (half >> n % 2 * 4 & 0x0f0f0f0fu) ^ 0x08080808u;
+            word = words[0] | words[1] << 4;
+          }
+          std::memcpy(tile + w.header + step * kStepBytes + 4 * j, &word, 4);
+        }
+      }
+  }
+}
+
+inline int64_t measure_integers(const Integers &sizes) {
+  const int64_t tiles = (sizes.N + kTile - 1) / kTile;
+  const int64_t lists = (sizes.has_input_scales + sizes.has_order) * round_up(sizes.depth * 4, kLine);
+  const int64_t tile_bytes = sizes.bits == 4 ? IntegerMatrix<4>(&sizes).tile_bytes
+                                             : IntegerMatrix<8>(&sizes).tile_bytes;
+  return static_cast<int64_t>(sizeof sizes) + lists + tiles * tile_bytes;
+}
+
+void pack_integers(const uint8_t *codes, const float *scales, const uint8_t *zeros,
+                   const float *input_scales, const int32_t *order, const Integers &sizes,
+                   char *packed) {
+  ask_for_huge_pages(packed, measure_integers(sizes));
+  std::memcpy(packed, &sizes, sizeof sizes);
+  char *at = packed + sizeof sizes;
+  for (const void *list : {static_cast<const void *>(input_scales), static_cast<const void *>(order)})
+    if (list != nullptr) {
+      std::memcpy(at, list, sizes.depth * 4);
+      at += round_up(sizes.depth * 4, kLine);
+    }
+  const auto *head = reinterpret_cast<const Integers *>(packed);
+  if (sizes.bits == 4)
+    pack_tiles<4>(codes, scales, zeros, head);
+  else
+    pack_tiles<8>(codes, scales, zeros, head);
 }
 
 typedef std::pair<float, int64_t> Ranked;  // a logit or score, and which one it is
@@ -1130,6 +1464,106 @@ void apply_to(E *x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) store(x[i], activate(to_float(x[i])));
 }
 
+// A rank's part of a layer's experts, as specdec/engine/native.py writes it: eight bytes a field.
+// router: [num, D], packed; up: [2 I, D] of each of the rank's `count` experts, counted from `first`,
+// packed: what is multiplied, then what is activated; down: [D, I]; gate: [D], of the shared expert,
+// which is absent where shared_I is 0; seen: steps, tokens, experts chosen by any of a step's tokens.
+struct Experts {
+  const float *router;
+  const void *const *up, *const *down;
+  const void *shared_up, *shared_down, *gate;
+  int64_t *seen;
+  int64_t num, top_k, first, count, I, shared_I, renormalizes;
+};
+static_assert(sizeof(Experts) == 14 * 8, "a field is eight bytes");
+
+// Softmax over all scores [num] of a token, and the best of them, first: of equal ones those that
+// torch.topk takes, which calls the same functions. Returns what the weights are divided by.
+inline float choose_experts(float *scores, const Experts &e, std::vector<Ranked> &queue) {
+  float top = scores[0], total = 0.0f, sum = 0.0f;
+  for (int64_t i = 1; i < e.num; ++i) top = scores[i] > top ? scores[i] : top;
+  for (int64_t i = 0; i < e.num; ++i) total += scores[i] = exp_fast(scores[i] - top);
+  queue.resize(e.num);
+  for (int64_t i = 0; i < e.num; ++i) queue[i] = rank(scores[i] / total, i);
+  const auto better = [](const Ranked &a, const Ranked &b) { return a.first > b.first; };
+  if (e.top_k * 64 <= e.num) {
+    std::partial_sort(queue.begin(), queue.begin() + e.top_k, queue.end(), better);
+  } else {
+    std::nth_element(queue.begin(), queue.begin() + e.top_k - 1, queue.end(), better);
+    std::sort(queue.begin(), queue.begin() + e.top_k - 1, better);
+  }
+  for (int64_t k = 0; k < e.top_k; ++k) sum += queue[k].first;
+  return e.renormalizes ? sum : 1.0f;
+}
+
+// Buffers that the experts of a layer use one after the other.
+template <typename E>
+struct ExpertBuffers {
+  std::vector<E> rows, halves, gated;
+  std::vector<float> products;
+};
+
+// products [M, D] = down (silu(gate x) * up x), for M rows of x.
+template <typename W, typename E>
+void run_expert(const E *x, int64_t M, int64_t D, const void *up, const void *down, int64_t I,
+                ExpertBuffers<E> &buffers) {
+  buffers.halves.resize(M * 2 * I);
+  buffers.gated.resize(M * I);
+  buffers.products.resize(M * D);
+  const E *none = nullptr;
+  multiply(x, M, D, static_cast<const W *>(up), none, 2 * I, buffers.halves.data());
+  gate_mul<silu>(buffers.halves.data(), buffers.gated.data(), M, I, I);
+  multiply(buffers.gated.data(), M, I, static_cast<const W *>(down), none, D,
+           buffers.products.data());
+}
+
+// out [M, D]: what a rank's experts make of x [M, D]. An expert's matrices are read once for all its
+// tokens; a token's experts are added up in the order of their numbers, whoever goes with it.
+template <typename W, typename E>
+void mix_experts(const E *x, int64_t M, int64_t D, const Experts &e, E *out) {
+  std::vector<float> scores(M * e.num), sums(M * D, 0.0f);
+  std::vector<std::vector<std::pair<int64_t, float>>> chosen(e.num);  // tokens and their weights
+  std::vector<Ranked> queue;
+  multiply(x, M, D, e.router, static_cast<const float *>(nullptr), e.num, scores.data());
+  for (int64_t m = 0; m < M; ++m) {
+    const float divisor = choose_experts(&scores[m * e.num], e, queue);
+    for (int64_t k = 0; k < e.top_k; ++k)
+      chosen[queue[k].second].emplace_back(m, queue[k].first / divisor);
+  }
+  e.seen[0] += 1;
+  e.seen[1] += M;
+  for (const auto &tokens : chosen) e.seen[2] += !tokens.empty();
+  ExpertBuffers<E> buffers;
+  const auto add = [&](float weight, const float *from, int64_t token) {
+    float *to = &sums[token * D];
+#pragma omp simd
+    for (int64_t d = 0; d < D; ++d) to[d] = mul_add(weight, from[d], to[d]);
+  };
+  for (int64_t own = 0; own < e.count; ++own) {
+    const auto &tokens = chosen[e.first + own];
+    const int64_t count = static_cast<int64_t>(tokens.size());
+    if (count == 0) continue;
+    buffers.rows.resize(count * D);
+    for (int64_t i = 0; i < count; ++i)
+      std::memcpy(&buffers.rows[i * D], x + tokens[i].first * D, sizeof(E) * D);
+    run_expert<W>(buffers.rows.data(), count, D, e.up[own], e.down[own], e.I, buffers);
+    for (int64_t i = 0; i < count; ++i)
+      add(tokens[i].second, &buffers.products[i * D], tokens[i].first);
+  }
+  if (e.shared_I > 0) {
+    const E *gate = static_cast<const E *>(e.gate);
+    run_expert<W>(x, M, D, e.shared_up, e.shared_down, e.shared_I, buffers);
+    for (int64_t m = 0; m < M; ++m) {
+      const float amount = sum_row(D, [&](auto part, int64_t i) {
+        typedef decltype(part) V;
+        return mul_add(read<V>(x + m * D + i), read<V>(gate + i), part);
+      });
+      add(sigmoid(amount), &buffers.products[m * D], m);
+    }
+  }
+  for (int64_t i = 0; i < M * D; ++i) store(out[i], sums[i]);
+}
+
 // Logits become cap tanh(scale x / cap).
 template <typename E>
 void cap_logits(E *x, int64_t count, float scale, float cap) {
@@ -1142,14 +1576,15 @@ void cap_logits(E *x, int64_t count, float scale, float cap) {
 // layer, in order: weight and bias of input norm, QKV, dense, post norm, up (gate and up stacked
 // where it is gated), down; weights of the norms of queries and of keys; weight and bias of the norm
 // of what dense yields, and of what down yields. Absent ones are null, and a layer without post norm
-// has attention and MLP read the same input. tables: cosines and sines by turns, null for layers
-// without positions; attending: of each layer its window and the number of its table. first:
-// [M, first_depth], what the first layer's attention reads, or null where that is its normed input.
-// x: [M, D], overwritten by the last layer's output; out: [M, D], its norm; observed: [number of
-// them, M, D]. Matrices are of type W, all else is of type E.
+// has attention and MLP read the same input. experts: of each layer, in place of up and down, or
+// null. tables: cosines and sines by turns, null for layers without positions; attending: of each
+// layer its window and the number of its table. first: [M, first_depth], what the first layer's
+// attention reads, or null where that is its normed input. x: [M, D], overwritten by the last layer's
+// output; out: [M, D], its norm; observed: [number of them, M, D]. Matrices are of type W, all else
+// is of type E.
 struct Shape {
   int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, num_layers, activation;
-  int64_t is_gated, observing, is_int8;
+  int64_t is_gated, observing, is_integer;
 };
 
 // share: of what attention and MLP yield, in what is added to the layer's input.
@@ -1161,10 +1596,10 @@ constexpr int64_t kLayerPointers = 18;
 
 template <typename W, typename E>
 void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *const *final_norm,
-                E *cache, const E *const *tables, const int64_t *attending, const int64_t *rows,
-                const int64_t *positions, const int64_t *lines, const int64_t *past,
-                const uint8_t *tree_mask, const int64_t *observed_layers, E *observed,
-                const Shape &shape, const Scalars &scalars) {
+                const Experts *experts, E *cache, const E *const *tables, const int64_t *attending,
+                const int64_t *rows, const int64_t *positions, const int64_t *lines,
+                const int64_t *past, const uint8_t *tree_mask, const int64_t *observed_layers,
+                E *observed, const Shape &shape, const Scalars &scalars) {
   const Shape &s = shape;
   const float epsilon = scalars.epsilon, share = scalars.share;
   const int64_t M = s.B * s.T, heads = (s.N + 2 * s.K) * s.H, inner = s.I * (1 + s.is_gated);
@@ -1181,7 +1616,8 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
     const int64_t rotated = table[0] ? s.rotated : 0;
     const Attention<E> how = {w[12],         w[13],       table[0],
                               table[1],      rotated,     attending[2 * layer],
-                              scalars.scale, scalars.cap, epsilon};
+                              scalars.scale, scalars.cap, epsilon,
+                              std::is_same<W, Integers>::value};
     const bool given = layer == 0 && first != nullptr;
     multiply(given ? first : out, M, given ? s.first_depth : s.D, matrix(2), w[3], heads,
              qkv.data());
@@ -1190,7 +1626,10 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
     multiply(attended.data(), M, s.N * s.H, matrix(4), w[5], s.D, mixed.data());
     if (w[6] != nullptr)
       add_norm(x, mixed.data(), w + 14, share, w[6], w[7], out, M, s.D, epsilon);
-    multiply(out, M, s.D, matrix(8), w[9], inner, up.data());
+    if (experts != nullptr)
+      mix_experts<W>(out, M, s.D, experts[layer], w[6] != nullptr ? mixed.data() : second.data());
+    else
+      multiply(out, M, s.D, matrix(8), w[9], inner, up.data());
     if (s.is_gated) {
       if (s.activation == 0)
         gate_mul<silu>(up.data(), gated.data(), M, s.I);
@@ -1204,7 +1643,8 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
       apply_to<relu>(up.data(), M * inner);
     }
     E *down = w[6] != nullptr ? mixed.data() : second.data();
-    multiply(s.is_gated ? gated.data() : up.data(), M, s.I, matrix(10), w[11], s.D, down);
+    if (experts == nullptr)
+      multiply(s.is_gated ? gated.data() : up.data(), M, s.I, matrix(10), w[11], s.D, down);
     if (w[6] == nullptr)
       for (int64_t i = 0; i < M * s.D; ++i)
         store(mixed[i], to_float(mixed[i]) + to_float(second[i]));
@@ -1220,7 +1660,7 @@ extern "C" {
 
 // Bumped with every change of a signature below, or of the order of packed numbers or of sums;
 // checked when an engine is loaded.
-int64_t specdec_abi_version() { return 10; }
+int64_t specdec_abi_version() { return 12; }
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
@@ -1245,36 +1685,43 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
       E *qkv, E *cache, const E *q_norm, const E *k_norm, const E *cosine, const E *sine,         \
       const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,    \
-      int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window, float scale, float cap,   \
-      float epsilon) {                                                                            \
-    const Attention<E> how = {q_norm,  k_norm, cosine, sine, rotated,                             \
-                              window, scale,  cap,    epsilon};                                   \
+      int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window, int64_t is_steady,        \
+      float scale, float cap, float epsilon) {                                                    \
+    const Attention<E> how = {q_norm, k_norm, cosine, sine,    rotated,                           \
+                              window, scale,  cap,    epsilon, is_steady != 0};                   \
     attend(qkv, cache, how, rows, positions, lines, past, tree_mask, out, B, T, C, N, K, H, R, S);\
   }                                                                                               \
   void specdec_pack_matrix_##suffix(const E *weight, int64_t N, int64_t depth, E *packed) {       \
-    pack_matrix<E>(weight, nullptr, N, depth, packed);                                            \
+    pack_matrix(weight, N, depth, packed);                                                        \
   }                                                                                               \
   void specdec_multiply_##suffix(const E *x, int64_t M, int64_t depth, const E *packed,           \
                                  const E *bias, int64_t N, E *y) {                                \
     multiply(x, M, depth, packed, bias, N, y);                                                    \
   }                                                                                               \
-  void specdec_multiply_int8_##suffix(const E *x, int64_t M, int64_t depth, const int8_t *packed, \
-                                      const E *bias, int64_t N, E *y) {                           \
+  void specdec_multiply_integers_##suffix(const E *x, int64_t M, int64_t depth,                   \
+                                          const Integers *packed, const E *bias, int64_t N,       \
+                                          E *y) {                                                 \
     multiply(x, M, depth, packed, bias, N, y);                                                    \
   }                                                                                               \
   void specdec_run_layers_##suffix(                                                               \
       E *x, const E *first, E *out, const E *const *weights, const E *const *final_norm,          \
-      E *cache, const E *const *tables, const int64_t *attending, const int64_t *rows,            \
-      const int64_t *positions, const int64_t *lines, const int64_t *past,                        \
+      const void *experts, E *cache, const E *const *tables, const int64_t *attending,            \
+      const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, const int64_t *observed_layers, E *observed,                      \
       const int64_t *shape, const float *scalars) {                                               \
     Shape sizes;                                                                                  \
     std::memcpy(&sizes, shape, sizeof sizes);                                                     \
     Scalars numbers;                                                                              \
     std::memcpy(&numbers, scalars, sizeof numbers);                                               \
-    const auto run = sizes.is_int8 ? run_layers<int8_t, E> : run_layers<E, E>;                    \
-    run(x, first, out, weights, final_norm, cache, tables, attending, rows, positions, lines,     \
-        past, tree_mask, observed_layers, observed, sizes, numbers);                              \
+    const auto run = sizes.is_integer ? run_layers<Integers, E> : run_layers<E, E>;               \
+    run(x, first, out, weights, final_norm, static_cast<const Experts *>(experts), cache,         \
+        tables, attending, rows, positions, lines, past, tree_mask, observed_layers, observed,    \
+        sizes, numbers);                                                                          \
+  }                                                                                               \
+  void specdec_mix_experts_##suffix(const E *x, int64_t M, int64_t D, const void *experts, E *out, \
+                                    int64_t is_integer) {                                         \
+    const auto mix = is_integer ? mix_experts<Integers, E> : mix_experts<E, E>;                   \
+    mix(x, M, D, *static_cast<const Experts *>(experts), out);                                    \
   }                                                                                               \
   void specdec_rank_outputs_##suffix(const E *x, int64_t M, int64_t depth, const E *head,         \
                                      const E *bias, int64_t V, int64_t width, int64_t *tokens,    \
@@ -1290,9 +1737,13 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
                  input_bias, blocks, num_blocks, lm_head, beams, B, W, L, V, H, X, C);            \
   }
 
-void specdec_pack_matrix_int8(const int8_t *weight, const float *scales, int64_t N, int64_t depth,
-                              int8_t *packed) {
-  pack_matrix(weight, scales, N, depth, packed);
+// What a packed matrix of integers takes, in bytes.
+int64_t specdec_measure_integers(const Integers *sizes) { return measure_integers(*sizes); }
+
+void specdec_pack_integers(const uint8_t *codes, const float *scales, const uint8_t *zeros,
+                           const float *input_scales, const int32_t *order, const Integers *sizes,
+                           char *packed) {
+  pack_integers(codes, scales, zeros, input_scales, order, *sizes, packed);
 }
 
 SPECDEC_EXPORT(float, f32)

@@ -21,10 +21,20 @@ from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
 from specdec.methods import METHODS, DrafterParams
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
+from specdec.model.int4 import INT4_ALGORITHMS, describe_int4, is_int4
 from specdec.model.inventory import find_rank_files
-from specdec.model.quantization import FLOAT8, FP8, INT8, INT8_SCALES, SCALES, WEIGHT_SCALE
+from specdec.model.quantization import (
+    FLOAT8,
+    FP8,
+    INT4,
+    INT8,
+    INT8_SCALES,
+    SCALES,
+    WEIGHT_SCALE,
+)
 from specdec.model.rotary_scaling import get_kind
 from specdec.model.tensors import (
+    ROUTER,
     find_first_copy,
     get_rank_shape,
     get_stored_dtype,
@@ -58,7 +68,7 @@ class EngineConfig:
 
     build_id: of what the weights were made from; each of their files has it too. kernels: what they
     were compiled with, None where torch's own operators are to run. quantization: what the build
-    made of an unquantized checkpoint's linears, INT8 or nothing.
+    made of an unquantized checkpoint's linears, INT8, INT4 or nothing.
     """
 
     version: str
@@ -76,12 +86,14 @@ def list_engine_tensors(
 ) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every engine tensor: the checkpoint's, but [fc; gate] stacked as gate_up.
 
+    Experts stay as they are.
+
     Of the target, shapes are one rank's; the drafter is whole.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, spec in list_target_tensors(model).items():
         shape = get_rank_shape(spec, model)
-        if model.arithmetic.mlp == "plain" or ".mlp.fc." not in name:
+        if model.arithmetic.mlp in ("plain", "experts") or ".mlp.fc." not in name:
             if ".mlp.gate." not in name:
                 shapes[name] = shape
             continue
@@ -125,14 +137,15 @@ def list_engine_files(
     return files
 
 
-def list_int8(model: ModelConfig) -> list[str]:
-    """The matrices that are int8 in an int8 engine: those of the target's layers.
+def list_integers(model: ModelConfig) -> list[str]:
+    """The matrices that are int8 or int4 in such an engine: those of the target's layers.
 
     The head is read once a step as they are, but an error in it goes straight into the logits.
     """
     return [
         name for name, shape in list_engine_tensors(model, None).items()
-        if name.startswith("transformer.layers.") and len(shape) == 2
+        if name.startswith("transformer.layers.") and len(shape) > 1
+        and not name.endswith((ROUTER, "shared_expert_gate.weight"))
     ]  # fmt: skip
 
 
@@ -181,7 +194,7 @@ def read_engine_config(folder: Path) -> EngineConfig:
         "torch_config.prepack": isinstance(options.get("prepack"), bool),
         "torch_config.kernels": kernels is None
         or (isinstance(kernels, dict) and all(isinstance(v, str) for v in kernels.values())),
-        "torch_config.quantization": options.get("quantization") in (None, INT8),
+        "torch_config.quantization": options.get("quantization") in (None, INT8, INT4),
         "torch_config.build_id": isinstance(options.get("build_id"), str),
     }
     _refuse(folder, document, [name for name in is_right if not is_right[name]])
@@ -347,7 +360,8 @@ def describe_tensors(
 ) -> dict[str, TensorInfo]:
     """The tensors of a weight file as config.json has them.
 
-    stored: what the file holds, which decides what of an FP8 engine is float8.
+    stored: what the file holds, which decides what of an FP8 engine is float8, what of one with
+    four-bit matrices is int4, and how these are grouped.
     """
     model, drafter = config.checkpoint.model, config.checkpoint.drafter
     shapes = list_engine_tensors(model, drafter if name in (WEIGHTS_NAME, DRAFTER_NAME) else None)
@@ -357,7 +371,17 @@ def describe_tensors(
     tensors = {n: TensorInfo(get_stored_dtype(n, model.dtype), s) for n, s in shapes.items()}
     if config.quantization == INT8:
         return plan_int8(tensors, model)
-    if config.checkpoint.quantization.quant_algo != FP8:
+    algorithm = config.checkpoint.quantization.quant_algo
+    if config.quantization == INT4 or algorithm in INT4_ALGORITHMS:
+        integers = set(list_integers(model))
+        for module in list_matrices(shapes):
+            weight = f"{module}.weight"
+            has_to_be = config.quantization == INT4 and weight in integers
+            if name != DRAFTER_NAME and (has_to_be or is_int4(module, stored)):
+                num_rows, num_inputs = shapes[weight]
+                tensors |= describe_int4(module, (num_rows, num_inputs), stored)
+        return tensors
+    if algorithm != FP8:
         return tensors
     for module in list_matrices(shapes):
         weight = f"{module}.weight"
@@ -383,13 +407,13 @@ def list_matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 def plan_int8(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> dict[str, TensorInfo]:
     """The tensors of a file in which the matrices of the layers are int8."""
-    integers = set(list_int8(model))
+    integers = set(list_integers(model))
     planned = {
         name: TensorInfo(INT8, info.shape) if name in integers else info
         for name, info in tensors.items()
     }
     return planned | {
-        name_int8_scales(name): TensorInfo("float32", info.shape[:1])
+        name_int8_scales(name): TensorInfo("float32", info.shape[:-1])
         for name, info in tensors.items()
         if name in integers
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,8 @@ from specdec.engine.layout import (
 )
 from specdec.files.tensor_file import TensorFile
 from specdec.files.torch_tensors import TORCH_DTYPES, to_tensor, view_tensor
-from specdec.model.quantization import FLOAT8, INT8, SCALES
+from specdec.model import int4
+from specdec.model.quantization import FLOAT8, INT8, SCALES, WEIGHT_SCALE
 from specdec.model.sharding import join
 from specdec.model.tensors import EMBEDDING, list_target_tensors
 
@@ -40,7 +42,8 @@ def load_tensors(
 
     maps_matrices: what linears multiply with stays in the file, to be packed from there.
     Float8 weights stay as they are, their scales beside them, where the device multiplies such;
-    elsewhere they become weights of `dtype`. Int8 weights have their scales beside them.
+    elsewhere they become weights of `dtype`. Integers have their scales beside them, int4 what
+    else specdec/model/int4.py names, scales as float32.
     """
     tensors: dict[str, Tensor] = {}
     num_widened = num_float8 = 0
@@ -57,12 +60,15 @@ def load_tensors(
                 tensors[name] = widen(weight, scales[0], dtype)
                 num_widened += 1
             continue
-        if info.dtype == INT8:
+        module = name.removesuffix(".weight")
+        if info.dtype in int4.INT4_STORAGE and int4.is_int4(module, file.tensors):
+            tensors |= {key: t.to(device) for key, t in read_int4(file, module).items()}
+        elif info.dtype == INT8:
             key = name_int8_scales(name)
             tensors[key] = to_tensor(file.read(key), "float32")
-            check_scales(tensors[key], f"{file.path}: {key}")
+            check_scales(tensors[key].flatten(), f"{file.path}: {key}")
             tensors[key] = tensors[key].to(device)
-        is_mapped = maps_matrices and len(info.shape) == 2 and "embedding" not in name
+        is_mapped = maps_matrices and len(info.shape) > 1 and "embedding" not in name
         take = view_tensor if is_mapped else to_tensor
         tensors[name] = take(file.read(name), info.dtype).to(device)
     if num_float8:
@@ -73,6 +79,24 @@ def load_tensors(
             num_widened, str(dtype).removeprefix("torch."),
         )  # fmt: skip
     return tensors
+
+
+def read_int4(file: TensorFile, module: str) -> dict[str, Tensor]:
+    """What a four-bit matrix has beside its codes, by name; scales are float32."""
+    matrix = int4.Int4Matrix(file, module)
+    int4.check_damage(matrix)
+    num_rows = matrix.shape[0]
+    found = {
+        WEIGHT_SCALE: matrix.read_scales(0, num_rows),
+        int4.ZERO_POINT: matrix.read_zeros(0, num_rows),
+        int4.INPUT_SCALE: matrix.read_input_scale(),
+        int4.PERMUTATION: matrix.read_permutation(),
+    }
+    return {
+        f"{module}.{kind}": torch.from_numpy(np.array(array))
+        for kind, array in found.items()
+        if array is not None
+    }
 
 
 def load_weights(

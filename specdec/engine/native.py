@@ -27,11 +27,12 @@ from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
 from specdec.model.config import ModelConfig
+from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 10
+ABI_VERSION = 12
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
 # -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
@@ -60,7 +61,7 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 def describe_coverage(model: ModelConfig) -> str:
     """Tell which of a model's operations have kernels; torch's own operators do the others."""
     activation = name_activation(model)
-    covered = ["products", "norms", "attention"]
+    covered = ["products", "norms", "attention", *(["experts"] if model.experts else [])]
     if model.arithmetic.mlp != "plain" and activation in GATES:
         return ", ".join([*covered, f"gated {activation}"])
     if model.arithmetic.mlp == "plain" and activation in PLAIN_ACTIVATIONS and model.tp_size == 1:
@@ -157,6 +158,18 @@ def _load_library(path: Path) -> ctypes.CDLL:
         ) from None
 
 
+def _check_packed(
+    what: str, packed: Tensor, dtype: torch.dtype, num_outputs: int, depth: int
+) -> None:
+    """The same of a packed matrix [num_outputs, depth], of integers or of `dtype`."""
+    if packed.dtype is not torch.uint8:
+        return _check(what, packed, dtype, *get_packed_shape(num_outputs, depth, dtype))
+    _check(what, packed, torch.uint8, packed.numel())
+    found = list((_INT * 2).from_address(packed.data_ptr()))  # as it was packed
+    if found != [num_outputs, depth]:
+        raise ValueError(f"{what} is {found}, not {[num_outputs, depth]}")
+
+
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
     """A step's index arrays as the kernels take them, kept alive while pointers are used."""
@@ -174,11 +187,8 @@ class StepPlan:
 
 def get_packed_shape(num_outputs: int, depth: int, dtype: torch.dtype) -> tuple[int, ...]:
     """The shape of a packed matrix [num_outputs, depth], see `NativeKernels.pack_matrix`."""
-    tiles = -(-num_outputs // TILE)
-    if dtype is torch.int8:
-        return tiles, 1 + -(-depth // 4), 4 * TILE
     pair = 4 // dtype.itemsize
-    return tiles, -(-depth // pair), TILE, pair
+    return -(-num_outputs // TILE), -(-depth // pair), TILE, pair
 
 
 def _check(what: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
@@ -228,7 +238,7 @@ class NativeKernels:
             for name, kernel in GATES.items()
         }
         self._attend = self._bind(
-            f"specdec_attend_{suffix}", [_POINTER] * 12 + [_INT] * 10 + [_FLOAT] * 3
+            f"specdec_attend_{suffix}", [_POINTER] * 12 + [_INT] * 11 + [_FLOAT] * 3
         )
         self._set_num_threads = self._bind("specdec_set_num_threads", [_INT])
         self._pack_matrix = self._bind(
@@ -237,14 +247,17 @@ class NativeKernels:
         self._multiply = self._bind(
             f"specdec_multiply_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]
         )
-        self._pack_int8 = self._bind(
-            "specdec_pack_matrix_int8", [_POINTER, _POINTER, _INT, _INT, _POINTER]
-        )
-        self._multiply_int8 = self._bind(
-            f"specdec_multiply_int8_{suffix}",
+        self._measure_integers = self._bind("specdec_measure_integers", [_POINTER], _INT)
+        self._pack_integers = self._bind("specdec_pack_integers", [_POINTER] * 7)
+        self._multiply_integers = self._bind(
+            f"specdec_multiply_integers_{suffix}",
             [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER],
         )
-        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 17)
+        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 18)
+        self._pack_router = self._bind("specdec_pack_matrix_f32", [_POINTER, _INT, _INT, _POINTER])
+        self._mix_experts = self._bind(
+            f"specdec_mix_experts_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT]
+        )
         self._rank_outputs = self._bind(
             f"specdec_rank_outputs_{suffix}",
             [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER],
@@ -254,10 +267,10 @@ class NativeKernels:
             [_POINTER] * 10 + [_INT] + [_POINTER] * 2 + [_INT] * 7,
         )
 
-    def _bind(self, name: str, types: list[Any]) -> Any:
+    def _bind(self, name: str, types: list[Any], result: Any = None) -> Any:
         function = getattr(self._library, name)
         function.argtypes = types
-        function.restype = None
+        function.restype = result
         return function
 
     def plan_step(
@@ -378,7 +391,7 @@ class NativeKernels:
             *plan.pointers, out.data_ptr(),
             plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
             num_rows, num_positions, 0 if cos is None else cos.shape[1], how.window or 0,
-            how.scale, how.cap or 0.0, how.q_norm.epsilon if how.q_norm else 0.0,
+            how.is_steady, how.scale, how.cap or 0.0, how.q_norm.epsilon if how.q_norm else 0.0,
         )  # fmt: skip
         return out
 
@@ -396,37 +409,85 @@ class NativeKernels:
         self._pack_matrix(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
         return packed
 
-    def pack_int8(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """Lay out an int8 matrix [N, depth] and its rows' scales [N] by tiles, see kernels.cpp.
-
-        [ceil(N / TILE), 1 + ceil(depth / 4), 4 TILE]: each tile's scales, then its numbers.
-        """
-        weight, scales = weight.contiguous(), scales.contiguous()
+    def pack_router(self, weight: Tensor) -> Tensor:
+        """Lay out a float32 matrix [N, depth] beside weights of any type, as `pack_matrix` does."""
+        weight = weight.contiguous()
         num_outputs, depth = weight.shape
-        _check("an int8 matrix", weight, torch.int8, num_outputs, depth)
-        _check("its scales", scales, torch.float32, num_outputs)
-        packed = weight.new_empty(get_packed_shape(num_outputs, depth, torch.int8))
+        _check("a router", weight, torch.float32, num_outputs, depth)
+        packed = weight.new_empty(get_packed_shape(num_outputs, depth, torch.float32))
         self._set_num_threads(torch.get_num_threads())
-        self._pack_int8(weight.data_ptr(), scales.data_ptr(), num_outputs, depth, packed.data_ptr())
+        self._pack_router(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
+        return packed
+
+    def mix_experts(self, x: Tensor, experts: PackedExperts) -> Tensor:
+        """[..., D] -> [..., D]: what a rank's experts of a layer add up to, see kernels.cpp."""
+        x = x.contiguous()
+        _check("x", x, self.dtype, *x.shape[:-1], experts.hidden)
+        out = torch.empty_like(x)
+        self._set_num_threads(torch.get_num_threads())
+        self._mix_experts(
+            x.data_ptr(), x.numel() // experts.hidden, experts.hidden, experts.record.ctypes.data,
+            out.data_ptr(), experts.is_integer,
+        )  # fmt: skip
+        return out
+
+    def pack_integers(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        *,
+        bits: int,
+        group: int,
+        input_scales: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> Tensor:
+        """Lay out a matrix [N, depth] of integers, see `Integers` in kernels.cpp.
+
+        codes: int8 [N, depth], or of 4 bits [N / 2, depth] as specdec/model/int4.py packs them.
+        scales: float32, zeros: uint8 (8 if None), of each group of `group` inputs [N, groups], or
+        one a row [N, 1]. input_scales: float32 [depth], by which inputs are multiplied; order:
+        int32 [depth], which of the inputs each column is for. Returns uint8 [n].
+        """
+        codes, scales = codes.contiguous(), scales.contiguous()
+        rows, depth = codes.shape
+        num_outputs = rows * 8 // bits
+        num_groups = -(-depth // group)
+        by_row = scales.shape == (num_outputs, 1)
+        _check("codes", codes, torch.int8, rows, depth)
+        _check("scales", scales, torch.float32, num_outputs, 1 if by_row else num_groups)
+        _check("zeros", zeros, torch.uint8, *scales.shape)
+        _check("input scales", input_scales, torch.float32, depth)
+        _check("an order", order, torch.int32, depth)
+        if group not in ENGINE_GROUPS or (bits, zeros is not None) == (8, True):
+            raise ValueError(f"{bits} bits in groups of {group}, zeros {zeros is not None}")
+        if order is not None and not 0 <= int(order.min()) <= int(order.max()) < depth:
+            raise ValueError(f"an order of {depth} inputs has others")
+        given = [t is not None for t in (zeros, input_scales, order)]
+        sizes = np.array([num_outputs, depth, bits, group, by_row, *given], np.int64)
+        packed = codes.new_empty(self._measure_integers(sizes.ctypes.data), dtype=torch.uint8)
+        self._set_num_threads(torch.get_num_threads())
+        self._pack_integers(
+            codes.data_ptr(), scales.data_ptr(), _get_pointer(zeros), _get_pointer(input_scales),
+            _get_pointer(order), sizes.ctypes.data, packed.data_ptr(),
+        )  # fmt: skip
         return packed
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
         """x W^T + bias: [..., depth] -> [..., num_outputs].
 
-        `packed` is of `pack_matrix` or of `pack_int8`.
+        `packed` is of `pack_matrix` or of `pack_integers`.
 
         A row's result is the same to the last bit whatever other rows there are.
         """
         x = x.contiguous()
         depth = x.shape[-1]
-        is_int8 = packed.dtype is torch.int8
         _check("x", x, self.dtype, *x.shape)
-        kind = torch.int8 if is_int8 else self.dtype
-        _check("a packed matrix", packed, kind, *get_packed_shape(num_outputs, depth, kind))
+        _check_packed("a packed matrix", packed, self.dtype, num_outputs, depth)
         _check("a bias", bias, self.dtype, num_outputs)
         y = x.new_empty((*x.shape[:-1], num_outputs))
         self._set_num_threads(torch.get_num_threads())
-        run = self._multiply_int8 if is_int8 else self._multiply
+        run = self._multiply_integers if packed.dtype is torch.uint8 else self._multiply
         run(
             x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), _get_pointer(bias),
             num_outputs, y.data_ptr(),
@@ -451,13 +512,9 @@ class NativeKernels:
         """
         hidden, _, num_kv_heads, head_size, _ = layers.sizes
         first_depth = hidden if first_input is None else first_input.shape[-1]
-        if layers.dtype is not self.dtype or layers.first_shape != get_packed_shape(
-            layers.num_qkv, first_depth, layers.matrix_dtype
-        ):
-            raise ValueError(
-                f"layers of {layers.dtype}, the first matrix packed as {layers.first_shape}, do not"
-                f" go with {self.dtype} and {first_depth} inputs"
-            )
+        if layers.dtype is not self.dtype:
+            raise ValueError(f"layers of {layers.dtype} do not go with {self.dtype}")
+        _check_packed("the first matrix", layers.first, self.dtype, layers.num_qkv, first_depth)
         _check("x", x, self.dtype, plan.batch, plan.num_tokens, hidden)
         _check("the first layer's input", first_input, self.dtype, *x.shape[:2], first_depth)
         num_rows, num_positions = cache.shape[2], cache.shape[4]
@@ -477,14 +534,16 @@ class NativeKernels:
                 plan.batch, plan.num_tokens, plan.num_newest,
                 0 if first_input is None else first_input.shape[-1], *layers.sizes,
                 num_rows, num_positions, layers.rotated, layers.num_layers,
-                layers.activation, layers.is_gated, len(observed_layers), layers.is_int8,
+                layers.activation, layers.is_gated, len(observed_layers), layers.is_integer,
             ],
             np.int64,
         )  # fmt: skip
         self._set_num_threads(torch.get_num_threads())
         self._run_layers(
             x.data_ptr(), _get_pointer(first_input), out.data_ptr(), layers.pointers.ctypes.data,
-            layers.final_pointers.ctypes.data, cache.data_ptr(), layers.table_pointers.ctypes.data,
+            layers.final_pointers.ctypes.data,
+            None if layers.experts is None else layers.experts.ctypes.data,
+            cache.data_ptr(), layers.table_pointers.ctypes.data,
             layers.attending.ctypes.data, *plan.pointers, chosen.ctypes.data,
             _get_pointer(observed), shape.ctypes.data, layers.scalars.ctypes.data,
         )  # fmt: skip
@@ -502,8 +561,7 @@ class NativeKernels:
         x = x.contiguous()
         depth = x.shape[-1]
         _check("x", x, self.dtype, *x.shape)
-        shape = get_packed_shape(num_outputs, depth, self.dtype)
-        _check("a packed matrix", packed, self.dtype, *shape)
+        _check_packed("a packed matrix", packed, self.dtype, num_outputs, depth)
         _check("a bias", bias, self.dtype, num_outputs)
         if not 0 < width <= num_outputs:
             raise ValueError(f"the best {width} of {num_outputs} outputs")
@@ -552,24 +610,72 @@ def _get_pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+class PackedExperts:
+    """A rank's experts of a layer as the kernels take them: a record of pointers and sizes.
+
+    router: float32 [E, hidden]; up, down: packed, of the rank's own experts, which are counted from
+    `first`; shared: packed up and down, and the gate [1, hidden], or None; seen: three counters.
+    The tensors are kept alive.
+    """
+
+    def __init__(
+        self, kernels: NativeKernels, router: Tensor, up: Sequence[Tensor | None],
+        down: Sequence[Tensor | None], shared: tuple[Tensor | None, Tensor | None, Tensor] | None,
+        *, hidden: int, top_k: int, first: int, inner: int, shared_inner: int, renormalizes: bool,
+        seen: np.ndarray[Any, Any],
+    ) -> None:  # fmt: skip
+        num = len(router)
+        matrices = [(up, 2 * inner, hidden), (down, hidden, inner)]
+        if shared is not None:
+            matrices += [
+                ([shared[0]], 2 * shared_inner, hidden), ([shared[1]], hidden, shared_inner)
+            ]  # fmt: skip
+            _check("a shared expert's gate", shared[2], kernels.dtype, 1, hidden)
+        assert up[0] is not None
+        self.matrix_dtype, self.hidden = up[0].dtype, hidden
+        for tensors, num_outputs, depth in matrices:
+            for tensor in tensors:
+                if tensor is None or tensor.dtype is not self.matrix_dtype:
+                    raise ValueError("an expert's matrix is not packed, or as another type")
+                _check_packed("an expert's matrix", tensor, kernels.dtype, num_outputs, depth)
+        if not 0 < top_k <= num or not 0 <= first <= first + len(up) <= num or len(up) != len(down):
+            raise ValueError(f"{top_k} experts of {num}, {len(up)} and {len(down)} from {first} on")
+        if seen.dtype != np.int64 or seen.shape != (3,):
+            raise ValueError(f"counters are {seen.dtype} {seen.shape}")
+        self.is_integer = int(self.matrix_dtype is torch.uint8)
+        packed = kernels.pack_router(router)
+        pointers = [np.array([_get_pointer(t) for t in each], np.uint64) for each in (up, down)]
+        self._kept = (packed, up, down, shared, pointers, seen)
+        self.record = np.array(
+            [
+                packed.data_ptr(), *(each.ctypes.data for each in pointers),
+                *(_get_pointer(tensor) or 0 for tensor in shared or (None, None, None)),
+                seen.ctypes.data,
+                num, top_k, first, len(up), inner, shared_inner, int(renormalizes),
+            ],
+            np.uint64,
+        )  # fmt: skip
+
+
 class PackedLayers:
     """A decoder's layers as `NativeKernels.run_layers` takes them: pointers and sizes.
 
     weights: of each layer input norm, QKV, dense, post norm (or None), up and down, every one its
     weight and its bias or None; then the weights of the norms of queries and of keys, and weight
     and bias of the norms of what dense and what down yield, each or None. final: of the last norm.
-    The tensors are kept alive. The matrices are of one type, int8 or that of all else.
+    The tensors are kept alive. The matrices are of one type, integers or that of all else.
     attending: of each layer, alike but for window and table; its norms are among the weights.
-    share: of what attention and MLP yield, in what is added to the layer's input.
+    share: of what attention and MLP yield, in what is added to the layer's input. experts: of each
+    layer, which has no up and down then.
     """
 
     def __init__(
         self, weights: Sequence[Sequence[Tensor | None]], final: Sequence[Tensor | None],
         *, hidden: int, num_heads: int, num_kv_heads: int, head_size: int, inner: int,
         activation: int, is_gated: bool, attending: Sequence[Attention], epsilon: float,
-        share: float = 1.0,
+        share: float = 1.0, experts: Sequence[PackedExperts] = (),
     ) -> None:  # fmt: skip
-        self._kept = (weights, final)
+        self._kept = (weights, final, experts)
         self.tables = list(dict.fromkeys(how.rotary for how in attending))
         angles = [(table.cos, table.sin) if table else (None, None) for table in self.tables]
         self.rotated = next((cos.shape[1] for cos, _ in angles if cos is not None), 0)
@@ -582,8 +688,9 @@ class PackedLayers:
         norm, qkv = weights[0][0], weights[0][2]
         assert norm is not None
         assert qkv is not None
-        self.dtype, self.matrix_dtype = norm.dtype, qkv.dtype
-        self.first_shape = tuple(qkv.shape)  # an EAGLE net's first layer may read more than others
+        self.dtype = norm.dtype
+        self.is_integer = qkv.dtype is torch.uint8
+        self.first = qkv  # an EAGLE net's first layer may read more than others
         self.num_qkv = (num_heads + 2 * num_kv_heads) * head_size
         matrices = [
             (self.num_qkv, hidden), (hidden, num_heads * head_size),
@@ -598,9 +705,12 @@ class PackedLayers:
                 num_outputs, depth = matrices[place - 1 if place < 3 else place - 2]
                 if at % 2:
                     _check(what, tensor, self.dtype, num_outputs)
+                elif tensor is None and experts and place in (4, 5):
+                    continue
+                elif tensor is None or (tensor.dtype is torch.uint8) != self.is_integer:
+                    raise ValueError(f"{what} is not of the first matrix's type")
                 elif (index, at) != (0, 2):
-                    shape = get_packed_shape(num_outputs, depth, self.matrix_dtype)
-                    _check(what, tensor, self.matrix_dtype, *shape)
+                    _check_packed(what, tensor, self.dtype, num_outputs, depth)
         for tensor in final:
             _check("the last norm", tensor, self.dtype, hidden)
         self.pointers = np.array([_get_pointer(t) or 0 for row in weights for t in row], np.uint64)
@@ -608,7 +718,11 @@ class PackedLayers:
         self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
         self.num_layers = len(weights)
         self.activation, self.is_gated = activation, int(is_gated)
-        self.is_int8 = int(qkv.dtype is torch.int8)
+        if experts and {(e.hidden, e.matrix_dtype) for e in experts} != {(hidden, qkv.dtype)}:
+            raise ValueError(f"experts of another size or type than {hidden} and {qkv.dtype}")
+        if experts and len(experts) != len(weights):
+            raise ValueError(f"experts of {len(experts)} layers, of {len(weights)}")
+        self.experts = np.stack([each.record for each in experts]) if experts else None
 
 
 class PackedDrafter:

@@ -32,7 +32,8 @@ class KernelLayers(TorchLayers):
         """`run`, the last output normed; x [B, T, D] is overwritten."""
         stack, kernels = self.stack, self.kernels
         plan = plan_step(kernels, step, cache)
-        h = kernels.norm(x, stack.layers[0].input_norm)
+        norm = stack.final_norm
+        h = x if norm is None else kernels.norm(x, stack.layers[0].input_norm)
         seen = []
         for index, layer in enumerate(stack.layers):
             attended = kernels.attend(
@@ -40,6 +41,13 @@ class KernelLayers(TorchLayers):
                 stack.num_heads, stack.num_kv_heads, stack.head_size,
             )  # fmt: skip
             mixed = layer.dense(attended)
+            if norm is None:
+                assert layer.post_norm is not None
+                x = kernels.add_norm(x, stack.sum(mixed), layer.input_norm)
+                x = h = kernels.add_norm(x, stack.sum(self._run_mlp(layer, x)), layer.post_norm)
+                if index in observed_layers:
+                    seen.append(h.clone())  # which the next layer overwrites
+                continue
             if layer.post_norm is None:
                 mixed = mixed + self._run_mlp(layer, h)
             else:
@@ -49,7 +57,7 @@ class KernelLayers(TorchLayers):
                 mixed = self._run_mlp(layer, h)
             following = stack.layers[index + 1 :]
             h = kernels.add_norm(
-                x, stack.sum(mixed), following[0].input_norm if following else stack.final_norm,
+                x, stack.sum(mixed), following[0].input_norm if following else norm,
                 layer.down_norm, stack.share,
             )  # fmt: skip
             if index in observed_layers:
@@ -58,7 +66,11 @@ class KernelLayers(TorchLayers):
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
         activation = self.stack.activation
+        if layer.experts is not None and layer.experts.packed is not None:
+            return self.kernels.mix_experts(h, layer.experts.packed)
         if self.stack.is_gated and activation in GATES:
+            assert layer.up is not None
+            assert layer.down is not None
             return layer.down(self.kernels.gate_mul(layer.up(h), activation))
         return super()._run_mlp(layer, h)
 
@@ -108,7 +120,7 @@ def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | Kernel
     """The quickest way that a stack can go by the kernels."""
     known = GATED_ACTIVATIONS if stack.is_gated else PLAIN_ACTIVATIONS
     activation = known.get(stack.activation)
-    if stack.group is not None or activation is None:
+    if stack.group is not None or activation is None or stack.final_norm is None:
         return KernelLayers(stack, kernels)
     return NativeLayers(stack, kernels, activation)
 
@@ -122,6 +134,8 @@ def plan_step(kernels: NativeKernels, step: Step, cache: KVCache) -> StepPlan:
 
 
 def _pack(stack: Stack, activation: int) -> PackedLayers:
+    final = stack.final_norm
+    assert final is not None
     weights = []
     for layer in stack.layers:
         row: list[Tensor | None] = []
@@ -137,12 +151,13 @@ def _pack(stack: Stack, activation: int) -> PackedLayers:
         for norm in (layer.dense_norm, layer.down_norm):
             row += [norm.weight, norm.bias] if norm is not None else [None, None]
         weights.append(row)
+    up, experts = stack.layers[0].up, [layer.experts for layer in stack.layers]
     return PackedLayers(
-        weights, (stack.final_norm.weight, stack.final_norm.bias),
-        hidden=len(stack.final_norm.weight), num_heads=stack.num_heads,
+        weights, (final.weight, final.bias), hidden=len(final.weight), num_heads=stack.num_heads,
         num_kv_heads=stack.num_kv_heads, head_size=stack.head_size,
-        inner=stack.layers[0].up.num_outputs // (2 if stack.is_gated else 1),
+        inner=up.num_outputs // (2 if stack.is_gated else 1) if up is not None else 0,
+        experts=[e.packed for e in experts if e is not None and e.packed is not None],
         activation=activation, is_gated=stack.is_gated,
         attending=[layer.attention for layer in stack.layers], share=stack.share,
-        epsilon=stack.final_norm.epsilon,
+        epsilon=final.epsilon,
     )  # fmt: skip

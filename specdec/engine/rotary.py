@@ -168,6 +168,11 @@ class RotaryTable:
         self.cos = (both.cos() * self.attention_factor).to(device, dtype)
         self.sin = (both.sin() * self.attention_factor).to(device, dtype)
 
+    def repeat(self, num_lines: int) -> None:
+        """Let every table that another's lines are of, `num_lines` in all, be this one."""
+        times = num_lines // len(self.cos)
+        self.cos, self.sin = self.cos.repeat(times, 1), self.sin.repeat(times, 1)
+
     def find_start(self, prompt_len: int) -> int:
         """The line of position 0 for a sequence that begins with so many prompt tokens."""
         is_long = self.switch_len is not None and prompt_len > self.switch_len

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.experts import ExpertLayer
 from specdec.engine.graphs import PackedStep, StepGraphs, StepShape
 from specdec.engine.group import Group
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
@@ -31,6 +32,7 @@ class Layer:
     """up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share.
 
     dense_norm, down_norm: of what `dense` and `down` yield, before it is added; None for none.
+    experts: in place of up and down.
     """
 
     attention: Attention
@@ -38,21 +40,23 @@ class Layer:
     qkv: Linear
     dense: Linear
     post_norm: Norm | None
-    up: Linear
-    down: Linear
+    up: Linear | None
+    down: Linear | None
     dense_norm: Norm | None = None
     down_norm: Norm | None = None
+    experts: ExpertLayer | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
     """The layers of one rank, with its own heads.
 
+    final_norm: None where each layer's norms are behind attention and MLP, the last one's too.
     share: of what attention and MLP yield, in what is added to a layer's input.
     """
 
     layers: list[Layer]
-    final_norm: Norm
+    final_norm: Norm | None
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -103,7 +107,8 @@ class TorchLayers:
     ) -> Outcome:
         """`run`, the last output normed; x [B, T, D] may be overwritten."""
         x, observed = self.run(x, step, cache, observed_layers)
-        return self.stack.final_norm(x), observed
+        norm = self.stack.final_norm
+        return (x if norm is None else norm(x)), observed
 
     def run(
         self,
@@ -205,7 +210,10 @@ class TorchLayers:
         angles: dict[RotaryTable, tuple[Tensor, Tensor]] = {}
         seen = []
         for index, layer in enumerate(stack.layers):
-            h = first_input if first_input is not None and index == 0 else layer.input_norm(x)
+            if first_input is not None and index == 0:
+                h = first_input
+            else:
+                h = x if stack.final_norm is None else layer.input_norm(x)
             qkv = layer.qkv(h).view(num_rows, num_tokens, -1, stack.head_size)
             turned, new_values = qkv[:, :, :num_turned], qkv[:, :, num_turned:]
             how = layer.attention
@@ -228,7 +236,11 @@ class TorchLayers:
             else:
                 keys, values = keys[rows], values[rows]
             attended = layer.dense(attend(queries, keys, values, mask, how.scale, how.cap))
-            if layer.post_norm is None:
+            if stack.final_norm is None:
+                assert layer.post_norm is not None
+                x = layer.input_norm(stack.add(x, attended, None))
+                x = layer.post_norm(stack.add(x, self._run_mlp(layer, x), None))
+            elif layer.post_norm is None:
                 x = stack.add(x, attended + self._run_mlp(layer, h), layer.down_norm)
             else:
                 x = stack.add(x, attended, layer.dense_norm)
@@ -238,6 +250,10 @@ class TorchLayers:
         return x, torch.cat(seen, dim=-1) if seen else None
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
+        if layer.experts is not None:
+            return layer.experts(h)
+        assert layer.up is not None
+        assert layer.down is not None
         inner = layer.up(h)
         activate = ACTIVATIONS[self.stack.activation]
         if self.stack.is_gated:

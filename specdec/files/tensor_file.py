@@ -62,6 +62,16 @@ class TensorInfo:
     shape: tuple[int, ...]
 
     @property
+    def num_rows(self) -> int:
+        """Of all matrices where there are several, one below the other; a vector's elements."""
+        return math.prod(self.shape[:-1]) if len(self.shape) > 2 else math.prod(self.shape[:1])
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one of `num_rows`."""
+        return self.shape[-1:] if len(self.shape) > 1 else ()
+
+    @property
     def num_bytes(self) -> int:
         if self.dtype in FOREIGN_BITS:
             return math.prod(self.shape) * FOREIGN_BITS[self.dtype] // 8
@@ -177,17 +187,17 @@ class TensorFile:
     def read_block(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> Array:
-        """Return a copy of rows [start, stop), all columns or columns [first, last).
+        """Return a copy of rows [start, stop) of `num_rows`, all columns or [first, last).
 
         Read, not mapped: a file that someone shortens meanwhile is an error, not a fatal signal.
         """
         info = self.tensors[name]
         offset = self.get_offset(name)
         storage = np.dtype(DTYPES[info.dtype][1])
-        row_items = math.prod(info.shape[1:])
+        row_items = math.prod(info.row_shape)
         row_bytes = row_items * storage.itemsize
         if columns in (None, (0, row_items)):
-            array = np.empty((stop - start, *info.shape[1:]), storage)
+            array = np.empty((stop - start, *info.row_shape), storage)
             read_into(self._file.fileno(), array, offset + start * row_bytes, self.path)
             return array
         first, last = columns

@@ -22,19 +22,25 @@ class Architecture:
     norm: root-mean-square, or layer norm with a bias.
     positions: rotary embedding, or a learned table added to the token embedding.
     mlp: `gated` has fc (activated) and gate side by side; `fused` stacks them in fc as
-    [gate; fc]; `plain` has fc alone.
+    [gate; fc]; `plain` has fc alone; `experts` are fused ones, of which a
+        token takes some.
     is_parallel: attention and MLP read one norm, and both are added to the layer's input.
     qkv_bias, dense_bias, mlp_bias: None where the configuration's attn_bias or mlp_bias decides.
     scales_embedding: token embeddings are multiplied by the square root of the hidden size.
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
     norm_epsilon: where a checkpoint's config.json need not tell it.
     qk_norm: each head's queries and keys are normed before they are rotated.
+    is_post_norm: attention and MLP read their input as it is, and what they yield is normed with
+    that added; there is no norm behind the last layer.
+    window_pattern: every so many layers one sees all tokens, the others a window; None where the
+    configuration tells.
+    inner_norms: what attention and MLP yield is normed before it is added to the layer's input.
     layers_without_positions: from 0, those whose queries and keys are not rotated.
     """
 
     norm: Literal["rms", "layer"] = "rms"
     positions: Literal["rotary", "learned"] = "rotary"
-    mlp: Literal["gated", "fused", "plain"] = "gated"
+    mlp: Literal["gated", "fused", "plain", "experts"] = "gated"
     is_parallel: bool = False
     qkv_bias: bool | None = None
     dense_bias: bool | None = None
@@ -45,15 +51,26 @@ class Architecture:
     activations: tuple[str, ...] = ("silu",)
     norm_epsilon: float | None = None
     qk_norm: bool = False
+    is_post_norm: bool = False
+    inner_norms: bool = False
+    window_pattern: int | None = None
     layers_without_positions: tuple[int, ...] = ()
 
 
+_GELU = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")
 # TensorRT-LLM's architectures: a checkpoint's name alone says what it computes, whoever wrote it.
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
     "MistralForCausalLM": Architecture(),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, dense_bias=False),
     "Qwen3ForCausalLM": Architecture(qk_norm=True),
+    "Qwen3MoeForCausalLM": Architecture(
+        mlp="experts", qk_norm=True, activations=("swiglu",),
+    ),
+    "MixtralForCausalLM": Architecture(mlp="experts", activations=("swiglu",)),
+    "Qwen2MoeForCausalLM": Architecture(
+        mlp="experts", qkv_bias=True, dense_bias=False, activations=("swiglu",),
+    ),
     "PhiForCausalLM": Architecture(
         norm="layer", mlp="plain", is_parallel=True, qkv_bias=True, dense_bias=True,
         mlp_bias=True, head_bias=True, activations=("gelu_new", "gelu", "gelu_fast", "relu"),
@@ -72,6 +89,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": Architecture(
         scales_embedding=True, exact_gelu=False, activations=("gelu",),
     ),
+    "Gemma2ForCausalLM": Architecture(
+        scales_embedding=True, exact_gelu=False, activations=_GELU, inner_norms=True,
+        window_pattern=2,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        scales_embedding=True, exact_gelu=False, activations=_GELU, inner_norms=True,
+        qk_norm=True, window_pattern=6,
+    ),
+    "GraniteForCausalLM": Architecture(),
 }  # fmt: skip
 
 # The key of a checkpoint's config.json with the flags of any other architecture.
@@ -85,6 +111,8 @@ def find_arithmetic(config: Mapping[str, Any], architecture: str) -> Architectur
     Raises SpecDecError for flags that this release does not know, or that contradict the name.
     """
     known = ARCHITECTURES.get(architecture)
+    if known is not None and config.get("do_layer_norm_before") is False:  # OPT-350m
+        known = dataclasses.replace(known, is_post_norm=True)
     if config.get(KEY) is None:
         return known
     told = _read_flags(config[KEY])

@@ -14,6 +14,7 @@ from specdec.errors import Problems
 
 MAX_MODULES = 1000  # layers of a model, layers and heads of a drafter: each is a list of tensors
 MAX_RANKS = 1024
+MAX_EXPERTS = 10 * MAX_MODULES  # of a layer
 MAX_DRAFT_TOKENS = 4096  # of a verify step, whose mask has the square of that
 MAX_HEAD_SIZE = 1 << 16
 MAX_SIZE = (1 << 31) - 1  # any other number; TensorRT-LLM too counts in 32 bits
@@ -22,7 +23,7 @@ MAX_ROTARY_ELEMENTS = 1 << 28  # rotated dimensions x positions: two tables of 1
 # Fields of a Hugging Face config.json, any family's, by which transformers makes modules or tables.
 _HF_BOUNDS = (
     (re.compile(r"(^|_)(n_)?(layers?|blocks)$"), MAX_MODULES),
-    (re.compile(r"(^|_)experts$"), 10 * MAX_MODULES),
+    (re.compile(r"(^|_)experts$"), MAX_EXPERTS),
     (re.compile(r"(^|_)head_dim$"), MAX_HEAD_SIZE),
     (re.compile(r"^(num|n|max)_|(^|_)(size|dim|embd|inner|positions)$"), MAX_SIZE),
 )

@@ -13,7 +13,8 @@ from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS, DrafterParams, Method, find_method
 from specdec.model.architectures import ARCHITECTURES, Architecture, find_arithmetic
-from specdec.model.config import ModelConfig
+from specdec.model.config import ModelConfig, list_layer_types
+from specdec.model.experts import parse_experts
 from specdec.model.quantization import Quantization, parse_quantization
 
 
@@ -94,6 +95,16 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
         "use_parallel_embedding": (bool, False),
         "embedding_sharding_dim": (int, 0),
         "share_embedding_table": (bool, False),
+        "layer_types": (list, None),
+        "_sliding_window_pattern": (int, arithmetic.window_pattern),
+        "rope_local_base_freq": ((int, float), None),
+        "embedding_multiplier": ((int, float), 1.0),
+        "attention_multiplier": ((int, float), 1.0),
+        "residual_multiplier": ((int, float), 1.0),
+        "output_multiplier_scale": ((int, float), 1.0),
+        "query_pre_attn_scalar": ((int, float), None),
+        "attn_logit_softcapping": ((int, float), None),
+        "final_logit_softcapping": ((int, float), None),
     }
     for name, (kinds, default) in optional.items():
         value = config.get(name)
@@ -101,9 +112,16 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
         if value is not None and (is_stray_bool or not isinstance(value, kinds)):
             problems.add(f"checkpoint config: {name} is {value!r}", "correct the key")
         values[name] = default if value is None else value
-    problems += _find_lost_rotary(config, arithmetic)
+    problems += _find_lost_keys(config, arithmetic)
     problems.raise_all()
-    own = None if base in ARCHITECTURES else arithmetic
+    types, pattern = values["layer_types"], values.pop("_sliding_window_pattern")
+    if types is None and pattern is not None:
+        types = list_layer_types(values["num_hidden_layers"], max(1, pattern))
+    values["layer_types"] = None if types is None else tuple(types)
+    own = None if arithmetic == ARCHITECTURES.get(base) else arithmetic
+    if arithmetic.mlp == "experts":
+        values["experts"] = parse_experts(config, tp_size)
+        _refuse_quantized_experts(config)
     model = ModelConfig(
         architecture=base, tp_size=tp_size, pp_size=pp_size, own_arithmetic=own, **values
     )
@@ -122,8 +140,29 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     )
 
 
-def _find_lost_rotary(config: Mapping[str, Any], arithmetic: Architecture) -> Problems:
-    """ModelOpt under transformers 5 loses both rotary keys; every loader then takes 10000."""
+def _refuse_quantized_experts(config: Mapping[str, Any]) -> None:
+    quantization = parse_quantization(config)
+    if quantization.is_quantized:
+        kind = quantization.quant_algo or quantization.kv_cache_quant_algo
+        raise SpecDecError(
+            f"the checkpoint is a mixture of experts, quantized with {kind}",
+            "give one in float16, bfloat16 or float32: quantized experts are not supported yet",
+        )
+
+
+def _find_lost_keys(config: Mapping[str, Any], arithmetic: Architecture) -> Problems:
+    """What writers lose, and loaders then take another value for.
+
+    ModelOpt under transformers 5 loses both rotary keys; every loader then takes 10000. Of Gemma 2
+    TensorRT-LLM loses the window, which its user has to give the runtime.
+    """
+    if arithmetic.window_pattern is not None and "sliding_window" not in config:
+        return Problems().add(
+            "checkpoint config: sliding_window is missing, as TensorRT-LLM's own converter leaves"
+            " it out, and which tokens a layer sees is not known",
+            "add sliding_window to the checkpoint's config.json, that of the model's own"
+            " config.json (null where it has none)",
+        )
     producer = config.get("producer")
     is_modelopt = isinstance(producer, dict) and producer.get("name") == "modelopt"
     is_lost = arithmetic.positions == "rotary" and config.get("rotary_base") is None

@@ -9,9 +9,18 @@ from typing import Any
 from specdec.errors import Problems, shorten
 from specdec.model.architectures import ARCHITECTURES, Architecture
 from specdec.model.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
+from specdec.model.experts import Experts
 from specdec.model.rotary_scaling import find_scaling_problems
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
+# What a layer's attention may be, in transformers' names: of a window, or of all tokens.
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Fields that are positive numbers, None where they may be absent and are.
+NUMBERS = (
+    "norm_epsilon", "rotary_base", "rope_local_base_freq", "embedding_multiplier",
+    "attention_multiplier", "residual_multiplier", "output_multiplier_scale",
+    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+)  # fmt: skip
 # The least and the largest of the fields that are whole numbers.
 BOUNDS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
@@ -27,6 +36,17 @@ BOUNDS: dict[str, tuple[int, int]] = {
 }  # fmt: skip
 
 
+def list_layer_types(num_layers: int, pattern: int | None, first_layer: int = 0) -> tuple[str, ...]:
+    """Of each layer SLIDING or FULL: SLIDING from `first_layer` on, but every `pattern`-th is FULL.
+
+    Of a number of layers that no model has, none.
+    """
+    return tuple(
+        SLIDING if at > first_layer and (pattern is None or at % pattern) else FULL
+        for at in range(1, num_layers + 1 if num_layers <= MAX_MODULES else 1)
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The target of a checkpoint, in TensorRT-LLM's field names; sizes are of the whole model.
@@ -34,7 +54,16 @@ class ModelConfig:
     rotary_pct: the rotated part of each head. sliding_window: a token sees that many tokens, itself
     included; None sees all. share_embedding_table: `lm_head.weight` is not stored, the embedding
     stands for it. original_max_position_embeddings: of longrope scaling, the length it switches at.
+    experts: of a mixture, whose MLPs they are; intermediate_size may then be any.
     own_arithmetic: what an architecture computes that ARCHITECTURES does not have.
+
+    layer_types: of each layer SLIDING or FULL, None where all are alike: SLIDING if there is a
+    window. rope_local_base_freq: rotary base, without scaling, of SLIDING layers; None where they
+    have that of the others. embedding_multiplier: of token embeddings; residual_multiplier: of what
+    attention and MLP yield; attention_multiplier: of scores, beside 1 / sqrt(head_size);
+    output_multiplier_scale: of logits. query_pre_attn_scalar: its root divides scores in place of
+    that of head_size. attn_logit_softcapping, final_logit_softcapping: a score or logit x becomes
+    cap tanh(x / cap).
     """
 
     architecture: str
@@ -59,8 +88,18 @@ class ModelConfig:
     use_parallel_embedding: bool = False
     embedding_sharding_dim: int = 0
     share_embedding_table: bool = False
+    layer_types: tuple[str, ...] | None = None
+    rope_local_base_freq: float | None = None
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    output_multiplier_scale: float = 1.0
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
     tp_size: int = 1
     pp_size: int = 1
+    experts: Experts | None = None
     own_arithmetic: Architecture | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +107,8 @@ class ModelConfig:
             raise ValueError(
                 f"nothing tells what {self.architecture} computes: own_arithmetic must"
             )
+        if (self.experts is not None) != (self.arithmetic.mlp == "experts"):
+            raise ValueError(f"{self.architecture} with experts={self.experts}")
 
     @property
     def arithmetic(self) -> Architecture:
@@ -93,6 +134,23 @@ class ModelConfig:
     def rotary_size(self) -> int:
         """Rotated dimensions of each head; the others pass as they are."""
         return int(self.head_size * self.rotary_pct)
+
+    @property
+    def attention_scale(self) -> float:
+        """What the scores of attention are multiplied by."""
+        return self.attention_multiplier / math.sqrt(self.query_pre_attn_scalar or self.head_size)
+
+    @property
+    def usual_layer_types(self) -> tuple[str, ...] | None:
+        """What the architecture alone tells of `layer_types`."""
+        pattern = self.arithmetic.window_pattern
+        return None if pattern is None else list_layer_types(self.num_hidden_layers, pattern)
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether a layer's attention is that of a window."""
+        if self.layer_types is None:
+            return self.sliding_window is not None
+        return self.layer_types[layer] == SLIDING
 
     def get_num_kv_heads(self) -> int:
         """K/V heads of one rank; fewer heads than ranks are duplicated."""
@@ -122,9 +180,18 @@ class ModelConfig:
             elif value is not None and value > most:
                 fact = f"{name}={shorten(value)} is more than {most}"
                 problems.add(fact, "no model has that: copy its config.json again")
-        for name in ("norm_epsilon", "rotary_base"):
-            if not 0 < getattr(self, name) < math.inf:
-                problems.add(f"{name}={getattr(self, name)}", f"{name} must be positive")
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                problems.add(f"{name}={value}", f"{name} must be positive")
+        types = self.layer_types
+        if types is not None and (
+            len(types) != self.num_hidden_layers or any(t not in (SLIDING, FULL) for t in types)
+        ):
+            problems.add(
+                f"layer_types is {shorten(list(types))} for {self.num_hidden_layers} layers",
+                f"give {SLIDING} or {FULL} for each layer",
+            )
         if self.embedding_sharding_dim not in (0, 1):
             problems.add(f"embedding_sharding_dim={self.embedding_sharding_dim}", "use 0 or 1")
         if not 0 < self.rotary_pct <= 1:
@@ -142,6 +209,8 @@ class ModelConfig:
                 " the head, has no embedding",
                 "store the head, or use pp_size 1",
             )
+        if self.experts is not None:
+            problems += self.experts.find_problems(self.tp_size)
         if problems:
             return problems
         heads, kv_heads, tp_size = (
@@ -156,7 +225,7 @@ class ModelConfig:
         if not self._splits(tp_size):
             problems.add(
                 f"num_attention_heads={heads}, num_key_value_heads={kv_heads},"
-                f" intermediate_size={self.intermediate_size}, hidden_size={self.hidden_size}"
+                f" {self._describe_inner()}, hidden_size={self.hidden_size}"
                 f" do not split over tp_size={tp_size}",
                 f"use a tp_size of {', '.join(map(str, usable))}",
             )
@@ -189,6 +258,15 @@ class ModelConfig:
         elif self.use_parallel_embedding and self.arithmetic.positions == "learned":
             embedding_fits = self.max_position_embeddings % tp_size == 0
         return (
-            heads % tp_size == 0 and kv_fits and self.intermediate_size % tp_size == 0
+            heads % tp_size == 0 and kv_fits and self._split_inner % tp_size == 0
             and embedding_fits
         )  # fmt: skip
+
+    @property
+    def _split_inner(self) -> int:
+        """The MLP's size that all ranks share; experts have a division of their own."""
+        return self.intermediate_size if self.experts is None else self.experts.shared_inner
+
+    def _describe_inner(self) -> str:
+        kind = "intermediate_size" if self.experts is None else "the shared expert's size"
+        return f"{kind}={self._split_inner}"

@@ -37,6 +37,7 @@ from specdec.errors import SpecDecError
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
+from specdec.model.quantization import INPUT_SCALE as INPUT_SCALE
 from specdec.model.quantization import WEIGHT_SCALE
 
 W4A16_AWQ = "W4A16_AWQ"
@@ -44,7 +45,6 @@ W4A8_AWQ = "W4A8_AWQ"
 INT4_GROUPS = "INT4_GROUPS"
 INT4_ALGORITHMS = (W4A16_AWQ, W4A8_AWQ, INT4_GROUPS)
 
-INPUT_SCALE = "prequant_scaling_factor"
 ZERO_POINT = "weights_zero_point"
 PERMUTATION = "input_permutation"
 OWN_KINDS = (ZERO_POINT, PERMUTATION)  # that TensorRT-LLM's layout has no place for
@@ -52,6 +52,8 @@ INT4_STORAGE = ("int8", "uint8")
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 SYMMETRIC_ZERO = 8
 LARGEST_CODE, LARGEST_ZERO = 15, 16
+# Columns of a group that the embedded engine multiplies; also multiples of the largest, and a row.
+ENGINE_GROUPS = (32, 64, 128)
 
 
 class Source(Protocol):
@@ -261,3 +263,9 @@ def find_damage(matrix: Int4Matrix) -> list[str]:
     if order is not None and not np.array_equal(np.sort(order), np.arange(num_inputs)):
         wrong.append(f"{matrix.module}.{PERMUTATION} does not have every input once")
     return wrong
+
+
+def check_damage(matrix: Int4Matrix) -> None:
+    """Raise SpecDecError for what `find_damage` lists."""
+    if wrong := find_damage(matrix):
+        raise SpecDecError("; ".join(wrong), "the file is damaged: make it again")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from specdec.errors import Problems, join_names
+from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.tensor_file import TensorInfo
 from specdec.methods import DrafterParams
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
+from specdec.model.int4 import INT4_ALGORITHMS, describe_int4
 from specdec.model.quantization import (
+    ALGORITHMS,
     FLOAT8_STORAGE,
+    FP8,
     KV_SCALES,
     SCALES,
     Quantization,
@@ -28,6 +31,7 @@ from specdec.model.tensors import (
     list_target_tensors,
 )
 
+NVFP4_GROUP_SIZE = 16
 # What TensorRT-LLM's own writer stores and every loader computes anew.
 ROTARY_BUFFERS = ("embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention")
 
@@ -73,20 +77,27 @@ def compare_tensors(
     quantization: Quantization,
 ) -> Inventory:
     """Compare a file's tensors with those expected in it, and with their scales."""
-    kept, wrong = [], []
+    kept: list[str] = []
+    wrong: list[str] = []
+    own = _describe_matrices(stored, expected, quantization.quant_algo, wrong)
+    expected = {**expected, **own}
+    as_float8 = {name for name in expected if name not in own}
     for name, wanted in expected.items():
         info = stored.get(name)
         if info is None:
             continue
-        if info.shape != wanted.shape:
+        is_one = name in own and math.prod(wanted.shape) == math.prod(info.shape) == 1
+        if info.shape != wanted.shape and not is_one:  # ModelOpt's NVFP4 has scalars
             wrong.append(f"{name} has shape {list(info.shape)}, not {list(wanted.shape)}")
-        elif info.dtype != wanted.dtype and not _is_float8(name, info, quantization):
+        elif info.dtype != wanted.dtype and not (
+            name in as_float8 and _is_float8(name, info, quantization)
+        ):
             wrong.append(f"{name} is {info.dtype}, config.json says {wanted.dtype}")
         else:
             kept.append(name)
     linears = [
         name.removesuffix(".weight") for name in kept
-        if len(stored[name].shape) == 2 and "embedding" not in name
+        if name.endswith(".weight") and len(stored[name].shape) == 2 and "embedding" not in name
     ]  # fmt: skip
     dtypes = {name: info.dtype for name, info in stored.items()}
     wrong += find_contradictions(quantization, linears, dtypes)
@@ -101,8 +112,43 @@ def compare_tensors(
         else:
             scales.append(name)
     missing = [name for name in expected if name not in stored]
-    missing += [name for name in _list_scales(stored, expected, quantization) if name not in stored]
+    wanted_scales = _list_scales(stored, expected, as_float8, quantization)
+    missing += [name for name in wanted_scales if name not in stored]
     return Inventory(kept=kept, scales=scales, missing=missing, wrong=wrong, unread=unread)
+
+
+def _describe_matrices(
+    stored: Mapping[str, TensorInfo],
+    expected: Mapping[str, TensorInfo],
+    algorithm: str | None,
+    wrong: list[str],
+) -> dict[str, TensorInfo]:
+    """What a file must hold for matrices that are quantized, otherwise than to FP8, by name.
+
+    Which ones are, their types tell; what is impossible about them is added to `wrong`.
+    """
+    described: dict[str, TensorInfo] = {}
+    known = ALGORITHMS.get(algorithm or "")
+    if algorithm == FP8 or (known is None and algorithm not in INT4_ALGORITHMS):
+        return described
+    for name, wanted in expected.items():
+        module = name.removesuffix(".weight")
+        info = stored.get(name)
+        is_matrix = module != name and len(wanted.shape) == 2 and "embedding" not in name
+        if info is None or not is_matrix or info.dtype not in FLOAT8_STORAGE:
+            continue
+        shape = (wanted.shape[0], wanted.shape[1])
+        own = {} if known is None else known.describe(shape, wanted.dtype, NVFP4_GROUP_SIZE)
+        infos = {f"{module}.{kind}": each for kind, each in own.items()}
+        if algorithm in INT4_ALGORITHMS:
+            single = {key: each for key, each in infos.items() if each.shape == (1,)}
+            try:
+                infos = single | describe_int4(module, shape, stored)
+            except SpecDecError as error:
+                wrong.append(error.message)
+                infos = {name: info}
+        described |= infos
+    return described
 
 
 def find_rank_files(folder: Path, num_ranks: int, because: str) -> tuple[list[Path], Problems]:
@@ -136,12 +182,13 @@ def _is_float8(name: str, info: TensorInfo, quantization: Quantization) -> bool:
 def _list_scales(
     stored: Mapping[str, TensorInfo],
     expected: Mapping[str, TensorInfo],
+    as_float8: Collection[str],
     quantization: Quantization,
 ) -> list[str]:
-    """The scales that quantized matrices and a quantized KV cache need."""
+    """The scales that a quantized KV cache needs, and matrices that are quantized to FP8."""
     scales = []
     for name, info in stored.items():
-        if name in expected and _is_float8(name, info, quantization):
+        if name in as_float8 and _is_float8(name, info, quantization):
             scales += [f"{name.removesuffix('weight')}{scale}" for scale in SCALES]
     if quantization.kv_cache_quant_algo is not None:
         ending = "qkv.weight"

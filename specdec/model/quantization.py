@@ -1,8 +1,8 @@
-"""Quantization: FP8 as checkpoints carry it, int8 as engines have it; the names of scales.
+"""Quantization: how checkpoints store matrices, int8 as engines have it; the names of scales.
 
-A quantized matrix is stored as float8 e4m3 (4 exponent, 3 mantissa bits, largest value 448) beside
-two scales of one float32 each: weight = stored value * weights_scaling_factor, and the runtime
-divides the linear's input by activation_scaling_factor before it rounds it to the same type.
+FP8 is float8 e4m3 (4 exponent, 3 mantissa bits, largest value 448) beside two scales of one float32
+each: weight = stored value * weights_scaling_factor, and the runtime divides the linear's input by
+activation_scaling_factor before it rounds it to the same type. ALGORITHMS has the others.
 """
 
 from __future__ import annotations
@@ -13,23 +13,29 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specdec.errors import SpecDecError
+from specdec.files.tensor_file import TensorInfo
 
 FLOAT8 = "float8_e4m3fn"
 FLOAT8_MAX = 448.0
 FP8 = "FP8"
-EXECUTED = (None, FP8)  # by the torch backend
+EXECUTED = (None, FP8, "W4A16_AWQ", "INT4_GROUPS")  # by the torch backend
 WEIGHT_SCALE = "weights_scaling_factor"
 ACTIVATION_SCALE = "activation_scaling_factor"
 SCALES = (WEIGHT_SCALE, ACTIVATION_SCALE)
+WHOLE_ROWS = -1  # a group_size
+WEIGHT_SCALE_2 = "weights_scaling_factor_2"
+CHANNEL_SCALE = "per_channel_scale"
+INPUT_SCALE = "prequant_scaling_factor"
 # Of an attention module; every line of TensorRT-LLM reads the first, 1.x also its two parts.
 KV_SCALES = ("kv_cache_scaling_factor", "k_cache_scaling_factor", "v_cache_scaling_factor")
 # Older writers label float8 bytes as int8.
 FLOAT8_STORAGE = (FLOAT8, "int8", "uint8")
 
-# What specdec-build makes of a checkpoint that is not quantized: weights alone, of the target's
-# layers, with one float32 scale a row.
+# What specdec-build makes of a checkpoint that is not quantized: the matrices of the target's
+# layers as integers, of 8 bits with one float32 scale a row or of 4 as int4.py has them.
 INT8 = "int8"
-INT8_SCALES = "per_channel_scale"
+INT4 = "int4"
+INT8_SCALES = CHANNEL_SCALE
 
 # What TensorRT-LLM leaves unquantized where a checkpoint lists nothing.
 DEFAULT_EXCLUDED = (
@@ -39,16 +45,81 @@ DEFAULT_EXCLUDED = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """How a matrix [out, in] of a `quant_algo` is stored, as ModelOpt exports it.
+
+    dtype: of `weight`, [out / rows, in / columns]; scales: its further tensors and what there is
+    one of: `matrix`, `row`, `group` (of a row's columns) or `input`; an input's scale has the
+    model's type, a group's `group_dtype`, all others float32. group_sizes: of 1.x and our own.
+    """
+
+    dtype: str
+    scales: Mapping[str, str]
+    rows: int = 1
+    columns: int = 1
+    group_sizes: tuple[int, ...] = ()
+    group_dtype: str = "float32"
+
+    def describe(
+        self, shape: tuple[int, int], dtype: str, group_size: int
+    ) -> dict[str, TensorInfo]:
+        """Types and shapes of `weight` and the scales of a matrix [out, in], by kind."""
+        num_rows, num_inputs = shape
+        stored = (num_rows // self.rows, num_inputs // self.columns)
+        kinds = {
+            "matrix": TensorInfo("float32", (1,)),
+            "row": TensorInfo("float32", (num_rows,)),
+            "input": TensorInfo(dtype, (num_inputs,)),
+        }
+        if self.group_sizes:
+            kinds["group"] = TensorInfo(self.group_dtype, (num_rows, num_inputs // group_size))
+        scales = {kind: kinds[each] for kind, each in self.scales.items()}
+        return {"weight": TensorInfo(self.dtype, stored), **scales}
+
+
+# An int4 byte is of two rows, the lower in its low nibble, both in two's complement. A byte of
+# NVFP4 is of two columns in the same order, each a sign and an index of `FLOAT4_VALUES`.
+ALGORITHMS = {
+    FP8: Algorithm(
+        dtype=FLOAT8, scales={WEIGHT_SCALE: "matrix", ACTIVATION_SCALE: "matrix"}
+    ),
+    "FP8_PER_CHANNEL_PER_TOKEN": Algorithm(dtype=FLOAT8, scales={CHANNEL_SCALE: "row"}),
+    "W8A8_SQ_PER_CHANNEL": Algorithm(
+        dtype="int8",
+        scales={WEIGHT_SCALE: "row", ACTIVATION_SCALE: "matrix", INPUT_SCALE: "input"},
+    ),
+    "W4A16_AWQ": Algorithm(
+        dtype="int8", rows=2, group_sizes=(32, 64, 128),
+        scales={WEIGHT_SCALE: "group", INPUT_SCALE: "input"},
+    ),
+    "W4A8_AWQ": Algorithm(
+        dtype="int8", rows=2, group_sizes=(32, 64, 128),
+        scales={
+            WEIGHT_SCALE: "group", WEIGHT_SCALE_2: "matrix", ACTIVATION_SCALE: "matrix",
+            INPUT_SCALE: "input",
+        },
+    ),
+    "NVFP4": Algorithm(
+        dtype="uint8", columns=2, group_sizes=(16,), group_dtype=FLOAT8,
+        scales={WEIGHT_SCALE: "group", WEIGHT_SCALE_2: "matrix", ACTIVATION_SCALE: "matrix"},
+    ),
+}  # fmt: skip
+FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization:
     """A checkpoint's `quantization` section.
 
     exclude_modules: patterns of modules that stay in the model's type; None where the checkpoint
     lists nothing, which means DEFAULT_EXCLUDED. An empty list means that in 0.14 and "none" in 1.x.
+    group_size: of weights that share a scale, where they are in groups.
     """
 
     quant_algo: str | None = None
     kv_cache_quant_algo: str | None = None
     exclude_modules: tuple[str, ...] | None = None
+    group_size: int = 128
 
     @property
     def is_quantized(self) -> bool:
@@ -91,7 +162,14 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
             f"checkpoint config: quantization.exclude_modules is {excluded!r}, not a list of names",
             "correct the key",
         )
+    group_size = section.get("group_size", 128)
+    if type(group_size) is not int or (group_size < 1 and group_size != WHOLE_ROWS):
+        raise SpecDecError(
+            f"checkpoint config: quantization.group_size is {group_size!r}, not a positive number",
+            "correct the key",
+        )
     return Quantization(
+        group_size=group_size,
         quant_algo=values["quant_algo"],
         kv_cache_quant_algo=values["kv_cache_quant_algo"],
         exclude_modules=None if excluded is None else tuple(excluded),

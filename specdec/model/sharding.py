@@ -19,15 +19,18 @@ from specdec.model.tensors import Shard, TensorSpec, get_rank_shape
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows [start, stop) of a tensor, all columns or columns [first, last)."""
+    """Rows [start, stop) of a tensor, all columns or columns [first, last).
+
+    The rows of a tensor of three dimensions are those of its matrices, one below the other.
+    """
 
     start: int
     stop: int
     columns: tuple[int, int] | None = None
 
     def cut(self, array: Array) -> Array:
-        """Return the block as a view of `array`."""
-        rows = array[self.start : self.stop]
+        """Return the block as a view of `array`, of two dimensions at most."""
+        rows = view_rows(array)[self.start : self.stop]
         return rows if self.columns is None else rows[:, self.columns[0] : self.columns[1]]
 
 
@@ -38,6 +41,8 @@ def list_blocks(spec: TensorSpec, model: ModelConfig, rank: int) -> list[Block]:
     if spec.shard is Shard.COLUMNS:
         width = spec.shape[1] // tp_size
         return [Block(0, num_rows, (rank * width, (rank + 1) * width))]
+    if spec.shard in (Shard.EXPERT_PAIRS, Shard.EXPERT_COLUMNS):
+        return _list_expert_blocks(spec, model, rank)
     if spec.shard is Shard.QKV:
         return _list_qkv_blocks(model, rank)
     if spec.shard is Shard.WHOLE:
@@ -63,13 +68,31 @@ def _list_qkv_blocks(model: ModelConfig, rank: int) -> list[Block]:
     return [Block(first * size, (first + count) * size) for first, count in groups]
 
 
+def _list_expert_blocks(spec: TensorSpec, model: ModelConfig, rank: int) -> list[Block]:
+    experts = model.experts
+    assert experts is not None
+    _, height, width = spec.shape
+    own, part = experts.list_own(rank), experts.get_part(rank)
+    if spec.shard is Shard.EXPERT_COLUMNS:
+        size = width // experts.tp_size
+        return [Block(own.start * height, own.stop * height, (part * size, (part + 1) * size))]
+    size = height // 2 // experts.tp_size
+    starts = [row + part * size for e in own for row in (e * height, e * height + height // 2)]
+    return [Block(start, start + size) for start in starts]
+
+
+def view_rows(array: Array) -> Array:
+    """A tensor of three dimensions as the rows of its matrices; any other as it is."""
+    return array.reshape(-1, array.shape[-1]) if array.ndim > 2 else array
+
+
 def split(whole: Array, spec: TensorSpec, model: ModelConfig, rank: int) -> Array:
     """Return one rank's part of a full tensor, padding included."""
     part = np.zeros(get_rank_shape(spec, model), whole.dtype)
     position = 0
     for block in list_blocks(spec, model, rank):
         rows = block.cut(whole)
-        part[position : position + len(rows)] = rows
+        view_rows(part)[position : position + len(rows)] = rows
         position += len(rows)
     return part
 
@@ -81,6 +104,6 @@ def join(parts: Sequence[Array], spec: TensorSpec, model: ModelConfig) -> Array:
         position = 0
         for block in list_blocks(spec, model, rank):
             rows = block.cut(whole)
-            rows[...] = part[position : position + len(rows)]
+            rows[...] = view_rows(part)[position : position + len(rows)]
             position += len(rows)
     return whole

@@ -6,12 +6,15 @@ import dataclasses
 from enum import Enum
 
 from specdec.model.config import ModelConfig
+from specdec.model.experts import Experts
 
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 # EAGLE: its first net, and what a reduced vocabulary adds to a drafted token's number.
 EAGLE_NET = "eagle_nets.0."
 EAGLE_OFFSETS = EAGLE_NET + "d2t"
+# Of a layer of experts: what a token's choice among them is computed with.
+ROUTER = "mlp.router.weight"
 
 
 class Shard(Enum):
@@ -23,12 +26,16 @@ class Shard(Enum):
     QKV = "qkv"  # dimension 0 = [q; k; v], each by heads; few K/V heads are duplicated
     VOCAB = "vocab"  # dimension 0, ceil(V / tp) rows a rank, zero rows at the end
     PAIR = "pair"  # dimension 0 = two halves, each split evenly
+    # Of three dimensions, the first of which counts experts; see `Experts`.
+    EXPERT_PAIRS = "expert_pairs"  # whole experts, and of each as PAIR
+    EXPERT_COLUMNS = "expert_columns"  # whole experts, and of each as COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the whole model. shape: [out, in] for a matrix, [size] for a vector.
+    """A tensor of the whole model.
 
+    shape: [out, in] for a matrix, [size] for a vector, [experts, out, in] for those of a mixture.
     owner: the model whose heads a QKV tensor has, where that is not the target.
     """
 
@@ -47,6 +54,12 @@ def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:
         return (first, spec.shape[1] // tp_size)
     if spec.shard is Shard.VOCAB:
         return (-(-first // tp_size), *rest)
+    if spec.shard in (Shard.EXPERT_PAIRS, Shard.EXPERT_COLUMNS):
+        assert model.experts is not None
+        num, parts = len(model.experts.list_own(0)), model.experts.tp_size
+        if spec.shard is Shard.EXPERT_PAIRS:
+            return (num, rest[0] // parts, rest[1])
+        return (num, rest[0], rest[1] // parts)
     if spec.shard is Shard.QKV:
         heads = model.num_attention_heads // tp_size + 2 * model.get_num_kv_heads()
         return (heads * model.head_size, *rest)
@@ -71,7 +84,8 @@ def list_target_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
     for layer in range(model.num_hidden_layers):
         prefix = f"transformer.layers.{layer}."
         tensors |= {prefix + name: spec for name, spec in list_layer_tensors(model).items()}
-    tensors |= list_norm(model, "transformer.ln_f")
+    if not arithmetic.is_post_norm:
+        tensors |= list_norm(model, "transformer.ln_f")
     if not model.share_embedding_table:
         tensors["lm_head.weight"] = TensorSpec((model.vocab_size, hidden), Shard.VOCAB)
     if arithmetic.head_bias:
@@ -122,16 +136,21 @@ def list_layer_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
     fc = TensorSpec((inner, hidden), Shard.ROWS)
     if arithmetic.mlp == "fused":
         fc = TensorSpec((2 * inner, hidden), Shard.PAIR)
+    mlp = {"mlp.fc.weight": fc, "mlp.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS)}
+    if arithmetic.mlp == "gated":
+        mlp["mlp.gate.weight"] = fc
+    if model.experts is not None:
+        mlp = _list_experts(model.experts, hidden)
     tensors = list_norm(model, "input_layernorm") | {
         "attention.qkv.weight": TensorSpec((qkv_size, hidden), Shard.QKV),
         "attention.dense.weight": TensorSpec((hidden, q_size), Shard.COLUMNS),
-        "mlp.fc.weight": fc,
-        "mlp.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS),
+        **mlp,
     }
-    if arithmetic.mlp == "gated":
-        tensors["mlp.gate.weight"] = fc
     if not arithmetic.is_parallel:
         tensors |= list_norm(model, "post_layernorm")
+    if arithmetic.inner_norms:  # whose post_layernorm is of what attention yields
+        for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            tensors |= list_norm(model, name)
     if arithmetic.qk_norm:
         of_head = TensorSpec((model.head_size,), Shard.WHOLE)
         tensors |= {f"attention.{part}_layernorm.weight": of_head for part in "qk"}
@@ -147,6 +166,23 @@ def list_layer_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
         }
         if arithmetic.mlp == "gated":
             tensors["mlp.gate.bias"] = TensorSpec(fc.shape[:1], fc.shard)
+    return tensors
+
+
+def _list_experts(experts: Experts, hidden: int) -> dict[str, TensorSpec]:
+    """The tensors of a layer's experts; where two halves lie in one, the activated comes second."""
+    num, inner, shared = experts.num, experts.inner, experts.shared_name
+    tensors = {
+        ROUTER: TensorSpec((num, hidden), Shard.WHOLE),
+        "mlp.fc.weight": TensorSpec((num, 2 * inner, hidden), Shard.EXPERT_PAIRS),
+        "mlp.proj.weight": TensorSpec((num, hidden, inner), Shard.EXPERT_COLUMNS),
+    }
+    if inner := experts.shared_inner:
+        tensors |= {
+            f"{shared}.fc.weight": TensorSpec((2 * inner, hidden), Shard.PAIR),
+            f"{shared}.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS),
+            f"{shared}_gate.weight": TensorSpec((1, hidden), Shard.WHOLE),
+        }
     return tensors
 
 
@@ -167,4 +203,6 @@ def find_first_copy(name: str) -> str:
 
 def get_stored_dtype(name: str, dtype: str) -> str:
     """The type that a tensor is stored in beside weights of `dtype`."""
+    if name.endswith(f".{ROUTER}"):
+        return "float32"
     return "int64" if name == EAGLE_OFFSETS else dtype

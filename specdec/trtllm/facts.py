@@ -68,7 +68,9 @@ class Facts:
     """One line of TensorRT-LLM.
 
     releases: the first release of the line, and the first that is not of it any more. modes: number
-    by name of each speculation mode, as an engine's config.json has it.
+    by name of each speculation mode, as an engine's config.json has it. quant_algos: the layouts of
+    ModelOpt's that its loader reads, each with what keeps it from reading a whole model in it, or
+    null. quant_group_sizes: those of its int4 kernels.
     """
 
     label: str
@@ -81,6 +83,9 @@ class Facts:
     architectures: tuple[str, ...]
     mapping_keys: tuple[str, ...]
     quantization_keys: tuple[str, ...]
+    moe_keys: tuple[str, ...]
+    quant_algos: dict[str, str | None]
+    quant_group_sizes: tuple[int, ...]
     build_config_keys: tuple[str, ...]
     runner_from_dir: tuple[str, ...]
     runner_generate: tuple[str, ...]

@@ -25,9 +25,12 @@ from specdec.bench.diagnose_cli import format_report
 from specdec.bench.engine import open_bench
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.settings import DiagnoseSettings
+from specdec.bench.steps import count_experts
+from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import sum_stats
-from tests.conftest import make_tokenizer
-from tests.engines import run_cli_here
+from tests.conftest import make_drafter, make_tokenizer
+from tests.engines import make_engine, run_cli_here
+from tests.families import make_family_model
 
 RIGHT = (0.8, 0.64, 0.512)
 
@@ -167,6 +170,7 @@ def test_an_engine_that_is_not_faster(engine: Path, folder: Path, tmp_path: Path
         assert names[-1] == "the engine has no compiled kernels"
         assert batch["acceptance_length"] < 1.5
         assert batch["step_ms_by_tokens"].keys() == {1, 2, 4, 7}
+    assert report["experts"] is None
     text = format_report(report)
     assert "1. the tokenizer is another model's, certain" in text
     assert "times as fast without" in text
@@ -189,6 +193,24 @@ def test_steps_are_seen_as_they_were_counted(engine: Path, folder: Path) -> None
     shortest = min(len(request.input_ids) for request in bench.requests)
     assert min(length for length, _ in observed.contexts) == shortest + 1
     assert "observe" not in vars(bench.engine.proposer), "nothing is left behind"
+
+
+def test_experts_of_a_mixture(tmp_path: Path) -> None:
+    """A token alone reads top_k of them; what the verify steps read lies between that and all."""
+    target = make_family_model(tmp_path, "mixtral", vocab=128)
+    make_tokenizer(target)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"input_ids": [5, 9, 5, 9, 5, 9, 5]}) + "\n")
+    engine = make_engine(tmp_path, target, make_drafter(tmp_path), beams=1, length=3)
+    report = run_diagnose(engine, tmp_path, target, batch_sizes="1", max_output_len=6)
+    experts = report["experts"]
+    assert (experts["per_layer"], experts["per_token"], experts["batch_size"]) == (4, 2, 1)
+    tokens, touched = experts["tokens_per_step"], experts["per_step"]
+    assert 1 < tokens <= 4
+    assert 2 < touched <= min(4, 2 * tokens)
+    assert f"reads 2 of a layer's 4 experts, a verify step of {tokens:.1f}" in format_report(report)
+    decoder = TorchEngine(engine, device="cpu").decoder
+    counts = count_experts(decoder, [1, 4], past_len=3)
+    assert counts[1] == 2 < counts[4] <= 4
 
 
 def test_the_command(engine: Path, folder: Path) -> None:

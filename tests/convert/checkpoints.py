@@ -16,6 +16,7 @@ from tests.convert.golden_models import read_tensors
 from tests.families import CLASSES
 
 LLAMA_NAMES = {
+    "mlp.gate.": "mlp.router.", "block_sparse_moe.gate": "mlp.router",
     "self_attn.q_norm": "attention.q_layernorm", "self_attn.k_norm": "attention.k_layernorm",
     "model.embed_tokens": "transformer.vocab_embedding", "model.norm": "transformer.ln_f",
     "model.layers": "transformer.layers", "post_attention_layernorm": "post_layernorm",
@@ -87,9 +88,9 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
     model_class = getattr(transformers, CLASSES[family][1])
     model = model_class.from_pretrained(folder, torch_dtype=torch.float32)
     state = {name: value.numpy() for name, value in model.state_dict().items()}
-    tensors = {}
+    tensors = _stack_experts(state)
     for name, value in state.items():
-        if ".k_proj" in name or ".v_proj" in name:
+        if ".k_proj" in name or ".v_proj" in name or "expert" in name:
             continue
         new = name
         for old, ours in NEW_NAMES.get(family, LLAMA_NAMES).items():
@@ -103,7 +104,30 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
             value = value[2:]
         elif "gate_up_proj" in name:
             value = np.concatenate(np.split(value, 2)[::-1])
-        elif family == "gemma" and "norm" in name:
+        elif family.startswith("gemma") and "norm" in name:
             value = value + np.float32(1)
         tensors[new] = value
     return tensors
+
+
+def _stack_experts(state: dict[str, Any]) -> dict[str, Any]:
+    """The canonical tensors of all experts, by 1.x's names."""
+    tensors: dict[str, Any] = {}
+    own = [name for name in state if "expert" in name and "down" not in name and "w2" not in name]
+    for name in own:
+        layer = "transformer.layers." + name.split(".")[2] + ".mlp."
+        if name.endswith("_gate.weight"):
+            tensors[layer + "shared_expert_gate.weight"] = state[name]
+            continue
+        if "gate_proj" in name or "w1" in name:
+            up, down = (
+                name.replace("gate_proj", f"{kind}_proj").replace("w1", weight)
+                for kind, weight in (("up", "w3"), ("down", "w2"))
+            )
+            fc, key = np.concatenate([state[up], state[name]]), "shared_expert." * ("shared" in up)
+            tensors.setdefault(f"{layer}{key}fc.weight", []).append(fc)
+            tensors.setdefault(f"{layer}{key}proj.weight", []).append(state[down])
+    return {
+        name: (value[0] if "shared" in name else np.stack(value)) if type(value) is list else value
+        for name, value in tensors.items()
+    }

@@ -18,6 +18,7 @@ from specdec.convert.families import FAMILIES, list_families
 from specdec.convert.families.base import Family, Layout, describe_rotary
 from specdec.convert.hf import HfFolder
 from specdec.errors import SpecDecError, UsageError
+from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS
 from specdec.model.architectures import ARCHITECTURES, KEY, Architecture
 from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
@@ -36,7 +37,14 @@ from tests.convert.conftest import Converter
 from tests.convert.golden_models import summarize_rank
 from tests.engine.models import make_model as make_config
 from tests.engines import run_cli_here
-from tests.families import CLASSES, NOT_IN_014, OWN, WRITTEN_AS, make_family_model
+from tests.families import (
+    CLASSES,
+    EXPERTS,
+    NOT_IN_014,
+    OWN,
+    WRITTEN_AS,
+    make_family_model,
+)
 from tests.parity.models import VARIANTS
 
 NAMES = [family.name for family in FAMILIES.values()]
@@ -163,8 +171,9 @@ def test_a_family_that_tells_nothing_is_an_error() -> None:
 def test_every_family_names_every_tensor(architecture: str, make: Maker) -> None:
     """A family's table covers the tensors of its models and nothing else."""
     family = FAMILIES[architecture]
-    specs = list_target_tensors(read_family(family, make(family.name, layers=11)))
-    sources = family.find_sources(specs)
+    model = read_family(family, make(family.name, layers=11))
+    specs = list_target_tensors(model)
+    sources = family.find_sources(specs, num_experts=model.experts.num if model.experts else 1)
     parts = [part for parts in sources.values() for part in parts]
     assert len(parts) == len(set(parts))
     assert not any("{" in part.name for part in parts)
@@ -270,6 +279,8 @@ def test_flags_that_contradict_the_name_are_refused(make: Maker, convert: Conver
 
 def check_tensors(folder: Path, family: str, model_dir: Path) -> None:
     joined, expected = join_checkpoint(folder), read_hugging_face(model_dir, family)
+    # 0.14's name of a shared expert.
+    joined = {re.sub(r"(\d\.)shared", r"\1mlp.shared", name): own for name, own in joined.items()}
     if read_checkpoint_config(folder).model.share_embedding_table:
         del expected["lm_head.weight"]
     assert joined.keys() == expected.keys()
@@ -291,12 +302,12 @@ def test_what_transformers_saves_comes_through(
             flags |= {"use_parallel_embedding": True, "embedding_sharding_dim": dim}
         output = convert(output_dir=tmp_path / f"{tp_size}-{dim}", **flags)
         check_tensors(output, family, model_dir)
-    # Gemma alone leaves a tied head out, except where a rank's columns would be no part of it.
+    # Gemma 1 and 2 leave a tied head out, except where a rank's columns would be no part of it.
     stored = [
         "lm_head.weight" in summarize_rank(tmp_path / name / "rank0.safetensors")
         for name in ("1-None", "2-0", "2-1", "4-None")
     ]
-    leaves_out = family == "gemma" and is_tied
+    leaves_out = family in ("gemma", "gemma2") and is_tied
     assert stored == ([False, False, True, False] if leaves_out else [True] * 4)
 
 
@@ -316,6 +327,53 @@ def test_three_ranks_and_pipeline_stages(
         "gpus_per_node": 8, "cp_size": 1, "moe_tp_size": tp_size, "moe_ep_size": 1,
     })  # fmt: skip
     assert convert.report["pp_size"] == pp_size
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(("tp_size", "moe"), [(2, (1, 2)), (4, (2, 2)), (4, (1, 4))])
+def test_experts_over_the_ranks(
+    family: str, tp_size: int, moe: tuple[int, int], make: Maker, convert: Converter
+) -> None:
+    model_dir = make(family, heads=4, kv_heads=2)
+    version = "1.2" if family in NOT_IN_014 else "0.14"
+    output = convert(
+        model_dir=model_dir, tp_size=tp_size, moe_ep_size=moe[1], trtllm_version=version
+    )
+    check_tensors(output, family, model_dir)
+    mapping = read_config(output)["mapping"]
+    assert (mapping["moe_tp_size"], mapping["moe_ep_size"]) == moe
+    # Only a rank's own experts are there, and of each its part.
+    info = TensorFile(output / "rank1.safetensors").tensors["transformer.layers.0.mlp.proj.weight"]
+    inner = EXPERTS[family].get("moe_intermediate_size", 48)
+    assert info.shape == (4 // moe[1], 64, inner // moe[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tp_size": 2, "moe_ep_size": 3}, "moe_ep_size is 3, not of 1 to 2"),
+        ({"tp_size": 2, "moe_tp_size": 2, "moe_ep_size": 2}, "moe_ep_size=2 is not tp_size=2"),
+        ({"tp_size": 8, "moe_ep_size": 8}, "num_experts=4 do not split over moe_ep_size=8"),
+        ({"tp_size": 16, "moe_ep_size": 1}, "do not split over moe_tp_size=16"),
+    ],
+)  # fmt: skip
+def test_ranks_that_experts_do_not_split_over(
+    flags: dict[str, Any], message: str, make: Maker, convert: Converter
+) -> None:
+    model_dir = make("qwen2_moe", heads=16, kv_heads=16, hidden=64)
+    assert message in convert.fail(model_dir=model_dir, **flags).message
+
+
+def test_quantizing_experts_is_refused(make: Maker, tmp_path: Path, convert: Converter) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a b c\n")
+    error = convert.fail(model_dir=make("mixtral"), quantization="fp8", calibration_data=texts)
+    assert "is a mixture of experts, and --quantization is given" in error.message
+
+
+def test_flags_of_experts_for_a_model_without(make: Maker, convert: Converter) -> None:
+    error = convert.fail(model_dir=make("llama"), tp_size=2, moe_ep_size=2)
+    assert "is no mixture of experts: --moe-ep-size has no effect" in error.message
 
 
 def test_stages_must_divide_the_layers(make: Maker, convert: Converter) -> None:
@@ -415,10 +473,18 @@ def test_configurations_are_read_back(
     expected = WRITTEN_AS.get(family, CLASSES[family][1])
     assert model.architecture == config["architecture"] == expected
     assert (model.tp_size, model.vocab_size, model.num_hidden_layers) == (2, 67, 2)
-    assert model.share_embedding_table == (family == "gemma")
+    assert model.share_embedding_table == (family in ("gemma", "gemma2"))
     assert ("share_embedding_table" in config) == (version == "0.14")
-    has_experts = family in ("llama", "mistral", "ministral", "qwen2", "gpt2")
-    assert ("moe" in config) == (version == "0.14" and has_experts)
+    has_key = family in ("llama", "mistral", "ministral", "qwen2", "gpt2") and version == "0.14"
+    assert ("moe" in config) == (has_key or family in EXPERTS)
+    if family in EXPERTS:
+        assert model.experts is not None
+        assert model.experts.num == config["moe"]["num_experts"] == 4
+        # What the line makes MoeConfig of: another key is a TypeError there.
+        only = {"moe_intermediate_size", "num_shared_experts"} if version == "0.14" else set()
+        assert set(config["moe"]) - only == {
+            "num_experts", "top_k", "normalization_mode", "sparse_mixer_epsilon", "tp_mode"
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -430,8 +496,8 @@ def test_configurations_are_read_back(
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
         ("gpt2", {"n_head": 5}, "n_embd 64 is not a multiple of n_head 5"),
         ("gpt2", {"activation_function": "mish"}, "hidden_act='mish' is not known for GPT2"),
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
-        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
+        ("opt", {"word_embed_proj_dim": 32},
+         "word_embed_proj_dim is 32, but model.decoder.project_in.weight is missing, not [64, 32]"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
         ("opt", {"layer_norm_elementwise_affine": False}, "elementwise_affine is False"),
         ("opt", {"enable_bias": False}, "enable_bias is False"),
@@ -455,17 +521,28 @@ def test_configurations_are_read_back(
         ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 3},
                   "original_max_position_embeddings": 16},
          "'longrope' has long_factor of 3 values, not 4 positive numbers"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
-                   "layer_types": "ABSENT"}, "1 of 2 layers have the sliding window of 8 tokens"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8,
-                   "layer_types": ["sliding_attention", "full_attention"]}, "1 of 2 layers"),
         ("mistral", {"sliding_window": "no"}, "sliding_window is 'no'"),
-        ("ministral", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-         "1 of 2 layers have the sliding window of 8 tokens"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
         ("stablelm", {"head_dim": 16}, "head_dim is 16"),
         ("seed_oss", {"attention_out_bias": "no"}, "attention_out_bias is 'no'"),
-        ("gemma", {"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM' is not supported"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0, not a positive"),
+        ("gemma2", {"layer_types": ["full_attention"]},
+         "layer_types is ['full_attention'] for 2 layers"),
+        ("gemma2", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+         "rope_type is 'linear'"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0, not a positive number"),
+        ("granite", {"residual_multiplier": "x"}, "residual_multiplier is 'x', not a positive"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("mixtral", {"num_experts_per_tok": 5}, "top_k is 5, not of 1 to 4"),
+        ("mixtral", {"num_local_experts": 3000}, "said to have 3000 experts a layer, but holds"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ("qwen2_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias is False"),
+        ("qwen2_moe", {"num_experts": 5}, "lacks 6 tensors"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_expressed_is_refused_by_name(
@@ -529,30 +606,94 @@ def test_longrope_as_tensorrt_llm_reads_it(make: Maker, tmp_path: Path, convert:
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "window"),
+    ("family", "change", "windows"),
     [
-        ("mistral", {"sliding_window": 16}, 16),
-        ("mistral", {"sliding_window": None}, None),
-        ("mistral", {"sliding_window": "ABSENT"}, 4096),
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, None),
+        ("mistral", {"sliding_window": 16}, [16, 16]),
+        ("mistral", {"sliding_window": None}, [None, None]),
+        ("mistral", {"sliding_window": "ABSENT"}, [4096, 4096]),
+        ("ministral", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+         [8, None]),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, [None, None]),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2,
-                   "layer_types": "ABSENT"}, None),
+                   "layer_types": "ABSENT"}, [None, None]),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1,
+                   "layer_types": "ABSENT"}, [None, 16]),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0,
-                   "layer_types": "ABSENT"}, 16),
+                   "layer_types": "ABSENT"}, [16, 16]),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": True,
-                   "layer_types": ["sliding_attention"] * 2}, 16),
-        ("phi3", {"sliding_window": 16}, 16),
-        ("phi3", {"sliding_window": None}, None),
-        ("llama", {"sliding_window": 16}, None),
+                   "layer_types": ["sliding_attention"] * 2}, [16, 16]),
+        ("phi3", {"sliding_window": 16}, [16, 16]),
+        ("phi3", {"sliding_window": None}, [None, None]),
+        ("llama", {"sliding_window": 16}, [None, None]),
+        ("gemma2", {"sliding_window": "ABSENT", "layer_types": "ABSENT"}, [4096, None]),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16},
+         [None, 16]),
+        ("gemma3", {"sliding_window": 16, "layer_types": "ABSENT"}, [16, 16]),
+        ("gemma3", {"sliding_window": 16, "layer_types": "ABSENT", "sliding_window_pattern": 1},
+         [None, None]),
+        ("gemma3", {"sliding_window": 16, "layer_types": "ABSENT",
+                    "_sliding_window_pattern": "ABSENT", "sliding_window_pattern": 2}, [16, None]),
     ],
 )  # fmt: skip
-def test_sliding_window_is_recorded(
-    family: str, change: dict[str, Any], window: int | None, make: Maker, tmp_path: Path,
+def test_sliding_windows_are_recorded(
+    family: str, change: dict[str, Any], windows: list[int | None], make: Maker, tmp_path: Path,
     convert: Converter,
 ) -> None:  # fmt: skip
+    """One for all layers, or for some of them, as the engine takes them."""
     convert(model_dir=copy_model(make(family), tmp_path, **change))
-    assert read_config(convert.output).get("sliding_window") == window
-    assert read_checkpoint_config(convert.output).model.sliding_window == window
+    config, model = read_config(convert.output), read_checkpoint_config(convert.output).model
+    found = [model.sliding_window if model.is_sliding(layer) else None for layer in (0, 1)]
+    assert found == windows
+    if family == "gemma3":  # which TensorRT-LLM reads
+        assert all(
+            (config["_sliding_window_pattern"] > at) == bool(windows[at - 1]) for at in (1, 2)
+        )
+    elif family != "gemma2":
+        assert config.get("sliding_window") == max(filter(None, windows), default=None)
+        assert ("layer_types" in config) == (len(set(windows)) > 1)
+
+
+def test_the_window_that_tensorrt_llm_loses_is_asked_for(make: Maker, convert: Converter) -> None:
+    config = read_config(convert(model_dir=make("gemma2")))
+    del config["sliding_window"]
+    with pytest.raises(SpecDecError, match="sliding_window is missing, as TensorRT-LLM's own"):
+        parse_checkpoint_config(config)
+    model = parse_checkpoint_config(config | {"sliding_window": None}).model
+    assert model.is_sliding(0)
+    assert model.sliding_window is None
+
+
+def test_gemma_3_as_transformers_5_writes_it(
+    make: Maker, tmp_path: Path, convert: Converter
+) -> None:
+    """The rotary embedding of either kind of layer in an object of its own."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": 3e5, "rope_local_base_freq": 500.0, "rope_scaling": scaling}
+    folder = copy_model(make("gemma3"), tmp_path, **old)
+    convert(model_dir=folder)
+    written = read_config(convert.output)
+    assert (written["rotary_base"], written["rope_local_base_freq"]) == (3e5, 500.0)
+    assert written["rotary_scaling"] == scaling
+    new = {
+        "full_attention": scaling | {"rope_theta": 3e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    set_config(folder, rope_parameters=new, **dict.fromkeys(old, "ABSENT"))
+    convert(model_dir=folder, force=True)
+    assert read_config(convert.output) == written
+
+
+def test_granite_as_tensorrt_llm_reads_it(make: Maker, convert: Converter) -> None:
+    """An attention_multiplier of 1 too, which its own converter takes for none."""
+    numbers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    for given in (0.5, 1.0):
+        folder = make("granite", attention_multiplier=given, logits_scaling=8.0, **numbers)
+        convert(model_dir=folder, force=True)
+        expected = {"attention_multiplier": given * 8**0.5, "output_multiplier_scale": 1 / 8}
+        config = read_config(convert.output)
+        assert {key: config[key] for key in expected | numbers} == expected | numbers
+        model = read_checkpoint_config(convert.output).model
+        assert model.attention_scale == pytest.approx(given)
 
 
 @pytest.mark.parametrize(
@@ -609,6 +750,35 @@ def test_gemma_with_attention_biases_and_head_dim(make: Maker, convert: Converte
     assert read_config(convert.output)["head_size"] == 6
 
 
+@pytest.mark.parametrize("version", ["1.2", "0.14"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_opts_projections_are_multiplied_with_its_table(
+    is_tied: bool, version: str, make: Maker, convert: Converter, log: pytest.LogCaptureFixture
+) -> None:
+    """As TensorRT-LLM's converter does; what is left is an embedding and a head of their own."""
+    folder = make(
+        "opt", word_embed_proj_dim=32, do_layer_norm_before=False, tie_word_embeddings=is_tied
+    )
+    flags = {"use_embedding_sharing": True} if version == "0.14" else {}
+    convert(model_dir=folder, tp_size=2, trtllm_version=version, **flags)
+    assert ("--use-embedding-sharing has no effect" in log.text) == (version == "0.14")
+    source = {k: v.double().numpy() for k, v in load_file(folder / "model.safetensors").items()}
+    joined, prefix = join_checkpoint(convert.output), "model.decoder."
+    table = source[f"{prefix}embed_tokens.weight"]
+    head = table if is_tied else source["lm_head.weight"]
+    for name, product in (
+        ("transformer.vocab_embedding.weight", table @ source[f"{prefix}project_in.weight"].T),
+        ("lm_head.weight", head @ source[f"{prefix}project_out.weight"]),
+    ):
+        np.testing.assert_allclose(joined[name], product, rtol=1e-6, atol=1e-7)
+    assert "transformer.ln_f.weight" not in joined
+    assert read_config(convert.output)["do_layer_norm_before"] is False
+    assert KEY not in read_config(convert.output)
+    checkpoint = read_checkpoint_config(convert.output)
+    assert checkpoint.model.arithmetic.is_post_norm
+    assert checkpoint.model.hidden_size == 64
+
+
 # ---- Flags of the layout.
 
 
@@ -659,7 +829,9 @@ def test_sharing_leaves_the_head_out(
     assert [record for record in log.records if record.levelno >= logging.WARNING] == []
     convert(model_dir=model_dir, force=True, **flags)
     check_tensors(convert.output, family, model_dir)
-    assert ("every rank holds the whole shared table" in log.text) == (family != "gemma")
+    assert ("every rank holds the whole shared table" in log.text) == (
+        family not in ("gemma", "gemma2")
+    )
 
 
 # ---- ReDrafter on other bases than Llama.

@@ -21,15 +21,21 @@ from tests.convert.golden_models import read_cases, summarize_rank
 
 CASES = read_cases()
 # 0.14's ReDrafter takes any target for a Llama: it drops Qwen's attention biases without a word.
-REFUSED = {"qwen15_mha+drafter_A_rnn_e96__redrafter014__tp1__f16": "drop the attention biases"}
+REFUSED = {
+    "qwen15_mha+drafter_A_rnn_e96__redrafter014__tp1__f16": "has no ReDrafter for Qwen2ForCausalLM"
+}
 CONVERTED = [case for case in CASES if case["case"] not in REFUSED]
 # Keys of 0.14 that 1.x does not take: see docs/convert.md.
 ABSENT_IN_1X = {"share_embedding_table", "moe"}
+# Of `moe`, which 1.x takes of a mixture of experts.
+MOE_014_ONLY = {"moe_intermediate_size", "num_shared_experts"}
 # What the reference writes nowhere, by model: the window, which its users have to know; the
 # rotated part, which 1.x's Phi-3 reads without a default; keys for which a loader of an OPT
 # checkpoint would have to guess.
 ADDED: dict[str, dict[str, Any]] = {
     "mistral_swa": {"sliding_window": 64},
+    "gemma2_gqa": {"sliding_window": 32},
+    "gemma2_mqa": {"sliding_window": 32},
     "phi3": {"sliding_window": 32, "rotary_pct": 1.0},
     "opt_tiny": {
         "num_key_value_heads": 4, "head_size": 16, "intermediate_size": 256, "norm_epsilon": 1e-5,
@@ -48,6 +54,9 @@ def get_flags(case: dict[str, Any]) -> dict[str, Any]:
         option = options.pop(0)
         if option in ("pe0", "pe1"):
             flags |= {"use_parallel_embedding": True, "embedding_sharding_dim": int(option[-1])}
+        elif option.startswith("moe_"):
+            tp_size, ep_size = option.removeprefix("moe_tp").split("_ep")
+            flags |= {"moe_tp_size": int(tp_size), "moe_ep_size": int(ep_size)}
         elif option == "pp2":
             flags["pp_size"] = 2
         elif option == "share":
@@ -63,17 +72,31 @@ def check_output(case: dict[str, Any], folder: Path, *, version: str) -> None:
     """Compare every tensor and every key of config.json, and read the latter back."""
     num_ranks = len(case["ranks"])
     ranks = [summarize_rank(folder / f"rank{rank}.safetensors") for rank in range(num_ranks)]
-    assert ranks == case["ranks"]
+    moved = ("", "") if version == "0.14" else (".shared_expert", ".mlp.shared_expert")
+    assert ranks == [
+        {name.replace(*moved): info for name, info in rank.items()} for rank in case["ranks"]
+    ]
     assert not (folder / f"rank{num_ranks}.safetensors").exists()
     config = json.loads((folder / "config.json").read_text())
     expected = case["config"] | ADDED.get(case["model"], {})
     for key, value in LEFT_OUT.get(case["model"], {}).items():
         assert expected.pop(key) == value
     if version == "1.2":
+        moe = {
+            key: value for key, value in expected.get("moe", {}).items() if key not in MOE_014_ONLY
+        }
         expected = {key: value for key, value in expected.items() if key not in ABSENT_IN_1X}
+        expected |= {"moe": moe} if moe.get("num_experts") else {}
     assert config == expected
-    ours, theirs = read_checkpoint_config(folder), parse_checkpoint_config(case["config"])
-    assert dataclasses.replace(ours.model, sliding_window=None) == theirs.model
+    ours = read_checkpoint_config(folder)
+    # Without the window, Gemma 2's is refused.
+    theirs = parse_checkpoint_config({"sliding_window": None} | case["config"])
+    experts = theirs.model.experts
+    if experts is not None and version != "0.14":
+        experts = dataclasses.replace(experts, shared_name="mlp.shared_expert")
+    assert dataclasses.replace(ours.model, sliding_window=None) == dataclasses.replace(
+        theirs.model, experts=experts
+    )
     assert (ours.method, ours.drafter) == (theirs.method, theirs.drafter)
 
 
@@ -144,6 +167,7 @@ def test_drafter_added_to_a_checkpoint(
         "opt_tiny__opt__tp4__f16__pe0",  # without the first rows
         "gemma_mha__gemma__tp2__f16",  # something added
         "phi3__phi__tp1__f32",  # halves swapped
+        "mixtral_gqa__unified__tp4__f16__moe_tp2_ep2",  # matrices of experts
     ],
 )
 def test_chunk_size_leaves_no_trace(
@@ -177,8 +201,8 @@ def test_cases_that_would_be_wrong_are_refused(
 
 
 def test_all_cases_are_covered() -> None:
-    assert len(CASES) == 322
-    assert len(CONVERTED) == 321
+    assert len(CASES) == 375
+    assert len(CONVERTED) == 374
     assert {case["path"] for case in CASES} == {
         "unified", "legacy_hfmodel", "legacy_byshard", "redrafter014", "redrafter1x_composed",
         "gpt", "opt", "phi", "gemma",

@@ -26,20 +26,23 @@ from specdec.verify.contents import check_contents
 from tests.convert.conftest import Source
 from tests.convert.fuzzing import attempt, fuzz
 from tests.convert.golden_models import GOLDEN
-from tests.families import make_family_model
+from tests.families import EXPERTS, make_family_model
 
 MAX_GROWTH = 300 << 20  # bytes that the process may grow by in a test, leftovers included
 # A target of every family: the smallest there is with a checkpoint of TensorRT-LLM's own, or None.
 TARGETS = {
     "gemma": "gemma_mha", "gpt2": "gpt2_tiny", "llama": "llama_gqa", "mistral": "mistral_swa",
     "opt": "opt_tiny", "phi": "phi2", "phi3": "phi3", "qwen2": "qwen2_gqa", "ministral": None,
-    "qwen3": None, "seed_oss": None, "smollm3": None, "stablelm": None,
+    "gemma2": "gemma2_mqa", "gemma3": None, "granite": None, "qwen3": None, "seed_oss": None,
+    "smollm3": None, "stablelm": None, "mixtral": "mixtral_f32", "qwen2_moe": "qwen2moe_gqa",
+    "qwen3_moe": None,
 }  # fmt: skip
 DRAFTERS = {"drafter_model_dir": "drafter_A_rnn_e96", "medusa_model_dir": "medusa_4x1"}
 KEYS = [
     "rope_scaling", "rope_parameters", "sliding_window", "head_dim", "num_key_value_heads",
     "partial_rotary_factor", "tie_word_embeddings", "torch_dtype", "dtype", "architectures",
-    "model_type", "text_config", "quantization_config", "layer_types", "medusa",
+    "model_type", "text_config", "quantization_config", "layer_types", "medusa", "num_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers",
 ]  # fmt: skip
 ROPE_KEYS = ["type", "rope_type", "factor", "short_factor", "long_factor", "rope_theta",
              "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"]  # fmt: skip
@@ -113,9 +116,11 @@ def test_targets(family: str, source: Source, tmp_path: Path) -> None:
 
     @fuzz(80)
     @given(change(good), st.sampled_from([1, 2, 3, 8]), st.booleans())
-    def check(config: dict[str, Any], tp_size: int, is_embedding_split: bool) -> None:
+    def check(config: dict[str, Any], tp_size: int, is_split: bool) -> None:
         (folder / "config.json").write_text(json.dumps(config))
-        flags = {"tp_size": tp_size, "use_parallel_embedding": is_embedding_split}
+        flags: dict[str, Any] = {"tp_size": tp_size, "use_parallel_embedding": is_split}
+        if is_split and family in EXPERTS:
+            flags["moe_ep_size"] = tp_size
         planned, _ = attempt(lambda: plan(model_dir=str(folder), **flags))
         if planned is not None:
             assert len(planned.ranks) == tp_size
@@ -144,6 +149,7 @@ def test_drafters(flag: str, source: Source, tmp_path: Path) -> None:
 
 CHECKPOINTS = [
     "llama_gqa", "llama_gqa+drafter_A_rnn_e96", "phi3", "gpt2_tiny", "modelopt", "stablelm",
+    "qwen2moe_gqa",
 ]  # fmt: skip
 
 

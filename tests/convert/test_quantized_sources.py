@@ -9,18 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from specdec.convert.quantize.sections import METHODS, REFUSED, SOURCE_FORMATS
 from specdec.files.tensor_file import TensorFile
 from specdec.model import int4
 from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.inventory import compare_tensors, describe_rank
 from specdec.model.tensors import list_linears
 from tests.conftest import make_drafter
 from tests.convert.conftest import Converter
-from tests.convert.quantized import CASES, GROUP, Tensors, change_folder, make_quantized
+from tests.convert.quantized import (
+    CASES,
+    FLOAT4,
+    GROUP,
+    Tensors,
+    change_folder,
+    make_quantized,
+)
+from tests.families import CLASSES
 
-HELD = [name for name, case in CASES.items() if case.kept not in (None, "FP8")]
+FOUR_BITS = [name for name, case in CASES.items() if case.kept in int4.INT4_ALGORITHMS]
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -64,7 +73,7 @@ def test_plain_weights_are_the_librarys(name: str, convert: Converter, tmp_path:
     assert not checkpoint.quantization.is_quantized
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", FOUR_BITS)
 def test_four_bits_are_kept(name: str, convert: Converter, tmp_path: Path) -> None:
     """Numbers, scales, zeros and order are the source's: the products in float32 are equal."""
     case = CASES[name]
@@ -92,6 +101,41 @@ def test_four_bits_are_kept(name: str, convert: Converter, tmp_path: Path) -> No
         assert stored == str(wanted.dtype).removeprefix("torch.")
 
 
+@pytest.mark.parametrize("name", ["fp8-dynamic", "fp8-channel", "modelopt-nvfp4"])
+def test_other_numbers_are_kept(name: str, convert: Converter, tmp_path: Path) -> None:
+    """In ModelOpt's layouts: what they stand for is what the source's do, on every rank."""
+    source, plain = make_quantized(tmp_path, CASES[name], layers=1, intermediate=128)
+    for tp_size in (1, 2):
+        convert(model_dir=source, tp_size=tp_size, force=True)
+        checkpoint = read_checkpoint_config(convert.output)
+        assert checkpoint.quantization.quant_algo == CASES[name].kept
+        files = [load_file(convert.output / f"rank{rank}.safetensors") for rank in range(tp_size)]
+        found = {
+            module: [restore(file, f"transformer.layers.0.{module}", name) for file in files]
+            for module in ("attention.dense", "mlp.gate", "mlp.proj")
+        }
+        for module, parts in found.items():
+            weight = torch.cat(parts, 0 if module == "mlp.gate" else 1)
+            wanted = list_plain(plain)[module]
+            assert torch.equal(weight.to(wanted.dtype), wanted), module
+        rank = TensorFile(convert.output / "rank0.safetensors").tensors
+        expected = describe_rank(checkpoint, 0)
+        inventory = compare_tensors(rank, expected, checkpoint.quantization)
+        assert inventory.wrong == inventory.missing == inventory.unread == []
+
+
+def restore(file: Tensors, module: str, name: str) -> torch.Tensor:
+    """The weight that ModelOpt's layouts stand for, in float32."""
+    weight, own = file[f"{module}.weight"], name == "modelopt-nvfp4"
+    if not own:
+        return weight.float() * file[f"{module}.per_channel_scale"][:, None]
+    codes = torch.stack([weight & 15, weight >> 4], 2).flatten(1).long()
+    scales = file[f"{module}.weights_scaling_factor"].float()
+    scales = scales * file[f"{module}.weights_scaling_factor_2"]
+    assert file[f"{module}.activation_scaling_factor"].item() == 0.25
+    return FLOAT4[codes] * scales.repeat_interleave(16, 1)
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq-whole-rows", "modelopt-int4"])
 def test_ranks_have_their_part_of_the_four_bits(
     name: str, convert: Converter, tmp_path: Path
@@ -117,7 +161,24 @@ def test_ranks_have_their_part_of_the_four_bits(
     assert np.array_equal(qkv[0].read_weight(0, 128)[rows], qkv[1].read_weight(0, 64))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+@pytest.mark.parametrize("family", CLASSES)
+def test_every_family_is_read(family: str, convert: Converter, tmp_path: Path) -> None:
+    """Quantized, its checkpoint is byte for byte that of the unquantized weights."""
+    # The experts of some are narrower than a group.
+    case = CASES["gptq-whole-rows" if family.endswith("_moe") else "gptq-act-order"]
+    source, plain = make_quantized(tmp_path, case, family=family)
+    convert(model_dir=source, dequantize=True)
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": None}
+    (source / "config.json").write_text(json.dumps(config))
+    dtype = getattr(torch, case.dtype)
+    tensors = {name: tensor.to(dtype) for name, tensor in plain.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    unquantized = convert(model_dir=source, output_dir=tmp_path / "unquantized")
+    for name in ("rank0.safetensors", "config.json"):
+        assert (convert.output / name).read_bytes() == (unquantized / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "gpt2"])
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order"])
 def test_other_families(name: str, family: str, convert: Converter, tmp_path: Path) -> None:
     """Biases and fused projections: the four bits stand for what the plain weights are."""
@@ -149,6 +210,46 @@ def test_a_drafter_stays_plain_beside_four_bits(convert: Converter, tmp_path: Pa
     modules = {name.rpartition(".")[0] for name in own if name.endswith(".weight")}
     assert all(checkpoint.quantization.excludes(module) for module in modules)
     assert checkpoint.quantization.excludes("transformer.layers.0.mlp.fc") is False
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "modelopt-int4"])
+def test_a_checkpoint_with_four_bits_takes_a_drafter(
+    name: str, convert: Converter, tmp_path: Path
+) -> None:
+    """Its bytes are those of one conversion of both; what does not fit config.json is named."""
+    source, _ = make_quantized(tmp_path, CASES[name])
+    drafter = make_drafter(tmp_path, vocab=67, dtype=CASES[name].dtype)
+    at_once = convert(model_dir=source, drafter_model_dir=drafter)
+    base = convert(model_dir=source, output_dir=tmp_path / "base")
+    added = convert(
+        base_model_checkpoint_dir=base, drafter_model_dir=drafter, output_dir=tmp_path / "added"
+    )
+    file = "rank0.safetensors"
+    assert (added / file).read_bytes() == (at_once / file).read_bytes()
+    tensors = load_file(base / file)
+    scale = "transformer.layers.0.mlp.proj.weights_scaling_factor"
+    del tensors["transformer.layers.1.mlp.fc.weights_scaling_factor"]
+    tensors[scale] = tensors[scale][:, :2].clone()
+    tensors["transformer.layers.0.mlp.fc.weights_zero_points"] = torch.ones(1)
+    save_file(tensors, base / file, metadata={"format": "pt"})
+    error = convert.fail(
+        base_model_checkpoint_dir=base, drafter_model_dir=drafter, output_dir=tmp_path / "other"
+    )
+    assert "lacks 1 tensor: transformer.layers.1.mlp.fc.weights_scaling_factor" in error.message
+    assert "mlp.fc.weights_zero_points" in error.message
+
+
+def test_inputs_that_are_not_scaled_have_ones_beside_others(
+    convert: Converter, tmp_path: Path
+) -> None:
+    """ModelOpt folds some input scales into norms; TensorRT-LLM reads one of every linear."""
+    source, _ = make_quantized(tmp_path, CASES["modelopt-int4"], layers=1)
+    names = [f"{Q_PROJ[:-6]}{part}_proj.pre_quant_scale" for part in "qkv"]
+    change_folder(source, dict.fromkeys(names))
+    convert(model_dir=source)
+    written = load_file(convert.output / "rank0.safetensors")
+    ones = written["transformer.layers.0.attention.qkv.prequant_scaling_factor"]
+    assert torch.equal(ones, torch.ones(64, dtype=torch.bfloat16))
 
 
 def test_linears_that_are_left_alone_are_listed(convert: Converter, tmp_path: Path) -> None:
@@ -199,7 +300,7 @@ def test_a_cache_of_plain_weights_has_no_scales(
     assert "the scales of its K/V cache are left out" in log.text
 
 
-@pytest.mark.parametrize("name", ["fp8-dynamic", "modelopt-nvfp4", "gptq-8-bits"])
+@pytest.mark.parametrize("name", ["fp8-weights", "modelopt-nvfp4-weights", "gptq-8-bits"])
 def test_numbers_without_a_place_are_refused(name: str, convert: Converter, tmp_path: Path) -> None:
     source, _ = make_quantized(tmp_path, CASES[name])
     error = convert.fail(model_dir=source)
@@ -288,6 +389,8 @@ def damage(tensor: torch.Tensor, value: float) -> torch.Tensor:
         ("compressed", "weight_shape", lambda t: -t, "weight_shape is [-64, -64]"),
         ("modelopt-int4", "pre_quant_scale", lambda t: 2 * t, "different scales of their inputs"),
         ("gptq-act-order", "g_idx", lambda t: t.flip(0), "different orders of their inputs"),
+        ("modelopt-nvfp4", "weight_scale_2", lambda t: 2 * t, "have different weight_scale_2"),
+        ("modelopt-nvfp4", "input_scale", lambda t: None, "lacks model.layers.0.self_attn.q_proj"),
     ],
 )
 def test_damaged_tensors(

@@ -133,6 +133,28 @@ def test_both_ways_give_what_transformers_gives(
             check_origins(stream.output, is_plain=method == "plain")
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_prompts_without_drafts_beside_others(
+    folder: Path, expected: list[list[int]], method: str
+) -> None:
+    """The drafter never hears of them; with prefixes taken from their rows, too."""
+    with load(folder, method, kv_cache_enable_block_reuse=True) as engine:
+        prompts = [Prompt(token_ids=ids, speculation=n % 2 == 0) for n, ids in enumerate(PROMPTS)]
+        for _ in range(2):
+            outputs = engine.generate(prompts, max_output_len=LIMIT, end_ids=())
+            assert [output.token_ids for output in outputs] == expected
+            for number, output in enumerate(outputs):
+                if number % 2:
+                    assert output.stats.num_draft_tokens == 0
+        streams = [
+            engine.stream(Prompt(token_ids=[*ids, *tokens[:5]], speculation=n % 2 == 1),
+                          max_output_len=LIMIT - 5, end_ids=())
+            for n, (ids, tokens) in enumerate(zip(PROMPTS, expected, strict=True))
+        ]  # fmt: skip
+        for stream, tokens in zip(streams, expected, strict=True):
+            assert [t for event in stream for t in event.token_ids] == tokens[5:]
+
+
 def check_origins(output: specdec.Output, *, is_plain: bool) -> None:
     """One a token, as the statistics count them, the prompt's own token first."""
     assert len(output.origins) == len(output.token_ids)

@@ -2,7 +2,8 @@
 //
 //     kernel_bits LIBRARY
 //
-// The rule: in half precision a token's numbers have the same bits whatever is computed beside it.
+// The rule: in half precision, and in float32 with matrices of integers, a token's numbers have the
+// same bits whatever is computed beside it.
 // Status 1 and a line on stderr for each place where they have not. On stdout a line for each kernel
 // and type: its name and a sum of the bits of its results for fixed inputs, so that libraries of
 // other compilers, tunings and processors can be compared. Needs no Python: it runs under an
@@ -110,15 +111,27 @@ struct Checks {
     return packed;
   }
 
-  static std::vector<int8_t> pack_int8(int64_t N, int64_t depth) {
-    std::vector<int8_t> weight(N * depth);
-    for (auto &number : weight) number = static_cast<int8_t>(draw() >> 24);
-    std::vector<float> scales(N);
-    const auto bits = make<Float32>(N, -10);
-    std::memcpy(scales.data(), bits.data(), N * sizeof(float));
-    std::vector<int8_t> packed((N + 31) / 32 * (1 + (depth + 3) / 4) * 128);
-    find<void(const int8_t *, const float *, int64_t, int64_t, int8_t *)>(
-        "specdec_pack_matrix_int8")(weight.data(), scales.data(), N, depth, packed.data());
+  // Random integers; those of 4 bits with zeros, scales of the inputs and an order of these.
+  static std::vector<char> pack_integers(int64_t bits, int64_t N, int64_t depth) {
+    const int64_t group = 32, groups = bits == 8 ? 1 : (depth + group - 1) / group;
+    std::vector<uint8_t> codes(bits == 8 ? N * depth : (N + 1) / 2 * depth), zeros(N * groups);
+    for (auto &code : codes) code = static_cast<uint8_t>(draw() >> 24);
+    for (auto &zero : zeros) zero = static_cast<uint8_t>(draw() >> 28);
+    std::vector<float> scales(N * groups), input_scales(depth);
+    for (auto *list : {&scales, &input_scales}) {
+      const auto numbers = make<Float32>(static_cast<int64_t>(list->size()), -4);
+      std::memcpy(list->data(), numbers.data(), list->size() * sizeof(float));
+    }
+    std::vector<int32_t> order(depth);
+    for (int64_t i = 0; i < depth; ++i) order[i] = static_cast<int32_t>(depth - 1 - i);
+    const bool is_full = bits == 4;
+    const int64_t sizes[] = {N, depth, bits, group, !is_full, is_full, is_full, is_full};
+    std::vector<char> packed(find<int64_t(const int64_t *)>("specdec_measure_integers")(sizes));
+    find<void(const uint8_t *, const float *, const uint8_t *, const float *, const int32_t *,
+              const int64_t *, char *)>("specdec_pack_integers")(
+        codes.data(), scales.data(), is_full ? zeros.data() : nullptr,
+        is_full ? input_scales.data() : nullptr, is_full ? order.data() : nullptr, sizes,
+        packed.data());
     return packed;
   }
 
@@ -194,14 +207,16 @@ struct Checks {
   }
 
   static void all_products() {
-    uint64_t plain = kStart, int8 = kStart;
+    uint64_t plain = kStart, int8 = kStart, int4 = kStart;
     const int64_t sizes[][2] = {{1, 1}, {33, 7}, {96, 40}, {200, 321}};
     for (const auto &size : sizes) {
       const int64_t N = size[0], depth = size[1];
       const Numbers x = make<T>(41 * depth, -2), weight = make<T>(N * depth, -4);
       const Numbers bias = make<T>(N, -2);
       plain ^= products<E>("specdec_multiply", N, depth, x, pack(weight, N, depth), bias);
-      int8 ^= products<int8_t>("specdec_multiply_int8", N, depth, x, pack_int8(N, depth), bias);
+      const char *kernel = "specdec_multiply_integers";
+      int8 ^= products<char>(kernel, N, depth, x, pack_integers(8, N, depth), bias);
+      int4 ^= products<char>(kernel, N, depth, x, pack_integers(4, N, depth), bias);
     }
     // Sums that cancel out but for what was rounded, so that no rounding hides behind the result's.
     const int64_t N = 64, depth = 320;
@@ -211,6 +226,7 @@ struct Checks {
     plain ^= products<E>("specdec_multiply", N, depth, x, pack(weight, N, depth), Numbers(N));
     tell("multiply", plain);
     tell("multiply_int8", int8);
+    tell("multiply_int4", int4);
   }
 
   // The second half of 2 * count vectors becomes the first, with another sign where asked for.
@@ -238,7 +254,7 @@ struct Checks {
         find<void(E *, E *, const E *, const E *, const E *, const E *, const int64_t *,
                   const int64_t *, const int64_t *, const int64_t *, const uint8_t *, E *, int64_t,
                   int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                  float, float, float)>(name("specdec_attend"));
+                  int64_t, float, float, float)>(name("specdec_attend"));
     const Numbers norm = make<T>(H, -1);
     const E *normed = limit > 0.0f ? norm.data() : nullptr;
     const auto run = [&](Numbers &to, Numbers tokens, const std::vector<int64_t> &positions,
@@ -247,7 +263,7 @@ struct Checks {
       Numbers out(n * N * H);
       attend(tokens.data(), to.data(), normed, normed, nullptr, nullptr, &row, positions.data(),
              positions.data(), &before, mask.data(), out.data(), 1, n, n, N, K, H, 1, S, 0, window,
-             0.125f, limit, 1e-5f);
+             1, 0.125f, limit, 1e-5f);
       return out;
     };
     std::vector<uint8_t> mask(81);
@@ -262,8 +278,7 @@ struct Checks {
     for (int64_t i = 0; i < 5; ++i) {
       const auto from = qkv.begin() + chain[i] * stride;
       const Numbers alone = run(cache, Numbers(from, from + stride), {past + i}, {1}, past + i);
-      if (kIsHalf)
-        expect(std::equal(alone.begin(), alone.end(), tree.begin() + chain[i] * N * H),
+      expect(std::equal(alone.begin(), alone.end(), tree.begin() + chain[i] * N * H),
                name("attend") + ", " + std::to_string(N) + " heads, " + std::to_string(K) +
                    " kv heads, size " + std::to_string(H) + ", window " + std::to_string(window) +
                    ", cap " + std::to_string(limit) + ", token " + std::to_string(i) + " in a tree");
@@ -284,11 +299,11 @@ struct Checks {
   // Two layers of a decoder over random caches, the first with the window. is_normed: with norms of
   // queries, keys and what is added, with caps, and with another rotary table for the second layer.
   struct Layers {
-    int64_t N, K, H, I, window, activation, is_gated, is_int8;
+    int64_t N, K, H, I, window, activation, is_gated, bits;  // 0, or of integers
     bool has_bias, is_normed = false;
     int64_t D = N * H, R = 3, S = 96, rotated = H;
     std::vector<Numbers> kept;
-    std::vector<std::vector<int8_t>> kept_int8;
+    std::vector<std::vector<char>> kept_integers;
     std::vector<const void *> pointers, final_norm;
     Numbers embedding, row, cosine, sine;
 
@@ -298,14 +313,14 @@ struct Checks {
     }
 
     const void *matrix(int64_t outputs, int64_t depth) {
-      if (!is_int8) return keep(pack(make<T>(outputs * depth, -7), outputs, depth));
-      kept_int8.push_back(pack_int8(outputs, depth));
-      return kept_int8.back().data();
+      if (bits == 0) return keep(pack(make<T>(outputs * depth, -7), outputs, depth));
+      kept_integers.push_back(pack_integers(bits, outputs, depth));
+      return kept_integers.back().data();
     }
 
     void fill() {
       kept.reserve(64);
-      kept_int8.reserve(64);
+      kept_integers.reserve(64);
       const auto extra = [&](int64_t size) {
         return is_normed ? keep(make<T>(size, -1)) : nullptr;
       };
@@ -354,16 +369,16 @@ struct Checks {
         }
       }
       const int64_t shape[] = {B, n, n, 0, D, N, K, H, I, R, S, rotated, 2, activation,
-                               is_gated, 0, is_int8};
+                               is_gated, 0, bits > 0};
       const int64_t attending[] = {window, 0, is_normed ? 0 : window, is_normed};
       const E *tables[] = {cosine.data(), sine.data(), sine.data(), cosine.data()};
       const float scalars[] = {1e-5f, 0.125f, is_normed ? 2.0f : 0.0f, is_normed ? 0.3f : 1.0f};
-      find<void(E *, const E *, E *, const void *const *, const void *const *, E *,
+      find<void(E *, const E *, E *, const void *const *, const void *const *, const void *, E *,
                 const E *const *, const int64_t *, const int64_t *, const int64_t *,
                 const int64_t *, const int64_t *, const uint8_t *, const int64_t *, E *,
                 const int64_t *, const float *)>(name("specdec_run_layers"))(
-          x.data(), nullptr, out.data(), pointers.data(), final_norm.data(), cache.data(), tables,
-          attending, rows.data(), positions.data(), positions.data(), past.data(), mask.data(),
+          x.data(), nullptr, out.data(), pointers.data(), final_norm.data(), nullptr,
+          cache.data(), tables, attending, rows.data(), positions.data(), positions.data(), past.data(), mask.data(),
           nullptr, nullptr, shape, scalars);
       return out;
     }
@@ -387,7 +402,7 @@ struct Checks {
       Numbers fresh = layers.make_cache();
       const Numbers states = layers.step(fresh, pasts, tokens, parents);
       sum = add_bits(sum, states);
-      for (size_t i = 0; i < nodes.size() && kIsHalf; ++i)
+      for (size_t i = 0; i < nodes.size() && (kIsHalf || layers.bits > 0); ++i)
         expect(std::equal(states.begin() + nodes[i] * layers.D,
                           states.begin() + (nodes[i] + 1) * layers.D,
                           expected.begin() + static_cast<int64_t>(i) * layers.D),
@@ -409,7 +424,7 @@ struct Checks {
 
   static void all_steps() {
     const int64_t heads[][3] = {{3, 3, 64}, {4, 2, 64}, {6, 1, 32}, {4, 2, 40}, {1, 1, 128}};
-    uint64_t plain = kStart, int8 = kStart;
+    uint64_t plain = kStart, integers = kStart;
     int64_t at = 0;
     for (const auto &head : heads)
       for (int64_t window : {0, 7}) {
@@ -421,13 +436,13 @@ struct Checks {
         Layers layers{N, K, H, 48, window, activation, is_gated, 0, at % 3 == 0};
         plain ^= steps(layers, what);
         if (at % 3 == 1) {
-          layers.is_int8 = 1;
-          int8 ^= steps(layers, what + ", int8");
+          for (layers.bits = 4; layers.bits <= 8; layers.bits += 4)
+            integers ^= steps(layers, what + ", integers");
         }
         ++at;
       }
     tell("run_layers", plain);
-    tell("run_layers_int8", int8);
+    tell("run_layers_integers", integers);
     tell("run_layers_normed", steps({4, 2, 40, 48, 7, 1, 1, 0, false, true},
                                     name("run_layers") + ", normed"));
     tell("run_layers_erf", steps({4, 2, 40, 48, 0, 2, 0, 0, true}, name("run_layers") + ", erf"));

@@ -22,7 +22,7 @@ def test_every_form_keeps_the_bits(library: Path) -> None:
     assert compiler is not None
     results, lines = matrix.run_driver([str(matrix.compile_driver(compiler)), str(library)])
     assert not lines
-    assert len(results) == 39  # kernels and types
+    assert len(results) == 42  # kernels and types
 
 
 def test_what_a_compiler_chooses_makes_no_difference(capfd: pytest.CaptureFixture[str]) -> None:

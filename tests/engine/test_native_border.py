@@ -35,6 +35,13 @@ def plan(kernels: NativeKernels, *, rows: int = 2, past: int = 0, line: int = 0)
     )  # fmt: skip
 
 
+def pack_integers(kernels: NativeKernels, **changed: Any) -> torch.Tensor:
+    arguments: dict[str, Any] = {
+        "codes": zeros(5, 70, dtype=torch.int8), "scales": zeros(5, 2), "bits": 8, "group": 64,
+    }  # fmt: skip
+    return kernels.pack_integers(**(arguments | changed))
+
+
 def make_layers(
     dtype: torch.dtype = SINGLE, table: Any = None, **changed: torch.Tensor
 ) -> PackedLayers:
@@ -94,6 +101,7 @@ def search(kernels: NativeKernels, hidden: torch.Tensor, tokens: torch.Tensor) -
 
 def test_what_is_right_passes(library: Path) -> None:
     kernels = NativeKernels(library, SINGLE)
+    kernels.multiply(zeros(3, 70), pack_integers(kernels), None, 5)
     run_layers(kernels)
     attend(kernels)
     run_layers(kernels, plan=plan(kernels, past=POSITIONS - 3))
@@ -105,9 +113,22 @@ def test_what_is_right_passes(library: Path) -> None:
     [
         lambda k: k.pack_matrix(zeros(5, 6, dtype=HALF)),
         lambda k: k.pack_matrix(zeros(5, 6, dtype=torch.int32)),
-        lambda k: k.pack_int8(zeros(5, 6), zeros(5)),
-        lambda k: k.pack_int8(zeros(5, 6, dtype=torch.int8), zeros(5, dtype=DOUBLE)),
-        lambda k: k.pack_int8(zeros(5, 6, dtype=torch.int8), zeros(4)),
+        lambda k: pack_integers(k, codes=zeros(5, 70)),
+        lambda k: pack_integers(k, codes=zeros(5, 70, dtype=torch.uint8)),
+        lambda k: pack_integers(k, scales=zeros(5, 2, dtype=DOUBLE)),
+        lambda k: pack_integers(k, scales=zeros(5, 3)),
+        lambda k: pack_integers(k, scales=zeros(4, 2)),
+        lambda k: pack_integers(k, bits=4),
+        lambda k: pack_integers(k, group=48),
+        lambda k: pack_integers(k, zeros=zeros(5, 2, dtype=torch.uint8)),
+        lambda k: pack_integers(k, input_scales=zeros(69)),
+        lambda k: pack_integers(k, order=zeros(70)),
+        lambda k: pack_integers(k, order=torch.arange(70, dtype=torch.int32) + 1),
+        lambda k: k.multiply(zeros(3, 69), pack_integers(k), None, 5),
+        lambda k: k.multiply(zeros(3, 70), pack_integers(k), None, 4),
+        lambda k: k.multiply(zeros(3, 70), pack_integers(k)[:-1].view(torch.int8), None, 5),
+        lambda k: make_layers(down=pack_integers(k, codes=zeros(HIDDEN, INNER, dtype=torch.int8),
+                                                 scales=zeros(HIDDEN, 1))),
         lambda k: k.norm(zeros(3, 8), Norm(zeros(8, dtype=HALF), None, 1e-5)),
         lambda k: k.norm(zeros(3, 8), Norm(zeros(7), None, 1e-5)),
         lambda k: k.norm(zeros(3, 8), Norm(zeros(8), zeros(4), 1e-5)),

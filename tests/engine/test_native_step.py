@@ -1,6 +1,6 @@
 """In half precision a token's state has the same bits in every step: alone, in a tree, in a batch.
 
-With int8 weights too.
+With integer weights too.
 
 So speculative text is that of plain decoding on the same engine in half precision too, not only up
 to near-ties, wherever the native kernels run a step.
@@ -9,6 +9,7 @@ to near-ties, wherever the native kernels run a step.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +20,13 @@ from specdec.engine import decoder as engine
 from specdec.engine import int8, native
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.layout import list_engine_tensors, list_int8, name_int8_scales
+from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
 from specdec.engine.step import Step
 from specdec.engine.tree import Tree, build_tree_mask
 from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.model.config import FULL, SLIDING
+from specdec.model.experts import Experts
+from specdec.model.tensors import get_stored_dtype
 from tests.engine.kernels import in_every_form, needs_compiler
 from tests.engine.models import make_model
 
@@ -35,23 +39,33 @@ TOKENS = [CHAIN[0], CHAIN[1], 8, CHAIN[2], CHAIN[3], 17, 23, CHAIN[4], 50]
 NODES = [0, 1, 3, 4, 7]
 
 
+# All that a layer may have beside a Llama's: Gemma 3's, with Gemma 2's caps and Granite's numbers.
+EVERYTHING: dict[str, Any] = {
+    "architecture": "Gemma3ForCausalLM", "hidden_act": "gelu_pytorch_tanh",
+    "layer_types": (SLIDING, SLIDING, FULL, SLIDING), "rope_local_base_freq": 100.0,
+    "query_pre_attn_scalar": 40.0, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0,
+    "embedding_multiplier": 1.5, "attention_multiplier": 2.0, "residual_multiplier": 0.3,
+    "output_multiplier_scale": 0.7,
+}  # fmt: skip
+
+
 def make_decoder(
-    library: Path, dtype: str, heads: int, kv_heads: int, window: int | None, *, is_int8: bool
-) -> Decoder:
+    library: Path, dtype: str, heads: int, kv_heads: int, window: int | None, *, is_int8: bool,
+    **changes: Any,
+) -> Decoder:  # fmt: skip
     model = make_model(
         dtype=dtype, vocab_size=64, hidden_size=384, num_hidden_layers=4,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_size=384 // heads,
-        intermediate_size=80,
-        sliding_window=window,
+        intermediate_size=80, sliding_window=window, **changes,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(heads)
     weights = {
         name: (torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 1.0)).to(
-            TORCH_DTYPES[dtype]
+            TORCH_DTYPES[get_stored_dtype(name, dtype)]
         )
         for name, shape in list_engine_tensors(model, None).items()
     }
-    for name in list_int8(model) if is_int8 else []:
+    for name in list_integers(model) if is_int8 else []:
         weights[name], weights[name_int8_scales(name)] = int8.quantize(weights[name], name)
     kernels = native.NativeKernels(library, TORCH_DTYPES[dtype])
     return Decoder(model, weights, num_positions=256, device=torch.device("cpu"), kernels=kernels)
@@ -94,7 +108,35 @@ def fill(decoder: Decoder, num_rows: int, past_len: int) -> KVCache:
 def test_a_state_has_the_same_bits_in_every_step(
     library: Path, dtype: str, heads: int, kv_heads: int, window: int | None, is_int8: bool
 ) -> None:
-    decoder = make_decoder(library, dtype, heads, kv_heads, window, is_int8=is_int8)
+    check_bits(make_decoder(library, dtype, heads, kv_heads, window, is_int8=is_int8))
+
+
+@in_every_form
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@torch.inference_mode()
+def test_all_arithmetic_has_the_same_bits(library: Path, dtype: str) -> None:
+    check_bits(make_decoder(library, dtype, 6, 2, 7, is_int8=False, **EVERYTHING))
+
+
+@in_every_form
+@pytest.mark.parametrize(
+    ("dtype", "is_int8"), [("bfloat16", False), ("float16", False), ("bfloat16", True)]
+)
+@torch.inference_mode()
+def test_experts_give_the_same_bits_in_every_step(library: Path, dtype: str, is_int8: bool) -> None:
+    """Whichever other tokens an expert's matrices are read for."""
+    experts = Experts(num=5, top_k=2, inner=40, shared_inner=24, renormalizes=False)
+    decoder = make_decoder(
+        library, dtype, 6, 2, None, is_int8=is_int8, architecture="Qwen2MoeForCausalLM",
+        hidden_act="swiglu", experts=experts,
+    )  # fmt: skip
+    check_bits(decoder)
+    counted = [layer.experts.seen for layer in decoder.stack.layers if layer.experts is not None]
+    steps, tokens, taken = np.sum(counted, axis=0)
+    assert 2 * steps < taken < 2 * tokens, "tokens of a step share experts"
+
+
+def check_bits(decoder: Decoder) -> None:
     past_len = 37
     alone = fill(decoder, 1, past_len)
     expected = []

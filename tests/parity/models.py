@@ -30,6 +30,10 @@ _OPT = {
     **_SIZES, "vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "ffn_dim": 112,
     "word_embed_proj_dim": 64,
 }  # fmt: skip
+_QWEN_MOE = {
+    **_GQA, "num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 72,
+}  # fmt: skip
 _PHI3 = {**_GQA, "pad_token_id": 0}
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -68,6 +72,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "sliding_window": WINDOW, "max_window_layers": 0,
         },
         "yarn": {**_GQA, "rope_scaling": _YARN},
+        "upper_window": {
+            **_GQA, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1,
+        },
     },
     "Qwen3ForCausalLM": {
         "plain": {**_GQA, "head_dim": 24},
@@ -101,12 +108,62 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "OPTForCausalLM": {
         "relu": _OPT,
         "gelu": {**_OPT, "activation_function": "gelu"},
+        "350m": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
     },
     "GemmaForCausalLM": {
         "tied": {**_GQA, "head_dim": 24, "num_key_value_heads": 1, "tie_word_embeddings": True},
     },
+    "Gemma2ForCausalLM": {
+        "caps": {
+            **_GQA, "head_dim": 24, "tie_word_embeddings": True, "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 10, "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 9.0,
+        },
+        "no_caps": {
+            **_GQA, "head_dim": 32, "sliding_window": WINDOW, "attn_logit_softcapping": None,
+            "final_logit_softcapping": None, "rope_theta": 500.0,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    },
+    "Gemma3ForCausalLM": {
+        "windows": {
+            **_GQA, "num_hidden_layers": 3, "head_dim": 24, "tie_word_embeddings": True,
+            "sliding_window": WINDOW, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10,
+            "rope_theta": 2e4, "rope_local_base_freq": 50.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+        "caps": {
+            **_GQA, "head_dim": 16, "num_key_value_heads": 1, "sliding_window": WINDOW,
+            "final_logit_softcapping": 9.0, "attention_bias": True,
+        },
+    },
+    "GraniteForCausalLM": {
+        "multipliers": {
+            **_GQA, "embedding_multiplier": 1.5, "attention_multiplier": 0.1,
+            "residual_multiplier": 0.6, "logits_scaling": 3.0,
+        },
+        "unscaled": {**_GQA, "attention_bias": True, "mlp_bias": True},
+    },
     "MinistralForCausalLM": {
+        "mixed": {
+            **_GQA, "head_dim": 16, "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
         "window": {**_GQA, "head_dim": 24, "sliding_window": WINDOW},
+    },
+    "MixtralForCausalLM": {
+        "plain": {**_GQA, "num_local_experts": 8},
+        "window_top3": {
+            **_GQA, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": WINDOW,
+        },
+    },
+    "Qwen2MoeForCausalLM": {
+        "plain": _QWEN_MOE,
+        "renormalized": {**_QWEN_MOE, "norm_topk_prob": True, "tie_word_embeddings": True},
+    },
+    "Qwen3MoeForCausalLM": {
+        "renormalized": {**_QWEN_MOE, "norm_topk_prob": True, "head_dim": 24},
+        "biases": {**_QWEN_MOE, "attention_bias": True, "head_dim": 16, "rope_scaling": _YARN},
     },
     "SeedOssForCausalLM": {
         "plain": {**_GQA, "head_dim": 16},
@@ -160,9 +217,10 @@ def make_model(
                 weight.copy_(0.3 * noise)
             elif "embed" in key or ".wte." in key or ".wpe." in key:
                 # Where it is the head too, larger ones would repeat each token for ever; Gemma
-                # multiplies by the square root of the hidden size.
+                # multiplies by the square root of the hidden size, and norms what is added to it.
                 scale = 0.5 if model.config.tie_word_embeddings else 1.0
-                weight.copy_(noise * (scale / 8 if architecture == "GemmaForCausalLM" else scale))
+                divisors = {"Gemma": 8, "Gemma2": 32, "Gemma3": 32}
+                weight.copy_(noise * scale / divisors.get(architecture[: -len("ForCausalLM")], 1))
             else:
                 inputs = weight.shape[0] if architecture == "GPT2LMHeadModel" else weight.shape[1]
                 weight.copy_(noise * (2.0 / inputs**0.5))

@@ -30,7 +30,7 @@ LIMIT = 24
 CHUNKS = ((5, 3), (80, 13, 1))
 DRAFTED = (
     "LlamaForCausalLM-plain", "LlamaForCausalLM-yarn", "MistralForCausalLM-window",
-    "Qwen2ForCausalLM-window_tied",
+    "Qwen2ForCausalLM-window_tied", "Gemma2ForCausalLM-caps", "Gemma3ForCausalLM-windows",
 )  # fmt: skip
 # Root 9; two beams that share their first token, and one that does not.
 TREE = Tree(
@@ -71,7 +71,9 @@ def get_engine(
 def load_reference(target: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(target).to(dtype).eval()
+    # Of the ways that transformers has, only the plain one caps scores.
+    model = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
+    return model.to(dtype).eval()
 
 
 @torch.inference_mode()
@@ -255,6 +257,12 @@ def test_half_precision_is_as_near_as_transformers(name: str, dtype: str, tmp_pa
     theirs = compute_reference(target, text, getattr(torch, dtype))
     assert (own - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()
     spacing = float(theirs.abs().max()) / 2 ** BITS[dtype]
-    chosen, best = own.argmax(-1, keepdim=True), theirs.argmax(-1, keepdim=True)
-    margins = theirs.gather(1, best) - theirs.gather(1, chosen)
-    assert float(margins.max()) <= 8 * spacing
+
+    def count_far(chosen: torch.Tensor, logits: torch.Tensor) -> int:
+        margins = logits.amax(-1) - logits.gather(1, chosen.argmax(-1, keepdim=True))[:, 0]
+        return int((margins > 8 * spacing).sum())
+
+    if decoder.model.experts is None:
+        assert count_far(own, theirs) == 0
+    else:  # where two experts nearly tie, a rounding takes the other: in theirs of the router's too
+        assert count_far(own, exact) <= count_far(theirs, exact)

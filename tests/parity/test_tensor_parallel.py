@@ -24,11 +24,16 @@ def end_all() -> Iterator[None]:
     end_ranks()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_text_of_two_ranks_equals_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [(name, []) for name in NAMES] + [("Qwen2MoeForCausalLM-plain", ["--moe-ep-size", 2])],
+)
+def test_greedy_text_of_two_ranks_equals_transformers(
+    name: str, flags: list[object], tmp_path: Path
+) -> None:
     """Plain, and with an oracle whose drafts are right, wrong and in between."""
     target = make_model(tmp_path / "hf", name)
-    folder = make_engine(tmp_path, target, convert=["--tp-size", 2])
+    folder = make_engine(tmp_path, target, convert=["--tp-size", 2, *flags])
     engine = TorchEngine(folder, device="cpu")
     assert engine.config.checkpoint.model.tp_size == engine.decoder.model.tp_size == 2
     expected = generate_reference(target, LENGTHS)

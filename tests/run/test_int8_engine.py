@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -18,12 +19,14 @@ from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
+from specdec.engine.integers import ROW_GROUP
 from specdec.engine.layout import (
     WEIGHTS_NAME,
-    list_int8,
+    list_integers,
     name_int8_scales,
     read_engine_config,
 )
+from specdec.engine.linear import Linear
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json
 from specdec.methods.lookahead import LookaheadConfig
@@ -31,8 +34,8 @@ from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import SuffixOptions
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engine.kernels import needs_compiler
-from tests.engines import call, continue_greedily, run_cli_here, save_weights
-from tests.parity.models import make_model
+from tests.engines import call, continue_greedily, round_inputs, run_cli_here, save_weights
+from tests.parity.models import VOCAB, make_model
 from tests.parity.test_families import assert_near
 from tests.parity.test_parallel_layers import compute, load_ranks
 
@@ -63,16 +66,43 @@ def generate(engine: TorchEngine) -> tuple[list[list[int]], int]:
     return [r.output_ids for r in results], sum(r.stats.num_accepted for r in results)
 
 
+class Rounding:
+    """A linear whose inputs are rounded, as those of an int8 engine are."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(round_inputs(x, ROW_GROUP))
+
+
+def load_rounding(engine: Path) -> TorchEngine:
+    """An engine without kernels that rounds the inputs of its layers' products."""
+    loaded = TorchEngine(engine, device="cpu")
+    layers = loaded.decoder.stack.layers
+    for index, layer in enumerate(layers):
+        linears = {name: getattr(layer, name) for name in ("qkv", "dense", "up", "down")}
+        parts: dict[str, Any] = {n: Rounding(own) for n, own in linears.items() if own is not None}
+        layers[index] = dataclasses.replace(layer, **parts)
+        experts: Any = layer.experts
+        if experts is not None:
+            experts.up, experts.down = (list(map(Rounding, s)) for s in (experts.up, experts.down))
+            experts.shared = (*map(Rounding, experts.shared[:2]), experts.shared[2])
+    return loaded
+
+
 def widen_engine(engine: Path, folder: Path) -> Path:
     """The engine without int8: its weights as the integers times their scales."""
     shutil.copytree(engine, folder)
     tensors = load_file(folder / WEIGHTS_NAME)
-    for name in list_int8(read_engine_config(engine).checkpoint.model):
+    for name in list_integers(read_engine_config(engine).checkpoint.model):
         scales = tensors.pop(name_int8_scales(name))
         assert tensors[name].dtype is torch.int8
-        tensors[name] = tensors[name].float() * scales[:, None]
+        tensors[name] = tensors[name].float() * scales[..., None]
     save_weights(tensors, folder / WEIGHTS_NAME)
-    change_config(folder, lambda config: config["torch_config"].update(quantization=None))
+    change_config(
+        folder, lambda config: config["torch_config"].update(quantization=None, kernels=None)
+    )
     return folder
 
 
@@ -82,9 +112,10 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> Non
     (folder / "config.json").write_text(json.dumps(config))
 
 
-# Attention and MLP side by side with biases, a fused MLP, a plain one with learned positions.
+# Attention and MLP side by side with biases, a fused MLP, a plain one with learned positions, and
+# experts.
 FAMILIES = ("LlamaForCausalLM-plain", "PhiForCausalLM-gelu_new", "Phi3ForCausalLM-plain",
-            "GPT2LMHeadModel-gelu_untied")  # fmt: skip
+            "GPT2LMHeadModel-gelu_untied", "Qwen2MoeForCausalLM-plain")  # fmt: skip
 
 
 @pytest.mark.parametrize("optimize", ["auto", "none"])
@@ -95,7 +126,8 @@ def test_text_is_that_of_the_rounded_weights(family: str, optimize: str, tmp_pat
     engine = build(checkpoint, "engine", *INT8, "--optimize", optimize)
     texts, _ = generate(TorchEngine(engine, device="cpu"))
     wide = widen_engine(engine, tmp_path / "wide")
-    assert generate(TorchEngine(wide, device="cpu"))[0] == texts
+    plain = TorchEngine(wide, device="cpu") if optimize == "none" else load_rounding(wide)
+    assert generate(plain)[0] == texts
     assert sum(len(set(text)) for text in texts) > 20, "the texts vary"
 
 
@@ -122,6 +154,7 @@ def test_text_is_what_transformers_makes_of_the_rounded_weights(tmp_path: Path) 
                 rows = [part.weight.shape[0] for part in parts]
                 for part, weight in zip(parts, torch.split(whole, rows), strict=True):
                     part.weight.copy_(weight)
+                    part.register_forward_pre_hook(lambda _, x: round_inputs(x[0], ROW_GROUP))
     expected = continue_greedily(model, PROMPTS, LIMIT)
     assert generate(TorchEngine(engine, device="cpu"))[0] == expected
     assert expected != before, "the rounding is seen in these texts"
@@ -200,9 +233,31 @@ def test_folders_say_what_they_hold(parent: Path) -> None:
     assert kinds == {torch.bfloat16}, "embedding, head, norms and the drafter stay"
 
 
+@pytest.mark.parametrize(("flags", "axis"), [([], 2), (["--moe-ep-size", 2], 0)])
+def test_several_ranks_hold_the_experts_of_one(
+    flags: list[object], axis: int, tmp_path: Path
+) -> None:
+    """Parts of each expert with the scales of its whole rows, or whole experts."""
+    target = make_model(tmp_path / "hf", "MixtralForCausalLM-plain")
+    whole = load_file(build(convert(target, tmp_path / "one"), "engine-1", *INT8) / WEIGHTS_NAME)
+    checkpoint = convert(target, tmp_path / "two", "--tp-size", 2, *flags)
+    split = build(checkpoint, "engine-2", *INT8, "--optimize", "none")
+    ranks = [load_file(split / f"rank{rank}.safetensors") for rank in range(2)]
+    name = "transformer.layers.1.mlp.proj."
+    codes, scales = (
+        [rank[name + kind] for rank in ranks] for kind in ("weight", "per_channel_scale")
+    )
+    assert torch.equal(torch.cat(codes, axis), whole[name + "weight"])
+    joined = torch.cat(scales) if axis == 0 else scales[1]
+    assert torch.equal(joined, whole[name + "per_channel_scale"])
+    router = "transformer.layers.1.mlp.router.weight"
+    assert all(torch.equal(rank[router], whole[router]) for rank in ranks)
+    assert whole[router].dtype is torch.float32
+
+
 def test_several_ranks_hold_the_weights_of_one(tmp_path: Path) -> None:
-    """Scales are of whole rows, also where ranks hold a part of each."""
-    target = make_model(tmp_path / "hf", "LlamaForCausalLM-plain")
+    """Scales are of whole rows, also where ranks hold a part of each, and here whole groups."""
+    target = make_llama(tmp_path, seed=4, hidden=128, intermediate=128, vocab=VOCAB)
     whole = build(convert(target, tmp_path / "one"), "engine-1", *INT8)
     split = build(convert(target, tmp_path / "two", "--tp-size", 2), "engine-2", *INT8)
     tensors = load_file(whole / WEIGHTS_NAME)
@@ -266,10 +321,10 @@ def test_damaged_engines_are_refused(engine: Path, change: Any, words: str) -> N
         TorchEngine(engine, device="cpu")
 
 
-@pytest.mark.parametrize("value", [None, "int4"])
+@pytest.mark.parametrize("value", [None, "int3"])
 def test_a_config_of_another_kind_is_refused(engine: Path, value: str | None) -> None:
     change_config(engine, lambda config: config["torch_config"].update(quantization=value))
-    words = "quantization is 'int4', which this version" if value else "does not hold the engine"
+    words = "quantization is 'int3', which this version" if value else "does not hold the engine"
     with pytest.raises(SpecDecError, match=words):
         TorchEngine(engine, device="cpu")
 
@@ -283,8 +338,8 @@ def test_builds_that_are_refused(parent: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(SpecDecError, match=r"int8: the checkpoint is quantized already \(FP8\)"):
         build(fp8, "engine", *INT8)
-    with pytest.raises(UsageError, match="int4"):
-        build(parent / "pair-ckpt", "int4", "--quantization", "int4")
+    with pytest.raises(UsageError, match="int3"):
+        build(parent / "pair-ckpt", "int3", "--quantization", "int3")
     tensors = load_file(
         shutil.copytree(parent / "pair-ckpt", tmp_path / "ckpt") / "rank0.safetensors"
     )

@@ -26,6 +26,7 @@ from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options, generate
+from specdec.decode.prefill import PromptReader
 from specdec.decode.prompts import make_requests
 from specdec.decode.requests import ActiveRequest, Request, Result
 from specdec.decode.sampling import SamplingParams
@@ -312,7 +313,7 @@ def test_interruption_while_prompts_are_run(
     def interrupt(*args: Any) -> Tensor:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "fill_cache", interrupt)
+    monkeypatch.setattr(PromptReader, "run_pass", interrupt)
     engine = engines["plain"]
     with pytest.raises(Interrupted) as caught:
         generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=2))

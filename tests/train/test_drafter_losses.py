@@ -329,7 +329,9 @@ def test_soft_labels_match_the_formula(
     x = torch.randn(7, 5, requires_grad=True)
     weight = torch.randn(VOCAB, 5, requires_grad=is_head_trained)
     labels, weights = torch.randint(0, VOCAB, (7,)), torch.rand(7)
-    teacher = Teacher(torch.randn(7, 4), torch.randn(VOCAB, 4), torch.randn(VOCAB), share)
+    bias = torch.randn(VOCAB)
+    head = OutputHead(torch.randn(VOCAB, 4), bias, scale=0.5, cap=2.0)
+    teacher = Teacher(torch.randn(7, 4), head, share)
     loss, losses, ranks = compute_loss(
         x, weight, labels, weights, measure=True, teacher=teacher if share else None
     )
@@ -338,10 +340,11 @@ def test_soft_labels_match_the_formula(
     found = x.grad.clone(), weight.grad
     x.grad = weight.grad = None
     logs = (x @ weight.T).log_softmax(-1)
-    wanted = (teacher.hidden @ teacher.weight.T + teacher.bias).log_softmax(-1)
+    raw = (teacher.hidden @ head.weight.T + bias) * 0.5
+    wanted = torch.tanh(raw / 2).mul(2).log_softmax(-1)
     hard = -logs.gather(1, labels[:, None])[:, 0]
     expected = (1 - share) * hard + share * (wanted.exp() * (wanted - logs)).sum(1)
-    (expected * weights).sum().backward()
+    torch.autograd.backward((expected * weights).sum())
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[0], x.grad, rtol=1e-4, atol=1e-5)
     if is_head_trained:
@@ -359,7 +362,7 @@ def test_a_drafter_that_says_what_the_target_says_is_always_right() -> None:
     """Soft labels alone: the divergence is nothing and every guess counts as right."""
     head = make_head()
     hidden = torch.randn(9, HIDDEN)
-    teacher = Teacher(hidden, head.weight, None, 1.0)
+    teacher = Teacher(hidden, head, 1.0)
     labels = torch.zeros(9, dtype=torch.int64)
     _, losses, ranks = compute_loss(
         hidden, head.weight, labels, torch.ones(9), measure=True, teacher=teacher

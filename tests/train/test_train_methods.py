@@ -11,17 +11,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from specdec.errors import SpecDecError
+from specdec.files.tensor_file import TensorFile
 from specdec.train import acceptance, hub, loop
 from specdec.train.acceptance import choose_prompts
 from specdec.train.methods.eagle import choose_layers, describe_layers
 from specdec.train.pipeline import fill_defaults
 from specdec.train.rows import Rows, prepare_rows
 from specdec.train.settings import TRAINABLE, TrainSettings
+from specdec.train.target import load_config, load_target, make_batch
 from tests.engines import call
+from tests.parity.models import NAMES, VARIANTS, make_model
 
 BASIC = (
     "--dtype", "float32", "--model-max-length", 32, "--batch-size", 2, "--seed", 3,
@@ -49,6 +53,11 @@ CONVERT_FLAGS = {
     "eagle3": ("--eagle-model-dir",),
     "eagle3.1": ("--eagle-model-dir",),
 }
+
+
+def first_of(*architectures: str) -> list[str]:
+    """The first variant of each of these families that is here."""
+    return [f"{name}-{next(iter(VARIANTS[name]))}" for name in architectures if name in VARIANTS]
 
 
 @pytest.fixture
@@ -332,25 +341,75 @@ def test_medusa_and_eagle_write_the_published_layouts(
     ] == [0]
 
 
-def test_a_target_that_caps_its_logits_is_refused(
+def test_a_target_that_does_something_else_to_its_logits_is_refused(
     run_train: Any, inputs: Any, tmp_path: Path, tokenizer: Any
 ) -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+    from transformers import CohereConfig, CohereForCausalLM
 
-    folder = tmp_path / "capped"
-    config = Gemma2Config(
-        vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64,
-        final_logit_softcapping=0.05,
+    folder = tmp_path / "scaled"
+    config = CohereConfig(
+        vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64, logit_scale=0.05,
     )  # fmt: skip
-    Gemma2ForCausalLM(config).save_pretrained(folder)
+    CohereForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     done = run_train(
         *inputs, *KINDS["medusa"], "--model-dir", folder, "--output-dir", tmp_path / "out",
         "--eval-prompts", 0,
     )  # fmt: skip
     assert done.status == 1
-    assert "it scales or caps them" in done.last_lines[0]
+    assert "how it changes them is not known" in done.last_lines[0]
+
+
+def test_drafters_read_the_table_that_engines_give_them(tmp_path: Path) -> None:
+    """Gemma 3's embedding multiplies; its rows are read as they are."""
+    target_dir = make_model(tmp_path / "target", "Gemma3ForCausalLM-windows")
+    config = load_config(str(target_dir))
+    device = torch.device("cpu")
+    target = load_target(str(target_dir), config, "float32", device, with_head=True)
+    batch = make_batch(make_rows([(5, True), (9, True), (70, True)]), [0], device)
+    features = target.read(batch)
+    table = target.embedding.weight
+    assert isinstance(table, torch.Tensor)
+    assert torch.equal(features.embedded[0], table[torch.tensor([5, 9, 70])])
+    assert not torch.equal(target.embedding(batch.tokens), features.embedded)
+    assert target.shape.embedding_scale == target.shape.hidden_size**0.5
+
+
+# Scaled embeddings and capped logits; a head with a bias; learned positions and no rotary fields;
+# norms of queries and keys; experts.
+PAIRS = [
+    ("GemmaForCausalLM-tied", "redrafter"), ("GemmaForCausalLM-tied", "eagle"),
+    ("PhiForCausalLM-gelu_new", "eagle"), ("GPT2LMHeadModel-gelu_new", "eagle3"),
+    ("OPTForCausalLM-350m", "eagle"),
+    *((name, kind) for name in NAMES for kind in ("redrafter", "medusa", "eagle3")
+      if name in first_of("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")),
+    *((name, "medusa") for name in first_of("Gemma2ForCausalLM", "GraniteForCausalLM")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_other_families_train_convert_and_run(
+    name: str, kind: str, run_train: Any, inputs: Any, stages_here: list[str], tokenizer: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Two steps, from hidden states on disk; the engine gives a drafter what training gave it."""
+    target = make_model(tmp_path / "target", name, vocab_size=320)
+    tokenizer.save_pretrained(target)
+    done = run_train(
+        *inputs, *KINDS[kind], "--model-dir", target, "--output-dir", tmp_path / "out",
+        "--max-steps", 2, "--eval-steps", 2, "--eval-prompts", 1, "--eval-output-len", 8,
+        "--self-distillation", 0.5, "--hidden-states-dir", tmp_path / "states", "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    assert stages_here[-3:] == ["convert", "build", "run"]
+    assert json.loads(done.out)["eval"]["acceptance"]["num_verify_steps"] > 0
+    stored = TensorFile(tmp_path / "states" / "target.safetensors").read("embedding")
+    checkpoint = tmp_path / "checkpoint"
+    call("convert", "--model-dir", target, "--output-dir", checkpoint)
+    ours = TensorFile(checkpoint / "rank0.safetensors").read("transformer.vocab_embedding.weight")
+    # OPT's is a product, whose sums torch takes in an order of its own.
+    assert np.allclose(stored, ours, rtol=0, atol=1e-6 if "350m" in name else 0)
 
 
 def make_rows(*rows: list[tuple[int, bool]]) -> Rows:

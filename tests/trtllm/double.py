@@ -54,6 +54,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.files.tensor_file import TensorFile
 from specdec.trtllm.environment import Gpu, list_gpus
 from specdec.trtllm.facts import BuildFlag, Facts, load_facts
 
@@ -211,8 +212,9 @@ def check_checkpoint(command: Command) -> None:
     )
     for section, known in (
         ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys),
+        ("moe", facts.moe_keys),
     ):  # fmt: skip
-        for key in config[section]:
+        for key in config.get(section) or {}:
             command.refuse_if(
                 key not in (*known, "rank"),
                 f"TypeError: {section} got an unexpected keyword argument '{key}'",
@@ -221,6 +223,43 @@ def check_checkpoint(command: Command) -> None:
         "qwen" in config["architecture"].lower() and "qwen_type" not in config,
         "the runtime cannot name a qwen model without qwen_type",
     )
+
+
+def check_matrices(command: Command) -> None:
+    """Whether the layers that the line makes take the tensors of the first rank.
+
+    Its int4 layers round their sizes up to whole tiles, and its kernels have two group sizes.
+    """
+    section, mapping = command.config["quantization"], command.config["mapping"]
+    algorithm, tp_size = section.get("quant_algo"), mapping["tp_size"]
+    if algorithm is None:
+        return
+    command.refuse_if(
+        command.facts.quant_algos.get(algorithm, "unknown") is not None,
+        f"ValueError: '{algorithm}' is not a valid QuantAlgo of this model",
+    )
+    if algorithm not in ("W4A16_AWQ", "W4A8_AWQ"):
+        return
+    group_size = section["group_size"]
+    command.refuse_if(group_size not in (64, 128), f"Invalid group size {group_size}")
+    command.refuse_if(not section["pre_quant_scale"], "no parameter prequant_scaling_factor")
+    tile = max(64 if algorithm == "W4A16_AWQ" else 128, group_size) * tp_size
+    tensors = TensorFile(Path(command.values["checkpoint_dir"], "rank0.safetensors")).tensors
+    for name, info in tensors.items():
+        if name.endswith(".weight") and info.dtype == "int8":
+            is_row = name.endswith(("dense.weight", "proj.weight"))
+            sizes = [2 * info.shape[0], info.shape[1]]
+            sizes[is_row] *= tp_size
+            command.refuse_if(
+                any(size % tile for size in sizes), f"{name} {sizes} is not of whole tiles"
+            )
+            module = name.removesuffix("weight")
+            groups = (2 * info.shape[0], info.shape[1] // group_size)
+            command.refuse_if(
+                tensors[module + "weights_scaling_factor"].shape != groups
+                or tensors[module + "prequant_scaling_factor"].shape != info.shape[1:],
+                f"{module} has scales of other shapes",
+            )
 
 
 def check_mode(command: Command) -> None:
@@ -441,6 +480,7 @@ def build_engine(facts: Facts, version: str, words: Sequence[str]) -> None:
         gpus and gpus[0].capability < (8, 0), "compute capability 8.0 is the least there is"
     )
     check_checkpoint(command)
+    check_matrices(command)
     check_numbers(command)
     check_mode(command)
     rewrite_lengths(command)

@@ -54,7 +54,7 @@ def make_teacher(features: Features, hidden: Tensor, share: float) -> Teacher | 
     if not share:
         return None
     assert features.head is not None
-    return Teacher(hidden, features.head.weight, features.head.bias, share)
+    return Teacher(hidden, features.head, share)
 
 
 class ResidualBlock(torch.nn.Module):

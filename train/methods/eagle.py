@@ -30,7 +30,7 @@ from torch.nn.functional import silu, smooth_l1_loss
 from specdec.command.settings import as_options, name_flag
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import UsageError
 from specdec.methods.eagle import Eagle3Params, EagleTrain
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
@@ -249,9 +249,11 @@ class Eagle(Drafter):
 class Eagle1(Eagle):
     """EAGLE-1, whose weights EAGLE-2 shares: guesses are features of the target."""
 
-    def __init__(self, model: ModelConfig, recipe: Recipe) -> None:
+    def __init__(self, model: ModelConfig, recipe: Recipe, *, embedding_scale: float = 1.0) -> None:
         super().__init__(model, recipe)
         self.fc = torch.nn.Linear(2 * model.hidden_size, model.hidden_size, bias=recipe.has_bias)
+        # The embeddings that it reads are smaller than the features by so much.
+        self.fc.weight.data[:, : model.hidden_size] *= embedding_scale
         self._add_layers(is_third=False)
 
     def begin(self, features: Features) -> Tensor:
@@ -269,8 +271,8 @@ class Eagle1(Eagle):
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert features.head is not None
         loss, losses, ranks = compute_loss(
-            guesses,
-            features.head.weight,
+            features.head.join_input(guesses),
+            features.head.joint_weight,
             labels.tokens,
             labels.weights * self.recipe.token_weight,
             measure=measure,
@@ -299,7 +301,7 @@ class Eagle3(Eagle):
         self._add_layers(is_third=True)
         self.norm = RmsNorm(model.hidden_size, model.norm_epsilon)
         self.lm_head = _make_linear(model.hidden_size, model.vocab_size)
-        self.lm_head.weight.data = head.weight.detach().float().clone()
+        self.lm_head.weight.data = head.weight.detach().float() * head.scale
 
     def begin(self, features: Features) -> Tensor:
         """The inner states, brought to the drafter's width."""
@@ -340,11 +342,6 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
     """Make a drafter of the target's sizes; an output layer of its own begins as the target's."""
     assert target.head is not None
     assert settings.self_distillation is not None
-    if target.head.bias is not None:
-        raise SpecDecError(
-            f"{target.name}: its output layer has a bias, which EAGLE drafters do not have",
-            "use --method redrafter",
-        )
     options = as_options(settings, EagleTrain)
     model = describe_layers(target, options.eagle_num_layers)
     is_third = options.eagle_version == "3"
@@ -367,21 +364,14 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
             norm_output=options.eagle_norm_output,
         )
         return Eagle3(model, recipe, target.head, params)
-    return Eagle1(model, recipe)
+    return Eagle1(model, recipe, embedding_scale=target.shape.embedding_scale)
 
 
 def describe_layers(target: Target, num_layers: int) -> ModelConfig:
     """Describe the drafter's layers: a Llama's, of the target's sizes and rotary embedding."""
-    config = target.config
-    missing = [
-        name for name in ("intermediate_size", "num_attention_heads") if not hasattr(config, name)
-    ]
-    if missing:
-        raise SpecDecError(
-            f"{target.name}: its config.json has no {', '.join(missing)}",
-            "EAGLE drafters are made for targets like Llama; use --method redrafter",
-        )
+    config, hidden_size = target.config, target.shape.hidden_size
     num_heads = int(config.num_attention_heads)
+    sizes = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
     # transformers 5 keeps all of it in one object.
     rotary = dict(
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -392,12 +382,12 @@ def describe_layers(target: Target, num_layers: int) -> ModelConfig:
         architecture="LlamaForCausalLM",
         dtype="float32",
         vocab_size=target.shape.vocab_size,
-        hidden_size=target.shape.hidden_size,
+        hidden_size=hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
-        head_size=int(getattr(config, "head_dim", None) or target.shape.hidden_size // num_heads),
-        intermediate_size=int(config.intermediate_size),
+        head_size=int(getattr(config, "head_dim", None) or hidden_size // num_heads),
+        intermediate_size=next((size for size in sizes if size), 4 * hidden_size),
         norm_epsilon=float(getattr(config, "rms_norm_eps", 1e-6)),
         max_position_embeddings=int(config.max_position_embeddings),
         rotary_base=float(base),

@@ -60,7 +60,7 @@ class MedusaHeads(Drafter):
                 torch.nn.init.zeros_(block.linear.weight)
                 torch.nn.init.zeros_(block.linear.bias)
             output = torch.nn.Linear(hidden_size, vocab_size, bias=False)
-            output.weight.data = head.weight.detach().float().clone()
+            output.weight.data = head.weight.detach().float() * head.scale
             self.add_module(str(number), torch.nn.Sequential(*blocks, output))
 
     def forward(

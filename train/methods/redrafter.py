@@ -69,6 +69,8 @@ class ReDrafter(Drafter):
         if is_rnn:
             self.rnn_u = torch.nn.Linear(shape.hidden_size, shape.hidden_size)
             self.rnn_w = torch.nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
+            # What it reads is smaller than a state by so much.
+            self.rnn_w.weight.data *= shape.embedding_scale
 
     def compute_states(self, embedded: Tensor) -> list[Tensor]:
         """Run the recurrence from every place. embedded [B, T, D] -> P tensors [B, T-2-i, D]."""

@@ -62,6 +62,23 @@ class PromptFollower(Protocol):
         """Let `row` start over with what is known of the first `length` tokens of row `source`."""
 
 
+@runtime_checkable
+class PromptLatecomer(Protocol):
+    """A proposer that reads prompts by itself, when it first drafts after them.
+
+    max_catch_up: most tokens that it may read in a step of several requests; None is all.
+    """
+
+    max_catch_up: int | None
+
+
+@runtime_checkable
+class TreeReader(Protocol):
+    """A proposer that reads the states of nodes that it has placed itself: none may be left out."""
+
+    reads_tree: bool
+
+
 class EngineHandle(Protocol):
     """An engine, as far as those who draft for it deal with it."""
 

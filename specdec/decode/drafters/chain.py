@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import PromptFollower, Proposer
+from specdec.decode.drafters.base import PromptFollower, PromptLatecomer, Proposer
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import Tree, TreeBuilder
 
@@ -135,6 +135,18 @@ class ChainProposer:
         self._clock = clock
         self._began: float | None = None  # of the step that is under way, after its drafts
         self._drafts: list[tuple[int, int]] = []
+
+    @property
+    def max_catch_up(self) -> int | None:
+        """See PromptLatecomer; for the members that are."""
+        late = [m.max_catch_up for m in self._members if isinstance(m, PromptLatecomer)]
+        return late[0] if late else None
+
+    @max_catch_up.setter
+    def max_catch_up(self, limit: int | None) -> None:
+        for member in self._members:
+            if isinstance(member, PromptLatecomer):
+                member.max_catch_up = limit
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget everything, what was brought too."""

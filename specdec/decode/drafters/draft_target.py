@@ -6,6 +6,7 @@ Leviathan et al., "Fast inference from transformers via speculative decoding", 2
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from specdec import logs
 from specdec.decode.accept import Candidates
 from specdec.decode.devices import check_devices
 from specdec.decode.drafters.base import DraftContext, EngineHandle
-from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.drafters.pacing import DraftLength, DraftPlan
 from specdec.decode.engine import TorchEngine
 from specdec.decode.plain_ahead import run_tokens
 from specdec.decode.prefill import fill_cache
@@ -112,6 +113,23 @@ def attach_draft(
     return proposer
 
 
+def bound_catch_up(plan: DraftPlan, lags: Sequence[int], limit: int) -> DraftPlan:
+    """A plan by which the draft model reads at most `limit` tokens that it lags behind.
+
+    It catches up with one request after another; nothing is drafted for those it lags behind still.
+    """
+    read, counts, catch_up = 0, list(plan.counts), {}
+    for at, lag in enumerate(lags):
+        wanted = lag if counts[at] else plan.catch_up.get(at, 0)
+        taken = min(wanted, limit - read)
+        read += taken
+        if taken < lag:
+            counts[at] = 0
+        if taken and not counts[at]:
+            catch_up[at] = taken
+    return dataclasses.replace(plan, counts=counts, catch_up=catch_up)
+
+
 class DraftTargetProposer:
     """Decodes the draft model `draft_length` tokens ahead of each request.
 
@@ -139,6 +157,7 @@ class DraftTargetProposer:
         self._cache: KVCache | None = None
         # By row, of the last draft: tokens of the request when it began, and tokens drafted.
         self._drafts: dict[int, tuple[int, int]] = {}
+        self.max_catch_up: int | None = None
         self._num_caught_up = 0  # tokens, in the last draft
         self._draft_seconds = self._began_verify = 0.0
 
@@ -167,6 +186,8 @@ class DraftTargetProposer:
             for r, text in zip(requests, texts, strict=True)
         ]
         plan = self.draft_length.plan(lags, [r.remaining for r in requests])
+        if self.max_catch_up is not None and len(requests) > 1:
+            plan = bound_catch_up(plan, lags, self.max_catch_up)
         # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
         vocab_size = self.decoder.model.vocab_size
         counts = [

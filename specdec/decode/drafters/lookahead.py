@@ -173,6 +173,8 @@ class Lookahead:
 class LookaheadProposer:
     """Proposes the tree of each request's n-grams and window, and moves the window on."""
 
+    reads_tree = True
+
     def __init__(self, config: LookaheadConfig, decoder: Decoder) -> None:
         self.config = config
         self.max_draft_tokens = config.max_draft_tokens

@@ -19,7 +19,7 @@ from specdec.engine.loading import load_weights
 from specdec.engine.native import NativeKernels, load_kernels
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
-from specdec.model.quantization import INT8
+from specdec.model.int4 import INT4_ALGORITHMS
 
 logger = logs.get_logger(__name__)
 
@@ -38,10 +38,13 @@ def list_options(config: EngineConfig, folder: Path, device: torch.device) -> di
     """The arguments of an engine's decoder besides its model and weights."""
     drafter, build = config.checkpoint.drafter, config.build
     kernels = _load_kernels(config, folder, device)
-    if config.quantization == INT8 and kernels is None:
+    algorithm = config.checkpoint.quantization.quant_algo
+    integers = config.quantization or (algorithm if algorithm in INT4_ALGORITHMS else None)
+    if integers is not None and kernels is None:
         logger.info(
-            "int8: no native kernels run here, so the weights take the memory of %s",
-            config.checkpoint.model.dtype,
+            "%s: no native kernels run here: weights are widened in every step, which is slow, and"
+            " inputs are not rounded",
+            integers,
         )
     depth = drafter.max_draft_depth if drafter else build.max_draft_len
     return {

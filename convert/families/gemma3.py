@@ -1,0 +1,108 @@
+"""Gemma 3's text model: normed queries and keys, layers of a window with a rotary base."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.model.config import FULL, SLIDING, ModelConfig
+
+from ..hf import ConfigReader
+from ..plan import Part
+from . import gemma2
+from .base import (
+    ROTARY_BUFFERS,
+    Family,
+    Layout,
+    get_window,
+    logger,
+    make_model,
+    read_decoder,
+    read_windows,
+    refuse_unless,
+)
+from .qwen3 import HEAD_NORMS
+
+MODULES: dict[str, tuple[str | Part, ...]] = {
+    **gemma2.MODULES,
+    **{ours: (Part(str(name), added=1.0),) for ours, (name,) in HEAD_NORMS.items()},
+}
+
+
+def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+    """Read a Gemma 3 config.json; an absent optional field has the value transformers gives it."""
+    reader, local_base = _split_rotary(reader)
+    values = read_decoder(
+        reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=131072, num_kv_heads=4,
+        head_dim=256, hidden_act="gelu", rotary_base=1e6,
+    ) | gemma2.read_gemma(reader, logit_cap=None)  # fmt: skip
+    refuse_unless(
+        reader, "attn_logit_softcapping",
+        remedy="no Gemma 3 caps its scores, and transformers takes no notice of it: give null",
+    )  # fmt: skip
+    refuse_unless(
+        reader, "use_bidirectional_attention", False,
+        remedy="a model that reads text in both directions writes none",
+    )  # fmt: skip
+    old, new = "sliding_window_pattern", "_sliding_window_pattern"
+    pattern = reader.get_int(old if old in reader.config else new, 6)
+    values |= read_windows(
+        reader, values["num_hidden_layers"], get_window(reader, 4096), pattern=pattern
+    ) | {"rope_local_base_freq": local_base}
+    return make_model(reader, layout, "Gemma3ForCausalLM", values)
+
+
+def _split_rotary(reader: ConfigReader) -> tuple[ConfigReader, float]:
+    """Return a reader of the rotary embedding of full layers, and the base of sliding ones.
+
+    transformers 5 has an object for either in `rope_parameters`, earlier versions have the base of
+    the sliding layers at the top level.
+    """
+    both = reader.get_object("rope_parameters")
+    if not {FULL, SLIDING} & both.keys():
+        return reader, reader.get_float("rope_local_base_freq", 10000.0)
+    parts = ConfigReader(both, reader.path)
+    full, sliding = parts.get_object(FULL), parts.get_object(SLIDING)
+    inner = ConfigReader(sliding, reader.path)
+    refuse_unless(
+        inner, "rope_type", "default",
+        remedy="Gemma 3 scales the rotary embedding of its full layers alone",
+    )  # fmt: skip
+    base = inner.get_float("rope_theta", 10000.0)
+    own = ConfigReader(dict(reader.config) | {"rope_parameters": full}, reader.path)
+    for each in (reader, parts, inner):
+        own.problems += each.problems
+    return own, base
+
+
+def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys of TensorRT-LLM's Gemma 3 config.
+
+    It follows a pattern of windows, and reads a scaling of the rotary embedding from its checkpoint
+    though its own converter looks for it under another name and loses it.
+    """
+    types = model.layer_types or ()
+    pattern = next((at for at, kind in enumerate(types, 1) if kind == FULL), len(types) + 1)
+    if any((kind == FULL) != (at % pattern == 0) for at, kind in enumerate(types, 1)):
+        logger.warning(
+            "layer_types %s has no period: TensorRT-LLM would run other layers with the window;"
+            " this checkpoint is for the torch backend",
+            ", ".join(types),
+        )
+    config = gemma2.describe(model, config)
+    del config["attn_logit_softcapping"]
+    return config | {
+        "_sliding_window_pattern": pattern,
+        "rope_local_base_freq": model.rope_local_base_freq,
+    }
+
+
+FAMILY = Family(
+    name="gemma3",
+    model_type="gemma3_text",
+    architectures=("Gemma3ForCausalLM",),
+    modules=MODULES,
+    ignored=ROTARY_BUFFERS,
+    is_tied_by_default=True,
+    read_config=read_config,
+    describe=describe,
+)

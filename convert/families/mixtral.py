@@ -1,0 +1,54 @@
+"""Mixtral 8x7B, 8x22B: Mistral with a mixture of experts in place of the MLP."""
+
+from __future__ import annotations
+
+from specdec.model.config import ModelConfig
+
+from ..hf import ConfigReader
+from . import llama
+from .base import (
+    ROTARY_BUFFERS,
+    Family,
+    Layout,
+    get_window,
+    make_model,
+    read_decoder,
+    read_experts,
+    read_windows,
+)
+
+_SELF = "model.layers.{layer}.block_sparse_moe."
+_OURS = "transformer.layers.{layer}."
+_EXPERT = _SELF + "experts.{expert}."
+
+MODULES = {name: own for name, own in llama.MODULES.items() if ".mlp." not in name} | {
+    _OURS + "mlp.router": (_SELF + "gate",),
+    # Of each expert what is multiplied, then what is activated.
+    _OURS + "mlp.fc": (_EXPERT + "w3", _EXPERT + "w1"),
+    _OURS + "mlp.proj": (_EXPERT + "w2",),
+}
+
+
+def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+    """Read a Mixtral config.json; an absent optional field has the value transformers gives it."""
+    values = read_decoder(
+        reader, norm_epsilon=("rms_norm_eps", 1e-5), max_positions=131072, num_kv_heads=8,
+        rotary_base=1e6,
+    )  # fmt: skip
+    window = get_window(reader, None)
+    values |= read_windows(reader, values["num_hidden_layers"], window)
+    values |= read_experts(
+        reader, layout, values, num=("num_local_experts", 8), top_k=2, renormalizes=True
+    )
+    return make_model(reader, layout, "MixtralForCausalLM", values)
+
+
+FAMILY = Family(
+    name="mixtral",
+    model_type="mixtral",
+    architectures=("MixtralForCausalLM",),
+    modules=MODULES,
+    ignored=ROTARY_BUFFERS,
+    read_config=read_config,
+    describe=llama.describe,
+)

@@ -1,0 +1,167 @@
+"""A matrix and how its rows are rounded; a rank's part of it; the scales that are measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from specdec.files.casts import cast
+from specdec.files.reading import Array
+from specdec.files.tensor_file import TensorInfo
+from specdec.model.quantization import WEIGHT_SCALE_2
+from specdec.model.sharding import Block
+
+from ..plan import CHUNK_BYTES, Chunk, Piece, PlannedTensor
+from .formats import Rounding
+
+SCALE_INFO = TensorInfo("float32", (1,))
+
+
+class Scales:
+    """The scales of a checkpoint, known only after they were measured; a source of tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, TensorInfo] = {}
+        self._values: dict[str, Array] = {}
+
+    def add(
+        self,
+        name: str,
+        value: np.float32 | None = None,
+        *,
+        info: TensorInfo = SCALE_INFO,
+        columns: tuple[int, int] | None = None,
+    ) -> PlannedTensor:
+        """Plan a scale, or some of them, of which the values may be told later."""
+        self.tensors[name] = info
+        if value is not None:
+            self.set(name, value)
+        block = Block(*(columns or (0, info.shape[0])))
+        shape = (block.stop - block.start,)
+        return PlannedTensor(TensorInfo(info.dtype, shape), (Piece(self, name, block),))
+
+    def set(self, name: str, value: np.float32 | Array) -> None:
+        """Tell a scale's value, or several as they are stored."""
+        self._values[name] = np.atleast_1d(value)
+
+    def get(self, name: str) -> np.float32:
+        """Return a scale that was measured."""
+        return np.float32(self._values[name][0])
+
+    def read(self, name: str) -> Array:
+        return self._values[name]
+
+    def read_block(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> Array:
+        assert columns is None
+        return self.read(name)[start:stop]
+
+    def locate(self, name: str) -> None:
+        """Return None: a scale lies in no file."""
+
+    def release(self) -> None:
+        """Do nothing: scales are small."""
+
+
+class RoundedMatrix:
+    """A whole matrix [out, in], and how its rows are rounded.
+
+    tensor: where its rows are. input_scale: float32 [in], what the inputs are multiplied with and
+    the weights divided by; kept: see `Rounding`. Both are found by a search, where there is one.
+    """
+
+    def __init__(
+        self, module: str, tensor: PlannedTensor, rounding: Rounding, scales: Scales
+    ) -> None:
+        self.module, self.tensor, self.rounding, self.scales = module, tensor, rounding, scales
+        self.input_scale: Array | None = None
+        self.kept: Array | None = None
+
+    def __repr__(self) -> str:
+        """What decides its numbers besides its source, as text: a journal compares it."""
+        digest = hashlib.sha256()
+        for array in (self.input_scale, self.kept):
+            digest.update(b"-" if array is None else np.ascontiguousarray(array).data)
+        return f"{self.module} {self.rounding} {digest.hexdigest()}"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_rows, num_inputs = self.tensor.info.shape
+        return num_rows, num_inputs
+
+    def list_rows(self, num_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
+        """Yield ranges of an even number of rows that take about so many bytes as float32."""
+        height = max(1, num_bytes // (8 * self.shape[1])) * 2
+        for start in range(0, self.shape[0], height):
+            yield start, min(start + height, self.shape[0])
+
+    def read(self, start: int, stop: int) -> Array:
+        """Return rows [start, stop) as float32 [rows, in]."""
+        parts, offset = [], 0
+        for piece in self.tensor.pieces:
+            assert piece.block is not None
+            height = piece.block.stop - piece.block.start
+            first, last = max(start - offset, 0), min(stop - offset, height)
+            if first < last:
+                rows = Block(piece.block.start + first, piece.block.start + last)
+                parts.append(piece.read(rows, self.tensor.info.dtype))
+            offset += height
+        return cast(np.concatenate(parts), self.tensor.info.dtype, "float32")
+
+    def round(self, start: int, stop: int) -> tuple[Array, Array]:
+        """Return the codes and scales of rows, not packed."""
+        values = self.read(start, stop)
+        if self.input_scale is not None:
+            values /= self.input_scale
+        kept = None if self.kept is None else self.kept[start:stop]
+        return self.rounding.round(values, self._get_whole(), kept)
+
+    def restore(self, start: int, stop: int) -> Array:
+        """Return what rows [start, stop) are after rounding, for unscaled inputs: float32."""
+        restored = self.rounding.restore(*self.round(start, stop), self._get_whole())
+        return restored if self.input_scale is None else restored * self.input_scale
+
+    def _get_whole(self) -> np.float32:
+        name = f"{self.module}.{WEIGHT_SCALE_2}"
+        return self.scales.get(name) if name in self.scales.tensors else np.float32(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTensor(PlannedTensor):
+    """One rank's part of a matrix's codes or of the scales of its rows or groups.
+
+    pieces: what is read of the sources; blocks: the part, of the whole matrix. Rows are rounded
+    whole, so that their scales do not depend on the split.
+    """
+
+    matrix: RoundedMatrix
+    blocks: tuple[Block, ...]
+    is_weight: bool
+
+    def list_chunks(self) -> Iterator[Chunk]:
+        num_rows = sum(block.stop - block.start for block in self.blocks)
+        for block in self.blocks:
+            for start, stop in self.matrix.list_rows():
+                first, last = max(start, block.start), min(stop, block.stop)
+                if first < last:
+                    num_bytes = self.info.num_bytes * (last - first) // num_rows
+                    yield Chunk(
+                        num_bytes, functools.partial(self._make, first, last, block.columns)
+                    )
+
+    def _make(self, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
+        codes, scales = self.matrix.round(start, stop)
+        first, last = columns or (0, codes.shape[1])
+        if self.is_weight:
+            return self.matrix.rounding.pack(codes[:, first:last])
+        if scales.ndim == 2:
+            group_size = codes.shape[1] // scales.shape[1]
+            scales = scales[:, first // group_size : last // group_size]
+        return scales

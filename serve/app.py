@@ -1,0 +1,373 @@
+"""The HTTP side: OpenAI's endpoints as an ASGI application, which never waits for a step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from specdec import Engine, SpecDecError, __version__, logs
+from specdec.errors import summarize
+from specdec.files.reading import parse_json
+
+from .answers import Answer
+from .metrics import Metrics
+from .scheduler import Closing, Job, QueueFull, Scheduler
+from .schema import (
+    BadRequest,
+    ChatAsked,
+    CompletionAsked,
+    DetokenizeAsked,
+    TokenizeAsked,
+    check_model,
+    make_requests,
+    read_asked,
+)
+from .tokens import TokenTable
+
+logger = logs.get_logger(__name__)
+PAGE = Path(__file__).parent / "page.html"
+OPEN_PATHS = ("/health", "/")  # of no secret: the page is a file, and asks for the key itself
+MAX_HEADER_BYTES = 32 * 1024
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class TimedOut(Exception):
+    """A request took longer than it may."""
+
+
+def make_error(
+    message: str, status: int, param: str | None = None, code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:  # fmt: skip
+    """An error in OpenAI's form."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "rate_limit_error" if status == 429 else kind
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": error}, status, headers)
+
+
+class Front:
+    """The endpoints, over one scheduler."""
+
+    def __init__(
+        self, engine: Engine, scheduler: Scheduler, metrics: Metrics, *, model: str,
+        max_body_bytes: int, request_timeout: float,
+    ) -> None:  # fmt: skip
+        self._engine, self._scheduler, self._metrics = engine, scheduler, metrics
+        self._model = model
+        self._max_body_bytes, self._timeout = max_body_bytes, request_timeout
+        self._table = TokenTable(engine.tokenizer)
+        # Tokenizing a long prompt takes a while: not in the loop that serves everybody.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+
+    def make_app(self) -> Starlette:
+        """The application, without what guards it."""
+        routes = [
+            Route("/v1/completions", self._complete, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._list_models),
+            Route("/v1/models/{name:path}", self._show_model),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/health", self._tell_health),
+            Route("/metrics", self._tell_metrics),
+            Route("/version", self._tell_version),
+        ]
+        if PAGE.is_file():
+            routes.append(Route("/", self._show_page))
+        handlers = {
+            HTTPException: _answer_http, BadRequest: _answer_bad, Exception: _answer_fault,
+            QueueFull: _answer_full, Closing: _answer_closing, ClientDisconnect: _answer_nobody,
+            TimedOut: _answer_late,
+        }  # fmt: skip
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._generate(request, CompletionAsked)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._generate(request, ChatAsked)
+
+    async def _generate(self, http: Request, kind: type[Any]) -> Response:
+        asked = await self._read(http, kind)
+        requests = await self._work(make_requests, self._engine, asked)
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(changed.set)
+
+        jobs = [Job(request, wake) for request in requests]
+        answer = Answer(asked, self._model, jobs, self._table)
+        self._scheduler.submit(jobs)
+        deadline = loop.time() + self._timeout
+        events = self._follow(answer, changed, deadline)
+        if asked.stream:
+            return EventStream(_format_events(events, answer), jobs, self._scheduler)
+        following = asyncio.ensure_future(_exhaust(events))
+        leaving = asyncio.ensure_future(_wait_for_leave(http.receive))
+        try:
+            await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
+                raise ClientDisconnect
+            await following
+        finally:
+            following.cancel()
+            leaving.cancel()
+            cancel_all(self._scheduler, jobs)
+        return JSONResponse(answer.to_json())
+
+    async def _follow(
+        self, answer: Answer, changed: asyncio.Event, deadline: float
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of an answer as they come; raises what ended one of its requests."""
+        loop = asyncio.get_running_loop()
+        while not answer.is_over:
+            try:
+                await asyncio.wait_for(changed.wait(), deadline - loop.time())
+            except asyncio.TimeoutError:
+                raise TimedOut(f"the request took more than {self._timeout:g} seconds") from None
+            changed.clear()
+            for choice in answer.choices:
+                if choice.finish_reason is None and (events := choice.job.take()):
+                    for chunk in answer.add(choice, events):
+                        yield chunk
+
+    async def _tokenize(self, http: Request) -> Response:
+        asked = await self._read(http, TokenizeAsked)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise BadRequest("give exactly one of prompt and messages", "prompt")
+        if asked.prompt is not None:
+            ids = await self._work(lambda: self._engine.tokenizer(asked.prompt)["input_ids"])
+        else:
+            chat = ChatAsked(messages=asked.messages, max_tokens=1)
+            (request,) = await self._work(make_requests, self._engine, chat)
+            ids = request.input_ids
+        return JSONResponse(
+            {"count": len(ids), "max_model_len": self._engine.max_seq_len, "tokens": ids}
+        )
+
+    async def _detokenize(self, http: Request) -> Response:
+        asked = await self._read(http, DetokenizeAsked)
+        try:
+            text = await self._work(self._engine.tokenizer.decode, asked.tokens)
+        except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
+            raise BadRequest(f"the tokenizer cannot decode: {summarize(error)}", "tokens") from None
+        return JSONResponse({"prompt": text})
+
+    async def _list_models(self, http: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._describe_model()]})
+
+    async def _show_model(self, http: Request) -> Response:
+        check_model(http.path_params["name"], self._model)
+        return JSONResponse(self._describe_model())
+
+    def _describe_model(self) -> dict[str, Any]:
+        return {
+            "id": self._model, "object": "model", "created": 0, "owned_by": "specdec",
+            "max_model_len": self._engine.max_seq_len, "specdec": self._engine.describe(),
+        }  # fmt: skip
+
+    async def _tell_health(self, http: Request) -> Response:
+        if self._scheduler.is_ready:
+            return JSONResponse({"status": "ok"})
+        return make_error("the server is not ready, or about to end", 503)
+
+    async def _tell_metrics(self, http: Request) -> Response:
+        scheduler = self._scheduler
+        text = self._metrics.render(scheduler.num_running, scheduler.num_waiting)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _tell_version(self, http: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def _show_page(self, http: Request) -> Response:
+        policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
+        policy += " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        page = PAGE.read_text(encoding="utf-8")
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+
+    async def _read(self, http: Request, kind: type[Any]) -> Any:
+        """Read and check a body."""
+        sent = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+        if sent != "application/json":
+            raise BadRequest(
+                f"Content-Type is {sent[:100]!r}, not application/json", status=415
+            )  # fmt: skip
+        limit = self._max_body_bytes
+        too_large = BadRequest(f"the body has more than {limit} bytes", status=413)
+        length = http.headers.get("content-length", "")
+        if length.isdecimal() and (len(length) > 18 or int(length) > limit):
+            raise too_large
+        body = bytearray()
+
+        async def read() -> None:
+            async for piece in http.stream():
+                body.extend(piece)
+                if len(body) > limit:
+                    raise too_large
+
+        try:
+            await asyncio.wait_for(read(), self._timeout)
+            asked = read_asked(kind, parse_json(bytes(body)))
+        except asyncio.TimeoutError:
+            raise BadRequest("the body did not come in time", status=408) from None
+        except ValueError as error:
+            raise BadRequest(f"the body is not JSON: {summarize(error)}") from None
+        check_model(asked.model, self._model)
+        return asked
+
+    async def _work(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Run what takes a while in another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, call, *args)
+
+
+class EventStream(Response):
+    """Server-sent events, until they end or the client leaves; a slow one makes them fewer."""
+
+    def __init__(self, events: AsyncIterator[bytes], jobs: list[Job], scheduler: Scheduler) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        # Of a length that is not known.
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+        self._events, self._jobs, self._scheduler = events, jobs, scheduler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write() -> None:
+            start = {"status": 200, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **start})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        tasks = {asyncio.ensure_future(write()), asyncio.ensure_future(_wait_for_leave(receive))}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                with contextlib.suppress(OSError):  # it left while it was written to
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            cancel_all(self._scheduler, self._jobs)
+
+
+def cancel_all(scheduler: Scheduler, jobs: list[Job]) -> None:
+    """End the requests that are not over."""
+    for job in jobs:
+        if not job.is_over:
+            scheduler.cancel(job)
+
+
+async def _wait_for_leave(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _exhaust(events: AsyncIterator[Any]) -> None:
+    async for _ in events:
+        pass
+
+
+async def _format_events(
+    events: AsyncIterator[dict[str, Any]], answer: Answer
+) -> AsyncIterator[bytes]:
+    """Chunks as server-sent events, [DONE] last; an error in between is one, too."""
+    for chunk in answer.open():
+        yield _format(chunk)
+    try:
+        async for chunk in events:
+            yield _format(chunk)
+        for chunk in answer.close():
+            yield _format(chunk)
+    except Exception as error:  # noqa: BLE001 - the status line is sent already
+        yield b"data: " + bytes(explain(error).body) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def _format(chunk: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode()
+
+
+def explain(error: Exception) -> JSONResponse:
+    """The answer to a request that an error ended."""
+    if isinstance(error, TimedOut):
+        return make_error(str(error), 504, code="timeout")
+    if isinstance(error, SpecDecError):
+        return make_error(error.message, 500)
+    return make_error("a step of the engine failed, which ended this request", 500)
+
+
+async def _answer_http(_: Request, error: Any) -> Response:
+    return make_error(str(error.detail), error.status_code, headers=error.headers)
+
+
+async def _answer_bad(_: Request, error: Any) -> Response:
+    return make_error(error.message, error.status, error.param, error.code)
+
+
+async def _answer_full(_: Request, error: Any) -> Response:
+    return make_error(str(error), 429, headers={"Retry-After": str(error.seconds)})
+
+
+async def _answer_closing(_: Request, error: Any) -> Response:
+    return make_error("the server is about to end", 503, headers={"Retry-After": "5"})
+
+
+async def _answer_late(_: Request, error: Any) -> Response:
+    return explain(error)
+
+
+async def _answer_nobody(_: Request, error: Any) -> Response:
+    return Response(status_code=499)  # the client has left
+
+
+async def _answer_fault(_: Request, error: Exception) -> Response:
+    return explain(error)
+
+
+class Guard:
+    """Lets in who sends the key; without one, who names the server by a loopback name."""
+
+    def __init__(self, app: Starlette, key: str | None, local_names: frozenset[str] | None) -> None:
+        """local_names: what clients without a key may call the server; None is anything."""
+        self._app, self._local_names = app, local_names
+        self._digest = None if key is None else hashlib.sha256(key.encode()).digest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refuse(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refuse(self, scope: Scope) -> Response | None:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            return make_error(f"the headers have more than {MAX_HEADER_BYTES} bytes", 431)
+        headers = dict(scope["headers"])
+        if self._digest is not None and scope["path"] not in OPEN_PATHS:
+            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+            digest = hashlib.sha256(given.strip()).digest()
+            if not (hmac.compare_digest(digest, self._digest) and kind.lower() == b"bearer"):
+                return make_error(
+                    "a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )  # fmt: skip
+        if self._local_names is not None:
+            # A page from elsewhere whose name was made to lead here would send that name.
+            host = headers.get(b"host", b"localhost").decode("latin-1").lower()
+            name = host[: host.rfind("]") + 1] if host.startswith("[") else host.split(":")[0]
+            if name not in self._local_names:
+                return make_error(f"this server is not called {host[:100]!r}", 403)
+        return None

@@ -1,0 +1,189 @@
+"""Counters for Prometheus under vLLM's names, and what is told of a single request."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from specdec import Engine, Event
+
+from .scheduler import Job
+
+LABELS = ("model_name",)
+LONG = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
+SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+SIZES = tuple(2**n for n in range(15))
+COUNTERS = {
+    "spec_decode_num_drafts": "Verify steps of requests for which something was drafted.",
+    "spec_decode_num_draft_tokens": "Tokens drafted.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens accepted.",
+    "prompt_tokens": "Tokens of prompts read.",
+    "generation_tokens": "Tokens generated.",
+    "prefix_cache_queries": "Prompt tokens looked for in the cache.",
+    "prefix_cache_hits": "Prompt tokens taken from the cache.",
+    "num_preemptions": "Requests that lost their row to others; none ever do.",
+}
+GAUGES = {
+    "num_requests_running": "Requests that have a row.",
+    "num_requests_waiting": "Requests that wait for one.",
+    "kv_cache_usage_perc": "Share of the cache that running requests have filled, 0 to 1.",
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": (SHORT + (20, 40, 80), "From a request's coming to a token."),
+    "inter_token_latency_seconds": (SHORT, "Between two steps that brought a request tokens."),
+    "request_time_per_output_token_seconds": (SHORT, "A request's decoding, by token."),
+    "e2e_request_latency_seconds": (LONG, "From a request's coming to its end."),
+    "request_queue_time_seconds": (LONG, "Waiting for a row."),
+    "request_prefill_time_seconds": (LONG, "From the row to the first token."),
+    "request_decode_time_seconds": (LONG, "From the first token to the last."),
+    "request_inference_time_seconds": (LONG, "From the row to the last token."),
+    "request_prompt_tokens": (SIZES, "Tokens of a prompt."),
+    "request_generation_tokens": (SIZES, "Tokens of an output."),
+    "iteration_tokens_total": (SIZES, "Tokens that a step read and generated."),
+}  # fmt: skip
+FINISHED = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
+
+
+class Metrics:
+    """What a scheduler's steps add up to; a Watcher of it."""
+
+    def __init__(self, prefix: str, model: str, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self._engine = engine
+        self._reused = engine.num_reused_tokens
+        own: dict[str, Any] = {"registry": self.registry}
+
+        def name(rest: str) -> str:
+            return f"{prefix}:{rest}"
+
+        self._counters: dict[str, Any] = {
+            key: Counter(name(key), text, LABELS, **own).labels(model)
+            for key, text in COUNTERS.items()
+        }
+        self._gauges: dict[str, Any] = {
+            key: Gauge(name(key), text, LABELS, **own).labels(model) for key, text in GAUGES.items()
+        }
+        self._histograms: dict[str, Any] = {
+            key: Histogram(name(key), text, LABELS, buckets=buckets, **own).labels(model)
+            for key, (buckets, text) in HISTOGRAMS.items()
+        }
+        self._per_position = Counter(
+            name("spec_decode_num_accepted_tokens_per_pos"),
+            "Drafted tokens accepted, by their place in the draft.",
+            (*LABELS, "position"), **own,
+        )  # fmt: skip
+        self._success = Counter(
+            name("request_success"), "Requests that ended.", (*LABELS, "finished_reason"), **own
+        )
+        self._model = model
+        for reason in ("stop", "length", "abort", "error"):
+            self._success.labels(model, reason)
+
+    def render(self, num_running: int, num_waiting: int) -> bytes:
+        """The text that Prometheus reads."""
+        self._gauges["num_requests_running"].set(num_running)
+        self._gauges["num_requests_waiting"].set(num_waiting)
+        return generate_latest(self.registry)
+
+    def note_step(self, seconds: float, jobs: Sequence[tuple[Job, Event]]) -> None:
+        """Count what a step gave."""
+        num_read = filled = 0
+        drafts = drafted = accepted = generated = 0
+        for job, event in jobs:
+            generated += len(event.token_ids)
+            filled += len(job.request.input_ids)
+            if job.stream is not None:
+                filled += job.stream.stats.num_output_tokens
+            if len(event.token_ids) and not job.times.gaps:
+                num_read += len(job.request.input_ids)
+            elif event.token_ids:
+                self._histograms["inter_token_latency_seconds"].observe(job.times.gaps[-1])
+            for num_drafted, num_accepted in job.take_steps():
+                drafts += num_drafted > 0
+                drafted += num_drafted
+                accepted += num_accepted
+                for place in range(num_accepted):
+                    self._per_position.labels(self._model, str(place)).inc()
+        reused = self._engine.num_reused_tokens
+        for key, value in (
+            ("spec_decode_num_drafts", drafts),
+            ("spec_decode_num_draft_tokens", drafted),
+            ("spec_decode_num_accepted_tokens", accepted),
+            ("prompt_tokens", num_read),
+            ("generation_tokens", generated),
+            ("prefix_cache_queries", num_read),
+            ("prefix_cache_hits", reused - self._reused),
+        ):
+            self._counters[key].inc(value)
+        self._reused = reused
+        if jobs:
+            self._histograms["iteration_tokens_total"].observe(num_read + generated)
+        room = self._engine.max_batch_size * self._engine.max_seq_len
+        self._gauges["kv_cache_usage_perc"].set(filled / room)
+
+    def note_end(self, job: Job, reason: str) -> None:
+        """Count a request that is over."""
+        self._success.labels(self._model, FINISHED.get(reason, "error")).inc()
+        times = job.times
+        if times.begun is None or times.first_token is None or times.last_token is None:
+            return
+        num_tokens = job.stats.num_output_tokens if job.stats is not None else 0
+        observed = {
+            "time_to_first_token_seconds": times.first_token - times.queued,
+            "e2e_request_latency_seconds": time.perf_counter() - times.queued,
+            "request_queue_time_seconds": times.begun - times.queued,
+            "request_prefill_time_seconds": times.first_token - times.begun,
+            "request_decode_time_seconds": times.last_token - times.first_token,
+            "request_inference_time_seconds": times.last_token - times.begun,
+            "request_prompt_tokens": len(job.request.input_ids),
+            "request_generation_tokens": num_tokens,
+        }
+        if num_tokens > 1:
+            decoding = times.last_token - times.first_token
+            observed["request_time_per_output_token_seconds"] = decoding / (num_tokens - 1)
+        for key, value in observed.items():
+            self._histograms[key].observe(value)
+
+
+def describe_jobs(jobs: Sequence[Job]) -> dict[str, Any]:
+    """A response's `metrics`, in vLLM's names; of several choices, sums and the longest times."""
+    stats = [job.stats for job in jobs if job.stats is not None]
+    steps = [step for job in jobs for step in job.steps]
+    drafted_steps = [step for step in steps if step[0]]
+    drafted, accepted = (sum(step[at] for step in drafted_steps) for at in (0, 1))
+    columns = itertools.zip_longest(*(s.accepted_histogram for s in stats), fillvalue=0)
+    emitted = sum(max(0, s.num_output_tokens - 1) for s in stats)
+    num_tokens = sum(s.num_output_tokens for s in stats)
+    gaps = [gap for job in jobs for gap in job.times.gaps]
+    begun = min((j.times.begun for j in jobs if j.times.begun is not None), default=None)
+    ends = [job.times.last_token for job in jobs if job.times.last_token is not None]
+    queued = min(job.times.queued for job in jobs)
+    firsts = [job.times.first_token for job in jobs if job.times.first_token is not None]
+    generation = max(ends) - min(firsts) if ends and firsts else None
+    whole = max(ends) - begun if ends and begun is not None else None
+
+    def to_ms(seconds: float | None) -> float | None:
+        return None if seconds is None else round(1000 * seconds, 3)
+
+    return {
+        "time_to_first_token_ms": to_ms(min(firsts) - queued if firsts else None),
+        "generation_time_ms": to_ms(generation),
+        "queue_time_ms": to_ms(None if begun is None else begun - queued),
+        "mean_itl_ms": to_ms(sum(gaps) / len(gaps) if gaps else None),
+        "tokens_per_second": round(num_tokens / whole, 3) if whole else None,
+        "speculative_decoding": {
+            "mean_acceptance_length": round(emitted / len(steps), 4) if steps else None,
+            "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else None,
+            "acceptance_histogram": [sum(column) for column in columns],
+            "num_spec_steps": len(drafted_steps),
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": max((step[0] for step in drafted_steps), default=0),
+            "per_step_accepted": [step[1] for step in steps],
+            "per_step_drafted": [step[0] for step in steps],
+        },
+    }

@@ -1,0 +1,295 @@
+"""Continuous batching: requests from any thread, one thread that owns the engine.
+
+Requests join and leave between two steps. The engine's thread hands on what a step gave and never
+waits for who takes it; who submits or cancels never waits for a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from specdec import Engine, Event, RequestStats, SpecDecError, Stream, logs
+from specdec.decode.requests import Request
+
+logger = logs.get_logger(__name__)
+
+
+class QueueFull(Exception):
+    """So many requests wait that no more are taken; `seconds` is when to try again."""
+
+    def __init__(self, waiting: int, seconds: int) -> None:
+        super().__init__(f"{waiting} requests wait already")
+        self.seconds = seconds
+
+
+class Closing(Exception):
+    """The server is about to end, and takes no more requests."""
+
+
+@dataclasses.dataclass
+class Times:
+    """When things happened to a request, by time.perf_counter; None where they have not yet.
+
+    begun: its row was given. gaps: seconds between the steps that brought tokens.
+    """
+
+    queued: float
+    begun: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    gaps: list[float] = dataclasses.field(default_factory=list)
+
+
+class Job:
+    """A request on its way. Its events are taken by whoever submitted it, whenever they like.
+
+    What waits to be taken is never more than the request's own output.
+    """
+
+    def __init__(self, request: Request, on_change: Callable[[], None]) -> None:
+        """on_change: called in the engine's thread, when there is something to take."""
+        self.request = request
+        self.times = Times(time.perf_counter())
+        self.stream: Stream | None = None
+        self.steps: list[tuple[int, int]] = []  # of each verify step: tokens drafted, accepted
+        self.stats: RequestStats | None = None  # once it is over
+        self.error: Exception | None = None
+        self.is_cancelled = False
+        self.on_change = on_change
+        self._events: deque[Event] = deque()
+        self._before = 0, 0  # tokens drafted and accepted when the last step was noted
+        self._num_told = 0  # of the steps
+
+    @property
+    def is_over(self) -> bool:
+        return self.stats is not None or self.error is not None
+
+    def take(self) -> list[Event]:
+        """Return what has come since the last call; raise what ended the request."""
+        taken = [self._events.popleft() for _ in range(len(self._events))]
+        if self.error is not None:
+            raise self.error
+        return taken
+
+    def put(self, event: Event) -> None:
+        """Add what a step gave."""
+        times, now = self.times, time.perf_counter()
+        if event.token_ids:
+            if times.last_token is None:
+                times.first_token = now
+            else:
+                times.gaps.append(now - times.last_token)
+            times.last_token = now
+        if self.stream is not None:
+            self._note_step(self.stream.stats)
+        self._events.append(event)
+        self.stats = event.stats
+
+    def take_steps(self) -> list[tuple[int, int]]:
+        """The steps that came since the last call."""
+        at, self._num_told = self._num_told, len(self.steps)
+        return self.steps[at:]
+
+    def _note_step(self, stats: RequestStats) -> None:
+        if stats.num_verify_steps > len(self.steps):
+            drafted, accepted = stats.num_draft_tokens, stats.num_accepted
+            self.steps.append((drafted - self._before[0], accepted - self._before[1]))
+            self._before = drafted, accepted
+
+
+class Watcher(Protocol):
+    """Is told what happens, in the engine's thread; for metrics."""
+
+    def note_step(self, seconds: float, jobs: Sequence[tuple[Job, Event]]) -> None: ...
+
+    def note_end(self, job: Job, reason: str) -> None: ...
+
+
+class Scheduler:
+    """Owns an engine's steps. `start` it, `submit` to it, `stop` it."""
+
+    def __init__(
+        self, engine: Engine, *, max_queue: int, watcher: Watcher | None = None,
+        on_lost: Callable[[SpecDecError], None] | None = None,
+    ) -> None:  # fmt: skip
+        """max_queue: requests that may wait for a row. on_lost: called when the engine is lost."""
+        self.engine, self.max_queue = engine, max_queue
+        self.lost: SpecDecError | None = None
+        self._watcher, self._on_lost = watcher, on_lost
+        self._changed = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._is_ready = self._is_draining = self._is_stopped = False
+        self._seconds = 1.0  # that a request took, a moving mean
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a token has been made, and more can be."""
+        return self._is_ready and not self._is_draining and self.lost is None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """Make a first token, which takes the memory of the cache, then wait for requests.
+
+        Raises what keeps the engine from it.
+        """
+        with self.engine.stream([0], max_output_len=1, end_ids=()) as stream:
+            for _ in stream:
+                pass
+        self._is_ready = True
+        self._thread.start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Let requests wait for their rows, all or none.
+
+        Raises QueueFull, Closing, or SpecDecError where the engine is lost.
+        """
+        with self._changed:
+            if self.lost is not None:
+                raise self.lost
+            if self._is_draining:
+                raise Closing
+            free = self.engine.max_batch_size - len(self._running)
+            if len(self._waiting) + len(jobs) > self.max_queue + max(0, free):
+                turns = len(self._waiting) / self.engine.max_batch_size
+                raise QueueFull(len(self._waiting), max(1, round(self._seconds * turns)))
+            self._waiting.extend(jobs)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """End a request: its row is free from the next step on."""
+        with self._changed:
+            job.is_cancelled = True
+            if job.stream is not None:
+                job.stream.close()
+            elif job in self._waiting:
+                self._waiting.remove(job)
+                self._end(job, "cancelled")
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Take no more requests."""
+        self._is_draining = True
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Take no more requests, and wait until those there are have ended; whether they have."""
+        self.close()
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._running or self._waiting), seconds)
+
+    def stop(self) -> None:
+        """End all requests and the thread; the engine is left as it is."""
+        with self._changed:
+            self._is_draining = self._is_stopped = True
+            for job in self._running:
+                if job.stream is not None:
+                    job.stream.close()
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._running or self._waiting or self._is_stopped)
+                if self._is_stopped:
+                    break
+                self._admit()
+            began = time.perf_counter()
+            try:
+                self.engine.step()
+            except Exception as error:  # noqa: BLE001 - whatever it was, the server goes on
+                self._fail(error)
+                continue
+            self._deliver(began)
+        with self._changed:
+            reason = self.lost or SpecDecError("the server was stopped", "ask again later")
+            self._fail_all([*self._running, *self._waiting], reason)
+            self._waiting.clear()
+            self._running = []
+            self._changed.notify_all()
+
+    def _admit(self) -> None:
+        """Give the rows that are free to requests that wait; the lock is held."""
+        self._running = [job for job in self._running if not self._let_go(job)]
+        while self._waiting and len(self._running) < self.engine.max_batch_size:
+            job = self._waiting.popleft()
+            job.times.begun = time.perf_counter()
+            try:
+                job.stream = self.engine.stream(job.request)
+            except Exception as error:  # noqa: BLE001 - it is this request's alone
+                self._fail_all([job], error)
+                continue
+            self._running.append(job)
+
+    def _let_go(self, job: Job) -> bool:
+        """End a running request that was cancelled."""
+        if job.is_cancelled:
+            self._end(job, "cancelled")
+        return job.is_cancelled
+
+    def _deliver(self, began: float) -> None:
+        """Hand on what the step gave."""
+        given = []
+        with self._changed:
+            for job in self._running:
+                event = job.stream.take() if job.stream is not None else None
+                if event is not None and not job.is_cancelled:
+                    job.put(event)
+                    given.append((job, event))
+            if self._watcher is not None:
+                self._watcher.note_step(time.perf_counter() - began, given)
+            for job, event in given:
+                if event.finish_reason is not None:
+                    self._end(job, event.finish_reason)
+            self._running = [job for job in self._running if not job.is_over]
+            self._changed.notify_all()
+        for job, _ in given:
+            job.on_change()
+
+    def _fail(self, error: Exception) -> None:
+        """End the requests of a step that failed, or all where the engine is lost."""
+        if not isinstance(error, SpecDecError):
+            logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
+        else:
+            logger.error("a step failed: %s", error.message)
+        with self._changed:
+            failed, self._running = self._running, []
+            if self.engine.is_lost:
+                self.lost = (
+                    error if isinstance(error, SpecDecError)
+                    else SpecDecError(f"the engine was lost: {error}", "start the server again")
+                )  # fmt: skip
+                failed += self._waiting
+                self._waiting.clear()
+                self._is_stopped = True
+            self._fail_all(failed, self.lost or error)
+            self._changed.notify_all()
+        if self.lost is not None and self._on_lost is not None:
+            self._on_lost(self.lost)
+
+    def _fail_all(self, jobs: Sequence[Job], error: Exception) -> None:
+        for job in jobs:
+            job.error = error
+            self._end(job, "error")
+            job.on_change()
+
+    def _end(self, job: Job, reason: str) -> None:
+        """Count a request that is over; the lock is held."""
+        job.stream = None  # which holds on to the cache
+        self._seconds += 0.1 * (time.perf_counter() - job.times.queued - self._seconds)
+        if self._watcher is not None:
+            self._watcher.note_end(job, reason)

@@ -1,0 +1,66 @@
+"""Settings of specdec-serve."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from specdec.command.settings import add_options, setting
+from specdec.decode.settings import DecodeSettings
+from specdec.methods import list_options
+
+FIELDS = {field.name: field for field in dataclasses.fields(DecodeSettings)}
+
+
+def _like(name: str) -> Any:
+    field = FIELDS[name]
+    return dataclasses.field(default=field.default, metadata=dict(field.metadata))
+
+
+@add_options(*list_options("draft"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """One field is one flag and one recipe key."""
+
+    engine_dir: Path = _like("engine_dir")
+    tokenizer_dir: str | None = _like("tokenizer_dir")
+    no_speculation: bool = _like("no_speculation")
+    device: str = _like("device")
+    host: str = setting("127.0.0.1", help="Address to listen on.")
+    port: int = setting(
+        8000, kind="int", minimum=0, maximum=65535, help="Port to listen on; 0 takes a free one."
+    )
+    served_model_name: str | None = setting(
+        metavar="NAME", help="What clients call the model; if not given, the engine folder's name."
+    )
+    api_key_file: Path | None = setting(
+        kind="path",
+        help="File that holds the key clients must send; if not given, SPECDEC_API_KEY.",
+    )
+    allow_anonymous: bool = setting(
+        False, kind="flag", help="Listen on other addresses than loopback without a key."
+    )
+    max_batch_size: int | None = setting(
+        kind="int", minimum=1, help="Requests decoded at once; the engine's own if not given."
+    )
+    max_seq_len: int | None = setting(
+        kind="int", minimum=2,
+        help="Tokens of a prompt and its output; the engine's own if not given.",
+    )  # fmt: skip
+    max_queue: int = setting(
+        256, kind="int", minimum=0, help="Requests that may wait; beyond, clients get 429."
+    )
+    prompt_chunk: int = setting(
+        64, kind="int", minimum=1,
+        help="Tokens of new prompts that are read between two steps of running requests.",
+    )  # fmt: skip
+    request_timeout: float = setting(
+        600.0, kind="float", minimum=0.001, metavar="S", help="Seconds that a request may take."
+    )
+    max_body_mb: float = setting(
+        4.0, kind="float", minimum=0.001, metavar="MB", help="Size of the largest request."
+    )
+    metrics_prefix: str = setting(
+        "specdec", choices=("specdec", "vllm"), help="What the names of metrics begin with."
+    )

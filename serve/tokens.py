@@ -1,0 +1,56 @@
+"""Single tokens as clients see them: their bytes, and what text those are."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+BYTE = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+
+
+class TokenTable:
+    """The bytes of each token of a tokenizer, by the two ways in which they are written."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = set(tokenizer.all_special_ids) | set(
+            getattr(tokenizer, "added_tokens_decoder", {})
+        )
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        is_byte_level = backend is not None and "ByteLevel" in str(backend.decoder)
+        self._letters = list_byte_letters() if is_byte_level else None
+
+    def get_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes that a token stands for; perhaps a part of a character."""
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:
+            return b""
+        if token in self._special:
+            return str(piece).encode()
+        if self._letters is not None and all(letter in self._letters for letter in piece):
+            return bytes(self._letters[letter] for letter in piece)
+        if found := BYTE.match(piece):
+            return bytes([int(found[1], 16)])
+        return str(piece).replace("\u2581", " ").encode()
+
+    def get_text(self, token: int) -> str:
+        """The bytes as text; those that are no character are escaped, as OpenAI does."""
+        found = self.get_bytes(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+@functools.cache
+def list_byte_letters() -> dict[str, int]:
+    """The letter that byte-level BPE writes for each byte, with that byte.
+
+    GPT-2's table: printable bytes are themselves, the others follow from U+0100 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + at): byte for at, byte in enumerate(others)
+    }

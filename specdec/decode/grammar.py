@@ -1,0 +1,172 @@
+"""Structured output: a grammar masks the logits at every node of a draft tree.
+
+What is emitted is distributed as plain decoding with the mask is, since a node's mask follows from
+the very text that its path means. Drafts that leave the grammar are not verified.
+Legend: T tree nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.transfers import to_device
+from specdec.engine.tree import BoolArray, Tree
+from specdec.errors import SpecDecError, cut_middle, name_extra, shorten
+
+KINDS = ("json_object", "json_schema", "regex", "lark")
+
+
+class Matcher(Protocol):
+    """What llguidance's LLMatcher does."""
+
+    def validate_tokens(self, tokens: list[int]) -> int: ...
+
+    def consume_token(self, sampled_token: int) -> bool: ...
+
+    def rollback(self, num_tokens: int) -> bool: ...
+
+    def compute_bitmask(self) -> bytes: ...
+
+    def deep_copy(self) -> Matcher: ...
+
+
+class Grammar:
+    """A grammar, ready to be followed by any number of requests."""
+
+    def __init__(self, matcher: Matcher, end_ids: Collection[int]) -> None:
+        self._matcher, self._end_ids = matcher, frozenset(end_ids)
+
+    def follow(self, output_ids: Sequence[int]) -> GrammarState:
+        """Begin a request; output_ids: its own list, which grows."""
+        return GrammarState(self._matcher.deep_copy(), self._end_ids, output_ids)
+
+
+class GrammarState:
+    """Where a request is in its grammar; a Shaper."""
+
+    def __init__(
+        self, matcher: Matcher, end_ids: frozenset[int], output_ids: Sequence[int]
+    ) -> None:
+        self._matcher, self._end_ids, self._output_ids = matcher, end_ids, output_ids
+        self._num_read = 0
+
+    def shape(self, tree: Tree, logits: Tensor) -> Tensor:
+        """Return float32 logits [T, V], those of tokens that the grammar forbids at -inf."""
+        shaped = logits[: tree.num_nodes].float().clone()
+        masks = self._walk(tree)
+        for node, allowed in masks.items():
+            if allowed is None:
+                continue
+            size = min(len(allowed), shaped.shape[1])
+            shaped[node, size:] = -torch.inf
+            shaped[node, :size].masked_fill_(to_device(~allowed[:size], shaped.device), -torch.inf)
+        return shaped
+
+    def prune(self, tree: Tree, *, is_drawn: bool) -> Tree:
+        """Leave out the tokens that the grammar forbids, and all behind them.
+
+        is_drawn: the tree is one path, drawn token by token. Then the first such token stays: it is
+        rejected for certain, and what takes its place has to be drawn from what the draft leaves of
+        the target's distribution.
+        """
+        inside = self._walk(tree)
+        kept = [
+            node
+            for node in range(tree.num_nodes)
+            if node in inside or (is_drawn and int(tree.parents[node]) in inside)
+        ]
+        if len(kept) == tree.num_nodes:
+            return tree
+        place = {node: at for at, node in enumerate(kept)} | {-1: -1}
+        parents = np.array([place[int(tree.parents[node])] for node in kept], np.int64)
+        return Tree(tree.tokens[kept], parents, tree.depths[kept])
+
+    def _walk(self, tree: Tree) -> dict[int, BoolArray | None]:
+        """The mask [V] after each node whose path is in the grammar; None after an end."""
+        for token in self._output_ids[self._num_read :]:
+            self._matcher.consume_token(token)
+        self._num_read = len(self._output_ids)
+        children: dict[int, list[int]] = {}
+        for node in range(1, tree.num_nodes):
+            children.setdefault(int(tree.parents[node]), []).append(node)
+        masks: dict[int, BoolArray | None] = {}
+
+        def visit(node: int) -> None:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(bits, bitorder="little").astype(np.bool_)
+            if not allowed.any():  # the grammar has become too complex: the text ends
+                allowed[list(self._end_ids)] = True
+            masks[node] = allowed
+            for child in children.get(node, ()):
+                token = int(tree.tokens[child])
+                if token in self._end_ids:
+                    if allowed[token]:
+                        masks[child] = None
+                elif self._matcher.validate_tokens([token]):
+                    self._matcher.consume_token(token)
+                    visit(child)
+                    self._matcher.rollback(1)
+
+        visit(0)
+        return masks
+
+
+class GrammarCompiler:
+    """Makes grammars for one tokenizer."""
+
+    def __init__(self, tokenizer: Any, end_ids: Collection[int]) -> None:
+        if importlib.util.find_spec("llguidance") is None:
+            raise SpecDecError(
+                "structured output needs llguidance", f"install it: {name_extra('grammar')}"
+            )
+        if tokenizer is None or not end_ids:
+            raise SpecDecError(
+                "structured output needs a tokenizer and a token that ends a text",
+                "load the engine with the model's tokenizer, and leave the end tokens as they are",
+            )
+        import llguidance.hf
+
+        self._guidance, self._end_ids = llguidance, sorted(end_ids)
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=self._end_ids)
+        except Exception as error:  # noqa: BLE001 - of a tokenizer it does not know it raises any
+            raise SpecDecError(
+                f"llguidance cannot use this tokenizer: {error}", "leave structured output out"
+            ) from None
+
+    def compile(self, given: Mapping[str, Any]) -> Grammar:
+        """Return the grammar of {kind: what it is}; SpecDecError for one that is wrong."""
+        if len(given) != 1 or not set(given) <= set(KINDS):
+            raise SpecDecError(
+                f"grammar is {shorten(dict(given))}, not one of {', '.join(KINDS)}", "give one"
+            )
+        ((kind, text),) = given.items()
+        matcher_class = self._guidance.LLMatcher
+        try:
+            if kind == "json_object":
+                grammar = matcher_class.grammar_from_json_schema({"type": "object"})
+            elif kind == "json_schema":
+                grammar = matcher_class.grammar_from_json_schema(json.dumps(text))
+            elif kind == "regex":
+                grammar = matcher_class.grammar_from_regex(text)
+            else:
+                grammar = matcher_class.grammar_from_lark(text)
+        except (TypeError, ValueError) as error:
+            raise _refuse(kind, str(error)) from None
+        matcher = matcher_class(self._tokenizer, grammar)
+        if matcher.is_error():
+            raise _refuse(kind, matcher.get_error())
+        return Grammar(matcher, self._end_ids)
+
+
+def _refuse(kind: str, reason: str) -> SpecDecError:
+    return SpecDecError(
+        f"the {kind} is refused: {cut_middle(' '.join(reason.split()), 300)}", "correct it"
+    )

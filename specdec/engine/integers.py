@@ -1,0 +1,110 @@
+"""Products with matrices of integers: int8 with a scale a row, int4 with scales by groups.
+
+weight[n, d] = scale[n, d // group] * (code[n, d] - zero[n, d // group]). The kernels round the
+inputs of such products too, in float32: each group of a token's inputs to the integers from -127
+to 127 that are nearest, ties to even, where 127 is the group's largest magnitude. So products are
+sums of integers, exact and quick, and the same for one token as for many. Without kernels inputs
+are not rounded: torch sums one token's products otherwise than many's, and rounding would make a
+difference in the last bit into one of half a percent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from specdec.engine.linear import Linear
+from specdec.engine.native import NativeKernels
+from specdec.model.int4 import ENGINE_GROUPS
+
+# Inputs that share a scale where the weight has one a row.
+ROW_GROUP = 64
+# Rows of a matrix that are widened at a time where there are no kernels.
+BLOCK_ROWS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerMatrix:
+    """A matrix [N, depth] as its file has it.
+
+    codes: int8 [N, depth], or of 4 bits [N / 2, depth], see specdec/model/int4.py; scales: float32
+    [N, groups], one group or more; zeros: uint8 [N, groups], 8 if None; input_scales: float32
+    [depth], by which inputs are multiplied; order: int32 [depth], the input of each column.
+    """
+
+    bits: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    input_scales: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.scales)
+
+    @property
+    def group(self) -> int:
+        """How many inputs the kernels round by one scale."""
+        num_groups = self.scales.shape[1]
+        size = self.codes.shape[1] // num_groups
+        return ROW_GROUP if num_groups == 1 else min(size, max(ENGINE_GROUPS))
+
+    def pack(self, kernels: NativeKernels) -> Tensor:
+        """Lay out for the kernels, which scale by their own groups."""
+        scales, zeros = self.scales, self.zeros
+        num_groups = scales.shape[1]
+        if num_groups > 1 and (finer := self.codes.shape[1] // num_groups // self.group) > 1:
+            scales = scales.repeat_interleave(finer, 1)
+            zeros = None if zeros is None else zeros.repeat_interleave(finer, 1)
+        return kernels.pack_integers(
+            self.codes, scales, zeros, bits=self.bits, group=self.group,
+            input_scales=self.input_scales, order=self.order,
+        )  # fmt: skip
+
+    def widen(self, start: int, stop: int) -> Tensor:
+        """Rows of the weight, float32 [rows, depth], the columns as they are stored."""
+        scales = self.scales[start:stop, :, None]
+        if self.bits == 8:
+            return self.codes[start:stop].float() * scales[:, 0]
+        pairs = self.codes[start // 2 : -(-stop // 2)]
+        signed = torch.stack([pairs << 4 >> 4, pairs >> 4], 1).flatten(0, 1)
+        signed = signed[start % 2 :][: stop - start].float()
+        groups = signed.reshape(*scales.shape[:2], -1)
+        if self.zeros is not None:
+            groups = groups + 8 - self.zeros[start:stop, :, None]
+        return (groups * scales).reshape(signed.shape)
+
+
+class IntegerLinear(Linear):
+    """x W^T + b with a matrix of integers.
+
+    Without kernels each product widens the matrix to float32 anew, block by block: that is slow.
+    """
+
+    def __init__(
+        self, matrix: IntegerMatrix, bias: Tensor | None, kernels: NativeKernels | None
+    ) -> None:
+        self.bias = bias
+        self.num_outputs = matrix.num_outputs
+        self.kernels = kernels
+        self.weight = None
+        self.packed = None if kernels is None else matrix.pack(kernels)
+        self.matrix = matrix if kernels is None else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.matrix is None:
+            return super().__call__(x)
+        matrix, inputs = self.matrix, x.float()
+        if matrix.input_scales is not None:
+            inputs = inputs * matrix.input_scales
+        if matrix.order is not None:
+            inputs = inputs[..., matrix.order]
+        products = [
+            inputs @ matrix.widen(start, min(start + BLOCK_ROWS, self.num_outputs)).T
+            for start in range(0, self.num_outputs, BLOCK_ROWS)
+        ]
+        y = torch.cat(products, -1)
+        return (y if self.bias is None else y + self.bias.float()).to(x.dtype)

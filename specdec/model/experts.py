@@ -1,0 +1,146 @@
+"""Mixtures of experts: how many there are, which of them a token takes, how ranks share them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.errors import Problems, SpecDecError, shorten
+from specdec.model.bounds import MAX_EXPERTS, MAX_SIZE
+
+# TensorRT-LLM's normalization_mode: what is done to the weights of a token's experts.
+KEEPS, RENORMALIZES = 0, 1
+# Keys of `moe` that 0.14 alone has: each line makes an object of its own, and takes no other.
+KEYS_014 = ("moe_intermediate_size", "num_shared_experts")
+# A layer's shared expert, which 1.x moved.
+NAME_014, NAME_1X = "shared_expert", "mlp.shared_expert"
+
+
+def name_shared(version: str) -> str:
+    """The module of a layer's shared expert in the checkpoints of a line of TensorRT-LLM."""
+    return NAME_014 if version == "0.14" else NAME_1X
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The MLPs of each layer, of which a token takes some (https://arxiv.org/abs/2401.04088).
+
+    num: of them in a layer; top_k: of a token. inner: intermediate size of one. shared_inner: of
+    the expert that every token takes besides, times the sigmoid of a gate; 0 where there is none.
+    renormalizes: the softmax over all experts is divided by its sum over the chosen ones.
+    ep_size: groups of ranks that the experts are divided among; tp_size: ranks of a group, which
+    hold a part of each of its experts. Rank r is number r % ep_size of the groups, and has part
+    r // ep_size. shared_name: the shared expert's module, which TensorRT-LLM 1.x moved.
+    """
+
+    num: int
+    top_k: int
+    inner: int
+    shared_inner: int = 0
+    renormalizes: bool = True
+    tp_size: int = 1
+    ep_size: int = 1
+    shared_name: str = NAME_1X
+
+    def list_own(self, rank: int) -> range:
+        """The experts of a rank."""
+        count = self.num // self.ep_size
+        first = rank % self.ep_size * count
+        return range(first, first + count)
+
+    def get_part(self, rank: int) -> int:
+        """Which part of its experts a rank has, of `tp_size`."""
+        return rank // self.ep_size
+
+    def find_problems(self, tp_size: int) -> Problems:
+        """List what is inconsistent for so many ranks, each with a remedy."""
+        problems = Problems()
+        for name, value, least, most in (
+            ("num_experts", self.num, 1, MAX_EXPERTS),
+            ("top_k", self.top_k, 1, self.num),
+            ("the experts' intermediate size", self.inner, 1, MAX_SIZE),
+            ("the shared expert's intermediate size", self.shared_inner, 0, MAX_SIZE),
+            ("moe_tp_size", self.tp_size, 1, tp_size),
+            ("moe_ep_size", self.ep_size, 1, tp_size),
+        ):
+            if not least <= value <= most:
+                problems.add(
+                    f"{name} is {shorten(value)}, not of {least} to {most}",
+                    "check the source model's config.json, and the flags of the ranks",
+                )
+        if problems:
+            return problems
+        if self.tp_size * self.ep_size != tp_size:
+            problems.add(
+                f"moe_tp_size={self.tp_size} times moe_ep_size={self.ep_size} is not"
+                f" tp_size={tp_size}",
+                "give one of the two; the other follows from it and --tp-size",
+            )
+        if self.num % self.ep_size:
+            problems.add(
+                f"num_experts={self.num} do not split over moe_ep_size={self.ep_size}",
+                "use a --moe-ep-size that divides them",
+            )
+        if self.inner % self.tp_size:
+            problems.add(
+                f"experts of size {self.inner} do not split over moe_tp_size={self.tp_size}",
+                "use a --moe-tp-size that divides it; --moe-ep-size gives ranks whole experts",
+            )
+        return problems
+
+
+def parse_experts(config: Mapping[str, Any], tp_size: int) -> Experts:
+    """Read `moe` and what belongs to it of a checkpoint's config.json; raise SpecDecError."""
+    moe = config.get("moe")
+    if not isinstance(moe, dict):
+        raise SpecDecError(
+            f"checkpoint config: moe is {shorten(moe)}, and the architecture a mixture of experts",
+            "convert it again",
+        )
+    mapping = config.get("mapping")
+    mapping = mapping if isinstance(mapping, dict) else {}
+    mode = moe.get("normalization_mode")
+    numbers = {
+        "moe.num_experts": moe.get("num_experts"),
+        "moe.top_k": moe.get("top_k"),
+        "moe.normalization_mode": mode,
+        "moe_intermediate_size": config.get("moe_intermediate_size") or 0,
+        "moe_shared_expert_intermediate_size": (
+            config.get("moe_shared_expert_intermediate_size")
+            or moe.get("shared_expert_intermediate_size") or 0
+        ),
+        "mapping.moe_tp_size": mapping.get("moe_tp_size", tp_size),
+        "mapping.moe_ep_size": mapping.get("moe_ep_size", 1),
+    }  # fmt: skip
+    problems = Problems()
+    for name, value in numbers.items():
+        if type(value) is not int:
+            problems.add(f"checkpoint config: {name} is {shorten(value)}", "give a whole number")
+    if type(mode) is int and mode not in (KEEPS, RENORMALIZES):
+        problems.add(
+            f"checkpoint config: moe.normalization_mode is {shorten(mode)}",
+            f"known are {KEEPS} (softmax over all experts) and {RENORMALIZES} (over the chosen)",
+        )
+    problems.raise_all()
+    is_014 = any(key in moe for key in KEYS_014)
+    return Experts(
+        num=numbers["moe.num_experts"],
+        top_k=numbers["moe.top_k"],
+        inner=numbers["moe_intermediate_size"] or config["intermediate_size"],
+        shared_inner=numbers["moe_shared_expert_intermediate_size"],
+        renormalizes=mode == RENORMALIZES,
+        tp_size=numbers["mapping.moe_tp_size"],
+        ep_size=numbers["mapping.moe_ep_size"],
+        shared_name=NAME_014 if is_014 else NAME_1X,
+    )
+
+
+def describe_experts(experts: Experts, version: str) -> dict[str, Any]:
+    """`moe` of a checkpoint's config.json, in the keys that a line of TensorRT-LLM takes."""
+    own = dict.fromkeys(KEYS_014, 0) if version == "0.14" else {}
+    return {
+        "num_experts": experts.num, **own, "top_k": experts.top_k,
+        "normalization_mode": RENORMALIZES if experts.renormalizes else KEEPS,
+        "sparse_mixer_epsilon": 0.01, "tp_mode": 0,
+    }  # fmt: skip

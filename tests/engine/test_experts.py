@@ -1,0 +1,149 @@
+"""A layer of experts: by torch, by the kernels, in parts; which experts are chosen, and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.engine.experts import ExpertLayer
+from specdec.engine.linear import Linear
+from specdec.engine.native import NativeKernels, PackedExperts
+from specdec.model.experts import Experts
+from tests.engine.kernels import needs_compiler
+
+pytestmark = needs_compiler
+HIDDEN = 72
+
+
+def make_layer(
+    sizes: Experts, kernels: NativeKernels | None, rank: int = 0, *, broken: int | None = None,
+    router: torch.Tensor | None = None,
+) -> ExpertLayer:  # fmt: skip
+    """A rank's part of random experts. broken: the expert whose matrices are NaN."""
+    generator = torch.Generator().manual_seed(sizes.num)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    def cut(up: torch.Tensor, down: torch.Tensor, part: int, parts: int) -> list[Linear]:
+        halves = [half.chunk(parts)[part] for half in up.chunk(2)]
+        matrices = torch.cat(halves), down.chunk(parts, 1)[part].contiguous()
+        return [Linear(matrix, prepack=False, kernels=kernels) for matrix in matrices]
+
+    whole = [(make(2 * sizes.inner, HIDDEN), make(HIDDEN, sizes.inner)) for _ in range(sizes.num)]
+    if broken is not None:
+        whole[broken] = tuple(torch.full_like(w, torch.nan) for w in whole[broken])  # type: ignore[assignment]
+    own = [cut(*whole[e], sizes.get_part(rank), sizes.tp_size) for e in sizes.list_own(rank)]
+    shared = None
+    if inner := sizes.shared_inner:
+        ranks = sizes.tp_size * sizes.ep_size
+        parts = cut(make(2 * inner, HIDDEN), make(HIDDEN, inner), rank, ranks)
+        shared = parts[0], parts[1], make(1, HIDDEN)
+    drawn = make(sizes.num, HIDDEN)
+    return ExpertLayer(
+        sizes, rank, "swiglu", drawn if router is None else router,
+        [up for up, _ in own], [down for _, down in own], shared, kernels,
+    )  # fmt: skip
+
+
+def run(layer: ExpertLayer, kernels: NativeKernels | None, x: torch.Tensor) -> torch.Tensor:
+    if kernels is None:
+        return layer(x)
+    assert layer.packed is not None
+    return kernels.mix_experts(x, layer.packed)
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "native"])
+def kernels(request: pytest.FixtureRequest, library: Path) -> NativeKernels | None:
+    return NativeKernels(library, torch.float32) if request.param else None
+
+
+X = torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(1))
+ALL = Experts(num=6, top_k=3, inner=40, shared_inner=48, renormalizes=False)
+
+
+@pytest.mark.parametrize("renormalizes", [False, True])
+def test_the_sum_by_its_definition(kernels: NativeKernels | None, renormalizes: bool) -> None:
+    sizes = Experts(num=5, top_k=2, inner=40, renormalizes=renormalizes)
+    plain, expected = make_layer(sizes, None), torch.zeros_like(X)
+    for place in np.ndindex(2, 7):
+        scores = (plain.router @ X[place]).exp()
+        order = sorted(range(5), key=lambda e: -float(scores[e]))[:2]
+        total = scores[order].sum() if renormalizes else scores.sum()
+        for e in order:
+            multiplied, activated = plain.up[e](X[place]).chunk(2)
+            y = plain.down[e](torch.nn.functional.silu(activated) * multiplied)
+            expected[place] += scores[e] / total * y
+    torch.testing.assert_close(run(make_layer(sizes, kernels), kernels, X), expected)
+
+
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (1, 2), (2, 2), (1, 3)])
+def test_ranks_add_up_to_the_whole(
+    kernels: NativeKernels | None, tp_size: int, ep_size: int
+) -> None:
+    whole = make_layer(ALL, None)(X)
+    sizes = Experts(**{**vars(ALL), "tp_size": tp_size, "ep_size": ep_size})
+    layers = [make_layer(sizes, kernels, rank) for rank in range(tp_size * ep_size)]
+    torch.testing.assert_close(sum(run(layer, kernels, X) for layer in layers), whole)
+    assert all(layer.seen.tolist() == layers[0].seen.tolist() for layer in layers)
+
+
+def test_only_chosen_experts_are_read(kernels: NativeKernels | None) -> None:
+    """One that no token takes may be anything; it counts as soon as a token takes it."""
+    sizes = Experts(num=6, top_k=2, inner=40)
+    _, chosen = make_layer(sizes, None).choose(X.view(-1, HIDDEN)[:2])
+    broken = next(e for e in range(6) if e not in chosen)
+    layer = make_layer(sizes, kernels, broken=broken)
+    assert run(layer, kernels, X[:1, :2]).isfinite().all()
+    assert layer.seen.tolist() == [1, 2, len(set(chosen.flatten().tolist()))]
+    assert not run(layer, kernels, X).isfinite().all()
+
+
+@pytest.mark.parametrize(("num", "top_k"), [(5, 1), (8, 2), (60, 4), (128, 8), (128, 2), (200, 3)])
+def test_ties_are_broken_as_torch_does(library: Path, num: int, top_k: int) -> None:
+    """Experts whose output tells them apart; groups of them, and all, have one score."""
+    kernels = NativeKernels(library, torch.float32)
+    sizes = Experts(num=num, top_k=top_k, inner=8, renormalizes=False)
+    for groups in (1, 3, num // 2):
+        values = torch.arange(num) % groups / groups
+        router = torch.zeros(num, HIDDEN)
+        router[:, 0] = values
+        x = torch.ones(1, 1, HIDDEN)
+        torch.testing.assert_close(
+            run(make_layer(sizes, kernels, router=router), kernels, x),
+            run(make_layer(sizes, None, router=router), None, x),
+        )
+
+
+def test_what_is_no_layer_of_experts_is_refused(library: Path) -> None:
+    """Before the kernels would reach beyond it."""
+    kernels = NativeKernels(library, torch.float32)
+    packed = (
+        kernels.pack_matrix(torch.zeros(16, HIDDEN)),
+        kernels.pack_matrix(torch.zeros(HIDDEN, 8)),
+    )
+    good = {
+        "router": torch.zeros(3, HIDDEN), "up": [packed[0]] * 2, "down": [packed[1]] * 2,
+        "shared": None, "hidden": HIDDEN, "top_k": 2, "first": 1, "inner": 8, "shared_inner": 0,
+        "renormalizes": True, "seen": np.zeros(3, np.int64),
+    }  # fmt: skip
+    experts = PackedExperts(kernels, **good)  # type: ignore[arg-type]
+    for wrong, message in (
+        ({"router": torch.zeros(3, HIDDEN, dtype=torch.bfloat16)}, "a router is"),
+        ({"top_k": 4}, "4 experts of 3"),
+        ({"top_k": 0}, "0 experts of 3"),
+        ({"first": 2}, "2 and 2 from 2 on"),
+        ({"down": [packed[1]]}, "2 and 1 from 1 on"),
+        ({"inner": 40}, "an expert's matrix is"),
+        ({"up": [packed[0], None]}, "is not packed"),
+        ({"seen": np.zeros(2, np.int64)}, "counters are"),
+        ({"shared": (*packed, torch.zeros(1, HIDDEN))}, "an expert's matrix is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PackedExperts(kernels, **(good | wrong))  # type: ignore[arg-type]
+    for x in (torch.zeros(2, HIDDEN - 1), torch.zeros(2, HIDDEN, dtype=torch.float16)):
+        with pytest.raises(ValueError, match="x is"):
+            kernels.mix_experts(x, experts)

@@ -1,0 +1,186 @@
+"""Structured output: always in the grammar, and distributed as plain decoding with the mask is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec import Engine, Prompt, SpecDecError
+from specdec.decode.accept import Candidates, accept_batch
+from specdec.decode.grammar import Grammar, Matcher
+from specdec.decode.sampling import Sampler, SamplingParams
+from specdec.engine.tree import Tree, pack_beams
+from tests.conftest import make_drafter, make_llama, make_tokenizer
+from tests.engines import call, make_engine
+from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
+from tests.run.test_sampling import LENGTH, METHODS, TARGET, VOCAB, compute_tree_logits
+
+
+class NoTwins:
+    """A grammar of the toy's five tokens: none twice in a row, and 4 only behind 1."""
+
+    def __init__(self, text: list[int] | None = None) -> None:
+        self.text = list(text or [])
+
+    def allows(self, token: int) -> bool:
+        last = self.text[-1] if self.text else None
+        return token != last and (token != 4 or last == 1)
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        return int(self.allows(tokens[0]))
+
+    def consume_token(self, sampled_token: int) -> bool:
+        assert self.allows(sampled_token)
+        self.text.append(sampled_token)
+        return True
+
+    def rollback(self, num_tokens: int) -> bool:
+        del self.text[len(self.text) - num_tokens :]
+        return True
+
+    def compute_bitmask(self) -> bytes:
+        bits = np.array([self.allows(token) for token in range(VOCAB)])
+        return np.packbits(bits, bitorder="little").tobytes()
+
+    def deep_copy(self) -> Matcher:
+        return NoTwins(self.text)
+
+
+@pytest.mark.parametrize(
+    "method", ["beams", "draft model, long chain, ratio", "draft model, compared", "dynamic tree"]
+)
+def test_masked_texts_follow_their_distribution(method: str) -> None:
+    """False alarm: one seed in ten thousand. Pruned a token too early, the ratio rule fails it."""
+    exact = np.zeros((VOCAB,) * LENGTH)
+    for known in itertools.product(range(VOCAB), repeat=LENGTH):
+        chances = []
+        for at, token in enumerate(known):
+            before = NoTwins(list(known[:at]))
+            weights = TARGET.get_logits(known[:at]).exp().tolist()
+            left = [w if before.allows(t) else 0.0 for t, w in enumerate(weights)]
+            chances.append(left[token] / sum(left))
+        exact[known] = math.prod(chances)
+    counts = np.zeros(exact.shape, np.int64)
+    num_pruned = 0
+    for seed in range(600):
+        text: list[int] = []
+        state = Grammar(NoTwins(), ()).follow(text)
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), LENGTH + 8, state)
+        while len(text) < LENGTH:
+            drafted = METHODS[method](text, sampler)
+            candidates = drafted.prune(state)
+            num_pruned += drafted.tree.num_nodes - candidates.tree.num_nodes
+            logits = compute_tree_logits(candidates.tree, text)[None]
+            ((path, bonus),) = accept_batch([candidates], logits, [sampler], [len(text)])
+            text += [*candidates.tree.tokens[path[1:]].tolist(), bonus]
+        counts[tuple(text[:LENGTH])] += 1
+    assert num_pruned > 100
+    assert compute_p_value(counts.reshape(-1), exact.reshape(-1)) > FALSE_ALARM_RATE
+
+
+def test_what_is_pruned() -> None:
+    """Of a tree all that is outside; of a drawn chain all behind the first that is."""
+    output: list[int] = [2]
+    state = Grammar(NoTwins(), ()).follow(output)
+    tree = pack_beams(2, np.array([[1, 4], [1, 1], [2, 0], [3, 4]]))
+    pruned = Candidates(tree).prune(state).tree
+    assert pruned.tokens.tolist() == [2, 1, 3, 4]
+    assert pruned.parents.tolist() == [-1, 0, 0, 1]
+    assert pruned.depths.tolist() == [0, 1, 1, 2]
+    chain = Tree(np.array([2, 3, 4, 0, 1]), np.arange(-1, 4), np.arange(5))
+    probs = [torch.full((VOCAB,), 0.2)] * 4
+    cut = Candidates(chain, probs).prune(state)
+    assert cut.tree.tokens.tolist() == [2, 3, 4]
+    assert cut.draft_probs is not None
+    assert len(cut.draft_probs) == 2
+    inside = Candidates(pack_beams(2, np.array([[1, 4]])))
+    assert inside.prune(state).tree is inside.tree
+
+
+pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("grammar")
+    target, drafter = make_llama(parent, seed=5), make_drafter(parent, exit_dim=96, scale=3.0)
+    make_tokenizer(target)
+    make_engine(
+        parent, target, drafter, beams=3, length=4, optimize="none",
+        build=["--max-batch-size", 4, "--tokenizer-dir", target],
+    ).rename(parent / "redrafter")  # fmt: skip
+    call("convert", "--model-dir", target, "--output-dir", parent / "ckpt")
+    call(
+        "build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / "lookahead",
+        "--optimize", "none", "--speculative-decoding-mode", "lookahead_decoding",
+        "--max-draft-len", 11, "--tokenizer-dir", target,
+    )  # fmt: skip
+    return parent
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22, 333]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+GRAMMARS: list[dict[str, Any]] = [
+    {"regex": "[a-c]{3,9}"}, {"json_schema": SCHEMA}, {"lark": 'start: ("x" | "yz")+ "!"'},
+]  # fmt: skip
+
+
+def check_text(text: str, number: int) -> None:
+    if number == 1:
+        value = json.loads(text)
+        assert value.keys() == {"a", "b"}
+        assert value["a"] in (1, 22, 333)
+    else:
+        assert re.fullmatch(("[a-c]{3,9}", "", r"(x|yz)+!")[number], text)
+
+
+@pytest.mark.parametrize("method", ["redrafter", "lookahead"])
+def test_texts_keep_to_their_grammar_and_drafts_change_nothing(folder: Path, method: str) -> None:
+    """Greedy, sampled and penalized, beside requests without a grammar."""
+    prompts = [
+        Prompt(
+            text=f"hello {n}", temperature=(n % 3) * 0.7, seed=n, frequency_penalty=(n % 2) * 0.5,
+            grammar=None if n % 4 == 3 else GRAMMARS[n % 4],
+        )
+        for n in range(16)
+    ]  # fmt: skip
+    texts = []
+    for speculation in (True, False):
+        with Engine.load(folder / method, device="cpu", speculation=speculation) as engine:
+            outputs = engine.generate(prompts, max_output_len=60)
+        texts.append([output.token_ids for output in outputs])
+        ended = 0
+        for n, output in enumerate(outputs):
+            if n % 4 < 3 and output.finish_reason == "eos":
+                ended += 1
+                check_text(output.text, n % 4)
+        assert ended >= 8
+    assert texts[0] == texts[1]
+
+
+def test_grammars_that_are_wrong(folder: Path) -> None:
+    with Engine.load(folder / "redrafter", device="cpu") as engine:
+        for grammar, message in (
+            ({"regex": "[a-c"}, "the regex is refused: .*unclosed character class"),
+            ({"json_schema": {"type": 3}}, "the json_schema is refused: type must be"),
+            ({"lark": "start: nothing"}, "the lark is refused"),
+            ({"xml": "a"}, "not one of json_object, json_schema, regex, lark"),
+            ({"regex": 3}, "the regex is refused"),
+        ):
+            with pytest.raises(SpecDecError, match=message):
+                engine.prepare(Prompt(text="x", grammar=grammar))
+        with pytest.raises(SpecDecError, match="both grammar and end_ids"):
+            engine.prepare(Prompt(text="x", grammar={"regex": "a"}, end_ids=()))

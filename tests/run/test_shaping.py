@@ -1,0 +1,170 @@
+"""Penalties, bias and min-p: transformers' numbers, and exact at every node of a tree."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec import Engine, Prompt, SpecDecError
+from specdec.decode.accept import accept_batch
+from specdec.decode.sampling import Sampler, SamplingParams, process_logits
+from specdec.decode.shaping import Penalties, make_shaper
+from specdec.engine.tree import make_root, pack_beams
+from tests.conftest import make_drafter, make_llama
+from tests.engines import make_engine
+from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
+from tests.run.test_sampling import LENGTH, METHODS, TARGET, VOCAB, compute_tree_logits
+
+PROMPT = [3, 0, 3]
+SHAPED = SamplingParams(
+    temperature=0.9, min_p=0.05, logit_bias=((1, 0.8), (4, -0.5)), repetition_penalty=1.3,
+    frequency_penalty=0.4, presence_penalty=0.7,
+)  # fmt: skip
+
+
+def shape_by_hand(logits: list[float], text: list[int]) -> list[float]:
+    """What SHAPED makes of logits after a text of the output, token by token."""
+    counts = collections.Counter(text)
+    shaped = []
+    for token, logit in enumerate(logits):
+        value = logit + dict(SHAPED.logit_bias).get(token, 0.0)
+        if token in counts or token in PROMPT:
+            value = value * 1.3 if value < 0 else value / 1.3
+        if token in counts:
+            value -= 0.4 * counts[token] + 0.7
+        shaped.append(value)
+    return shaped
+
+
+def find_probs(logits: list[float]) -> np.ndarray:
+    weights = np.exp((np.array(logits) - max(logits)) / SHAPED.temperature)
+    weights /= weights.sum()
+    weights[weights < SHAPED.min_p * weights.max()] = 0
+    probs: np.ndarray = weights / weights.sum()
+    return probs
+
+
+@pytest.mark.parametrize("method", ["beams", "draft model, ratio", "dynamic tree"])
+def test_shaped_texts_follow_their_distribution(method: str) -> None:
+    """False alarm: one seed in ten thousand, as of every test of this kind."""
+    exact = np.zeros((VOCAB,) * LENGTH)
+    for known in itertools.product(range(VOCAB), repeat=LENGTH):
+        exact[known] = math.prod(
+            find_probs(shape_by_hand(TARGET.get_logits(known[:at]).tolist(), list(known[:at])))[
+                token
+            ]
+            for at, token in enumerate(known)
+        )
+    counts = np.zeros(exact.shape, np.int64)
+    for seed in range(400):
+        params = SamplingParams(**{**vars(SHAPED), "seed": seed})
+        text: list[int] = []
+        sampler = Sampler(params, LENGTH + 8, make_shaper(params, PROMPT, text))
+        while len(text) < LENGTH:
+            candidates = METHODS[method](text, sampler)
+            logits = compute_tree_logits(candidates.tree, text)[None]
+            ((path, bonus),) = accept_batch([candidates], logits, [sampler], [len(text)])
+            text += [*candidates.tree.tokens[path[1:]].tolist(), bonus]
+        counts[tuple(text[:LENGTH])] += 1
+    assert compute_p_value(counts.reshape(-1), exact.reshape(-1)) > FALSE_ALARM_RATE
+
+
+def test_every_node_is_shaped_by_its_own_text() -> None:
+    """A path's drafted tokens count, other branches' do not; padding is not touched."""
+    logits = torch.randn((8, VOCAB), generator=torch.Generator().manual_seed(1))
+    tree = pack_beams(2, np.array([[1, 4], [1, 1], [0, 3]]))
+    output = [4, 2]
+    shaped = Penalties(SHAPED, PROMPT, output).shape(tree, logits)
+    branches = [[], [1], [0], [1, 4], [1, 1], [0, 3]]
+    assert len(shaped) == tree.num_nodes == len(branches)
+    for node, branch in enumerate(branches):
+        expected = shape_by_hand(logits[node].tolist(), [*output, *branch])
+        torch.testing.assert_close(shaped[node], torch.tensor(expected))
+
+
+def test_what_transformers_has_is_the_same() -> None:
+    from transformers import (
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        SequenceBiasLogitsProcessor,
+    )
+
+    generator = torch.Generator().manual_seed(2)
+    logits = 4 * torch.randn((1, 200), generator=generator)
+    prompt, output = torch.randint(200, (2, 40), generator=generator)
+    params = SamplingParams(
+        temperature=1.0, logit_bias=((5, 2.5), (7, -100.0)), repetition_penalty=1.7, min_p=0.1
+    )
+    root = make_root(int(output[-1]))
+    shaped = Penalties(params, prompt.tolist(), output.tolist()).shape(root, logits)
+    ids = torch.cat([prompt, output])[None]
+    expected: Any = SequenceBiasLogitsProcessor({(5,): 2.5, (7,): -100.0})(ids, logits)
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, expected)
+    assert torch.equal(shaped, expected)
+    probs = MinPLogitsWarper(0.1)(ids, expected).softmax(-1)
+    assert torch.equal(process_logits(shaped, [params]), probs)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("shaping")
+    target, drafter = make_llama(parent, seed=5), make_drafter(parent, exit_dim=96, scale=3.0)
+    return make_engine(parent, target, drafter, beams=3, length=4)
+
+
+def test_drafts_change_nothing_of_shaped_texts(folder: Path) -> None:
+    """With drafts as without, greedy and sampled, beside requests that are not shaped."""
+    prompts = []
+    for n in range(12):
+        shaped: Any = {
+            "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -0.5,
+            "min_p": 0.02, "logit_bias": {n: 3.0, 100: -100},
+        }  # fmt: skip
+        own = {} if n % 4 == 3 else shaped
+        prompt = [5, 9, 77 - n]
+        prompts.append(
+            Prompt(
+                token_ids=prompt, temperature=(n % 3) * 0.6, seed=n, end_ids=(), logprobs=n % 4,
+                **own,
+            )
+        )  # fmt: skip
+    texts = []
+    for speculation in (True, False):
+        with Engine.load(folder, device="cpu", speculation=speculation) as engine:
+            outputs = engine.generate(prompts, max_output_len=20)
+        texts.append([output.token_ids for output in outputs])
+        for number, output in enumerate(outputs):
+            assert len(output.logprobs) == 20
+            for token, told in zip(output.token_ids, output.logprobs, strict=True):
+                assert len(told.top) == number % 4
+                assert told.logprob <= 0
+                assert (dict(told.top).get(token, told.logprob)) == told.logprob
+    assert texts[0] == texts[1]
+
+
+def test_greedy_text_with_a_repetition_penalty_is_that_of_transformers(folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder.parent / "target")
+    ids = torch.tensor([[5, 9, 77, 3]])
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False,
+        repetition_penalty=1.4, eos_token_id=None, pad_token_id=0,
+    )[0, 4:].tolist()  # fmt: skip
+    with Engine.load(folder, device="cpu") as engine:
+        prompt = Prompt(token_ids=ids[0].tolist(), repetition_penalty=1.4, end_ids=())
+        (output,) = engine.generate(prompt, max_output_len=24)
+        assert output.token_ids == expected
+        plain = engine.generate(ids[0].tolist(), max_output_len=24, end_ids=())[0].token_ids
+        assert output.token_ids != plain
+        with pytest.raises(SpecDecError, match=r"logit_bias for token 128.* vocabulary has 128"):
+            engine.prepare(Prompt(token_ids=[5], logit_bias={128: 1.0}))
+        with pytest.raises(SpecDecError, match="repetition_penalty is 0, not a number above 0"):
+            engine.prepare(Prompt(token_ids=[5], repetition_penalty=0))

@@ -1,0 +1,85 @@
+"""Servers in this process, on a free port of loopback, and engines for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from specdec.serve.server import Server, load, open_socket, read_key
+from specdec.serve.settings import ServeSettings
+from tests.conftest import make_drafter, make_llama, make_tokenizer
+from tests.engines import make_engine
+
+MODEL = "toy"
+CLIENT = httpx.Client(timeout=60)  # making one takes longer than most answers
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'villain' %}{{ raise_exception('no villains') }}"
+    "{% endif %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def make_served_engine(parent: Path, **sizes: Any) -> Path:
+    """An engine of four rows with a tokenizer that has a chat template."""
+    target, drafter = make_llama(parent, seed=5), make_drafter(parent, exit_dim=96, scale=3.0)
+    make_tokenizer(target)
+    path = target / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"chat_template": TEMPLATE}
+    path.write_text(json.dumps(config))
+    return make_engine(
+        parent, target, drafter, beams=3, length=4, optimize="none",
+        build=["--max-batch-size", 4, "--tokenizer-dir", target, "--max-seq-len", 300],
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def serve_here(engine_dir: Path, **settings: Any) -> Iterator[tuple[Server, str]]:
+    """A server, and its address."""
+    options = {"port": 0, "served_model_name": MODEL, "device": "cpu", "prompt_chunk": 16}
+    made = ServeSettings(engine_dir=engine_dir, **(options | settings))
+    with open_socket(made) as listener, load(made) as engine:
+        server = Server(made, engine, read_key(made))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=_run_quietly, args=(server, listener))
+        thread.start()
+        try:
+            deadline = time.monotonic() + 60
+            while not server._http.started:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            yield server, url
+        finally:
+            server._http.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def _run_quietly(server: Server, listener: Any) -> None:
+    with contextlib.suppress(Exception):  # a lost engine is what some tests are about
+        server.run_until_told(listener)
+
+
+def post(url: str, path: str, **body: Any) -> Any:
+    """A completion's JSON; the status is 200."""
+    answer = CLIENT.post(url + path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def read_events(url: str, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream, whose form is checked: `data:` and JSON, [DONE] last and once."""
+    answer = CLIENT.post(url + path, json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    blocks = answer.text.split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    assert blocks.pop() == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]

@@ -1,0 +1,680 @@
+"""The endpoints: OpenAI's forms, event by event, and the text that the engine gives alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from specdec import Engine, Event, Prompt, SpecDecError, UsageError
+from specdec.decode.loop import Batch
+from specdec.decode.requests import TokenLogprob
+from specdec.serve.answers import Answer, Choice
+from specdec.serve.schema import NEUTRAL, CompletionAsked
+from specdec.serve.server import Server, check_address, read_key
+from specdec.serve.settings import ServeSettings
+from specdec.serve.tokens import TokenTable, list_byte_letters
+from tests.conftest import BOS, EOS, ROOT, UNK
+from tests.serve.servers import CLIENT, MODEL, make_served_engine, post, read_events, serve_here
+
+TEXT = "hello ab"
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_served_engine(tmp_path_factory.mktemp("http"))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Any:
+    """The greedy continuation of TEXT, without drafts."""
+    with Engine.load(folder, device="cpu", speculation=False) as engine:
+        return engine.generate(Prompt(text=TEXT, temperature=0, end_ids=()), max_output_len=40)[0]
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[tuple[Server, str]]:
+    with serve_here(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(served: tuple[Server, str]) -> str:
+    return served[1]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+# --- answers ---
+
+
+def test_a_completion_is_what_the_engine_gives(url: str, expected: Any) -> None:
+    answer = post(url, "/v1/completions", model=MODEL, prompt=TEXT, max_tokens=40, **GREEDY)
+    (choice,) = answer["choices"]
+    assert choice == {
+        "index": 0, "text": expected.text, "logprobs": None, "finish_reason": "length"
+    }  # fmt: skip
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(expected.prompt_ids), 40)
+    assert answer["object"] == "text_completion"
+    ids = expected.prompt_ids
+    several = post(
+        url, "/v1/completions", prompt=[ids, ids[:3], ids], max_tokens=40, echo=True, n=1, **GREEDY
+    )
+    texts = [choice["text"] for choice in several["choices"]]
+    assert texts[0] == texts[2] == TEXT + expected.text != texts[1]
+    assert several["usage"]["prompt_tokens"] == 2 * len(ids) + 3
+    told = answer["metrics"]["speculative_decoding"]
+    assert told["num_draft_tokens"] == sum(told["per_step_drafted"]) > 0
+    assert sum(told["acceptance_histogram"]) == len(told["per_step_accepted"])
+    details = usage["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == told["num_accepted_draft_tokens"]
+
+
+def test_seeds_and_choices(folder: Path, url: str) -> None:
+    """Choice i of seed s is what seed s + i gives."""
+    sampling: Any = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
+    answer = post(
+        url, "/v1/completions", prompt=TEXT, max_tokens=9, n=3, seed=2**64 - 2, **sampling
+    )
+    prompts = [Prompt(text=TEXT, seed=seed % 2**64, **sampling) for seed in range(-2, 1)]
+    with Engine.load(folder, device="cpu") as engine:
+        outputs = engine.generate(prompts, max_output_len=9)
+    assert [c["text"] for c in answer["choices"]] == [output.text for output in outputs]
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
+    other = [post(url, "/v1/completions", prompt=TEXT, max_tokens=9) for _ in range(2)]
+    assert other[0]["choices"] != other[1]["choices"], "without a seed each is drawn afresh"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_is_the_answer_in_pieces(url: str, path: str) -> None:
+    is_chat = "chat" in path
+    body = {"messages": CHAT, "logprobs": True, "top_logprobs": 2} if is_chat else {
+        "prompt": TEXT, "logprobs": 2,
+    }  # fmt: skip
+    body |= {"max_tokens": 24, "n": 2, "seed": 5, "ignore_eos": True}
+    whole = post(url, path, **body)
+    events = read_events(url, path, **body, stream_options={"include_usage": True})
+    assert len({(e["id"], e["created"], e["model"]) for e in events}) == 1
+    assert {event["object"] for event in events} == {
+        "chat.completion.chunk" if is_chat else "text_completion"
+    }
+    *events, last = events
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 48
+    assert last["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert last["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    assert all(event["usage"] is None for event in events)
+    assert len(events) > 8
+    for index in (0, 1):
+        own = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+        if is_chat:
+            assert own[0]["delta"] == {"role": "assistant", "content": ""}
+            text = "".join(c["delta"].get("content", "") for c in own)
+            assert text == whole["choices"][index]["message"]["content"]
+        else:
+            text = "".join(c["text"] for c in own)
+            assert text == whole["choices"][index]["text"]
+        reasons = [c["finish_reason"] for c in own]
+        assert reasons == [None] * (len(own) - 1) + ["length"], "exactly one, at the end"
+        told: dict[str, list[Any]] = {}
+        for choice in own:
+            for key, values in (choice["logprobs"] or {}).items():
+                if values is not None:
+                    told.setdefault(key, []).extend(values)
+        in_whole = whole["choices"][index]["logprobs"]
+        assert {len(values) for values in told.values()} == {24}
+        told_of = told["content"] if is_chat else told["tokens"]
+        names = [part["token"] for part in told_of] if is_chat else told_of
+        assert names == (
+            [part["token"] for part in in_whole["content"]] if is_chat else in_whole["tokens"]
+        )
+        assert "".join(n for n in names if n not in (UNK, BOS, EOS)) == text
+    without = read_events(url, path, **body)
+    assert all("usage" not in event for event in without)
+    assert without[-1]["choices"][0]["finish_reason"] == "length"
+    assert "metrics" in without[-1]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_nothing_comes_after_a_stop(url: str, expected: Any, as_list: bool) -> None:
+    """In text, tokens, log-probabilities or usage, wherever in an accepted block it falls."""
+    text = expected.text
+    for at in (9, 14, 21):
+        word = text[at : at + 3]
+        end = text.index(word)
+        body = {"prompt": TEXT, "max_tokens": 40, "stop": [word, "@@"] if as_list else word}
+        body |= {"logprobs": 0, **GREEDY}
+        answer = post(url, "/v1/completions", **body)
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text[:end], "stop")
+        told = choice["logprobs"]
+        assert all(offset < end for offset in told["text_offset"])
+        assert "".join(told["tokens"]).startswith(text[:end])
+        assert len("".join(told["tokens"][:-1])) < end
+        sizes = [len("".join(names)) for names in (told["tokens"], told["tokens"][:-1])]
+        assert sizes[0] >= end > sizes[1]
+        # The tokens generated are those up to the one that completed the stop word.
+        assert len(told["tokens"]) <= answer["usage"]["completion_tokens"] <= 40
+        events = read_events(url, "/v1/completions", **body)
+        assert "".join(e["choices"][0]["text"] for e in events) == text[:end]
+        names = [
+            name for e in events for name in (e["choices"][0]["logprobs"] or {}).get("tokens", [])
+        ]
+        assert names == told["tokens"]
+
+
+def test_half_characters_wait_and_tokens_are_bytes(folder: Path) -> None:
+    """A token that ends in the middle of a character is told of, but no half of it is text."""
+    letters = {byte: letter for letter, byte in list_byte_letters().items()}
+    pieces = [b"a", "€".encode()[:2], "€".encode()[2:], b" b"]
+
+    class Bytes:
+        all_special_ids = [9]
+        added_tokens_decoder = {9: "</s>"}
+
+        class backend_tokenizer:  # noqa: N801 - as transformers names it
+            decoder = "ByteLevel()"
+
+        def convert_ids_to_tokens(self, token: int) -> str | None:
+            if token == 9:
+                return "</s>"
+            return "".join(letters[byte] for byte in pieces[token]) if token < 4 else None
+
+    table = TokenTable(Bytes())
+    assert [table.get_bytes(n) for n in range(4)] == pieces
+    names = ["a", "bytes:\\xe2\\x82", "bytes:\\xac", " b"]
+    assert [table.get_text(n) for n in range(4)] == names
+    assert table.get_bytes(9) == b"</s>"
+    assert table.get_bytes(77) == b""
+    job: Any = None
+    choice = Choice(0, job, "")
+    shown, counts = [], []
+    for token, (text, end) in enumerate([("a", 1), ("", 1), ("€", 2), ("", 2)]):
+        told = [TokenLogprob(-1.0, [])]
+        choice.add(
+            Event(text=text, token_ids=[token], origins=["plain"], ends=[end], logprobs=told)
+        )
+        shown.append(choice.text)
+        counts.append(len(choice.tokens))
+    assert shown == ["a", "a", "a€", "a€"]
+    assert counts == [1, 2, 3, 4]
+    asked = CompletionAsked(prompt="", logprobs=0)
+    answer = Answer(asked, MODEL, [], table)
+    told_of: Any = answer._describe_tokens(choice, 0)
+    assert told_of["tokens"] == names
+
+
+def test_the_small_endpoints(url: str, expected: Any) -> None:
+    assert CLIENT.get(f"{url}/health").json() == {"status": "ok"}
+    assert CLIENT.get(f"{url}/version").json().keys() == {"version"}
+    (model,) = CLIENT.get(f"{url}/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == (MODEL, 300)
+    assert CLIENT.get(f"{url}/v1/models/{MODEL}").json() == model
+    assert CLIENT.get(f"{url}/v1/models/other").status_code == 404
+    told = post(url, "/tokenize", prompt=TEXT)
+    assert told == {
+        "count": len(expected.prompt_ids), "max_model_len": 300, "tokens": expected.prompt_ids
+    }  # fmt: skip
+    assert post(url, "/detokenize", tokens=told["tokens"]) == {"prompt": TEXT}
+    chat = post(url, "/tokenize", messages=CHAT)
+    assert post(url, "/detokenize", tokens=chat["tokens"]) == {"prompt": "u:hi\na:"}
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
+    ]
+    assert post(url, "/tokenize", messages=parts) == chat
+    whole = post(url, "/v1/chat/completions", messages=CHAT, ignore_eos=True)
+    assert whole["usage"]["total_tokens"] == 300, "all that there is room for"
+
+
+# --- what is refused ---
+
+
+CHAT_PATH = "chat/completions"
+
+
+def turn(role: str, content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content}]}
+
+
+# What is sent beside a prompt of "x", where not said otherwise; the parameter named; the message.
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": None}, "prompt", "Input should be"),
+    ({"promt": "x"}, "promt", "unknown parameter 'promt' (did you mean prompt?)"),
+    ({"tools": [1]}, "tools", "tools is not supported"),
+    ({"best_of": 2}, "best_of", "best_of is not supported"),
+    ({"temperature": True}, "temperature", "valid number"),
+    ({"temperature": -1}, "temperature", "greater than or equal"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"n": 10**9}, "n", "less than or equal to 128"),
+    ({"prompt": ["x"] * 100, "n": 2}, "n", "200 choices, at most 128"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 900}, "prompt", "asks for 900 more, the engine's max_seq_len is 300"),
+    ({"prompt": "x" * 9000}, "prompt", "max_input_len is"),
+    ({"prompt": ""}, "prompt", "is empty"),
+    ({"prompt": [900]}, "prompt", "holds token 900"),
+    ({"prompt": [1, "a"]}, "prompt", "prompt"),
+    ({"stop": ""}, "stop", "at least 1 character"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "pattern"),
+    ({"logit_bias": {"500": 1}}, "prompt", "logit_bias for token 500"),
+    ({"logprobs": 50}, "logprobs", "less than or equal to 20"),
+    ({"logprobs": 1, "echo": True}, "echo", "not supported"),
+    ({"stream_options": {}}, "stream_options", "only for stream"),
+    ({"stream_options": {"a": 1}, "stream": True}, "stream_options", "not permitted"),
+    ({"model": "gpt-9"}, "model", "'gpt-9' does not exist"),
+    ({"seed": 2**64}, "seed", "less than"),
+    ({"messages": []}, "messages", "at least 1 item"),
+    (turn("user", 3), "messages", "valid string"),
+    (turn("villain", "x"), "messages", "refuses the messages: no villains"),
+    ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    (turn("user", [{"type": "image_url"}]), "messages", "'text'"),
+    ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "no json_schema.schema"),
+    ({"guided_regex": "[a"}, "prompt", "the regex is refused"),
+    ({"guided_regex": "a", "guided_json": {}}, "guided_json", "are both given"),
+    ({"grammar": "start: /a/", "ignore_eos": True}, "ignore_eos", "beside a grammar"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), REFUSED)
+def test_refusals_name_the_parameter(
+    url: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    path = CHAT_PATH if "messages" in body else "completions"
+    given = body if "messages" in body else {"prompt": "x", **body}
+    answer = CLIENT.post(f"{url}/v1/{path}", json=given)
+    assert answer.status_code == (404 if param == "model" else 400), answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert message in error["message"]
+
+
+def test_structured_output(url: str) -> None:
+    """Valid in a stream as in a whole answer, beside requests of other grammars and of none."""
+    schema: Any = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
+    schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    chat: Any = {"messages": CHAT, "response_format": form, "max_tokens": 40, "n": 3, "seed": 1}
+    whole = post(url, "/v1/chat/completions", **chat)
+    events = read_events(url, "/v1/chat/completions", **chat)
+    for index, choice in enumerate(whole["choices"]):
+        assert choice["finish_reason"] == "stop"
+        assert json.loads(choice["message"]["content"])["a"] in (1, 22)
+        own = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+        text = "".join(part["delta"].get("content", "") for part in own)
+        assert text == choice["message"]["content"]
+    body: Any = {"prompt": TEXT, "max_tokens": 20, "seed": 3}
+    for name, value in (("guided_regex", "(ab|c){2,4}"), ("grammar", "start: /(ab|c){2,4}/")):
+        answer = post(url, "/v1/completions", **body, **{name: value})
+        assert re.fullmatch("(ab|c){2,4}", answer["choices"][0]["text"])
+
+
+def test_parameters_that_ask_for_nothing_are_taken(url: str) -> None:
+    nothing = {name: values[0] for name, values in NEUTRAL.items() if values}
+    nothing |= {"user": "u", "top_k": -1, "response_format": {"type": "text"}}
+    post(url, "/v1/completions", prompt="x", max_tokens=1, **nothing)
+    post(url, "/v1/completions", prompt="x", max_tokens=1, **dict.fromkeys(NEUTRAL))
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+NAMES = sorted({*CompletionAsked.model_fields, "messages", "max_completion_tokens", "top_logprobs"})
+BODIES = (
+    st.dictionaries(st.sampled_from(NAMES), ANY_JSON, max_size=4).map(
+        lambda body: json.dumps({"prompt": "x", "max_tokens": 2, **body}).encode()
+    )
+    | ANY_JSON.map(lambda body: json.dumps(body).encode())
+    | st.binary(max_size=40)
+    | st.sampled_from(
+        [
+            b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": "x", "n": NaN}',
+            b'{"prompt": "x", "seed": 1' + b"0" * 5000 + b"}", b'{"prompt": "x", "prompt": "y"}',
+            b'{"messages": [{"role": "user", "content": "\\udfff"}]}', b"\xff\xfe{}", b"",
+            b'{"prompt": "\\u0000"}', b'{"prompt": {}}', b'{"stop": [[]], "prompt": "x"}',
+        ]
+    )
+)  # fmt: skip
+
+
+@hypothesis.settings(max_examples=80)
+@hypothesis.given(
+    BODIES, st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+)
+def test_whatever_is_sent_gets_an_answer_in_openais_form(url: str, body: bytes, path: str) -> None:
+    answer = CLIENT.post(url + path, content=body, headers={"Content-Type": "application/json"})
+    if answer.status_code != 200:
+        assert 400 <= answer.status_code < 500, answer.text
+        error = answer.json()["error"]
+        assert error["message"]
+        assert "Traceback" not in answer.text
+    assert CLIENT.get(f"{url}/health").status_code == 200
+
+
+def test_limits_of_body_header_and_kind(url: str) -> None:
+    big = b'{"prompt": "' + b"x" * (5 << 20) + b'"}'
+    kind = {"Content-Type": "application/json"}
+
+    def in_pieces() -> Iterator[bytes]:
+        for at in range(0, len(big), 1 << 16):
+            yield big[at : at + (1 << 16)]
+
+    for content in (big, in_pieces()):
+        try:
+            answer = CLIENT.post(f"{url}/v1/completions", content=content, headers=kind)
+        except httpx.TransportError:  # refused while it still was sending
+            continue
+        assert answer.status_code == 413
+        assert "more than 4194304 bytes" in answer.json()["error"]["message"]
+    answer = CLIENT.get(f"{url}/version", headers={"X-Long": "x" * 70_000})
+    assert answer.status_code == 431
+    answer = CLIENT.post(
+        f"{url}/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}
+    )
+    assert answer.status_code == 415
+    assert CLIENT.get(f"{url}/v1/completions").status_code == 405
+    assert CLIENT.get(f"{url}/nowhere").json()["error"]["type"] == "invalid_request_error"
+    assert CLIENT.get(f"{url}/version", headers={"Host": "evil.example"}).status_code == 403
+    for host in ("localhost:80", "127.0.0.1", "[::1]:9"):
+        assert CLIENT.get(f"{url}/version", headers={"Host": host}).status_code == 200
+
+
+# --- operation ---
+
+
+def test_a_key_is_asked_for_and_never_logged(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    path = tmp_path / "key"
+    path.write_text("sesame-open\n")
+    with serve_here(folder, api_key_file=path) as (_, url):
+        for header in (
+            {},
+            {"Authorization": "Bearer sesame"},
+            {"Authorization": "Basic sesame-open"},
+        ):
+            answer = CLIENT.get(f"{url}/v1/models", headers=header)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert "sesame" not in answer.text
+        header = {"Authorization": "Bearer sesame-open"}
+        assert CLIENT.get(f"{url}/v1/models", headers=header).status_code == 200
+        assert CLIENT.get(f"{url}/metrics").status_code == 401
+        assert CLIENT.get(f"{url}/health").status_code == 200
+        assert (
+            CLIENT.get(f"{url}/v1/models", headers={"Origin": "http://a", **header})
+            .headers.keys()
+            .isdisjoint({"access-control-allow-origin"})
+        )
+    assert "sesame" not in caplog.text
+
+
+def test_addresses_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def settings(**given: Any) -> ServeSettings:
+        return ServeSettings(engine_dir=tmp_path, **given)
+
+    for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9"):
+        check_address(settings(host=host), None)
+    for host in ("0.0.0.0", "::", "192.168.1.1", "example.org"):
+        with pytest.raises(UsageError, match="can be reached from elsewhere, and there is no key"):
+            check_address(settings(host=host), None)
+        check_address(settings(host=host), "key")
+        check_address(settings(host=host, allow_anonymous=True), None)
+    monkeypatch.setenv("SPECDEC_API_KEY", "from-the-environment")
+    assert read_key(settings()) == "from-the-environment"
+    path = tmp_path / "key"
+    path.write_text("  from-a-file \n")
+    assert read_key(settings(api_key_file=path)) == "from-a-file"
+    for bad in ("", "two words", "schlüssel"):
+        path.write_text(bad)
+        with pytest.raises(SpecDecError, match="holds no key"):
+            read_key(settings(api_key_file=path))
+    with pytest.raises(SpecDecError, match="cannot be read"):
+        read_key(settings(api_key_file=tmp_path / "none"))
+
+
+LONG = {"prompt": TEXT, "max_tokens": 250, **GREEDY}
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
+    step = Batch.step
+
+    def wait(batch: Batch) -> None:
+        time.sleep(seconds)
+        step(batch)
+
+    monkeypatch.setattr(Batch, "step", wait)
+
+
+def test_who_leaves_frees_the_row(
+    served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, url = served
+    slow_down(monkeypatch)
+    with CLIENT.stream(
+        "POST", f"{url}/v1/completions", json=LONG | {"stream": True, "n": 2}
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert server.scheduler.num_running == 2
+    wait_until(lambda: server.scheduler.num_running == 0)
+    with pytest.raises(httpx.ReadTimeout):
+        CLIENT.post(f"{url}/v1/completions", json=LONG, timeout=0.3)
+    wait_until(lambda: server.scheduler.num_running == 0)
+
+
+def test_a_slow_reader_delays_nobody(served: tuple[Server, str], expected: Any) -> None:
+    """Its request ends without it, and what waits for it is no more than its own output."""
+    server, url = served
+    body = LONG | {"stream": True}
+    with CLIENT.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        wait_until(lambda: server.scheduler.num_running == 1)
+        wait_until(lambda: server.scheduler.num_running == 0)
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
+    assert text.startswith(expected.text)
+
+
+def test_queue_and_time_have_bounds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch)
+    with serve_here(folder, max_queue=1, request_timeout=1.5) as (server, url):
+        assert CLIENT.post(f"{url}/v1/completions", json=LONG).status_code == 504
+        wait_until(lambda: server.scheduler.num_running == 0)
+        events = read_events(url, "/v1/completions", **LONG)
+        assert events[-1]["error"]["code"] == "timeout"
+        answers: list[Any] = []
+
+        def ask() -> None:
+            answers.append(CLIENT.post(f"{url}/v1/completions", json=LONG, timeout=60))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert len(refused) == 3, "four rows and one that waits"
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        assert refused[0].json()["error"]["type"] == "rate_limit_error"
+
+
+def test_a_failing_step_is_a_500_and_the_server_goes_on(
+    served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, url = served
+    step, left = Batch.step, [3, 3]
+
+    def fail(batch: Batch) -> None:
+        if left:
+            left[0] -= 1
+            if left[0] == 0:
+                left.pop(0)
+                raise RuntimeError("secret detail")
+        step(batch)
+
+    monkeypatch.setattr(Batch, "step", fail)
+    answer = CLIENT.post(f"{url}/v1/completions", json=LONG)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "secret" not in answer.text
+    events = read_events(url, "/v1/completions", **LONG)
+    assert events[-1]["error"]["type"] == "server_error"
+    monkeypatch.undo()
+    post(url, "/v1/completions", prompt="x", max_tokens=2)
+
+
+def test_metrics_add_up(folder: Path) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with serve_here(folder, metrics_prefix="vllm") as (_, url):
+        body = {"prompt": TEXT, "max_tokens": 30, "seed": 3, "n": 3, "ignore_eos": True}
+        told = post(url, "/v1/completions", **body)["metrics"]["speculative_decoding"]
+        post(url, "/v1/completions", prompt=TEXT, max_tokens=1)
+        text = CLIENT.get(f"{url}/metrics").text
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "le")}
+            found[sample.name + "".join(f"{{{v}}}" for v in labels.values())] = sample.value
+    assert found["vllm:spec_decode_num_drafts_total"] == told["num_spec_steps"]
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == told["num_draft_tokens"]
+    accepted = found["vllm:spec_decode_num_accepted_tokens_total"]
+    assert accepted == told["num_accepted_draft_tokens"] > 0
+    places = [v for k, v in found.items() if "accepted_tokens_per_pos_total" in k]
+    assert sum(places) == accepted
+    assert places == sorted(places, reverse=True)
+    assert found["vllm:generation_tokens_total"] == 91
+    assert found["vllm:prompt_tokens_total"] == found["vllm:prefix_cache_queries_total"]
+    assert found["vllm:prefix_cache_hits_total"] > 0
+    assert found["vllm:request_success_total{length}"] == 4
+    for name in (
+        "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+        "request_prefill_time_seconds", "request_decode_time_seconds",
+        "request_inference_time_seconds", "request_time_per_output_token_seconds",
+    ):  # fmt: skip
+        assert found[f"vllm:{name}_count"] == (3 if "per_output" in name else 4)
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert f"vllm:{name}" in found
+    assert found["vllm:inter_token_latency_seconds_count"] > 3
+
+
+# --- the page ---
+
+PAGE = ROOT / "serve" / "page.html"
+# What a browser has, as far as the page uses it.
+BROWSER = """
+const made = {};
+class Node { constructor(id) { this.id = id; this.children = []; this.handlers = {}; this.value = "0"; this.set = {}; }
+  append(...nodes) { this.children.push(...nodes); } replaceChildren() { this.children = []; }
+  setAttribute(name, value) { this.set[name] = value; } addEventListener(kind, call) { this.handlers[kind] = call; }
+  get firstElementChild() { return this.children[0] ??= new Node("first"); } }
+globalThis.document = { getElementById: id => made[id] ??= new Node(id), createElement: () => new Node(),
+  createElementNS: (_, kind) => new Node(kind), handlers: {}, addEventListener(kind, call) { this.handlers[kind] = call; } };
+const own = globalThis.fetch;
+globalThis.fetch = (path, options) => own(process.argv[2] + "/" + path, options);
+document.getElementById("key").value = "";
+document.getElementById("prompt").value = "hello ab"; document.getElementById("tokens").value = "20";
+document.getElementById("compare").checked = true;
+document.getElementById("sides");
+SCRIPT
+await start();
+const sides = made.sides.children.map(side => side.children[1].children.map(s => [s.textContent, s.className]));
+console.log(JSON.stringify({sides, model: made.model?.textContent, error: made.error.textContent,
+  steps: Number(made.step.max), nodes: made.tree.children.filter(n => n.id === "circle").length,
+  bars: made.chart.children.filter(n => n.id === "rect").length, label: made.steplabel.firstElementChild.textContent,
+  stats: made.sides.children.map(side => side.children[2].textContent)}));
+"""  # noqa: E501
+
+
+def test_the_page_needs_nothing_from_elsewhere(url: str) -> None:
+    answer = CLIENT.get(url)
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    page = answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert re.findall(r"https?://|src=|@import|url\(|innerHTML|eval\(", page) == []
+    assert "prefers-color-scheme: dark" in page
+    labelled = set(re.findall(r'for="(\w+)"', page))
+    for tag in re.findall(r"<(?:input|textarea)[^>]*>", page):
+        at = page.index(tag)
+        inside = page.rfind("<label", 0, at) > page.rfind("</label>", 0, at)
+        found = re.search(r'id="(\w+)"', tag)
+        assert inside or (found is not None and found[1] in labelled), tag
+
+
+def test_the_page_shows_tokens_steps_and_both_sides(
+    url: str, tmp_path: Path, expected: Any
+) -> None:
+    """Its script, in node with stand-ins for what a browser has."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    (script,) = re.findall(r"<script>(.*?)</script>", PAGE.read_text(), re.DOTALL)
+    path = tmp_path / "page.mjs"
+    path.write_text(BROWSER.replace("SCRIPT", script.replace('"use strict";', "")))
+    done = subprocess.run([node, path, url], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["error"] == ""
+    assert shown["model"] == f"{MODEL} (redrafter, float32)"
+    drafted, plain = shown["sides"]
+    assert [text for text, _ in drafted] == [text for text, _ in plain]
+    assert "".join(text for text, _ in plain) in expected.text
+    assert {origin for _, origin in plain} == {"plain"}
+    assert {origin for _, origin in drafted} >= {"plain", "bonus"}
+    assert shown["steps"] == shown["bars"] > 3
+    assert shown["nodes"] > 3
+    assert shown["label"].startswith(f"Step {shown['steps']} of {shown['steps']}: ")
+    assert "drafted accepted" in shown["stats"][0]
+    assert "drafted" not in shown["stats"][1]
+
+
+def test_trees_of_each_step_and_requests_without_drafts(url: str) -> None:
+    body = {"prompt": TEXT, "max_tokens": 40, **GREEDY}
+    events = read_events(url, "/v1/completions", **body, return_trees=True, return_origins=True)
+    trees = [tree for e in events for c in e["choices"] for tree in c.get("trees", [])]
+    told = events[-1]["metrics"]["speculative_decoding"]
+    assert [len(tree["tokens"]) - 1 for tree in trees] == [0, *told["per_step_drafted"]]
+    assert [len(tree["accepted"]) - 1 for tree in trees][:-1] == [0, *told["per_step_accepted"]][
+        :-1
+    ]
+    names = [name for e in events for c in e["choices"] for name in c.get("tokens", [])]
+    at = 0
+    for tree in trees:
+        assert tree["parents"][0] == -1
+        for parent, node in zip(tree["accepted"], tree["accepted"][1:], strict=False):
+            assert tree["parents"][node] == parent
+            if at < len(names):
+                assert names[at] == [tree["tokens"][node], "draft"]
+            at += 1
+        at += 1
+    plain = post(url, "/v1/completions", **body, speculation=False)
+    assert plain["choices"][0]["text"] == "".join(c["text"] for e in events for c in e["choices"])
+    assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0

@@ -1,0 +1,218 @@
+"""The server as people run it: the command, signals, ranks, clients of others, the docs' lines."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specdec import Engine, Prompt, SpecDecError
+from specdec.serve import cli
+from tests.conftest import ROOT, make_llama, make_tokenizer, run_cli
+from tests.engines import call, run_cli_here
+from tests.serve.servers import CLIENT, MODEL, make_served_engine, post, serve_here
+
+LONG = {"prompt": "hello ab", "max_tokens": 250, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_served_engine(tmp_path_factory.mktemp("operation"))
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with serve_here(folder) as (_, url):
+        yield url
+
+
+# --- the command and signals ---
+
+
+def start(folder: Path, *flags: object) -> tuple[subprocess.Popen[str], str]:
+    """`specdec serve` in a process of its own, when it listens: with its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specdec", "serve", "--engine-dir", str(folder), "--port", "0",
+         *map(str, flags)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(r"at (http://\S+)", line):
+            return process, found[1]
+    raise AssertionError(process.wait())
+
+
+def test_a_signal_lets_requests_end_and_a_second_does_not(folder: Path) -> None:
+    """The first: what runs is finished, nothing new is taken, status 0. The second: at once."""
+    process, url = start(folder, "--served-model-name", MODEL)
+    body = LONG | {"stream": True}
+    with CLIENT.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2]
+    assert process.wait(30) == 0
+    with pytest.raises(httpx.TransportError):
+        CLIENT.get(f"{url}/health")
+
+    process, url = start(folder)
+    reader = CLIENT.stream("POST", f"{url}/v1/completions", json=body | {"n": 100})
+    with reader as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert process.poll() is None
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert time.monotonic() - began < 10
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+
+
+def test_what_keeps_a_server_from_starting(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run_cli_here("serve", "--engine-dir", folder, "--host", "0.0.0.0")
+    assert done.returncode == 2
+    assert "can be reached from elsewhere, and there is no key" in done.stderr
+    done = run_cli_here("serve", "--engine-dir", tmp_path / "none", "--port", 0)
+    assert done.returncode == 1
+    assert "does not exist" in done.stderr
+    done = run_cli_here("serve", "--engine-dir", folder, "--host", "192.0.2.1", "--allow-anonymous")
+    assert done.returncode == 1
+    assert "192.0.2.1:8000 cannot be listened on" in done.stderr
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    done = run_cli_here("serve", "--engine-dir", folder)
+    assert done.returncode == 1
+    assert "pip install 'specdec-toolchain[serve]'" in done.stderr
+
+
+# --- ranks ---
+
+
+def test_two_ranks_serve_and_a_lost_one_ends_the_server(tmp_path: Path) -> None:
+    target = make_llama(tmp_path, seed=5)
+    make_tokenizer(target)
+    for size in (1, 2):
+        checkpoint = tmp_path / f"ckpt{size}"
+        call("convert", "--model-dir", target, "--output-dir", checkpoint, "--tp-size", size)
+        call(
+            "build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / f"tp{size}",
+            "--optimize", "none", "--max-batch-size", 2, "--tokenizer-dir", target,
+            "--max-seq-len", 300,
+        )  # fmt: skip
+    prompt = Prompt(text="hello ab", temperature=0, end_ids=())
+    with Engine.load(tmp_path / "tp1", device="cpu") as engine:
+        (expected,) = engine.generate(prompt, max_output_len=20)
+    with serve_here(tmp_path / "tp2") as (server, url):
+        body = LONG | {"max_tokens": 20}
+        assert post(url, "/v1/completions", **body)["choices"][0]["text"] == expected.text
+        core: Any = server.scheduler.engine._core
+        answers: list[Any] = []
+
+        def ask() -> None:
+            answers.append(CLIENT.post(f"{url}/v1/completions", json=LONG))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while not server.scheduler.num_running:
+            time.sleep(0.001)
+        core._ranks._children[0].kill()
+        thread.join(60)
+        assert answers[0].status_code == 500
+        assert "rank 1 of 2 was killed by signal 9" in answers[0].text
+        deadline = time.monotonic() + 30
+        while not server._http.should_exit:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        lost = server.scheduler.lost
+        assert isinstance(lost, SpecDecError)
+        assert "rank 1 of 2" in lost.message
+
+
+# --- clients ---
+
+
+def test_openais_own_client(url: str) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == [MODEL]
+    messages: Any = [{"role": "user", "content": "hi"}]
+    whole = client.chat.completions.create(
+        model=MODEL, messages=messages, max_completion_tokens=12, temperature=0, logprobs=True,
+        top_logprobs=2, stop=["@@"], seed=4, n=1, logit_bias={"7": -5}, presence_penalty=0.1,
+    )  # fmt: skip
+    (choice,) = whole.choices
+    assert choice.finish_reason in ("length", "stop")
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert len(choice.logprobs.content[0].top_logprobs) == 2
+    pieces, reasons, usage = [], [], None
+    for chunk in client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=12, temperature=0, stop="@@", seed=4,
+        logit_bias={"7": -5}, presence_penalty=0.1, stream=True,
+        stream_options={"include_usage": True},
+    ):  # fmt: skip
+        usage = chunk.usage
+        for part in chunk.choices:
+            pieces.append(part.delta.content or "")
+            reasons.append(part.finish_reason)
+    assert "".join(pieces) == choice.message.content
+    assert [reason for reason in reasons if reason] == [choice.finish_reason]
+    assert usage == whole.usage
+    texts = client.completions.create(model=MODEL, prompt=["a", "b"], max_tokens=3, echo=True)
+    assert [part.text[0] for part in texts.choices] == ["a", "b"]
+    for extra, kind in (
+        ({"max_tokens": 9999}, openai.BadRequestError), ({"model": "x"}, openai.NotFoundError),
+        ({"extra_body": {"typo": 1}}, openai.BadRequestError),
+    ):  # fmt: skip
+        arguments: Any = {"model": MODEL, "messages": messages, **extra}
+        with pytest.raises(kind) as caught:
+            client.chat.completions.create(**arguments)
+        assert caught.value.body
+
+
+def test_the_docs_lines_work(url: str) -> None:
+    """Every curl command of docs/serve.md, as it stands there."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    text = (ROOT / "docs" / "serve.md").read_text()
+    commands = re.findall(r"```bash\n(curl .*?)```", text, re.DOTALL)
+    assert len(commands) >= 3
+    for command in commands:
+        words = shlex.split(command.replace("\\\n", " ").replace("http://127.0.0.1:8000", url))
+        done = subprocess.run([*words, "-sSf"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (command, done.stderr, done.stdout)
+        assert '"usage":' in done.stdout or '"tokens":' in done.stdout
+
+
+def test_data_of_specdec_train_are_made_with_it(url: str, tmp_path: Path) -> None:
+    source, made = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(
+        '{"messages": [{"role": "user", "content": "hi"}]}\n'
+        '{"messages": [{"role": "user", "content": "ho"}]}\n'
+    )
+    done = run_cli(
+        "train", "data", "--input", source, "--output", made, "--base-url", f"{url}/v1",
+        "--model", MODEL, "--max-tokens", 8,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(made.read_text().splitlines()) == 2

@@ -1,0 +1,270 @@
+"""Requests under load get what each gets alone, leave when they are cancelled, and fail alone."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Engine, Prompt, SpecDecError
+from specdec.decode.loop import Batch
+from specdec.serve.scheduler import Closing, Job, QueueFull, Scheduler
+from tests.conftest import make_drafter, make_llama, make_tokenizer
+from tests.engines import call, make_engine
+
+CHUNK = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("scheduler")
+    target, drafter = make_llama(parent, seed=5), make_drafter(parent, exit_dim=96, scale=3.0)
+    make_tokenizer(target)
+    for dtype in ("float32", "bfloat16"):
+        make_engine(
+            parent, target, drafter, beams=3, length=4, dtype=dtype,
+            build=["--max-batch-size", 8, "--tokenizer-dir", target, "--max-seq-len", 256],
+        ).rename(parent / dtype)  # fmt: skip
+    plain = parent / "ckpt"
+    call("convert", "--model-dir", target, "--output-dir", plain)
+    external = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4]
+    for name, flags in (("pair", external), ("draft", [])):
+        call(
+            "build", "--checkpoint-dir", plain, "--output-dir", parent / name, "--optimize", "none",
+            "--max-batch-size", 4, *flags,
+        )  # fmt: skip
+    return parent
+
+
+def load(folder: Path, name: str = "float32", **options: Any) -> Engine:
+    return Engine.load(
+        folder / name, device="cpu", prompt_chunk=CHUNK, kv_cache_enable_block_reuse=True, **options
+    )
+
+
+def mix_prompts(number: int) -> list[Prompt]:
+    """Short and long prompts, shared beginnings, greedy, sampled and shaped, stops and ends."""
+    dice = random.Random(7)
+    shared = [dice.randrange(3, 128) for _ in range(60)]
+    prompts = []
+    for index in range(number):
+        ids = [dice.randrange(3, 128) for _ in range(dice.randint(1, 90))]
+        if index % 3 == 0:
+            ids = shared[: dice.randint(10, 60)] + ids[:20]
+        settings: dict[str, Any] = {}
+        if index % 2:
+            settings |= {"temperature": dice.choice([0.6, 1.2]), "top_p": dice.choice([1, 0.8])}
+            settings |= {"top_k": dice.choice([0, 9]), "seed": dice.randrange(2**64)}
+        if index % 5 == 0:
+            settings |= {"stop": [chr(dice.randrange(97, 123)), "xq"]}
+        if index % 7 == 0:
+            settings |= {"frequency_penalty": 0.7, "min_p": 0.01, "logit_bias": {9: 1.5}}
+        ends = dice.sample(range(128), 9) if index % 4 == 0 else []
+        prompts.append(
+            Prompt(token_ids=ids, max_output_len=dice.randint(1, 30), end_ids=ends, **settings)
+        )
+    return prompts
+
+
+class Run:
+    """A scheduler, and what was made of the jobs that it was given."""
+
+    def __init__(self, engine: Engine, **options: Any) -> None:
+        self.scheduler = Scheduler(engine, **{"max_queue": 100, **options})
+        self.scheduler.start()
+
+    def submit(self, prompt: Prompt | list[int], **settings: Any) -> Job:
+        if isinstance(prompt, list):
+            prompt = Prompt(token_ids=prompt, end_ids=(), **settings)
+        job = Job(self.scheduler.engine.prepare(prompt), lambda: None)
+        self.scheduler.submit([job])
+        return job
+
+    def finish(self, job: Job) -> tuple[list[int], str, str | None]:
+        """Wait for a job: its tokens, text and finish reason."""
+        wait_until(lambda: job.is_over)
+        events = job.take()
+        tokens = [token for event in events for token in event.token_ids]
+        return tokens, "".join(e.text for e in events), events[-1].finish_reason
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def run(folder: Path) -> Iterator[Run]:
+    with load(folder) as engine:
+        run = Run(engine)
+        yield run
+        run.scheduler.stop()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_text_under_load_is_each_requests_own(folder: Path, dtype: str) -> None:
+    """At concurrency 32: chunks, prefixes, drafts and neighbours that are cancelled change none."""
+    prompts = mix_prompts(72)
+    with Engine.load(folder / dtype, device="cpu", speculation=False) as engine:
+        expected = [
+            (output.token_ids, output.text, output.finish_reason)
+            for prompt in prompts
+            for output in engine.generate(prompt)
+        ]
+    assert {reason for *_, reason in expected} == {"length", "eos", "stop"}
+    found: list[Any] = [None] * len(prompts)
+    left = iter(enumerate(prompts))
+    lock = threading.Lock()
+    with load(folder, dtype) as engine:
+        run = Run(engine)
+
+        def ask() -> None:
+            dice = random.Random(threading.get_ident())
+            while True:
+                with lock:
+                    number, prompt = next(left, (None, None))
+                if prompt is None or number is None:
+                    return
+                if number % 4 == 1:  # somebody who leaves again
+                    job = run.submit(prompt)
+                    time.sleep(0.02 * dice.random())
+                    run.scheduler.cancel(job)
+                found[number] = run.finish(run.submit(prompt))
+
+        threads = [threading.Thread(target=ask) for _ in range(32)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert run.scheduler.drain(10)
+        assert engine.num_reused_tokens > 200
+        run.scheduler.stop()
+    assert found == expected
+
+
+@pytest.mark.parametrize("method", ["redrafter", "draft_target"])
+def test_a_long_prompt_makes_others_wait_for_one_chunk_a_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The stated bound: one pass of so many prompt tokens, and of a draft model's, a step."""
+    options: dict[str, Any] = {}
+    if method == "draft_target":
+        options = {"name": "pair", "draft": folder / "draft", "draft_len": 3}
+    from specdec.decode import prefill
+
+    passes: list[tuple[object, int]] = []
+    run_pass = prefill._run_pass
+
+    def count(decoder: Any, cache: Any, rows: Any, prompts: Any, counts: list[int]) -> Any:
+        passes.append((decoder, sum(counts)))
+        return run_pass(decoder, cache, rows, prompts, counts)
+
+    monkeypatch.setattr(prefill, "_run_pass", count)
+    with load(folder, **options) as engine:
+        first = engine.stream([5, 6, 7], max_output_len=60, end_ids=())
+        next(first)
+        prompt = list(range(3, 123))
+        second = engine.stream(prompt, max_output_len=4, end_ids=())
+        num_steps, got = 0, None
+        while got is None:
+            passes.clear()
+            engine.step()
+            num_steps += 1
+            assert first.take() is not None, "the other goes on at every step"
+            got = second.take()
+            for decoder in {id(who) for who, _ in passes}:
+                # A draft's own tokens are passes too: one of each request.
+                sizes = [size for who, size in passes if id(who) == decoder and size > 2]
+                assert sum(sizes) <= CHUNK
+        assert num_steps == -(-len(prompt) // CHUNK)
+        tokens = [*got.token_ids, *(t for event in second for t in event.token_ids)]
+        for _ in first:
+            pass
+        (alone,) = engine.generate([prompt], max_output_len=4, end_ids=())
+        assert tokens == alone.token_ids
+
+
+def test_a_cancelled_request_frees_its_row_within_a_step(run: Run) -> None:
+    jobs = [run.submit([9, n + 3], max_output_len=200) for n in range(8)]
+    late = run.submit([4, 4], max_output_len=3)
+    wait_until(lambda: all(job.times.last_token for job in jobs))
+    assert late.times.begun is None
+    run.scheduler.cancel(jobs[3])
+    steps = len(jobs[0].times.gaps)
+    wait_until(lambda: late.times.begun is not None)
+    assert len(jobs[0].times.gaps) <= steps + 2, "the step that ran, and the next"
+    assert run.finish(late)[2] == "length"
+    run.scheduler.cancel(late)  # over already: nothing to do
+    for job in jobs:
+        run.scheduler.cancel(job)
+    assert run.scheduler.drain(10)
+    assert run.scheduler.num_running == 0
+
+
+def test_a_failing_step_fails_its_requests_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, is_broken = Batch.step, threading.Event()
+
+    def break_once(batch: Batch) -> None:
+        if is_broken.is_set():
+            is_broken.clear()
+            raise ValueError("out of order")
+        step(batch)
+
+    monkeypatch.setattr(Batch, "step", break_once)
+    expected = run.finish(run.submit([5, 9], max_output_len=6))
+    jobs = [run.submit([5, n + 3], max_output_len=200) for n in range(8)]
+    late = run.submit([5, 9], max_output_len=6)
+    wait_until(lambda: all(job.times.last_token for job in jobs))
+    is_broken.set()
+    for job in jobs:
+        wait_until(functools.partial(getattr, job, "is_over"))
+        with pytest.raises(ValueError, match="out of order"):
+            job.take()
+    assert run.finish(late) == expected, "one that waited is served by the next batch"
+    assert run.scheduler.is_ready
+
+
+def test_a_lost_engine_ends_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[SpecDecError] = []
+    with load(folder) as engine:
+        run = Run(engine, on_lost=told.append)
+        job = run.submit([5, 9], max_output_len=200)
+        wait_until(lambda: job.times.last_token is not None)
+        monkeypatch.setattr(type(engine), "is_lost", True)
+
+        def lose(batch: Batch) -> None:
+            raise SpecDecError("rank 1 of 2 ended with status 1", "run it again")
+
+        monkeypatch.setattr(Batch, "step", lose)
+        wait_until(lambda: job.is_over)
+        with pytest.raises(SpecDecError, match="rank 1 of 2"):
+            job.take()
+        with pytest.raises(SpecDecError, match="rank 1 of 2"):
+            run.submit([5])
+        assert not run.scheduler.is_ready
+        run.scheduler.stop()
+    assert [error.message for error in told] == ["rank 1 of 2 ended with status 1"]
+
+
+def test_the_queue_has_a_bound_and_closes(folder: Path) -> None:
+    with load(folder) as engine:
+        run = Run(engine, max_queue=2)
+        jobs = [run.submit([9, n + 3], max_output_len=200) for n in range(10)]
+        with pytest.raises(QueueFull, match="requests wait already") as full:
+            run.submit([5])
+        assert full.value.seconds >= 1
+        for job in jobs:
+            run.scheduler.cancel(job)
+        assert run.finish(run.submit([5], max_output_len=2))[2] == "length"
+        assert run.scheduler.drain(10)
+        with pytest.raises(Closing):
+            run.submit([5])
+        run.scheduler.stop()
