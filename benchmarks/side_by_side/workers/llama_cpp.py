@@ -129,14 +129,14 @@ class Servers:
 
 
 def start(
-    server: str, target: str, draft: str, threads: int, positions: int, version: str
+    server: str, target: str, draft: str, threads: int, positions: int, version: str, kind: str
 ) -> tuple[dict[str, Any], Calls]:
     servers = Servers(server, target, draft, threads, positions)
     atexit.register(servers.end)
     about = {
         "load_seconds": servers.get("plain", {}).load_seconds,
         "versions": {"llama.cpp": version},
-        "computes_in": "bfloat16 weights",
+        "computes_in": f"{kind} weights",
     }
     return about, {"run": servers.run}
 
