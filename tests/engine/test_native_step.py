@@ -119,13 +119,15 @@ def test_all_arithmetic_has_the_same_bits(library: Path, dtype: str) -> None:
 
 
 @in_every_form
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "is_int8"), [("bfloat16", False), ("float16", False), ("bfloat16", True)]
+)
 @torch.inference_mode()
-def test_experts_give_the_same_bits_in_every_step(library: Path, dtype: str) -> None:
+def test_experts_give_the_same_bits_in_every_step(library: Path, dtype: str, is_int8: bool) -> None:
     """Whichever other tokens an expert's matrices are read for."""
     experts = Experts(num=5, top_k=2, inner=40, shared_inner=24, renormalizes=False)
     decoder = make_decoder(
-        library, dtype, 6, 2, None, is_int8=False, architecture="Qwen2MoeForCausalLM",
+        library, dtype, 6, 2, None, is_int8=is_int8, architecture="Qwen2MoeForCausalLM",
         hidden_act="swiglu", experts=experts,
     )  # fmt: skip
     check_bits(decoder)
