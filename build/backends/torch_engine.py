@@ -398,8 +398,8 @@ def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict
         if not all(np.array_equal(a, b) for a, b in zip(own, wanted, strict=True)):
             raise SpecDecError(
                 f"{first.module} and {part.module} have other groups, input scales or orders of"
-                " inputs",
-                "the torch backend stacks the two: quantize them together",
+                " inputs; the torch backend stacks the two",
+                "quantize them together, or convert the model with --dequantize",
             )
     scales = [part.read_scales(0, part.shape[0]) for part in parts]
     found = {
