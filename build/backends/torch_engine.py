@@ -117,7 +117,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         problems.add(
             f"the checkpoint is quantized ({algorithm}), which the torch backend does not execute",
             f"it executes {', '.join(filter(None, EXECUTED))}, float16, bfloat16 and float32; for"
-            " this one use --backend tensorrt-llm",
+            " this one use --backend tensorrt-llm, or convert a published model with --dequantize",
         )
     if settings.quantization is not None and checkpoint.quantization.is_quantized:
         problems.add(
@@ -398,8 +398,8 @@ def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict
         if not all(np.array_equal(a, b) for a, b in zip(own, wanted, strict=True)):
             raise SpecDecError(
                 f"{first.module} and {part.module} have other groups, input scales or orders of"
-                " inputs",
-                "the torch backend stacks the two: quantize them together",
+                " inputs; the torch backend stacks the two",
+                "quantize them together, or convert the model with --dequantize",
             )
     scales = [part.read_scales(0, part.shape[0]) for part in parts]
     found = {
