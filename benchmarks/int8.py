@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What int8 weights cost in accuracy: loss, distance, choices and acceptance, on the pycode models.
+"""What int8 and int4 weights cost in accuracy: loss, distance, choices, acceptance; pycode models.
 
     python benchmarks/int8.py [--heldout heldout.jsonl] [--windows 60] [--output FILE]
 
@@ -45,6 +45,12 @@ from specdec.processes import call_stage
 ROOT = Path(__file__).resolve().parent.parent
 PYCODE = ROOT / "examples" / "pycode"
 DTYPES = ("float32", "bfloat16")
+# Endings of engines' names, and how they are built; pycode's sizes are multiples of 64.
+KINDS = {
+    "": (), "-int8": ("--quantization", "int8"),
+    "-int4": ("--quantization", "int4", "--group-size", 64),
+    "-int4-32": ("--quantization", "int4", "--group-size", 32),
+}  # fmt: skip
 WINDOW = 512
 MAX_OUTPUT_LEN, DRAFT_LEN = 64, 4
 DRAFTERS = {
@@ -63,7 +69,7 @@ def call(stage: str, *arguments: object) -> None:
 
 
 def make_engines(folder: Path, dtype: str) -> None:
-    """Every method's engine of the pycode target, named METHOD-DTYPE, and the same in int8."""
+    """Every method's engine of the pycode target, named METHOD-DTYPE, and the same quantized."""
     for method, flags in DRAFTERS.items():
         make_pair(folder, f"{method}-{dtype}", PYCODE / "target", dtype, flags, ())
     external = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
@@ -81,7 +87,7 @@ def make_pair(
 ) -> None:
     checkpoint = folder / f"{name}-checkpoint"
     call("convert", "--model-dir", model, "--output-dir", checkpoint, "--dtype", dtype, *convert)
-    for ending, flags in (("", ()), ("-int8", ("--quantization", "int8"))):
+    for ending, flags in KINDS.items():
         call(
             "build", "--checkpoint-dir", checkpoint, "--output-dir", folder / f"{name}{ending}",
             "--backend", "torch", *build, *flags,
@@ -223,7 +229,7 @@ def measure_acceptance(folder: Path, requests: Sequence[Request]) -> list[dict[s
     for method in (*DRAFTERS, "draft_target"):
         for dtype in DTYPES:
             texts: dict[str, list[list[int]]] = {}
-            for ending in (dtype, f"{dtype}-int8"):
+            for ending in (f"{dtype}{kind}" for kind in KINDS):
                 results = load_engine(folder, method, ending).generate(requests)
                 texts[ending] = [result.output_ids for result in results]
                 plain = TorchEngine(folder / f"{method}-{ending}", device="cpu", speculate=False)
@@ -277,12 +283,12 @@ def main() -> None:
         windows = read_windows(heldout, tokenizer, args.windows)
         for dtype in DTYPES:
             make_engines(folder, dtype)
-        endings = [f"{dtype}{part}" for dtype in DTYPES for part in ("", "-int8")]
+        endings = [f"{dtype}{kind}" for dtype in DTYPES for kind in KINDS]
         decoders = {
             ending: TorchEngine(folder / f"draft_target-{ending}", device="cpu").decoder
             for ending in endings
         }
-        references = {ending: ending.removesuffix("-int8") for ending in endings}
+        references = {ending: ending.partition("-")[0] for ending in endings}
         base = folder / "draft_target-float32"
         for variant, choose, has_layers, has_head in (
             ("layers and head", choose_by_row, True, True),

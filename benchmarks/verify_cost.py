@@ -72,10 +72,12 @@ def make_decoder(
     return decoder, num_bytes
 
 
-def count_bytes(model: ModelConfig, num_bytes: int, counts: dict[int, float]) -> dict[int, int]:
+def count_bytes(
+    model: ModelConfig, quantization: str | None, num_bytes: int, counts: dict[int, float]
+) -> dict[int, int]:
     """Bytes of weights that a step of a mixture reads, by its tokens; counts: of experts."""
     assert model.experts is not None
-    width = TORCH_DTYPES[model.dtype].itemsize
+    width = 1 if quantization == INT8 else TORCH_DTYPES[model.dtype].itemsize
     one = 3 * model.hidden_size * model.experts.inner * width * model.num_hidden_layers
     return {
         size: round(num_bytes - (model.experts.num - count) * one) for size, count in counts.items()
@@ -125,6 +127,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if args.experts and args.quantization == INT4:
+        parser.error("experts have no four-bit form")
     experts = None
     if args.experts:
         experts = Experts(
@@ -149,7 +153,9 @@ def main() -> None:
     costs = time_steps(decoder, SIZES, past_len=PAST_LEN, repeat=args.repeat)
     medians = {size: 1000 * seconds for size, seconds in costs.items()}
     counts = count_experts(decoder, SIZES, past_len=PAST_LEN)
-    read = count_bytes(model, num_bytes, counts) if counts else dict.fromkeys(SIZES, num_bytes)
+    read = dict.fromkeys(SIZES, num_bytes)
+    if counts:
+        read = count_bytes(model, args.quantization, num_bytes, counts)
     report = {
         **describe_machine(),
         "processors_used_by_others": meter.measure(),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import SpecDecError
 from specdec.model.architectures import ARCHITECTURES, KEY, list_flags
 from specdec.model.config import ModelConfig
-from specdec.model.experts import describe_experts, parse_experts
+from specdec.model.experts import describe_experts, name_shared, parse_experts
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _adapt_experts(config: Mapping[str, Any], version: str) -> dict[str, Any]:
     mapping = config.get("mapping")
     tp_size = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
     experts = parse_experts(config, tp_size)
-    if experts.shared_inner and (experts.shared_name == "shared_expert") != (version == "0.14"):
+    if experts.shared_inner and experts.shared_name != name_shared(version):
         raise SpecDecError(
             f"the checkpoint's shared experts are named {experts.shared_name}, which TensorRT-LLM"
             f" {version} does not read",

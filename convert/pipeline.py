@@ -59,7 +59,7 @@ from .plan import (
 )
 from .quantize import packed, unified
 from .quantize.formats import FORMATS
-from .quantize.matrices import IntMatrix
+from .quantize.matrices import Matrix
 from .quantize.scales import Quantizer, name_kv_scales, quantize_config
 from .quantize.sections import Scheme, read_scheme
 from .quantize.target import check_flags as check_quantization_flags
@@ -280,10 +280,10 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         ignored.append(HEAD)
     config = checkpoint_config.describe_target(model, family, settings.trtllm_version)
     kv_scales = name_kv_scales(settings.trtllm_version)
-    if matrices:
-        ranks, config = packed.plan_int4(
-            folder, matrices, specs, parts, model, config, ignored=ignored, problems=problems,
-            kv_scales=kv_scales,
+    if scheme is not None and matrices:
+        ranks, config = packed.plan_held(
+            folder, scheme, matrices, specs, parts, model, config, ignored=ignored,
+            kv_scales=kv_scales, problems=problems,
         )  # fmt: skip
     elif scheme is not None:
         ranks, kept, has_kv_scales = unified.plan_unified(
@@ -337,11 +337,11 @@ def check_experts(
 
 def open_quantized(
     settings: ConvertSettings, folder: HfFolder
-) -> tuple[HfFolder, Scheme | None, dict[str, IntMatrix]]:
+) -> tuple[HfFolder, Scheme | None, dict[str, Matrix]]:
     """Open a target that may be quantized.
 
     Returns the folder to plan from, with plain weights where they are asked for; how it is still
-    quantized; and its matrices where a checkpoint holds their four bits.
+    quantized; and its matrices where a checkpoint holds what they hold.
     """
     scheme = read_scheme(folder)
     if scheme is None:
@@ -362,7 +362,7 @@ def open_quantized(
         raise packed.refuse_unheld(folder, scheme)
     if scheme.kept == FP8:
         return folder, scheme, {}
-    folder, matrices = packed.open_codes(folder, scheme)
+    folder, matrices = packed.open_held(folder, scheme)
     return folder, scheme, matrices
 
 

@@ -65,7 +65,21 @@ def load_model(
     if getattr(text, "attn_logit_softcapping", None) is not None:
         # transformers' other ways leave the cap out without a word.
         options.setdefault("attn_implementation", "eager")
-    return _load(loader, source, flag, MODEL, "model", **options)
+    if kind != "AutoModel" or getattr(text, "model_type", None) != "gemma3_text":
+        return _load(loader, source, flag, MODEL, "model", **options)
+    # AutoModel of transformers 4.57 finds no weights of it.
+    loader = transformers.AutoModelForCausalLM.from_pretrained
+    loaded = _load(loader, source, flag, MODEL, "model", **options)
+    return (find_base(loaded[0]), *loaded[1:]) if type(loaded) is tuple else find_base(loaded)
+
+
+def find_base(model: Any) -> Any:
+    """Return a model without its output layer, or a model that has none itself.
+
+    Gemma 3's text model names in transformers another attribute as its base than it has.
+    """
+    base = model.base_model
+    return getattr(model, "model", model) if base is model else base
 
 
 def load_generation_config(source: str | Path, flag: str = "--model-dir") -> Any:

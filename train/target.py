@@ -97,7 +97,7 @@ class LiveTarget(Target):
         aux_layers: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         self.whole_model = model.eval().requires_grad_(False)
-        self.model = model if head is None else get_body(model)
+        self.model = model if head is None else pretrained.find_base(model)
         embedding = model.get_input_embeddings()
         super().__init__(embedding, config, name=name, head=head, aux_layers=aux_layers)
 
@@ -211,21 +211,12 @@ def load_target(
     return LiveTarget(model, config, name=name, head=head, aux_layers=aux_layers)
 
 
-def get_body(model: Any) -> Any:
-    """Return a model without its output layer, or a model that has none itself.
-
-    Gemma 3's text model names in transformers another attribute as its body than it has.
-    """
-    body = model.base_model
-    return getattr(model, "model", model) if body is model else body
-
-
 def fold_projections(model: Any) -> None:
     """Let an OPT whose embedding is smaller than its layers have embedding and head of their size.
 
     Engines have them so (convert/families/opt.py), and drafters read and predict by them.
     """
-    decoder = getattr(get_body(model), "decoder", None)
+    decoder = getattr(pretrained.find_base(model), "decoder", None)
     inward, outward = (getattr(decoder, f"project_{way}", None) for way in ("in", "out"))
     if decoder is None or inward is None or outward is None:
         return

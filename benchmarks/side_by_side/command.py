@@ -24,7 +24,7 @@ from .models import DTYPE, PYCODE, ROOT, SIZES, Models
 from .processes import PeerError, Worker, count_group_seconds
 from .report import format_markdown, put_section
 from .rounds import Measured, Work, describe_ways, measure_batches, measure_ways
-from .ways import PEERS, Way, list_ways
+from .ways import LLAMA_CPP, OURS, PEERS, QUANTIZED, Way, list_ways
 
 RESULTS = ROOT / "benchmarks" / "results"
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # the last is ARM's
@@ -58,8 +58,10 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", default="full", choices=SIZES)
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS, metavar="NAME",
-                        help=f"of {', '.join(PEERS)}; all if not given")  # fmt: skip
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=[*PEERS, *QUANTIZED],
+                        metavar="NAME",
+                        help=f"of {', '.join(PEERS)}, which are those if not given, and with"
+                        f" quantized weights {', '.join(QUANTIZED)}")  # fmt: skip
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=3, help="after one that warms up")
     parser.add_argument(
@@ -156,56 +158,66 @@ def prepare(
     starters: dict[str, Callable[[], Worker]] = {}
     errors: dict[str, str] = {}
     for peer in args.peers:
-        install_log = args.folder / "logs" / f"{peer}-install.log"
+        program, kind = QUANTIZED.get(peer, (peer, None))
+        install_log = args.folder / "logs" / f"{program}-install.log"
         try:
             python = Path(sys.executable)
-            if peer != "specdec":
-                folder = args.folder / "environments" / peer
-                python = install_peer(peer, folder, install_log)
-            for name, settings in list_settings(peer, args, found, python, log).items():
-                starters[name] = make_starter(name, python, settings, args)
+            if program != OURS:
+                folder = args.folder / "environments" / program
+                python = install_peer(program, folder, install_log)
+            for name, settings in list_settings(program, kind, args, found, python, log).items():
+                starters[name] = make_starter(name, program, python, settings, args)
         except PeerError as error:
-            names = [name for name in MODULES if name == peer or name.startswith(f"{peer}-")]
+            names = [peer] if kind else [name for name in MODULES if MODULES[name] == MODULES[peer]]
             errors |= dict.fromkeys(names, str(error))
             print(f"{peer}: {error}", file=sys.stderr, flush=True)
     return found, starters, errors
 
 
 def list_settings(
-    peer: str, args: argparse.Namespace, found: Models, python: Path, log: Path
+    peer: str, kind: str | None, args: argparse.Namespace, found: Models, python: Path, log: Path
 ) -> dict[str, dict[str, Any]]:
-    """Make what the peer loads; return the settings of its workers by their names."""
+    """Make what the peer loads; return the settings of its workers by their names.
+
+    kind: of its target's weights, None where they are as the model has them.
+    """
     common: dict[str, Any] = {"threads": args.threads}
-    if peer == "specdec":
+    if peer == OURS:
         print("converting and building our engines", file=sys.stderr, flush=True)
         beams, length = (max(values) for values in zip(*args.trees, strict=True))
         longest = max(length, *args.lengths)
         flags = [f"--{flag}" for flag in args.build_flags]
-        engines = models.build_engines(found, beams, length, longest, flags)
+        engines = models.build_engines(found, beams, length, longest, flags, kind)
         common |= {
             "tokenizer_dir": str(found.target), "beams": sorted({b for b, _ in args.trees}),
             "draft_engine_dir": None,
         }  # fmt: skip
-        return {
-            "specdec": common | {"engine_dir": str(engines["redrafter"]), "max_length": length},
-            "specdec-draft": common | {
-                "engine_dir": str(engines["draft-target"]), "max_length": longest,
-                "draft_engine_dir": str(engines["draft"]),
-            },
+        drafting = common | {
+            "engine_dir": str(engines["draft-target"]), "max_length": longest,
+            "draft_engine_dir": str(engines["draft"]),
         }  # fmt: skip
+        if kind:
+            return {f"{OURS}-{kind}": drafting}
+        plain = common | {"engine_dir": str(engines["redrafter"]), "max_length": length}
+        return {OURS: plain, "specdec-draft": drafting}
     if peer == "transformers":
         folders = {"target": str(found.target), "draft": str(found.draft)}
         return {peer: common | folders | {"dtype": DTYPE}}
-    if peer == "llama.cpp":
-        from .install import LLAMA_CPP
+    if peer == LLAMA_CPP:
+        from . import install
 
-        files = {name: str(path) for name, path in models.make_gguf(found).items()}
-        server = python.parent.parent / "build" / "bin" / "llama-server"
+        programs = python.parent.parent / "build" / "bin"
+        files = models.make_gguf(found)
+        if kind:
+            files = models.quantize_gguf(files, kind, programs / "llama-quantize", log)
         positions = json.loads((found.target / "config.json").read_text())
         return {
-            peer: common | files | {
-                "server": str(server), "positions": positions["max_position_embeddings"],
-                "version": f"of {LLAMA_CPP}",
+            f"{peer}-{kind}" if kind else peer: common
+            | {name: str(path) for name, path in files.items()}
+            | {
+                "server": str(programs / "llama-server"), "kind": kind or DTYPE,
+                "positions": positions["max_position_embeddings"],
+                "version": f"of {install.LLAMA_CPP}",
             }
         }  # fmt: skip
     print("exporting for OpenVINO", file=sys.stderr, flush=True)
@@ -214,10 +226,10 @@ def list_settings(
 
 
 def make_starter(
-    name: str, python: Path, settings: Mapping[str, Any], args: argparse.Namespace
+    name: str, peer: str, python: Path, settings: Mapping[str, Any], args: argparse.Namespace
 ) -> Callable[[], Worker]:
     log = args.folder / "logs" / f"{args.size}-{name}.log"
-    command: list[str | Path] = [python, "-m", f"side_by_side.workers.{MODULES[name]}"]
+    command: list[str | Path] = [python, "-m", f"side_by_side.workers.{MODULES[peer]}"]
     return lambda: Worker(name, command, settings, log, threads=args.threads, timeout=args.timeout)
 
 
@@ -279,6 +291,11 @@ def measure_ours(
             )
         except PeerError as error:
             found["verify_error"] = str(error)
+    for name in QUANTIZED.keys() & workers.keys():
+        if QUANTIZED[name][0] == OURS:
+            found.setdefault("quantized_verify_ms", {})[name] = workers[name].call(
+                "time_steps", sizes=STEP_SIZES, past_len=PAST_LEN, repeat=STEP_REPEAT
+            )
     ours = [one for one in measured if one.way.peer == "specdec" and one.error is None]
     pairs = [(one.way, one.setting) for one in ours if one.way.name == "redrafter"]
     pairs += [(one.way, {"length": "auto"}) for one in ours if one.way.name == "draft-target"]

@@ -80,6 +80,7 @@ def find_large_goals(figures: Figures) -> Iterator[Goal]:
     yield compare_plain(figures, "llama.cpp", 0.95)
     yield compare_plain(figures, "transformers", 3.0)
     yield from judge_verification(figures)
+    yield from judge_quantized(figures)
     for way in SPECULATIVE:
         yield judge_overhead(figures, way)
     for way in SPECULATIVE:
@@ -116,9 +117,42 @@ def compare_plain(figures: Figures, peer: str, least: float) -> Goal:
     )
 
 
+def judge_quantized(figures: Figures) -> Iterator[Goal]:
+    """Four-bit and eight-bit weights, where such peers were chosen."""
+    int4, int8, rival = "specdec-int4", "specdec-int8", "llama.cpp-Q4_K_M"
+    steps: Mapping[str, Mapping[str, float]] = figures.report.get("quantized_verify_ms") or {}
+    bounds = [
+        ((int4, "plain"), ("llama.cpp-Q4_0", "plain"), 1.0),
+        ((int4, "plain"), (rival, "plain"), 1.0),
+        ((int4, "plain"), ("specdec", "plain"), 3.0),
+        ((int4, "draft-target"), (int4, "plain"), 1.5),
+        ((int4, "draft-target"), (rival, "draft model"), 1.3),
+    ]
+    for over, under, least in bounds:
+        if {over[0], under[0]} <= figures.report["peers"].keys():
+            yield judge(
+                f"{', '.join(over)} over {', '.join(under)}, tokens/s", "at least", least,
+                figures.divide(over, under), f"{figures.explain(*over)}; {figures.explain(*under)}",
+            )  # fmt: skip
+    if times := steps.get(int4):
+        yield judge(
+            f"{int4}: a verify step of 8 tokens over one of 1, time", "at most", 1.6,
+            times["8"] / times["1"], tell_steps(times),
+        )  # fmt: skip
+    if (times := steps.get(int8)) and (wide := figures.report.get("verify_ms")):
+        yield judge(
+            f"{int8}: a verify step over one in bfloat16, the worst of all sizes, time", "at most",
+            1.0, max(times[size] / wide[size] for size in wide),
+            f"{tell_steps(times)}; bfloat16 {tell_steps(wide)}",
+        )  # fmt: skip
+
+
+def tell_steps(times: Mapping[str, float]) -> str:
+    return f"ms by tokens: {', '.join(f'{size}: {ms:.2f}' for size, ms in times.items())}"
+
+
 def judge_verification(figures: Figures) -> Iterator[Goal]:
     times: Mapping[str, float] = figures.report.get("verify_ms") or {}
-    told = ", ".join(f"{size}: {ms:.2f}" for size, ms in times.items())
     for size, most in (("8", 1.4), ("16", 1.9)):
         is_known = size in times and "1" in times
         yield judge(
@@ -126,8 +160,8 @@ def judge_verification(figures: Figures) -> Iterator[Goal]:
             "at most",
             most,
             times[size] / times["1"] if is_known else None,
-            f"ms by tokens: {told}"
-            if told
+            tell_steps(times)
+            if times
             else figures.report.get("verify_error") or "our engine was not measured",
         )
 

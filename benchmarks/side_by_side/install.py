@@ -18,6 +18,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # PyPI has the build for C
 INSTALL_TORCH = Path(__file__).parents[2] / ".ci" / "install_torch.py"
 LLAMA_CPP = "llama-cpp-python==0.3.36"  # its source archive holds all of llama.cpp
 SOURCE = "vendor/llama.cpp"
+LLAMA_PROGRAMS = ("llama-server", "llama-quantize")
 CMAKE_FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_NATIVE=ON",
     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF",
@@ -40,13 +41,12 @@ class Recipe:
     def describe(self) -> str:
         """What an environment must have been made with to be used again."""
         words = [*self.packages, *(f"-{name}" for name in self.removed)]
-        return json.dumps([*words, *(CMAKE_FLAGS if self.finish else ())])
+        return json.dumps([*words, *((*CMAKE_FLAGS, *LLAMA_PROGRAMS) if self.finish else ())])
 
 
 def build_llama_cpp(folder: Path, log: Path) -> None:
-    """Compile llama-server for this processor out of the source archive on the package index."""
+    """Compile LLAMA_PROGRAMS for this processor out of the source archive on the package index."""
     source = folder / "source"
-    server = folder / "build" / "bin" / "llama-server"
     if not source.exists():
         partial = folder / "source.partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -66,11 +66,12 @@ def build_llama_cpp(folder: Path, log: Path) -> None:
         log, "cmake of llama.cpp", env=environment,
     )  # fmt: skip
     run_logged(
-        [cmake, "--build", folder / "build", "--target", "llama-server"],
+        [cmake, "--build", folder / "build", "--target", *LLAMA_PROGRAMS],
         log, "compiling llama.cpp", env=environment,
     )  # fmt: skip
-    if not server.is_file():
-        raise PeerError(f"{server} was not built")
+    for name in LLAMA_PROGRAMS:
+        if not (folder / "build" / "bin" / name).is_file():
+            raise PeerError(f"{folder / 'build' / 'bin' / name} was not built")
 
 
 def unpack(folder: Path) -> None:

@@ -93,13 +93,15 @@ def prepare_models(size: Size, work: Path, log: Path) -> Models:
 
 
 def build_engines(
-    models: Models, beams: int, tree_length: int, max_length: int, build_flags: Sequence[str]
-) -> dict[str, Path]:
+    models: Models, beams: int, tree_length: int, max_length: int, build_flags: Sequence[str],
+    quantization: str | None = None,
+) -> dict[str, Path]:  # fmt: skip
     """Convert and build anew, for the engine may have changed: redrafter, draft-target, draft.
 
-    beams, tree_length, max_length: the most that any setting to be measured has.
+    beams, tree_length, max_length: the most that any setting to be measured has. quantization: of
+    the target; then there is none with ReDrafter, and the draft stays as it is.
     """
-    folder = models.folder / "engines"
+    folder = models.folder / ("engines" if quantization is None else f"engines-{quantization}")
     shutil.rmtree(folder, ignore_errors=True)
     redrafter = [
         "--drafter-model-dir", str(models.redrafter), "--redrafter-num-beams", str(beams),
@@ -109,11 +111,14 @@ def build_engines(
         "--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", str(max_length),
     ]  # fmt: skip
     engines = {}
-    for name, model, convert, build in (
-        ("redrafter", models.target, redrafter, []),
-        ("draft-target", models.target, [], external),
+    rounded = [] if quantization is None else ["--quantization", quantization]
+    made: list[tuple[str, Path, list[str], list[str]]] = [
+        ("draft-target", models.target, [], [*external, *rounded]),
         ("draft", models.draft, [], []),
-    ):
+    ]
+    if quantization is None:
+        made.insert(0, ("redrafter", models.target, redrafter, []))
+    for name, model, convert, build in made:
         checkpoint = folder / f"{name}-checkpoint"
         engines[name] = folder / name
         call_stage(
@@ -144,6 +149,16 @@ def make_gguf(models: Models) -> dict[str, Path]:
 
     made = _make_each(models, ".gguf", export)
     return {name: folder / "model.gguf" for name, folder in made.items()}
+
+
+def quantize_gguf(files: dict[str, Path], kind: str, program: Path, log: Path) -> dict[str, Path]:
+    """Those files, the target's with weights of another type; the draft model stays as it is."""
+    target = files["target"].with_name(f"model-{kind}.gguf")
+    if not target.exists():
+        partial = target.with_suffix(".partial")
+        run_logged([program, files["target"], partial, kind], log, f"llama-quantize to {kind}")
+        partial.rename(target)
+    return files | {"target": target}
 
 
 def make_openvino(models: Models, python: Path, log: Path) -> dict[str, Path]:

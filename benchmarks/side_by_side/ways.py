@@ -8,6 +8,13 @@ from typing import Any
 
 Setting = dict[str, Any]
 PEERS = ("specdec", "transformers", "llama.cpp", "openvino")
+# Peers at other types of weights: a name, the peer, and what it calls the type.
+OURS, LLAMA_CPP = "specdec", "llama.cpp"
+QUANTIZED = {
+    "specdec-int8": (OURS, "int8"), "specdec-int4": (OURS, "int4"),
+    "llama.cpp-Q8_0": (LLAMA_CPP, "Q8_0"), "llama.cpp-Q4_0": (LLAMA_CPP, "Q4_0"),
+    "llama.cpp-Q4_K_M": (LLAMA_CPP, "Q4_K_M"),
+}  # fmt: skip
 PLAIN = "plain"
 
 
@@ -47,6 +54,12 @@ def list_ways(
         Way("openvino", "openvino", PLAIN),
         Way("openvino", "openvino", "draft model", drafts),
     ]
+    for name, (peer, _) in QUANTIZED.items():
+        ways.append(Way(name, name, PLAIN))
+        if peer == OURS:
+            ways.append(Way(name, name, "draft-target", (*drafts, *automatic)))
+        else:
+            ways.append(Way(name, name, "draft model", ({}, *drafts)))
     return [way for way in ways if way.peer in peers]
 
 

@@ -117,7 +117,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         problems.add(
             f"the checkpoint is quantized ({algorithm}), which the torch backend does not execute",
             f"it executes {', '.join(filter(None, EXECUTED))}, float16, bfloat16 and float32; for"
-            " this one use --backend tensorrt-llm",
+            " this one use --backend tensorrt-llm, or convert a published model with --dequantize",
         )
     if settings.quantization is not None and checkpoint.quantization.is_quantized:
         problems.add(
@@ -129,10 +129,10 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         problems.add("--group-size without --quantization int4", "leave it out")
     if settings.group_size not in (None, *int4.ENGINE_GROUPS):
         problems.add(f"--group-size {settings.group_size}", "use 32, 64 or 128")
-    if settings.quantization is not None and model.experts is not None:
+    if settings.quantization == INT4 and model.experts is not None:
         problems.add(
-            f"--quantization {settings.quantization}: {model.architecture} is a mixture of experts",
-            "leave it out: experts stay in the checkpoint's type",
+            f"--quantization {INT4}: {model.architecture} is a mixture of experts",
+            f"use {INT8}, or leave it out: experts have no four-bit form yet",
         )
     problems.raise_all()
     if model.arithmetic.positions == "rotary":
@@ -397,9 +397,9 @@ def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict
         )
         if not all(np.array_equal(a, b) for a, b in zip(own, wanted, strict=True)):
             raise SpecDecError(
-                f"{first.source}: {first.module} and {part.module} have other groups, input scales"
-                " or orders of inputs",
-                "the torch backend stacks the two: quantize them together",
+                f"{first.module} and {part.module} have other groups, input scales or orders of"
+                " inputs; the torch backend stacks the two",
+                "quantize them together, or convert the model with --dequantize",
             )
     scales = [part.read_scales(0, part.shape[0]) for part in parts]
     found = {
@@ -483,7 +483,9 @@ def write_kernels(
     return kernels
 
 
-def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Callable[[str], Array]:
+def make_reader(
+    plan: TorchPlan, checkpoint: CheckpointConfig, file: str
+) -> Callable[[str], Array | Iterable[Array]]:
     """Return the function that reads a tensor of an engine file out of the checkpoint's files."""
     import torch
 
@@ -510,14 +512,28 @@ def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Cal
 
     def make_int8_scales(name: str) -> Tensor:
         """Of whole rows, also where the ranks hold parts of them: tp_size changes no weight."""
-        is_split = name in specs and specs[name].shard is Shard.COLUMNS
-        parts = [
-            int8.find_largest(view_tensor(stack(name, source), model.dtype))
-            for source in (plan.sources if is_split else [own])
+        shard, sources = specs[name].shard if name in specs else None, [own]
+        if shard is Shard.COLUMNS:
+            sources = plan.sources
+        elif shard is Shard.EXPERT_COLUMNS and model.experts is not None:
+            experts = model.experts.list_own(ranks[0])
+            sources = [
+                source for rank, source in enumerate(plan.sources)
+                if model.experts.list_own(rank) == experts
+            ]  # fmt: skip
+        largest = [
+            torch.stack([int8.find_largest(w) for w in view_matrices(stack(name, source))])
+            for source in sources
         ]
-        return int8.make_scales(torch.stack(parts).amax(0), name)
+        scales = int8.make_scales(torch.stack(largest).amax(0).flatten(), name)
+        return scales.view(tensors[name].shape[:-1])
 
-    def produce(name: str) -> Array:
+    def view_matrices(array: Array) -> Tensor:
+        """[N, out, in], of experts or of one matrix."""
+        weight = view_tensor(array, model.dtype)
+        return weight.view(-1, *weight.shape[-2:])
+
+    def produce(name: str) -> Array | Iterable[Array]:
         module, _, kind = name.rpartition(".")
         parts = [int4.Int4Matrix(own, part) for part in name_parts(module, model)]
         if int4.is_int4(parts[0].module, own.tensors) and name in tensors:
@@ -541,8 +557,10 @@ def make_reader(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> Cal
             int8_scales[matrix] = make_int8_scales(matrix)
             return to_array(int8_scales[matrix])
         if name in int8_scales:
-            weight = view_tensor(stack(name), model.dtype)
-            return to_array(int8.round_weight(weight, int8_scales[name]))
+            scales = int8_scales[name]
+            matrices = view_matrices(stack(name))
+            rows = scales.view(len(matrices), -1)
+            return (to_array(int8.round_weight(matrices[i], rows[i])) for i in range(len(rows)))
         if tensors[name].dtype == FLOAT8:
             return stack(name).view(np.uint8)  # older writers store it as int8
         return stack(name)

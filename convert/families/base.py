@@ -11,7 +11,7 @@ from specdec import logs
 from specdec.errors import SpecDecError, shorten
 from specdec.model.architectures import Architecture
 from specdec.model.config import SLIDING, ModelConfig, list_layer_types
-from specdec.model.experts import Experts
+from specdec.model.experts import Experts, name_shared
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind, list_kinds
 from specdec.model.tensors import EMBEDDING, HEAD
 from specdec.trtllm.facts import DEFAULT_LABEL
@@ -283,7 +283,7 @@ def read_experts(
         renormalizes=renormalizes,
         tp_size=moe_tp_size or max(1, tp_size // moe_ep_size),
         ep_size=moe_ep_size,
-        shared_name="shared_expert" if layout.trtllm_version == "0.14" else "mlp.shared_expert",
+        shared_name=name_shared(layout.trtllm_version),
     )
     return {"experts": experts, "hidden_act": "swiglu"}
 

@@ -345,7 +345,7 @@ def load_weights(model_dir: Path, kind: str, dtype: str) -> Any:
 def find_module(model: Any, name: str, model_dir: Path) -> Any:
     """Find a linear by its tensors' name; files have the base model's prefix or lack it."""
     bare = name.removeprefix(model.base_model_prefix + ".")
-    for candidate in (bare, name):
+    for candidate in (bare, name, name.partition(".")[2]):
         with contextlib.suppress(AttributeError):
             return model.get_submodule(candidate)
     raise SpecDecError(

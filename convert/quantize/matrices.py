@@ -13,15 +13,23 @@ compressed-tensors 0.20.0 `compressors`; ModelOpt 0.47.0 `quantization/qtensor` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from specdec.errors import SpecDecError
 from specdec.files.casts import cast
 from specdec.files.reading import Array
-from specdec.files.tensor_file import DTYPES
+from specdec.files.tensor_file import DTYPES, TensorInfo
 from specdec.model import int4
-from specdec.model.quantization import FLOAT8
+from specdec.model.quantization import (
+    ACTIVATION_SCALE,
+    CHANNEL_SCALE,
+    FLOAT8,
+    INPUT_SCALE,
+    WEIGHT_SCALE,
+    WEIGHT_SCALE_2,
+)
 
 from ..hf import HfFolder
 from .float8 import decode
@@ -84,6 +92,14 @@ class Matrix:
 
     def multiply(self, numbers: Array, start: int, stop: int) -> Array:
         """Return the weights that numbers of rows [start, stop) stand for: float32 [rows, in]."""
+        raise NotImplementedError
+
+    def list_held(self) -> dict[str, TensorInfo]:
+        """Types and shapes of what a checkpoint holds of the matrix, by kind."""
+        raise NotImplementedError
+
+    def read_held(self, kind: str, start: int, stop: int) -> Array:
+        """Return rows [start, stop) of one of those."""
         raise NotImplementedError
 
     def get(self, kind: str, dtypes: Sequence[str], *shapes: tuple[int, ...]) -> str:
@@ -150,6 +166,31 @@ class IntMatrix(Matrix):
         """Return the zeros of rows [start, stop): uint8 [rows, groups]."""
         raise NotImplementedError
 
+    def list_held(self) -> dict[str, TensorInfo]:
+        groups, inputs = (self.shape[0], self.num_groups), self.shape[1:]
+        return {
+            "weight": TensorInfo("uint8", self.shape),
+            WEIGHT_SCALE: TensorInfo(self.dtype, groups),
+            int4.ZERO_POINT: TensorInfo("uint8", groups),
+            INPUT_SCALE: TensorInfo(self.input_dtype, inputs),
+            int4.PERMUTATION: TensorInfo("int32", inputs),
+        }
+
+    def read_held(self, kind: str, start: int, stop: int) -> Array:
+        if kind == WEIGHT_SCALE:
+            return self.read_scales(start, stop)
+        if kind == int4.ZERO_POINT:
+            return self.read_zeros(start, stop)
+        if kind == INPUT_SCALE:
+            if self.input_scale is None:  # where others have one, TensorRT-LLM asks all for it
+                return cast(np.ones(stop - start, np.float32), "float32", self.input_dtype)
+            return self.folder.read(self.input_scale)[start:stop]
+        if kind == int4.PERMUTATION:
+            assert self.order is not None
+            return self.order[start:stop]
+        codes = self.read_numbers(start, stop)
+        return codes if self.order is None else codes[:, self.order]
+
     @property
     def symmetric_zero(self) -> int:
         return 1 << (self.bits - 1)
@@ -166,6 +207,10 @@ class IntMatrix(Matrix):
         weights = np.empty(numbers.shape, np.float32)
         weights[:, self.order] = int4.dequantize(numbers[:, self.order], scales, zeros)
         return weights
+
+    def read_input_scale(self) -> Array | None:
+        """Return what the input is multiplied with, as it is stored: [in]."""
+        return None if self.input_scale is None else self.folder.read(self.input_scale)
 
     def count_groups(self) -> int:
         """Return the groups of a row, by the section's group size."""
@@ -388,6 +433,24 @@ class Float8Matrix(Matrix):
         if self.has("input_scale"):
             self.get("input_scale", FLOATS, (), (1,))
 
+    def list_held(self) -> dict[str, TensorInfo]:
+        if self.has("input_scale"):
+            raise self.refuse(
+                "it has an input_scale, and its config.json says that inputs are scaled as they"
+                " come",
+                "correct quantization_config, or add --dequantize",
+            )
+        return {
+            "weight": TensorInfo(FLOAT8, self.shape),
+            CHANNEL_SCALE: TensorInfo("float32", self.shape[:1]),
+        }
+
+    def read_held(self, kind: str, start: int, stop: int) -> Array:
+        if kind == "weight":
+            return self.read_numbers(start, stop)
+        scales = cast(self.folder.read(self.scale), self.dtype, "float32").reshape(-1)
+        return np.broadcast_to(scales, self.shape[:1])[start:stop]
+
     def read_numbers(self, start: int, stop: int) -> Array:
         return self.folder.read_block(f"{self.stem}.weight", start, stop)
 
@@ -404,12 +467,19 @@ class Float8Matrix(Matrix):
 
 
 class Nvfp4Matrix(Matrix):
-    """ModelOpt's NVFP4: four-bit floats, a float8 scale for 16 of them, one scale for all."""
+    """ModelOpt's NVFP4: four-bit floats, a float8 scale for 16 of them, one scale for all.
+
+    rounds_inputs: whether inputs are rounded too, for which they have a scale.
+    """
 
     dtype = "float32"
     GROUP_SIZE = 16
+    STORED: ClassVar[dict[str, str]] = {
+        "weight": "weight", WEIGHT_SCALE: "weight_scale", WEIGHT_SCALE_2: "weight_scale_2",
+        ACTIVATION_SCALE: "input_scale",
+    }  # fmt: skip
 
-    def __init__(self, folder: HfFolder, stem: str) -> None:
+    def __init__(self, folder: HfFolder, stem: str, *, rounds_inputs: bool) -> None:
         super().__init__(folder, stem)
         num_outputs, half = self.get_sizes("weight", ("uint8",))
         self.shape = (num_outputs, 2 * half)
@@ -420,8 +490,23 @@ class Nvfp4Matrix(Matrix):
             )
         self.get("weight_scale", (FLOAT8,), (num_outputs, 2 * half // self.GROUP_SIZE))
         self.get("weight_scale_2", ("float32",), (), (1,))
-        if self.has("input_scale"):
-            self.get("input_scale", FLOATS, (), (1,))
+        if rounds_inputs or self.has("input_scale"):
+            self.get("input_scale", ("float32",), (), (1,))
+
+    def list_held(self) -> dict[str, TensorInfo]:
+        num_outputs, num_inputs = self.shape
+        return {
+            "weight": TensorInfo("uint8", (num_outputs, num_inputs // 2)),
+            WEIGHT_SCALE: TensorInfo(FLOAT8, (num_outputs, num_inputs // self.GROUP_SIZE)),
+            WEIGHT_SCALE_2: TensorInfo("float32", (1,)),
+            ACTIVATION_SCALE: TensorInfo("float32", (1,)),
+        }
+
+    def read_held(self, kind: str, start: int, stop: int) -> Array:
+        name = f"{self.stem}.{self.STORED[kind]}"
+        if kind in (WEIGHT_SCALE_2, ACTIVATION_SCALE):
+            return self.folder.read(name).reshape(1)
+        return self.folder.read_block(name, start, stop)
 
     def read_numbers(self, start: int, stop: int) -> Array:
         return split_nibbles(self.folder.read_block(f"{self.stem}.weight", start, stop))

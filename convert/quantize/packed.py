@@ -7,7 +7,7 @@ streaming see matrices [out, in] by the names that the unquantized model has.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,19 @@ import numpy as np
 
 from specdec import logs
 from specdec.errors import Problems, SpecDecError, join_names
-from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 from specdec.model import int4
 from specdec.model.config import ModelConfig
-from specdec.model.quantization import FP8, WEIGHT_SCALE
+from specdec.model.quantization import (
+    ACTIVATION_SCALE,
+    CHANNEL_SCALE,
+    FLOAT8,
+    FP8,
+    INPUT_SCALE,
+    WEIGHT_SCALE,
+    WEIGHT_SCALE_2,
+)
 from specdec.model.sharding import Block
 from specdec.model.tensors import Shard, TensorSpec, list_linears
 
@@ -36,9 +43,9 @@ from ..plan import (
     merge_ranks,
     plan_tensors,
 )
-from .matrices import IntMatrix, Matrix
+from .matrices import IntMatrix, Matrix, Nvfp4Matrix
 from .scales import EXCLUDED
-from .sections import Scheme
+from .sections import INT4, Scheme
 from .unified import ScaleReader, Selection, plan_kv_scales
 
 logger = logs.get_logger(__name__)
@@ -105,39 +112,17 @@ class _Dequantized(_Computed):
         return self.matrices[module].compute(start, stop)
 
 
-class _Codes(_Computed):
-    """The parts of four-bit matrices, by the names that a checkpoint has for them."""
+class _Held(_Computed):
+    """The parts of matrices that a checkpoint holds, by the names that it has for them."""
 
-    matrices: Mapping[str, IntMatrix]
-
-    def __init__(self, folder: HfFolder, matrices: Mapping[str, IntMatrix]) -> None:
+    def __init__(self, folder: HfFolder, matrices: Mapping[str, Matrix]) -> None:
         super().__init__(folder, matrices)
         for module, matrix in matrices.items():
-            groups = (matrix.shape[0], matrix.num_groups)
-            kinds = {
-                "weight": TensorInfo("uint8", matrix.shape),
-                WEIGHT_SCALE: TensorInfo(matrix.dtype, groups),
-                int4.ZERO_POINT: TensorInfo("uint8", groups),
-                int4.INPUT_SCALE: TensorInfo(matrix.input_dtype, matrix.shape[1:]),
-                int4.PERMUTATION: TensorInfo("int32", matrix.shape[1:]),
-            }
-            self.tensors |= {f"{module}.{kind}": info for kind, info in kinds.items()}
+            held = matrix.list_held()
+            self.tensors |= {f"{module}.{kind}": info for kind, info in held.items()}
 
     def compute(self, module: str, kind: str, start: int, stop: int) -> Array:
-        matrix = self.matrices[module]
-        if kind == WEIGHT_SCALE:
-            return matrix.read_scales(start, stop)
-        if kind == int4.ZERO_POINT:
-            return matrix.read_zeros(start, stop)
-        if kind == int4.INPUT_SCALE:
-            if matrix.input_scale is None:  # where others have one, TensorRT-LLM asks all for it
-                return cast(np.ones(stop - start, np.float32), "float32", matrix.input_dtype)
-            return self.folder.read(matrix.input_scale)[start:stop]
-        if kind == int4.PERMUTATION:
-            assert matrix.order is not None
-            return matrix.order[start:stop]
-        codes = matrix.read_numbers(start, stop)
-        return codes if matrix.order is None else codes[:, matrix.order]
+        return self.matrices[module].read_held(kind, start, stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,19 +184,16 @@ def turn_parts(
     }
 
 
-def open_codes(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, dict[str, IntMatrix]]:
-    """Return a folder that has the parts of four-bit matrices as tensors, and the matrices."""
-    matrices = {
-        module: matrix
-        for module, matrix in open_matrices(folder, scheme).items()
-        if isinstance(matrix, IntMatrix)
-    }
-    scaled = [matrix.input_dtype for matrix in matrices.values() if matrix.input_scale is not None]
-    for matrix in matrices.values():
+def open_held(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, dict[str, Matrix]]:
+    """Return a folder that has what a checkpoint holds of its matrices as tensors, and these."""
+    matrices = open_matrices(folder, scheme)
+    whole = [matrix for matrix in matrices.values() if isinstance(matrix, IntMatrix)]
+    scaled = [matrix.input_dtype for matrix in whole if matrix.input_scale is not None]
+    for matrix in whole:
         if scaled and matrix.input_scale is None:
             matrix.input_dtype = scaled[0]
     used = {name for matrix in matrices.values() for name in matrix.used}
-    return folder.substitute(_Codes(folder, matrices), used), matrices
+    return folder.substitute(_Held(folder, matrices), used), matrices
 
 
 def refuse_unheld(folder: HfFolder, scheme: Scheme) -> SpecDecError:
@@ -224,23 +206,26 @@ def refuse_unheld(folder: HfFolder, scheme: Scheme) -> SpecDecError:
     )
 
 
+# What of a linear is held: kind -> the whole tensor, and its type.
+_Kinds = dict[str, tuple[TensorSpec, str]]
+# Of which the matrices that make one linear of a checkpoint have one in common.
+_SHARED = (int4.PERMUTATION, INPUT_SCALE, WEIGHT_SCALE_2, ACTIVATION_SCALE)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Module:
-    """A linear of the checkpoint that is made of four-bit matrices, and what they have."""
+    """A linear of the checkpoint that is made of quantized matrices."""
 
     name: str
     spec: TensorSpec
     parts: tuple[Part, ...]
-    matrices: tuple[IntMatrix, ...]
-
-    @property
-    def has_zeros(self) -> bool:
-        return any(matrix.has_zeros() for matrix in self.matrices)
+    matrices: tuple[Matrix, ...]
 
 
-def plan_int4(
+def plan_held(
     folder: HfFolder,
-    matrices: Mapping[str, IntMatrix],
+    scheme: Scheme,
+    matrices: Mapping[str, Matrix],
     specs: Mapping[str, TensorSpec],
     parts: Mapping[str, tuple[Part, ...]],
     model: ModelConfig,
@@ -250,9 +235,9 @@ def plan_int4(
     kv_scales: Sequence[str],
     problems: Problems,
 ) -> tuple[list[RankPlan], dict[str, Any]]:
-    """Plan a target with four-bit matrices; return its ranks and its config.json.
+    """Plan a target of which a checkpoint holds the numbers; return its ranks and its config.json.
 
-    folder: of `open_codes`; kv_scales: the K/V scales to write, where the folder has any.
+    folder: of `open_held`; kv_scales: the K/V scales to write, where the folder has any.
     """
     linears = list_linears(model)
     modules = []
@@ -266,8 +251,8 @@ def plan_int4(
                 "add --dequantize",
             )
         elif own:
-            shape = parts[f"{name}.weight"]
-            modules.append(_Module(name, specs[f"{name}.weight"], shape, tuple(own)))
+            weight = f"{name}.weight"
+            modules.append(_Module(name, specs[weight], parts[weight], tuple(own)))
     taken = {matrix.stem for module in modules for matrix in module.matrices}
     others = [stem for stem in matrices if stem not in taken]
     if others and not problems:
@@ -276,118 +261,166 @@ def plan_int4(
             " weights alone",
             "add --dequantize",
         )
-    zeros = {module.name for module in modules if module.has_zeros}
-    has_inputs = any(matrix.input_scale is not None for matrix in matrices.values())
-    orders = {m.name for m in modules if any(x.order is not None for x in m.matrices)}
+    kinds, section = _describe(folder, scheme, modules, model, problems)
     planned: list[list[RankPlan]] = []
     for module in modules:
         with collect(problems):
-            planned.append(
-                _plan_module(
-                    module, folder, model, problems, has_zeros=module.name in zeros,
-                    has_order=module.name in orders, has_inputs=has_inputs,
-                )
-            )  # fmt: skip
-    sizes = {matrix.shape[1] // matrix.num_groups for matrix in matrices.values()}
-    whole = all(matrix.num_groups == 1 for matrix in matrices.values())
-    if len(sizes) > 1 and not whole:
-        problems.add(
-            f"{folder.path} has groups of {join_names(sorted(map(str, sizes)))} columns",
-            "add --dequantize: a checkpoint has one group size",
-        )
+            _check_shared(module, folder)
+            wanted = kinds(module)
+            planned.append(_plan_module(module, wanted, folder, model, problems))
     reader = ScaleReader(folder)
     added, has_cache = plan_kv_scales(folder, parts, linears, kv_scales, reader)
     reader.report(problems)
     weights = {f"{module.name}.weight" for module in modules}
     rest = {name: spec for name, spec in specs.items() if name not in weights}
-    computed = {f"{stem}.{kind}" for stem in matrices for kind in _KINDS}
-    left = set(folder.tensors) - computed - reader.used
+    left = set(folder.tensors) - folder.computed - reader.used
     plain = plan_tensors(
         rest, parts, Selection(folder, left), model=model, dtype=model.dtype, ignored=ignored,
         problems=problems,
     )  # fmt: skip
-    ranks = merge_ranks(*planned, plain, [dict(added) for _ in plain])
-    is_own = bool(zeros or orders)
-    names = {module.name for module in modules}
-    section = {
-        **config["quantization"],
-        "quant_algo": int4.INT4_GROUPS if is_own else int4.W4A16_AWQ,
+    kept = [name for name in linears if f"{name}.weight" not in weights]
+    section |= {
         "kv_cache_quant_algo": FP8 if has_cache else None,
-        "group_size": -1 if whole else min(sizes),
-        "has_zero_point": bool(zeros),
-        "pre_quant_scale": has_inputs,
-        "exclude_modules": [*EXCLUDED, *(name for name in linears if name not in names)],
+        "exclude_modules": [*EXCLUDED, *kept],
     }
     logger.info(
-        "%s: %d matrices keep their four bits%s", folder.path, len(taken),
-        "; they have zeros or an order of inputs, which TensorRT-LLM has no layout for" * is_own,
-    )  # fmt: skip
-    return ranks, {**config, "quantization": section}
+        "%s: %d matrices keep their numbers, as %s", folder.path, len(taken), section["quant_algo"]
+    )
+    ranks = merge_ranks(*planned, plain, [dict(added) for _ in plain])
+    return ranks, {**config, "quantization": {**config["quantization"], **section}}
 
 
-_KINDS = ("weight", WEIGHT_SCALE, int4.ZERO_POINT, int4.INPUT_SCALE, int4.PERMUTATION)
-
-
-def _plan_module(
-    module: _Module,
+def _describe(
     folder: HfFolder,
+    scheme: Scheme,
+    modules: Sequence[_Module],
     model: ModelConfig,
     problems: Problems,
+) -> tuple[Callable[[_Module], _Kinds], dict[str, Any]]:
+    """Return what tells the kinds of tensors of a linear, and what config.json says of them."""
+    if scheme.kept != INT4:
+        kinds = _list_float4 if scheme.kept == "NVFP4" else _list_rows
+        group_size = Nvfp4Matrix.GROUP_SIZE if scheme.kept == "NVFP4" else None
+        section = {"quant_algo": scheme.kept}
+        return kinds, section | ({"group_size": group_size} if group_size else {})
+    own = {m.name: [x for x in m.matrices if isinstance(x, IntMatrix)] for m in modules}
+    every = [matrix for several in own.values() for matrix in several]
+    zeros = {name for name, several in own.items() if any(x.has_zeros() for x in several)}
+    orders = {name for name, several in own.items() if any(x.order is not None for x in several)}
+    has_inputs = any(matrix.input_scale is not None for matrix in every)
+    sizes = {matrix.shape[1] // matrix.num_groups for matrix in every}
+    has_whole_rows = all(matrix.num_groups == 1 for matrix in every)
+    if len(sizes) > 1 and not has_whole_rows:
+        problems.add(
+            f"{folder.path} has groups of {join_names(sorted(map(str, sizes)))} columns",
+            "add --dequantize: a checkpoint has one group size",
+        )
+
+    def list_int4(module: _Module) -> _Kinds:
+        return _list_int4(
+            module, own[module.name], model.tp_size, folder, has_zeros=module.name in zeros,
+            has_order=module.name in orders, has_inputs=has_inputs,
+        )  # fmt: skip
+
+    return list_int4, {
+        "quant_algo": int4.INT4_GROUPS if zeros or orders else int4.W4A16_AWQ,
+        "group_size": -1 if has_whole_rows else min(sizes),
+        "has_zero_point": bool(zeros),
+        "pre_quant_scale": has_inputs,
+    }
+
+
+def _list_rows(module: _Module) -> _Kinds:
+    """FP8_PER_CHANNEL_PER_TOKEN: a scale a row."""
+    spec = module.spec
+    shard = Shard.WHOLE if spec.shard is Shard.COLUMNS else spec.shard
+    scales = TensorSpec(spec.shape[:1], shard, spec.owner)
+    return {"weight": (spec, FLOAT8), CHANNEL_SCALE: (scales, "float32")}
+
+
+def _list_float4(module: _Module) -> _Kinds:
+    """NVFP4: two columns a byte, a scale for 16 of them, one for the matrix and one for inputs."""
+    spec = module.spec
+    num_rows, num_inputs = spec.shape
+    one = TensorSpec((1,), Shard.WHOLE)
+    groups = TensorSpec((num_rows, num_inputs // Nvfp4Matrix.GROUP_SIZE), spec.shard, spec.owner)
+    return {
+        "weight": (TensorSpec((num_rows, num_inputs // 2), spec.shard, spec.owner), "uint8"),
+        WEIGHT_SCALE: (groups, FLOAT8),
+        WEIGHT_SCALE_2: (one, "float32"),
+        ACTIVATION_SCALE: (one, "float32"),
+    }
+
+
+def _list_int4(
+    module: _Module,
+    matrices: Sequence[IntMatrix],
+    tp_size: int,
+    folder: HfFolder,
     *,
     has_zeros: bool,
     has_order: bool,
     has_inputs: bool,
-) -> list[RankPlan]:
-    """Plan what a checkpoint holds of one linear, on every rank."""
-    spec, matrices, tp_size = module.spec, module.matrices, model.tp_size
-    num_groups = matrices[0].num_groups
+) -> _Kinds:
+    """Four bits: see specdec/model/int4.py."""
+    spec, num_groups = module.spec, matrices[0].num_groups
     scales = TensorSpec((spec.shape[0], num_groups), spec.shard, spec.owner)
     vector = TensorSpec(spec.shape[1:], Shard.WHOLE)
     if spec.shard is Shard.COLUMNS and tp_size > 1:
-        if has_order or (num_groups > 1 and num_groups % tp_size):
-            reason = (
-                "its columns are in an order of their own (act-order)" if has_order
-                else f"its {num_groups} groups of columns do not divide by {tp_size}"
-            )  # fmt: skip
-            raise SpecDecError(
-                f"{folder.path}: {matrices[0].stem} does not split over {tp_size} ranks: {reason}",
-                "use --tp-size 1, or add --dequantize",
-            )
+        if has_order:
+            reason = "its columns are in an order of their own (act-order)"
+            raise _refuse_split(folder, matrices[0], tp_size, reason)
         vector = TensorSpec(spec.shape[1:], Shard.ROWS)
         if num_groups == 1:
             scales = TensorSpec(scales.shape, Shard.WHOLE)
-    _check_shared(module, folder)
     dtypes = {matrix.dtype for matrix in matrices}
     scale_dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-    wanted = {"weight": (spec, "uint8"), WEIGHT_SCALE: (scales, scale_dtype)}
+    kinds = {"weight": (spec, "uint8"), WEIGHT_SCALE: (scales, scale_dtype)}
     if has_zeros:
-        wanted[int4.ZERO_POINT] = (scales, "uint8")
+        kinds[int4.ZERO_POINT] = (scales, "uint8")
     if has_order:
-        wanted[int4.PERMUTATION] = (vector, "int32")
+        kinds[int4.PERMUTATION] = (vector, "int32")
     if has_inputs:
-        wanted[int4.INPUT_SCALE] = (vector, matrices[0].input_dtype)
+        kinds[INPUT_SCALE] = (vector, matrices[0].input_dtype)
+    return kinds
+
+
+def _refuse_split(folder: HfFolder, matrix: Matrix, tp_size: int, reason: str) -> SpecDecError:
+    return SpecDecError(
+        f"{folder.path}: {matrix.stem} does not split over {tp_size} ranks: {reason}",
+        "use --tp-size 1, or add --dequantize",
+    )
+
+
+def _plan_module(
+    module: _Module, kinds: _Kinds, folder: HfFolder, model: ModelConfig, problems: Problems
+) -> list[RankPlan]:
+    """Plan what a checkpoint holds of one linear, on every rank."""
     planned: list[list[RankPlan]] = []
-    for kind, (own, dtype) in wanted.items():
-        is_vector = len(own.shape) == 1
+    for kind, (spec, dtype) in kinds.items():
+        if spec.shard is Shard.COLUMNS and spec.shape[1] % model.tp_size:
+            reason = f"its {spec.shape[1]} groups of columns do not divide by {model.tp_size}"
+            raise _refuse_split(folder, module.matrices[0], model.tp_size, reason)
         sources = tuple(
             dataclasses.replace(part, name=f"{part.name.removesuffix('weight')}{kind}")
             for part in module.parts
         )
-        if is_vector:  # which all parts share
+        if kind in _SHARED:
             sources = (Part(sources[0].name),)
         name = f"{module.name}.{kind}"
         names = {part.name for part in sources}
         planned.append(
             plan_tensors(
-                {name: own}, {name: sources}, Selection(folder, names), model=model, dtype=dtype,
+                {name: spec}, {name: sources}, Selection(folder, names), model=model, dtype=dtype,
                 ignored=(), problems=problems,
             )
         )  # fmt: skip
     ranks = merge_ranks(*planned)
+    matrix = module.matrices[0]
     for rank in ranks:
         name = f"{module.name}.weight"
-        if name in rank:
-            rank[name] = _pack(rank[name], folder, matrices[0])
+        if name in rank and isinstance(matrix, IntMatrix):
+            rank[name] = _pack(rank[name], folder, matrix)
     return ranks
 
 
@@ -404,29 +437,30 @@ def _pack(codes: PlannedTensor, folder: HfFolder, matrix: IntMatrix) -> PackedTe
 
 
 def _check_shared(module: _Module, folder: HfFolder) -> None:
-    """Refuse parts of a linear that need different inputs: another order, or another scaling."""
+    """Refuse parts of a linear that differ in what a checkpoint has once for all of them."""
     first, *others = module.matrices
     stems = join_names([matrix.stem for matrix in module.matrices])
     for matrix in others:
-        if matrix.num_groups != first.num_groups:
-            fact = f"have {first.num_groups} and {matrix.num_groups} groups of columns"
-        elif not _is_same(first.order, matrix.order):
-            fact = "have different orders of their inputs (act-order)"
-        elif not _is_same(_read_input_scale(first), _read_input_scale(matrix)):
-            fact = "have different scales of their inputs (pre_quant_scale)"
-        else:
-            continue
-        raise SpecDecError(
-            f"{folder.path}: {stems}, which make one linear of the checkpoint, {fact}",
-            "add --dequantize",
-        )
+        fact = next((what for what, one, other in _pair(first, matrix) if one != other), None)
+        if fact is not None:
+            raise SpecDecError(
+                f"{folder.path}: {stems}, which make one linear of the checkpoint, have different"
+                f" {fact}",
+                "add --dequantize",
+            )
 
 
-def _read_input_scale(matrix: IntMatrix) -> Array | None:
-    return None if matrix.input_scale is None else matrix.folder.read(matrix.input_scale)
+def _pair(one: Matrix, other: Matrix) -> Iterator[tuple[str, Any, Any]]:
+    """What two matrices must have in common: in words, and of each."""
+    if isinstance(one, IntMatrix) and isinstance(other, IntMatrix):
+        yield "numbers of groups", one.num_groups, other.num_groups
+        yield "orders of their inputs (act-order)", _list(one.order), _list(other.order)
+        inputs = [_list(each.read_input_scale()) for each in (one, other)]
+        yield "scales of their inputs (pre_quant_scale)", inputs[0], inputs[1]
+    if isinstance(one, Nvfp4Matrix):
+        for kind, words in ((WEIGHT_SCALE_2, "weight_scale_2"), (ACTIVATION_SCALE, "input_scale")):
+            yield words, _list(one.read_held(kind, 0, 1)), _list(other.read_held(kind, 0, 1))
 
 
-def _is_same(one: Array | None, other: Array | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return bool(np.array_equal(one, other))
+def _list(array: Array | None) -> list[float] | None:
+    return None if array is None else array.tolist()

@@ -38,6 +38,7 @@ class SourceFormat:
 
 
 INT4 = "four bits"
+FP8_ROWS = "FP8_PER_CHANNEL_PER_TOKEN"
 SOURCE_FORMATS: Mapping[str, SourceFormat] = {
     "awq": SourceFormat(title="AutoAWQ (gemm)", marker="qweight", kept=INT4, bits="4"),
     "gptq": SourceFormat(title="GPTQ", marker="qweight", kept=INT4, bits="4, 8"),
@@ -46,12 +47,18 @@ SOURCE_FORMATS: Mapping[str, SourceFormat] = {
     ),
     "fp8-static": SourceFormat(title="FP8, static scales", marker="weight", kept=FP8, bits="8"),
     "fp8-dynamic": SourceFormat(
-        title="FP8, scales by channel or inputs scaled as they come", marker="weight", kept=None,
-        bits="8",
+        title="FP8, inputs scaled as they come", marker="weight", kept=FP8_ROWS, bits="8"
+    ),
+    "fp8-weights": SourceFormat(
+        title="FP8, inputs not rounded, or a scale a row and static inputs", marker="weight",
+        kept=None, bits="8",
     ),
     "fp8-block": SourceFormat(title="FP8 in blocks", marker="weight", kept=None, bits="8"),
     "modelopt-int4": SourceFormat(title="ModelOpt INT4 AWQ", marker="weight", kept=INT4, bits="4"),
-    "modelopt-nvfp4": SourceFormat(title="ModelOpt NVFP4", marker="weight", kept=None, bits="4"),
+    "modelopt-nvfp4": SourceFormat(title="ModelOpt NVFP4", marker="weight", kept="NVFP4", bits="4"),
+    "modelopt-nvfp4-weights": SourceFormat(
+        title="ModelOpt W4A16_NVFP4", marker="weight", kept=None, bits="4"
+    ),
 }  # fmt: skip
 _READ = "AWQ, GPTQ, compressed-tensors, ModelOpt and FP8 folders are read"
 
@@ -232,14 +239,15 @@ def _read_compressed(section: Section) -> Scheme:
     weights = [_read_group(section, name, group) for name, group in groups.items()]
     if any(other != weights[0] for other in weights):
         raise section.refuse("its config_groups quantize weights in different ways", _REMEDY)
-    kind, bits, strategy, size, block, is_static = weights[0]
+    kind, bits, strategy, size, block, inputs = weights[0]
     if kind == "int" and format_name == "pack-quantized" and bits in (4, 8):
         maker = functools.partial(matrices.PackedMatrix, group_size=size, bits=bits)
         words = f"compressed-tensors pack-quantized, {bits} bits, group_size {size}"
         return Scheme(name="pack-quantized", bits=bits, description=words, make=maker)
     if kind == "float" and format_name in ("float-quantized", "naive-quantized", "") and bits == 8:
         words = f"compressed-tensors FP8, {strategy}"
-        return _make_float8(words, block, is_static=is_static and strategy == "tensor")
+        is_mixed = inputs == "static" and strategy != "tensor"
+        return _make_float8(words, block, "weights" if is_mixed else inputs)
     raise section.refuse(
         f"format {format_name or None}, weights {kind} of {bits} bits by {strategy}",
         f"pack-quantized of 4 or 8 bits and FP8 are read; {_REMEDY}",
@@ -248,8 +256,8 @@ def _read_compressed(section: Section) -> Scheme:
 
 def _read_group(
     section: Section, name: str, values: Any
-) -> tuple[str, int, str, int, tuple[int, int] | None, bool]:
-    """Return a group's type, bits, strategy, group size, block; whether its inputs are static."""
+) -> tuple[str, int, str, int, tuple[int, int] | None, str]:
+    """Return a group's type, bits, strategy, group size and block, and how inputs are rounded."""
     if not isinstance(values, dict) or not isinstance(values.get("weights"), dict):
         raise section.refuse(f"config_groups.{name} is {shorten(values)}", _REMEDY)
     group = Section(section.folder, values, f"{section.where}, config_groups.{name}")
@@ -265,7 +273,7 @@ def _read_group(
     block = weights.take("block_structure")
     weights.refuse_rest()
     inputs = group.take("input_activations")
-    is_static = False
+    rounding = "weights"
     if inputs is not None:
         like = {"type": kind, "num_bits": bits}
         if kind != "float" or not isinstance(inputs, dict) or not like.items() <= inputs.items():
@@ -273,13 +281,15 @@ def _read_group(
                 f"inputs of linears are rounded too ({shorten(inputs)})",
                 f"4-bit weights with plain inputs and FP8 are read; {_REMEDY}",
             )
-        is_static = inputs.get("dynamic", False) is False and inputs.get("strategy") in (
-            None, "tensor",
-        )  # fmt: skip
+        place = inputs.get("strategy")
+        if inputs.get("dynamic", False) is False and place in (None, "tensor"):
+            rounding = "static"
+        elif inputs.get("dynamic") is True and place == "token":
+            rounding = "dynamic"
     if group.take("output_activations") is not None:
         raise section.refuse("outputs of linears are rounded too", _REMEDY)
     group.refuse_rest()
-    return kind, bits, strategy, size, _read_block(section, block), is_static
+    return kind, bits, strategy, size, _read_block(section, block), rounding
 
 
 def _read_block(section: Section, value: Any) -> tuple[int, int] | None:
@@ -292,8 +302,9 @@ def _read_block(section: Section, value: Any) -> tuple[int, int] | None:
     return value[0], value[1]
 
 
-def _make_float8(words: str, block: tuple[int, int] | None, *, is_static: bool) -> Scheme:
-    name = "fp8-block" if block else "fp8-static" if is_static else "fp8-dynamic"
+def _make_float8(words: str, block: tuple[int, int] | None, inputs: str) -> Scheme:
+    """inputs: `static`, `dynamic` (a scale a token), `weights` (not rounded, or otherwise)."""
+    name = "fp8-block" if block else f"fp8-{inputs}"
     make = functools.partial(matrices.Float8Matrix, block=block)
     return Scheme(name=name, bits=8, description=words, make=make)
 
@@ -305,7 +316,7 @@ def _read_fp8(section: Section) -> Scheme:
     section.take("scale_fmt", "ue8m0", "float", default="float")  # how scales were chosen
     section.skip("modules_to_not_convert", "ignored_layers", "kv_cache_scheme")
     words = f"FP8, activation_scheme {scheme}" + (f", blocks of {list(block)}" if block else "")
-    return _make_float8(words, block, is_static=scheme == "static" and not block)
+    return _make_float8(words, block, scheme)
 
 
 def _read_modelopt(section: Section) -> Scheme:
@@ -316,19 +327,22 @@ def _read_modelopt(section: Section) -> Scheme:
     section.skip("pre_quant_scale")  # the tensors tell
     size = section.take_size("group_size", 128)
     if algorithm == "FP8":
-        return _make_float8("ModelOpt FP8", None, is_static=True)
+        return _make_float8("ModelOpt FP8", None, "static")
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-        return _make_float8(f"ModelOpt {algorithm}", None, is_static=False)
+        return _make_float8(f"ModelOpt {algorithm}", None, "dynamic")
     if algorithm == "W4A16_AWQ":
         size = _find_group_size(section, size)
         make = functools.partial(matrices.ModeloptInt4Matrix, group_size=size)
         words = f"ModelOpt {algorithm}, group_size {size}"
         return Scheme(name="modelopt-int4", bits=4, description=words, make=make)
     if algorithm in ("NVFP4", "W4A16_NVFP4"):
+        rounds_inputs = algorithm == "NVFP4"
         return Scheme(
-            name="modelopt-nvfp4", bits=4, description=f"ModelOpt {algorithm}",
-            make=matrices.Nvfp4Matrix,
-        )  # fmt: skip
+            name="modelopt-nvfp4" + "-weights" * (not rounds_inputs),
+            bits=4,
+            description=f"ModelOpt {algorithm}",
+            make=functools.partial(matrices.Nvfp4Matrix, rounds_inputs=rounds_inputs),
+        )
     raise section.refuse(
         f"quant_algo {shorten(algorithm)}",
         "FP8, FP8_PER_CHANNEL_PER_TOKEN, W4A16_AWQ, NVFP4 and W4A16_NVFP4 of ModelOpt are read;"

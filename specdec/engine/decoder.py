@@ -348,13 +348,7 @@ class _Parts:
     def _make_experts(self, prefix: str) -> ExpertLayer:
         sizes, weights = self._model.experts, self._weights
         assert sizes is not None
-        up, down = (
-            [
-                Linear(matrix, prepack=self._prepack, kernels=self._kernels)
-                for matrix in weights[f"{prefix}mlp.{name}.weight"]
-            ]
-            for name in ("fc", "proj")
-        )
+        up, down = (self._make_matrices(f"{prefix}mlp.{name}") for name in ("fc", "proj"))
         shared = None
         if sizes.shared_inner:
             name = prefix + sizes.shared_name
@@ -364,3 +358,14 @@ class _Parts:
             sizes, self._rank, name_activation(self._model), weights[prefix + ROUTER],
             up, down, shared, self._kernels,
         )  # fmt: skip
+
+    def _make_matrices(self, name: str) -> list[Linear]:
+        """Those of experts, which lie in one tensor."""
+        matrices = self._weights[f"{name}.weight"]
+        if matrices.dtype is torch.int8:
+            scales = self._weights[f"{name}.{INT8_SCALES}"]
+            return [
+                IntegerLinear(IntegerMatrix(8, codes, own[:, None]), None, self._kernels)
+                for codes, own in zip(matrices, scales, strict=True)
+            ]
+        return [Linear(matrix, prepack=self._prepack, kernels=self._kernels) for matrix in matrices]

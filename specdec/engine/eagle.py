@@ -81,6 +81,8 @@ class EagleNet:
     ) -> None:
         self.params = params
         self.is_third = params.eagle3 is not None
+        # EAGLE-1 learns by the target's own head, whose logits the target may scale (Granite).
+        self.head_scale = 1.0 if self.is_third else model.output_multiplier_scale
         own = {
             name.removeprefix(EAGLE_NET): weight
             for name, weight in weights.items()
@@ -171,7 +173,8 @@ class EagleNet:
 
     def _make_head_input(self, hidden: Tensor) -> Tensor:
         is_bare = self.is_third and not self.is_output_normed
-        return self.final_norm(hidden) if is_bare else hidden
+        hidden = self.final_norm(hidden) if is_bare else hidden
+        return hidden if self.head_scale == 1 else hidden * self.head_scale
 
     def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The `width` most probable tokens, best first, and their log-probabilities."""

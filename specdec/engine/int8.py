@@ -16,8 +16,8 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def find_largest(weight: Tensor) -> Tensor:
-    """Largest magnitude of each row, float32: [N, D] -> [N]."""
-    return weight.float().abs().amax(1)
+    """Largest magnitude of each row, float32: [..., D] -> [...]."""
+    return weight.float().abs().amax(-1)
 
 
 def make_scales(largest: Tensor, name: str) -> Tensor:
@@ -34,13 +34,13 @@ def make_scales(largest: Tensor, name: str) -> Tensor:
 
 
 def round_weight(weight: Tensor, scales: Tensor) -> Tensor:
-    """The integers nearest to weight / scale, ties to even: [N, D] int8."""
-    rounded = (weight.float() / scales[:, None]).round()
+    """The integers nearest to weight / scale, ties to even: [..., D] int8."""
+    rounded = (weight.float() / scales[..., None]).round()
     return rounded.clamp(-LARGEST, LARGEST).to(torch.int8)
 
 
 def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """A whole matrix as integers [N, D] and scales [N]."""
+    """A whole matrix, or several, as integers [..., D] and scales [...]."""
     scales = make_scales(find_largest(weight), name)
     return round_weight(weight, scales), scales
 

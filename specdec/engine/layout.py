@@ -34,6 +34,7 @@ from specdec.model.quantization import (
 )
 from specdec.model.rotary_scaling import get_kind
 from specdec.model.tensors import (
+    ROUTER,
     find_first_copy,
     get_rank_shape,
     get_stored_dtype,
@@ -143,7 +144,8 @@ def list_integers(model: ModelConfig) -> list[str]:
     """
     return [
         name for name, shape in list_engine_tensors(model, None).items()
-        if name.startswith("transformer.layers.") and len(shape) == 2
+        if name.startswith("transformer.layers.") and len(shape) > 1
+        and not name.endswith((ROUTER, "shared_expert_gate.weight"))
     ]  # fmt: skip
 
 
@@ -411,7 +413,7 @@ def plan_int8(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> dict[str
         for name, info in tensors.items()
     }
     return planned | {
-        name_int8_scales(name): TensorInfo("float32", info.shape[:1])
+        name_int8_scales(name): TensorInfo("float32", info.shape[:-1])
         for name, info in tensors.items()
         if name in integers
     }

@@ -66,7 +66,7 @@ def load_tensors(
         elif info.dtype == INT8:
             key = name_int8_scales(name)
             tensors[key] = to_tensor(file.read(key), "float32")
-            check_scales(tensors[key], f"{file.path}: {key}")
+            check_scales(tensors[key].flatten(), f"{file.path}: {key}")
             tensors[key] = tensors[key].to(device)
         is_mapped = maps_matrices and len(info.shape) > 1 and "embedding" not in name
         take = view_tensor if is_mapped else to_tensor

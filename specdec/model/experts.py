@@ -13,6 +13,13 @@ from specdec.model.bounds import MAX_EXPERTS, MAX_SIZE
 KEEPS, RENORMALIZES = 0, 1
 # Keys of `moe` that 0.14 alone has: each line makes an object of its own, and takes no other.
 KEYS_014 = ("moe_intermediate_size", "num_shared_experts")
+# A layer's shared expert, which 1.x moved.
+NAME_014, NAME_1X = "shared_expert", "mlp.shared_expert"
+
+
+def name_shared(version: str) -> str:
+    """The module of a layer's shared expert in the checkpoints of a line of TensorRT-LLM."""
+    return NAME_014 if version == "0.14" else NAME_1X
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +41,7 @@ class Experts:
     renormalizes: bool = True
     tp_size: int = 1
     ep_size: int = 1
-    shared_name: str = "mlp.shared_expert"
+    shared_name: str = NAME_1X
 
     def list_own(self, rank: int) -> range:
         """The experts of a rank."""
@@ -125,7 +132,7 @@ def parse_experts(config: Mapping[str, Any], tp_size: int) -> Experts:
         renormalizes=mode == RENORMALIZES,
         tp_size=numbers["mapping.moe_tp_size"],
         ep_size=numbers["mapping.moe_ep_size"],
-        shared_name="shared_expert" if is_014 else "mlp.shared_expert",
+        shared_name=NAME_014 if is_014 else NAME_1X,
     )
 
 

@@ -20,8 +20,8 @@ the checkpoint is INT4_GROUPS, which only this project reads. `input_permutation
 once; `prequant_scaling_factor` is in the inputs' own order.
 
 Over ranks: a rank packs its rows by themselves, in pairs, so each rank has an even number of rows.
-Where columns are divided, a rank has whole groups, or a part of one (see `split_groups`); a matrix
-with an `input_permutation` is never divided by columns.
+Where columns are divided, a rank has whole groups; of rows with one scale each, every rank has the
+scales. A matrix with an `input_permutation` is never divided by columns.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ INT4_ALGORITHMS = (W4A16_AWQ, W4A8_AWQ, INT4_GROUPS)
 
 ZERO_POINT = "weights_zero_point"
 PERMUTATION = "input_permutation"
-OWN_KINDS = (ZERO_POINT, PERMUTATION)  # that TensorRT-LLM's layout has no place for
 INT4_STORAGE = ("int8", "uint8")
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 SYMMETRIC_ZERO = 8
-LARGEST_CODE, LARGEST_ZERO = 15, 16
+LARGEST_ZERO = 16
 # Columns of a group that the embedded engine multiplies; also multiples of the largest, and a row.
 ENGINE_GROUPS = (32, 64, 128)
 
@@ -95,23 +94,6 @@ def dequantize(codes: Array, scales: Array, zeros: Array | None) -> Array:
     grouped -= np.float32(SYMMETRIC_ZERO) if zeros is None else zeros[:, :, None]
     grouped *= scales[:, :, None]
     return grouped.reshape(codes.shape)
-
-
-def split_groups(num_inputs: int, num_groups: int, tp_size: int, rank: int) -> tuple[int, int]:
-    """Return which groups [first, last) a rank has of a matrix whose columns are split evenly.
-
-    A rank has whole groups, or a part of one, with that group's scale. SpecDecError where a rank
-    would have both.
-    """
-    width, group_size = num_inputs // tp_size, num_inputs // num_groups
-    start = rank * width
-    if width % group_size and group_size % width:
-        raise SpecDecError(
-            f"{num_inputs} columns in groups of {group_size} do not split over {tp_size} ranks:"
-            f" each has {width} columns",
-            "use a smaller --tp-size",
-        )
-    return start // group_size, max(start // group_size + 1, (start + width) // group_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ EXECUTED = (None, FP8, "W4A16_AWQ", "INT4_GROUPS")  # by the torch backend
 WEIGHT_SCALE = "weights_scaling_factor"
 ACTIVATION_SCALE = "activation_scaling_factor"
 SCALES = (WEIGHT_SCALE, ACTIVATION_SCALE)
+WHOLE_ROWS = -1  # a group_size
 WEIGHT_SCALE_2 = "weights_scaling_factor_2"
 CHANNEL_SCALE = "per_channel_scale"
 INPUT_SCALE = "prequant_scaling_factor"
@@ -162,7 +163,7 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
             "correct the key",
         )
     group_size = section.get("group_size", 128)
-    if type(group_size) is not int or group_size < 1:
+    if type(group_size) is not int or (group_size < 1 and group_size != WHOLE_ROWS):
         raise SpecDecError(
             f"checkpoint config: quantization.group_size is {group_size!r}, not a positive number",
             "correct the key",

@@ -83,6 +83,7 @@ class Facts:
     architectures: tuple[str, ...]
     mapping_keys: tuple[str, ...]
     quantization_keys: tuple[str, ...]
+    moe_keys: tuple[str, ...]
     quant_algos: dict[str, str | None]
     quant_group_sizes: tuple[int, ...]
     build_config_keys: tuple[str, ...]

@@ -16,6 +16,7 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile
 from specdec.model.architectures import ARCHITECTURES
+from specdec.model.experts import Experts
 from tests.conftest import read_error_lines, run_cli
 from tests.engine.models import make_model as make_config
 from tests.engines import call
@@ -138,10 +139,11 @@ def test_coverage_of_gated_models() -> None:
 def test_every_activation_of_every_architecture_is_executed() -> None:
     for architecture, arithmetic in ARCHITECTURES.items():
         for activation in arithmetic.activations:
-            model = make_config(architecture=architecture, hidden_act=activation)
+            experts = Experts(num=2, top_k=1, inner=64) if arithmetic.mlp == "experts" else None
+            model = make_config(architecture=architecture, hidden_act=activation, experts=experts)
             assert name_activation(model) in ACTIVATIONS
             is_stacked = any("gate_up" in name for name in list_engine_tensors(model, None))
-            assert is_stacked == (arithmetic.mlp != "plain")
+            assert is_stacked == (arithmetic.mlp not in ("plain", "experts"))
 
 
 @pytest.mark.parametrize(

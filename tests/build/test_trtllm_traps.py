@@ -21,6 +21,7 @@ from specdec.trtllm.environment import Environment, Gpu
 from specdec.trtllm.facts import load_facts
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama
 from tests.engines import call
+from tests.families import make_family_model
 from tests.trtllm.checkpoints import CheckpointStore, quantize_checkpoint
 from tests.trtllm.double import H100
 
@@ -546,6 +547,20 @@ def test_checkpoint_written_by_1_x_does_not_load_in_0_14(
     checkpoint = store.copy(tmp_path / "ckpt", "plain", **changed)
     assert plan(checkpoint)
     expect(f"the checkpoint's {section} has {key}", checkpoint, "0.14")
+
+
+def test_a_mixture_of_one_line_does_not_load_in_the_other(tmp_path: Path) -> None:
+    """Each makes an object of `moe` and knows its own keys; the shared expert's name differs."""
+    target = make_family_model(tmp_path, "qwen2_moe")
+    for version, other in (("1.2", "0.14"), ("0.14", "1.2")):
+        checkpoint = tmp_path / version
+        call("convert", "--model-dir", target, "--output-dir", checkpoint,
+             "--trtllm-version", version)  # fmt: skip
+        assert plan(checkpoint, version)
+        error = expect("shared experts are named", checkpoint, other,
+                       hint=f"--trtllm-version {other}")  # fmt: skip
+        told = "the checkpoint's moe has moe_intermediate_size, num_shared_experts"
+        assert (told in error.message) == (other == "1.2")
 
 
 def test_qwen_engine_without_qwen_type_cannot_be_run(

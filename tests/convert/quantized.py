@@ -185,7 +185,7 @@ def pack_modelopt(weight: torch.Tensor, generator: torch.Generator) -> tuple[Ten
 
 def pack_nvfp4(weight: torch.Tensor, _: torch.Generator) -> tuple[Tensors, torch.Tensor]:
     grouped = weight.float().reshape(len(weight), -1, 16)
-    whole = grouped.abs().max() / (6 * 448)
+    whole = torch.tensor(4 / (6 * 448))  # which q, k and v share
     scales = (grouped.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
     restored_scales = (scales.float() * whole)[:, :, None]
     codes = ((grouped / restored_scales)[..., None] - FLOAT4).abs().argmin(-1)
@@ -224,6 +224,7 @@ def describe_int(bits: int, **values: Any) -> dict[str, Any]:
 
 FLOAT8_ARGS = {"num_bits": 8, "type": "float", "symmetric": True}
 TOKEN = {**FLOAT8_ARGS, "strategy": "token", "dynamic": True}
+FP8_ROWS = "FP8_PER_CHANNEL_PER_TOKEN"
 MODELOPT = {"has_zero_point": False, "pre_quant_scale": True, "exclude_modules": ["lm_head"]}
 
 
@@ -298,14 +299,19 @@ CASES = {
     ),
     "fp8-dynamic": Case(
         "fp8-dynamic", {"quant_method": "fp8", "activation_scheme": "dynamic"},
-        make_float8(by="tensor", dtype=torch.float32), None, "bfloat16",
+        make_float8(by="tensor", dtype=torch.float32), FP8_ROWS, "bfloat16",
+    ),
+    "fp8-weights": Case(
+        "fp8-weights",
+        describe_compressed("float-quantized", {**FLOAT8_ARGS, "strategy": "tensor"}),
+        make_float8(by="tensor", dtype=torch.bfloat16), None, "bfloat16",
     ),
     "fp8-channel": Case(
         "fp8-dynamic",
         describe_compressed(
             "float-quantized", {**FLOAT8_ARGS, "strategy": "channel"}, input_activations=TOKEN
         ),
-        make_float8(by="channel", dtype=torch.bfloat16), None, "bfloat16",
+        make_float8(by="channel", dtype=torch.bfloat16), FP8_ROWS, "bfloat16",
     ),
     "fp8-block": Case(
         "fp8-block",
@@ -327,6 +333,11 @@ CASES = {
         "modelopt-nvfp4",
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
          "exclude_modules": ["lm_head"]},
+        pack_nvfp4, "NVFP4", "bfloat16",
+    ),
+    "modelopt-nvfp4-weights": Case(
+        "modelopt-nvfp4-weights",
+        {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16},
         pack_nvfp4, None, "bfloat16",
     ),
 }  # fmt: skip
@@ -355,8 +366,8 @@ def make_quantized(
             continue
         module = key.removesuffix(".weight")
         is_turned = ".c_" in key  # GPT-2's matrices are [in, out], but not when they are quantized
-        seed = sum(map(ord, "qkv" if module[-6:] in QKV else module[-7:]))
-        generator = torch.Generator().manual_seed(seed)
+        alike = next((names for names in ALIKE if module.endswith(names)), module[-7:])
+        generator = torch.Generator().manual_seed(sum(map(ord, "".join(alike))))
         packed, restored = case.pack(weight.T if is_turned else weight, generator)
         plain[key] = restored.T.contiguous() if is_turned else restored
         tensors |= {f"{module}.{kind}": tensor for kind, tensor in packed.items()}
@@ -367,7 +378,7 @@ def make_quantized(
     return folder, plain
 
 
-QKV = ("q_proj", "k_proj", "v_proj")
+ALIKE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "shared_expert_gate.weight")
 
 

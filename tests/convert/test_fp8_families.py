@@ -27,7 +27,9 @@ def watch_model(target: Path, rows: list[list[int]]) -> tuple[set[float], dict[s
     import transformers
     from transformers.pytorch_utils import Conv1D
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        target, dtype=torch.float32, attn_implementation="eager"
+    )
     inputs: dict[str, float] = {}
     outputs: dict[str, dict[str, float]] = {"k": {}, "v": {}}
 

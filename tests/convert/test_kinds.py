@@ -23,7 +23,7 @@ NAMES = {family.name: family for family in FAMILIES.values()}
 UNKNOWN: list[tuple[str, dict[str, Any], str, list[str], str]] = [
     ("GptOssConfig", {}, "model.layers.0.self_attn.sinks", ["mixtral", "llama"],
      "attention sinks (model.layers.0.self_attn.sinks)"),
-    ("DeepseekV3Config", {}, "", ["mixtral", "qwen2_moe", "llama"],
+    ("DeepseekV3Config", {}, "", ["qwen2_moe", "mixtral", "llama"],
      "attention over a compressed cache (MLA) (kv_lora_rank)"),
     ("Llama4TextConfig", {}, "", ["qwen3_moe", "mixtral", "qwen3"],
      "attention in chunks (attention_chunk_size)"),
@@ -148,32 +148,46 @@ def test_llama_4_is_refused_by_what_its_text_model_has(convert: Converter, tmp_p
     assert "attention in chunks (attention_chunk_size)" in error.message
 
 
-def test_mistral_3_writes_what_transformers_writes(tmp_path: Path) -> None:
-    """Saved by transformers itself, with a Pixtral tower; its text model is a Mistral."""
+TEXT = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 112, "vocab_size": 131, "max_position_embeddings": 256, "head_dim": 16,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+WRAPPED: dict[str, dict[str, Any]] = {
+    "Mistral3": {
+        "text_config": TEXT | {
+            "model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False
+        },
+        "vision_config": VISION | {"model_type": "pixtral"},
+    },
+    "Gemma3": {
+        "text_config": TEXT | {"query_pre_attn_scalar": 16, "sliding_window": 8},
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrapper_writes_what_transformers_writes(name: str, tmp_path: Path) -> None:
+    """Saved by transformers itself, with its vision tower."""
     import torch
-    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+    import transformers
 
     from specdec.decode.engine import TorchEngine
     from specdec.decode.requests import Request
 
     torch.manual_seed(5)
-    config = Mistral3Config(
-        text_config={
-            "model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 112,
-            "vocab_size": 131, "max_position_embeddings": 256, "head_dim": 16,
-            "sliding_window": None, "tie_word_embeddings": False,
-        },
-        vision_config={
-            "model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "intermediate_size": 48, "image_size": 28, "patch_size": 14,
-        },
-    )  # fmt: skip
-    model = Mistral3ForConditionalGeneration(config).eval()
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    model = model_class(model_class.config_class(**WRAPPED[name])).eval()
     with torch.no_grad():
-        for weight in model.parameters():
+        for key, weight in model.named_parameters():
             if weight.dim() == 2:
-                weight.copy_(torch.randn(weight.shape) * 2 / weight.shape[1] ** 0.5)
+                scale = 0.06 if "embed_tokens" in key and name == "Gemma3" else 2.0
+                weight.copy_(torch.randn(weight.shape) * scale / weight.shape[1] ** 0.5)
     model.save_pretrained(tmp_path / "target")
     prompts = [[5, 9, 77], [3] * 20]
     engine = TorchEngine(make_engine(tmp_path, tmp_path / "target"), device="cpu")
@@ -183,3 +197,4 @@ def test_mistral_3_writes_what_transformers_writes(tmp_path: Path) -> None:
     ]
     outputs = [result.output_ids for result in engine.generate(requests)]
     assert outputs == continue_greedily(model, prompts, 16)
+    assert len(set(outputs[0])) > 3, "the text varies"

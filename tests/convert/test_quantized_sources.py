@@ -15,13 +15,21 @@ from specdec.convert.quantize.sections import METHODS, REFUSED, SOURCE_FORMATS
 from specdec.files.tensor_file import TensorFile
 from specdec.model import int4
 from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.inventory import compare_tensors, describe_rank
 from specdec.model.tensors import list_linears
 from tests.conftest import make_drafter
 from tests.convert.conftest import Converter
-from tests.convert.quantized import CASES, GROUP, Tensors, change_folder, make_quantized
+from tests.convert.quantized import (
+    CASES,
+    FLOAT4,
+    GROUP,
+    Tensors,
+    change_folder,
+    make_quantized,
+)
 from tests.families import CLASSES
 
-HELD = [name for name, case in CASES.items() if case.kept not in (None, "FP8")]
+FOUR_BITS = [name for name, case in CASES.items() if case.kept in int4.INT4_ALGORITHMS]
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -65,7 +73,7 @@ def test_plain_weights_are_the_librarys(name: str, convert: Converter, tmp_path:
     assert not checkpoint.quantization.is_quantized
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", FOUR_BITS)
 def test_four_bits_are_kept(name: str, convert: Converter, tmp_path: Path) -> None:
     """Numbers, scales, zeros and order are the source's: the products in float32 are equal."""
     case = CASES[name]
@@ -91,6 +99,41 @@ def test_four_bits_are_kept(name: str, convert: Converter, tmp_path: Path) -> No
         assert torch.equal(weight.to(wanted.dtype), wanted), module
         stored = file.tensors[f"{matrix.module}.weights_scaling_factor"].dtype
         assert stored == str(wanted.dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("name", ["fp8-dynamic", "fp8-channel", "modelopt-nvfp4"])
+def test_other_numbers_are_kept(name: str, convert: Converter, tmp_path: Path) -> None:
+    """In ModelOpt's layouts: what they stand for is what the source's do, on every rank."""
+    source, plain = make_quantized(tmp_path, CASES[name], layers=1, intermediate=128)
+    for tp_size in (1, 2):
+        convert(model_dir=source, tp_size=tp_size, force=True)
+        checkpoint = read_checkpoint_config(convert.output)
+        assert checkpoint.quantization.quant_algo == CASES[name].kept
+        files = [load_file(convert.output / f"rank{rank}.safetensors") for rank in range(tp_size)]
+        found = {
+            module: [restore(file, f"transformer.layers.0.{module}", name) for file in files]
+            for module in ("attention.dense", "mlp.gate", "mlp.proj")
+        }
+        for module, parts in found.items():
+            weight = torch.cat(parts, 0 if module == "mlp.gate" else 1)
+            wanted = list_plain(plain)[module]
+            assert torch.equal(weight.to(wanted.dtype), wanted), module
+        rank = TensorFile(convert.output / "rank0.safetensors").tensors
+        expected = describe_rank(checkpoint, 0)
+        inventory = compare_tensors(rank, expected, checkpoint.quantization)
+        assert inventory.wrong == inventory.missing == inventory.unread == []
+
+
+def restore(file: Tensors, module: str, name: str) -> torch.Tensor:
+    """The weight that ModelOpt's layouts stand for, in float32."""
+    weight, own = file[f"{module}.weight"], name == "modelopt-nvfp4"
+    if not own:
+        return weight.float() * file[f"{module}.per_channel_scale"][:, None]
+    codes = torch.stack([weight & 15, weight >> 4], 2).flatten(1).long()
+    scales = file[f"{module}.weights_scaling_factor"].float()
+    scales = scales * file[f"{module}.weights_scaling_factor_2"]
+    assert file[f"{module}.activation_scaling_factor"].item() == 0.25
+    return FLOAT4[codes] * scales.repeat_interleave(16, 1)
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-whole-rows", "modelopt-int4"])
@@ -257,7 +300,7 @@ def test_a_cache_of_plain_weights_has_no_scales(
     assert "the scales of its K/V cache are left out" in log.text
 
 
-@pytest.mark.parametrize("name", ["fp8-dynamic", "modelopt-nvfp4", "gptq-8-bits"])
+@pytest.mark.parametrize("name", ["fp8-weights", "modelopt-nvfp4-weights", "gptq-8-bits"])
 def test_numbers_without_a_place_are_refused(name: str, convert: Converter, tmp_path: Path) -> None:
     source, _ = make_quantized(tmp_path, CASES[name])
     error = convert.fail(model_dir=source)
@@ -346,6 +389,8 @@ def damage(tensor: torch.Tensor, value: float) -> torch.Tensor:
         ("compressed", "weight_shape", lambda t: -t, "weight_shape is [-64, -64]"),
         ("modelopt-int4", "pre_quant_scale", lambda t: 2 * t, "different scales of their inputs"),
         ("gptq-act-order", "g_idx", lambda t: t.flip(0), "different orders of their inputs"),
+        ("modelopt-nvfp4", "weight_scale_2", lambda t: 2 * t, "have different weight_scale_2"),
+        ("modelopt-nvfp4", "input_scale", lambda t: None, "lacks model.layers.0.self_attn.q_proj"),
     ],
 )
 def test_damaged_tensors(

@@ -74,26 +74,6 @@ def test_symmetric_zero_is_eight() -> None:
     assert matrix.read_permutation() is None
 
 
-@pytest.mark.parametrize(
-    ("num_groups", "tp_size", "expected"),
-    [
-        (8, 2, [(0, 4), (4, 8)]),
-        (1, 2, [(0, 1), (0, 1)]),
-        (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
-    ],
-)
-def test_ranks_have_whole_groups_or_a_part_of_one(
-    num_groups: int, tp_size: int, expected: list[tuple[int, int]]
-) -> None:
-    ranks = [int4.split_groups(64, num_groups, tp_size, rank) for rank in range(tp_size)]
-    assert ranks == expected
-
-
-def test_groups_that_ranks_would_cut_are_refused() -> None:
-    with pytest.raises(SpecDecError, match="96 columns in groups of 32 do not split over 2 ranks"):
-        int4.split_groups(96, 3, 2, 0)
-
-
 def test_damage_is_named() -> None:
     source = Memory(
         weight=np.zeros((1, 2), np.int8),

@@ -1,4 +1,4 @@
-"""EAGLE-3's map of a reduced vocabulary, damaged in an engine: an error at load, not a crash."""
+"""EAGLE's output layer: a damaged map of a reduced vocabulary, and the scale of the target's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from specdec.decode.drafters.eagle import EagleProposer
 from specdec.decode.engine import TorchEngine
 from specdec.errors import SpecDecError
 from specdec.model.tensors import EAGLE_OFFSETS
 from tests.conftest import make_eagle_drafter, make_llama
-from tests.engines import call
+from tests.engines import call, make_engine
+from tests.parity.models import VOCAB, make_model
 
 
 @pytest.mark.parametrize(
@@ -42,3 +45,27 @@ def test_offsets_beyond_the_vocabulary(place: int, value: int, fact: str, tmp_pa
     path.write_bytes(data)
     with pytest.raises(SpecDecError, match=re.escape(fact)):
         TorchEngine(engine, device="cpu").load()
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("optimize", ["none", "auto"])
+def test_drafts_are_weighed_by_the_targets_own_scale(
+    version: int, optimize: str, tmp_path: Path
+) -> None:
+    """EAGLE-1 has learned by the target's logits as they are; EAGLE-3's head is its own."""
+    target = make_model(tmp_path / "target", "GraniteForCausalLM-multipliers")
+    drafter = make_eagle_drafter(tmp_path, version=version, vocab=VOCAB, own_embedding=False)
+    flags = ["--eagle-model-dir", drafter]
+    engine = TorchEngine(
+        make_engine(tmp_path, target, convert=flags, optimize=optimize), device="cpu"
+    )
+    assert isinstance(engine.proposer, EagleProposer)
+    net = engine.proposer.net
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    weight = net.decoder.lm_head(torch.eye(64)).T
+    scale = 1 / 3 if version == 1 else 1.0
+    read = hidden if version == 1 else net.final_norm(hidden)
+    expected = (read @ weight.T * scale).log_softmax(-1).topk(4)
+    tokens, scores = net.rank_tokens(hidden, 4)
+    assert torch.equal(tokens, expected.indices)
+    torch.testing.assert_close(scores, expected.values, rtol=1e-4, atol=1e-4)

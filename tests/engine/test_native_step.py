@@ -24,6 +24,7 @@ from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_
 from specdec.engine.step import Step
 from specdec.engine.tree import Tree, build_tree_mask
 from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.model.config import FULL, SLIDING
 from specdec.model.experts import Experts
 from specdec.model.tensors import get_stored_dtype
 from tests.engine.kernels import in_every_form, needs_compiler
@@ -36,6 +37,16 @@ CHAIN = [5, 9, 2, 30, 41]
 PARENTS = [-1, 0, 0, 1, 3, 3, 4, 4, 7]
 TOKENS = [CHAIN[0], CHAIN[1], 8, CHAIN[2], CHAIN[3], 17, 23, CHAIN[4], 50]
 NODES = [0, 1, 3, 4, 7]
+
+
+# All that a layer may have beside a Llama's: Gemma 3's, with Gemma 2's caps and Granite's numbers.
+EVERYTHING: dict[str, Any] = {
+    "architecture": "Gemma3ForCausalLM", "hidden_act": "gelu_pytorch_tanh",
+    "layer_types": (SLIDING, SLIDING, FULL, SLIDING), "rope_local_base_freq": 100.0,
+    "query_pre_attn_scalar": 40.0, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0,
+    "embedding_multiplier": 1.5, "attention_multiplier": 2.0, "residual_multiplier": 0.3,
+    "output_multiplier_scale": 0.7,
+}  # fmt: skip
 
 
 def make_decoder(
@@ -103,11 +114,20 @@ def test_a_state_has_the_same_bits_in_every_step(
 @in_every_form
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @torch.inference_mode()
-def test_experts_give_the_same_bits_in_every_step(library: Path, dtype: str) -> None:
+def test_all_arithmetic_has_the_same_bits(library: Path, dtype: str) -> None:
+    check_bits(make_decoder(library, dtype, 6, 2, 7, is_int8=False, **EVERYTHING))
+
+
+@in_every_form
+@pytest.mark.parametrize(
+    ("dtype", "is_int8"), [("bfloat16", False), ("float16", False), ("bfloat16", True)]
+)
+@torch.inference_mode()
+def test_experts_give_the_same_bits_in_every_step(library: Path, dtype: str, is_int8: bool) -> None:
     """Whichever other tokens an expert's matrices are read for."""
     experts = Experts(num=5, top_k=2, inner=40, shared_inner=24, renormalizes=False)
     decoder = make_decoder(
-        library, dtype, 6, 2, None, is_int8=False, architecture="Qwen2MoeForCausalLM",
+        library, dtype, 6, 2, None, is_int8=is_int8, architecture="Qwen2MoeForCausalLM",
         hidden_act="swiglu", experts=experts,
     )  # fmt: skip
     check_bits(decoder)

@@ -30,7 +30,7 @@ LIMIT = 24
 CHUNKS = ((5, 3), (80, 13, 1))
 DRAFTED = (
     "LlamaForCausalLM-plain", "LlamaForCausalLM-yarn", "MistralForCausalLM-window",
-    "Qwen2ForCausalLM-window_tied",
+    "Qwen2ForCausalLM-window_tied", "Gemma2ForCausalLM-caps", "Gemma3ForCausalLM-windows",
 )  # fmt: skip
 # Root 9; two beams that share their first token, and one that does not.
 TREE = Tree(

@@ -33,6 +33,7 @@ from specdec.engine.transfers import WAITS, Arrival, Waits
 from specdec.errors import SpecDecError
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import make_engine, make_noisy_copy, make_tree_engine
+from tests.parity.models import make_model
 from tests.tape import HostAccess, StrictGraphs, TapeRecorder
 
 METHODS = ("redrafter", "medusa", "eagle", "eagle3", "draft_target")
@@ -279,16 +280,12 @@ def test_graphs_can_be_switched_off(folders: dict[str, Path]) -> None:
     assert set(engine.graphs.num_eager) == {"switched off"}
 
 
-def test_a_windowed_target(tmp_path: Path) -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(4)
-    config = MistralConfig(
-        hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=128, sliding_window=9, max_position_embeddings=256,
-        initializer_range=0.3,
-    )  # fmt: skip
-    MistralForCausalLM(config).save_pretrained(tmp_path / "target")
+@pytest.mark.parametrize(
+    "name", ["MistralForCausalLM-window", "Gemma2ForCausalLM-caps", "Gemma3ForCausalLM-windows"]
+)
+def test_a_windowed_target(name: str, tmp_path: Path) -> None:
+    """In all layers, and in some, which have a rotary table of their own, with caps and norms."""
+    make_model(tmp_path / "target", name, vocab_size=128)
     drafter = make_drafter(tmp_path, exit_dim=96, scale=3.0)
     folder = make_engine(tmp_path, tmp_path / "target", drafter, optimize="none")
     requests = make_requests(2)

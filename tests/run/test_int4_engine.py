@@ -123,15 +123,22 @@ def widen_checkpoint(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("optimize", ["auto", "none"])
-@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "full", "int4_awq"])
 def test_text_is_what_transformers_makes_of_a_checkpoint(
-    is_full: bool, optimize: str, tmp_path: Path
+    kind: str, optimize: str, tmp_path: Path
 ) -> None:
     """Transformers with the widened weights, inputs scaled and, as by the kernels, rounded."""
     from transformers import AutoModelForCausalLM
 
     target = make_llama(tmp_path, seed=3, intermediate=96)
-    checkpoint = quantize_checkpoint(convert(target, tmp_path / "checkpoint"), is_full=is_full)
+    if kind == "int4_awq":  # as convert makes it of data
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text("".join(f'{{"input_ids": [5, {i}, 9, 30, 2]}}\n' for i in range(4)))
+        flags = ("--quantization", kind, "--group-size", 32, "--calibration-data", rows)
+        checkpoint = convert(target, tmp_path / "checkpoint", *flags)
+    else:
+        checkpoint = convert(target, tmp_path / "checkpoint")
+        quantize_checkpoint(checkpoint, is_full=kind == "full")
     engine = build(checkpoint, "engine", "--optimize", optimize)
     widened, stored = widen_checkpoint(checkpoint), load_file(checkpoint / "rank0.safetensors")
     model = AutoModelForCausalLM.from_pretrained(target)

@@ -81,9 +81,13 @@ def load_rounding(engine: Path) -> TorchEngine:
     loaded = TorchEngine(engine, device="cpu")
     layers = loaded.decoder.stack.layers
     for index, layer in enumerate(layers):
-        names = ("qkv", "dense", "up", "down")
-        parts: dict[str, Any] = {name: Rounding(getattr(layer, name)) for name in names}
+        linears = {name: getattr(layer, name) for name in ("qkv", "dense", "up", "down")}
+        parts: dict[str, Any] = {n: Rounding(own) for n, own in linears.items() if own is not None}
         layers[index] = dataclasses.replace(layer, **parts)
+        experts: Any = layer.experts
+        if experts is not None:
+            experts.up, experts.down = (list(map(Rounding, s)) for s in (experts.up, experts.down))
+            experts.shared = (*map(Rounding, experts.shared[:2]), experts.shared[2])
     return loaded
 
 
@@ -94,7 +98,7 @@ def widen_engine(engine: Path, folder: Path) -> Path:
     for name in list_integers(read_engine_config(engine).checkpoint.model):
         scales = tensors.pop(name_int8_scales(name))
         assert tensors[name].dtype is torch.int8
-        tensors[name] = tensors[name].float() * scales[:, None]
+        tensors[name] = tensors[name].float() * scales[..., None]
     save_weights(tensors, folder / WEIGHTS_NAME)
     change_config(
         folder, lambda config: config["torch_config"].update(quantization=None, kernels=None)
@@ -108,9 +112,10 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> Non
     (folder / "config.json").write_text(json.dumps(config))
 
 
-# Attention and MLP side by side with biases, a fused MLP, a plain one with learned positions.
+# Attention and MLP side by side with biases, a fused MLP, a plain one with learned positions, and
+# experts.
 FAMILIES = ("LlamaForCausalLM-plain", "PhiForCausalLM-gelu_new", "Phi3ForCausalLM-plain",
-            "GPT2LMHeadModel-gelu_untied")  # fmt: skip
+            "GPT2LMHeadModel-gelu_untied", "Qwen2MoeForCausalLM-plain")  # fmt: skip
 
 
 @pytest.mark.parametrize("optimize", ["auto", "none"])
@@ -226,6 +231,28 @@ def test_folders_say_what_they_hold(parent: Path) -> None:
         assert (scales.dtype, scales.shape) == (torch.float32, tensors[name].shape[:1])
     kinds = {t.dtype for n, t in tensors.items() if n not in integers and "per_channel" not in n}
     assert kinds == {torch.bfloat16}, "embedding, head, norms and the drafter stay"
+
+
+@pytest.mark.parametrize(("flags", "axis"), [([], 2), (["--moe-ep-size", 2], 0)])
+def test_several_ranks_hold_the_experts_of_one(
+    flags: list[object], axis: int, tmp_path: Path
+) -> None:
+    """Parts of each expert with the scales of its whole rows, or whole experts."""
+    target = make_model(tmp_path / "hf", "MixtralForCausalLM-plain")
+    whole = load_file(build(convert(target, tmp_path / "one"), "engine-1", *INT8) / WEIGHTS_NAME)
+    checkpoint = convert(target, tmp_path / "two", "--tp-size", 2, *flags)
+    split = build(checkpoint, "engine-2", *INT8, "--optimize", "none")
+    ranks = [load_file(split / f"rank{rank}.safetensors") for rank in range(2)]
+    name = "transformer.layers.1.mlp.proj."
+    codes, scales = (
+        [rank[name + kind] for rank in ranks] for kind in ("weight", "per_channel_scale")
+    )
+    assert torch.equal(torch.cat(codes, axis), whole[name + "weight"])
+    joined = torch.cat(scales) if axis == 0 else scales[1]
+    assert torch.equal(joined, whole[name + "per_channel_scale"])
+    router = "transformer.layers.1.mlp.router.weight"
+    assert all(torch.equal(rank[router], whole[router]) for rank in ranks)
+    assert whole[router].dtype is torch.float32
 
 
 def test_several_ranks_hold_the_weights_of_one(tmp_path: Path) -> None:

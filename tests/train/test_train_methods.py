@@ -23,6 +23,7 @@ from specdec.train.methods.eagle import choose_layers, describe_layers
 from specdec.train.pipeline import fill_defaults
 from specdec.train.rows import Rows, prepare_rows
 from specdec.train.settings import TRAINABLE, TrainSettings
+from specdec.train.target import load_config, load_target, make_batch
 from tests.engines import call
 from tests.parity.models import NAMES, VARIANTS, make_model
 
@@ -358,6 +359,21 @@ def test_a_target_that_does_something_else_to_its_logits_is_refused(
     )  # fmt: skip
     assert done.status == 1
     assert "how it changes them is not known" in done.last_lines[0]
+
+
+def test_drafters_read_the_table_that_engines_give_them(tmp_path: Path) -> None:
+    """Gemma 3's embedding multiplies; its rows are read as they are."""
+    target_dir = make_model(tmp_path / "target", "Gemma3ForCausalLM-windows")
+    config = load_config(str(target_dir))
+    device = torch.device("cpu")
+    target = load_target(str(target_dir), config, "float32", device, with_head=True)
+    batch = make_batch(make_rows([(5, True), (9, True), (70, True)]), [0], device)
+    features = target.read(batch)
+    table = target.embedding.weight
+    assert isinstance(table, torch.Tensor)
+    assert torch.equal(features.embedded[0], table[torch.tensor([5, 9, 70])])
+    assert not torch.equal(target.embedding(batch.tokens), features.embedded)
+    assert target.shape.embedding_scale == target.shape.hidden_size**0.5
 
 
 # Scaled embeddings and capped logits; a head with a bias; learned positions and no rotary fields;

@@ -212,8 +212,9 @@ def check_checkpoint(command: Command) -> None:
     )
     for section, known in (
         ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys),
+        ("moe", facts.moe_keys),
     ):  # fmt: skip
-        for key in config[section]:
+        for key in config.get(section) or {}:
             command.refuse_if(
                 key not in (*known, "rank"),
                 f"TypeError: {section} got an unexpected keyword argument '{key}'",

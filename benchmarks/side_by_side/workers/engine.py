@@ -91,7 +91,9 @@ def start(
     about = {
         "load_seconds": engine.bench.engine.load_seconds,
         "versions": {"specdec": specdec.__version__, "torch": torch.__version__},
-        "computes_in": engine.bench.dtype,
+        "computes_in": " ".join(
+            filter(None, (engine.bench.dtype, engine.bench.engine.describe()["quantization"]))
+        ),
         "compiled_kernels": engine.bench.engine.decoder.kernels is not None,
     }
     return about, {"run": engine.run, "time_steps": engine.time_steps}

@@ -14,6 +14,7 @@ from specdec.engine.layout import count_positions
 from specdec.errors import Problems, join_names
 from specdec.files.tensor_file import TensorFile
 from specdec.model.checkpoint import CheckpointConfig
+from specdec.model.experts import name_shared
 from specdec.model.inventory import compare_tensors, describe_rank
 from specdec.model.quantization import FLOAT8_STORAGE
 from specdec.model.rotary_scaling import get_kind
@@ -65,6 +66,7 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
         problems.add(*lack)
     for section, known in (
         ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys),
+        ("moe", facts.moe_keys),
     ):  # fmt: skip
         unknown = sorted(set(raw.get(section) or {}) - set(known) - {"rank"})
         if unknown:
@@ -73,6 +75,13 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
                 f" TensorRT-LLM {label} fails on",
                 f"convert it with --trtllm-version {label}",
             )
+    experts = checkpoint.model.experts
+    if experts is not None and experts.shared_inner and experts.shared_name != name_shared(label):
+        problems.add(
+            f"the checkpoint's shared experts are named {experts.shared_name}, which TensorRT-LLM"
+            f" {label} does not read",
+            f"convert it with --trtllm-version {label}",
+        )
     problems += find_layout_problems(label, checkpoint.quantization, checkpoint.model)
     if "qwen" in architecture.lower() and not raw.get("qwen_type"):
         problems.add(
