@@ -19,13 +19,14 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help dev demo test kernels check fix bench dist clean
+.PHONY: help dev demo test oracles kernels check fix bench dist clean
 
 help:
 	@echo "make demo    drafted tokens marked in a text, and where speculation pays: some minutes"
 	@echo "make test    run the tests (TESTS=tests/core for some of them)"
 	@echo "make kernels the native kernels by all compilers installed, for ARM, and under the"
 	@echo "             sanitizers: half an hour or more (KERNELS='--only sanitizers' for a part)"
+	@echo "make oracles real vLLM and llama.cpp, where installed, beside specdec: half an hour"
 	@echo "make check   lint, format and type checks, as in CI"
 	@echo "make fix     fix what the linter and the formatter can"
 	@echo "make bench   run the CPU benchmarks, beside other engines last: hours, 20 GB of memory and"
@@ -57,6 +58,11 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile $(TESTS)
+
+# Their environments lie in .oracles, or where ORACLES says; docs/export.md tells how they are made.
+ORACLES ?= .oracles
+oracles: $(READY)
+	@SPECDEC_ORACLES=$(ORACLES) $(BIN)/python -m pytest -q -s tests/oracles
 
 kernels: $(READY)
 	@$(BIN)/python -u -m tests.engine.matrix $(KERNELS)

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """What each quantization costs in quality: perplexity and KL on held-out text, on the pycode model.
 
-    python benchmarks/quality.py [--corpus DIR] [--windows 32] [--output FILE]
+    python benchmarks/quality.py [--corpus DIR] [--windows 32] [--calibration 128]
+                                 [--engines-only] [--output FILE]
 
 One evaluator for all: our engine in float32, on windows of 512 tokens, against the same engine with
 the model's own bfloat16 weights; KL(P || Q) in nats a token, P that one's distribution. llama.cpp's
@@ -40,7 +41,6 @@ from benchmarks.int8 import (  # noqa: E402
     read_windows,
 )
 
-NUM_CALIBRATION = 32
 # Name, flags of convert, flags of build, whether it needs the calibration's data.
 ENGINES: tuple[tuple[str, tuple[object, ...], tuple[object, ...], bool], ...] = (
     ("bfloat16 computing", ("--dtype", "bfloat16"), (), False),
@@ -90,12 +90,14 @@ def round_by_gguf(folder: Path, kind: str) -> Path:
     return target
 
 
-def report_conversion(folder: Path, data: Path, name: str, flags: tuple[object, ...]) -> Any:
+def report_conversion(
+    folder: Path, data: Path, size: int, name: str, flags: tuple[object, ...]
+) -> Any:
     """What specdec-convert measured on the rows behind the calibration's."""
     result = subprocess.run(
         [sys.executable, "-m", "specdec", "convert", "--model-dir", str(PYCODE / "target"),
          "--output-dir", str(folder), "--dtype", "float32", "--quantization", name,
-         "--calibration-data", str(data), "--calib-size", str(NUM_CALIBRATION), "--json",
+         "--calibration-data", str(data), "--calib-size", str(size), "--json",
          *map(str, flags)],
         check=True, stdout=subprocess.PIPE,
     )  # fmt: skip
@@ -111,6 +113,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, help="output of examples/pycode/corpus.py")
     parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--calibration", type=int, default=128, help="windows that calibrate")
+    parser.add_argument("--engines-only", action="store_true", help="leave out convert's reports")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     tokenizer = load_tokenizer(PYCODE / "target")
@@ -121,10 +125,10 @@ def main() -> None:
             script = str(PYCODE / "corpus.py")
             subprocess.run([sys.executable, script, "--output-dir", str(corpus)], check=True)
         windows = read_windows(corpus / "heldout.jsonl", tokenizer, args.windows)
-        rows = read_windows(corpus / "train.jsonl", tokenizer, NUM_CALIBRATION)
+        rows = read_windows(corpus / "train.jsonl", tokenizer, args.calibration)
         data = write_rows(folder / "rows.jsonl", [*rows, *windows])
         own = write_rows(folder / "calibration.jsonl", rows)
-        calibration = ("--calibration-data", own, "--calib-size", NUM_CALIBRATION)
+        calibration = ("--calibration-data", own, "--calib-size", args.calibration)
         decoders = {"float32": make_engine(folder / "float32", PYCODE / "target", (), ()).decoder}
         for engine, convert, build, needs_data in ENGINES:
             flags = (*convert, *calibration) if needs_data else convert
@@ -143,10 +147,15 @@ def main() -> None:
             for row in found
         ]
         table += [
-            report_conversion(folder / f"{kind}-reported", data, kind, flags)
-            for kind, flags in REPORTED.items()
+            report_conversion(folder / f"{kind}-reported", data, args.calibration, kind, flags)
+            for kind, flags in ({} if args.engines_only else REPORTED).items()
         ]
-    report = {**describe_machine(), "windows": len(windows), "tokens": len(windows) * WINDOW}
+    report = {
+        **describe_machine(),
+        "windows": len(windows),
+        "tokens": len(windows) * WINDOW,
+        "calibration_windows": args.calibration,
+    }
     text = json.dumps({**report, "table": table}, indent=2)
     print(text)
     if args.output is not None:

@@ -23,8 +23,8 @@ class Server:
     def __init__(self, words: list[str]) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self._address = f"http://127.0.0.1:{free.getsockname()[1]}"
-        port = self._address.rsplit(":", 1)[1]
+            self.address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        port = self.address.rsplit(":", 1)[1]
         began = time.perf_counter()
         self._process = subprocess.Popen(
             [*words, "--host", "127.0.0.1", "--port", port],
@@ -40,7 +40,7 @@ class Server:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._address}/health", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self.address}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):  # not listening yet, or still loading
             return False
@@ -48,7 +48,7 @@ class Server:
     def complete(self, prompt: list[int], max_output_len: int) -> dict[str, Any]:
         """Continue a prompt of tokens greedily; nothing of earlier prompts is used again."""
         request = urllib.request.Request(
-            f"{self._address}/completion",
+            f"{self.address}/completion",
             json.dumps(
                 {
                     "prompt": prompt, "n_predict": max_output_len, "temperature": 0.0, "top_k": 1,

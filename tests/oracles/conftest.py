@@ -1,0 +1,71 @@
+"""Live oracles: real runtimes, which `make oracles` runs by hand and `make test` does not.
+
+SPECDEC_ORACLES names the folder of their environments; docs/export.md tells how they are made.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.oracles.models import PYCODE, drop_bias, pad_heads, read_prompts
+from tests.oracles.ours import make_engine
+
+NUM_PROMPTS, MAX_TOKENS = 8, 48
+
+
+@pytest.fixture(scope="session")
+def environments() -> Path:
+    """The folder of environments, or a skip."""
+    named = os.environ.get("SPECDEC_ORACLES")
+    if not named:
+        pytest.skip("SPECDEC_ORACLES is not set: run `make oracles`")
+    return Path(named).resolve()
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    return read_prompts(NUM_PROMPTS)
+
+
+@pytest.fixture(scope="session")
+def work(environments: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pycode's models; the EAGLE-3 drafter is trained in some minutes, once.
+
+    target: with wider heads, as vLLM's attention needs them.
+    """
+    folder = tmp_path_factory.mktemp("oracles")
+    trained = environments / "eagle3"
+    if not trained.is_dir():
+        train_eagle3(environments, trained)
+    shutil.copytree(trained, folder / "eagle3")
+    shutil.copytree(PYCODE / "medusa", folder / "medusa")
+    drop_bias(PYCODE / "eagle", folder / "eagle1")
+    pad_heads(PYCODE / "target", folder / "target")
+    return folder
+
+
+def train_eagle3(environments: Path, output: Path) -> None:
+    """A small EAGLE-3 drafter for pycode, from the texts that its target was trained with."""
+    import subprocess
+    import sys
+
+    from tests.engines import call
+
+    corpus = environments / "corpus"
+    subprocess.run([sys.executable, PYCODE / "corpus.py", "--output-dir", corpus], check=True)
+    call(
+        "train", "--method", "eagle", "--eagle-version", 3, "--model-dir", PYCODE / "target",
+        "--data", corpus / "train.jsonl", "--output-dir", output, "--seed", 1,
+        "--model-max-length", 256, "--max-steps", 160, "--batch-size", 8, "--learning-rate", 2e-3,
+        "--eagle-num-steps", 2,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def draft_engine(work: Path) -> Path:
+    """specdec's engine of pycode's draft model."""
+    return make_engine(work / "ours-draft", PYCODE / "draft", [], [])

@@ -1,0 +1,118 @@
+"""vLLM on the CPU: what specdec-export writes is loaded, and drafts as specdec itself drafts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import call
+from tests.oracles.conftest import MAX_TOKENS
+from tests.oracles.models import PYCODE, pad_heads
+from tests.oracles.ours import Counters, chain, count, decode, look_up, make_engine
+
+EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 8)
+# Way -> the drafter's folder and option, vLLM's method, --to, draft tokens a step.
+WAYS: dict[str, tuple[str, str, str, str, int]] = {
+    "medusa": ("medusa", "--medusa-model-dir", "medusa", "vllm", 4),
+    "eagle1": ("eagle1", "--eagle-model-dir", "eagle", "vllm", 3),
+    "eagle3": ("eagle3", "--eagle-model-dir", "eagle3", "vllm", 3),
+    "eagle3-speculators": ("eagle3", "--eagle-model-dir", "eagle3", "speculators", 3),
+}
+
+
+@pytest.fixture(scope="module")
+def run_vllm(environments: Path, work: Path, prompts: Any) -> Any:
+    """Run vLLM once in its own environment; return its texts and counters."""
+    python = environments / "vllm" / "bin" / "python"
+    if not python.is_file():
+        pytest.skip(f"there is no vLLM in {environments}: docs/export.md tells how to install it")
+
+    def run(name: str, speculative: dict[str, Any] | None) -> dict[str, Any]:
+        job = {
+            "model": str(work / "target"), "speculative_config": speculative, "prompts": prompts,
+            "max_tokens": MAX_TOKENS,
+        }  # fmt: skip
+        (work / f"{name}.job").write_text(json.dumps(job))
+        worker, result = Path(__file__).with_name("vllm_worker.py"), work / f"{name}.json"
+        done = subprocess.run(
+            [python, worker, work / f"{name}.job", result],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        found: dict[str, Any] = json.loads(result.read_text())
+        print(name, found["version"], found["counters"])
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(run_vllm: Any) -> list[list[int]]:
+    texts: list[list[int]] = run_vllm("plain", None)["texts"]
+    return texts
+
+
+def read_counters(found: dict[str, int | list[int]]) -> Counters:
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    drafts, proposed, accepted = (found[name] for name in names)
+    positions: Any = found["num_accepted_tokens_per_pos"]
+    return Counters(drafts, proposed, accepted, tuple(positions))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_drafters(way: str, run_vllm: Any, plain: Any, work: Path, prompts: Any) -> None:
+    """The same text as plain decoding on both sides, and the same counters, number for number."""
+    folder, option, method, to, length = WAYS[way]
+    drafter, exported = work / folder, work / f"{way}-exported"
+    call(
+        "export", "--model-dir", PYCODE / "target", option, drafter, "--dtype", "float32",
+        "--to", to, "--output-dir", exported,
+    )  # fmt: skip
+    place = pad_heads(exported, work / f"{way}-wide")
+    speculative = {"method": method, "model": str(place), "num_speculative_tokens": length}
+    theirs = run_vllm(way, speculative)
+    assert theirs["texts"] == plain
+    engine = make_engine(work / f"ours-{way}", PYCODE / "target", [option, drafter], [])
+    choices = "medusa_choices" if method == "medusa" else "eagle_choices"
+    ours = decode(engine, prompts, MAX_TOKENS, **{choices: chain(length)})
+    assert [output.token_ids[:MAX_TOKENS] for output in ours] == plain
+    assert count(ours, MAX_TOKENS, length) == read_counters(theirs["counters"])
+
+
+def test_draft_model(
+    run_vllm: Any, plain: Any, work: Path, prompts: Any, draft_engine: Path
+) -> None:
+    small = work / "draft-exported"
+    call("export", "--model-dir", PYCODE / "draft", "--to", "vllm", "--output-dir", small)
+    place = pad_heads(small, work / "draft-wide")
+    theirs = run_vllm(
+        "draft", {"method": "draft_model", "model": str(place), "num_speculative_tokens": 3}
+    )
+    assert theirs["texts"] == plain
+    engine = make_engine(work / "ours-target", PYCODE / "target", [], EXTERNAL)
+    ours = decode(engine, prompts, MAX_TOKENS, draft=draft_engine, draft_len="3")
+    assert [output.token_ids[:MAX_TOKENS] for output in ours] == plain
+    assert count(ours, MAX_TOKENS, 3) == read_counters(theirs["counters"])
+
+
+def test_prompt_lookup(run_vllm: Any, plain: Any, work: Path, prompts: Any) -> None:
+    """The same text; the counters are another rule's, which is told anew and gives the same."""
+    theirs = run_vllm(
+        "lookup",
+        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
+         "prompt_lookup_min": 1},
+    )  # fmt: skip
+    assert theirs["texts"] == plain
+    engine = make_engine(work / "ours-lookup", PYCODE / "target", [], EXTERNAL)
+    ours = decode(
+        engine, prompts, MAX_TOKENS, prompt_lookup_num_tokens=4, max_matching_ngram_size=3
+    )
+    assert [output.token_ids[:MAX_TOKENS] for output in ours] == plain
+    longer = [output.token_ids for output in ours]
+    assert read_counters(theirs["counters"]) == look_up(
+        prompts, longer, MAX_TOKENS, length=4, ngram=3
+    )
