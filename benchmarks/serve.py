@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,8 @@ def serve(engine: Path, *flags: str) -> Iterator[tuple[str, int]]:
     try:
         for line in process.stderr:
             if found := re.search(r"at (http://\S+)", line):
+                # What it logs is read, or a full pipe would stop it.
+                threading.Thread(target=process.stderr.read, daemon=True).start()
                 yield found[1], process.pid
                 return
         raise SystemExit(f"the server ended with status {process.wait()}")
