@@ -117,7 +117,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         problems.add(
             f"the checkpoint is quantized ({algorithm}), which the torch backend does not execute",
             f"it executes {', '.join(filter(None, EXECUTED))}, float16, bfloat16 and float32; for"
-            " this one use --backend tensorrt-llm",
+            " this one use --backend tensorrt-llm, or convert a published model with --dequantize",
         )
     if settings.quantization is not None and checkpoint.quantization.is_quantized:
         problems.add(

@@ -27,7 +27,9 @@ def find_layout_problems(label: str, quantization: Quantization, model: ModelCon
         ]  # fmt: skip
         return problems.add(
             f"{line} cannot load {algorithm} checkpoints: {reason}",
-            f"convert it for {others[0]}" if others else "use --backend torch",
+            f"convert it for {others[0]}"
+            if others
+            else "use --backend torch, or convert the published model with --dequantize",
         )
     if algorithm not in INT4:
         return problems

@@ -102,6 +102,15 @@ def test_only_chosen_experts_are_read(kernels: NativeKernels | None) -> None:
     assert not run(layer, kernels, X).isfinite().all()
 
 
+def test_a_token_has_the_same_bits_alone(library: Path) -> None:
+    """In float32, where no rounding of the sum hides another order."""
+    kernels = NativeKernels(library, torch.float32)
+    layer = make_layer(ALL, kernels)
+    together = run(layer, kernels, X)
+    for place in np.ndindex(2, 7):
+        assert torch.equal(run(layer, kernels, X[place][None])[0], together[place])
+
+
 @pytest.mark.parametrize(("num", "top_k"), [(5, 1), (8, 2), (60, 4), (128, 8), (128, 2), (200, 3)])
 def test_ties_are_broken_as_torch_does(library: Path, num: int, top_k: int) -> None:
     """Experts whose output tells them apart; groups of them, and all, have one score."""

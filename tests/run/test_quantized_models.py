@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
+from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
 from specdec.model import int4
 from tests.conftest import make_drafter
@@ -69,6 +70,18 @@ def generate(engine_dir: Path) -> list[list[int]]:
         for i, prompt in enumerate(PROMPTS)
     ]
     return [r.output_ids for r in TorchEngine(engine_dir, device="cpu").generate(requests)]
+
+
+def test_a_backend_that_lacks_a_layout_names_the_way_out(tmp_path: Path) -> None:
+    for name, backend in (("awq", "tensorrt-llm"), ("fp8-channel", "torch")):
+        source, _ = make_quantized(tmp_path, CASES[name], name=name)
+        checkpoint = tmp_path / f"ckpt-{name}"
+        call("convert", "--model-dir", source, "--output-dir", checkpoint)
+        words = ("--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine")
+        with pytest.raises(SpecDecError) as caught:
+            call("build", *words, "--backend", backend, "--dry-run")
+        assert str(CASES[name].kept) in caught.value.message
+        assert "--dequantize" in caught.value.hint
 
 
 @pytest.mark.parametrize(
