@@ -291,11 +291,14 @@ def measure_ours(
             )
         except PeerError as error:
             found["verify_error"] = str(error)
-    for name in QUANTIZED.keys() & workers.keys():
-        if QUANTIZED[name][0] == OURS:
-            found.setdefault("quantized_verify_ms", {})[name] = workers[name].call(
-                "time_steps", sizes=STEP_SIZES, past_len=PAST_LEN, repeat=STEP_REPEAT
-            )
+    for name in QUANTIZED:
+        if name in workers and QUANTIZED[name][0] == OURS:
+            try:
+                found.setdefault("quantized_verify_ms", {})[name] = workers[name].call(
+                    "time_steps", sizes=STEP_SIZES, past_len=PAST_LEN, repeat=STEP_REPEAT
+                )
+            except PeerError as error:
+                found.setdefault("quantized_verify_error", {})[name] = str(error)
     ours = [one for one in measured if one.way.peer == "specdec" and one.error is None]
     pairs = [(one.way, one.setting) for one in ours if one.way.name == "redrafter"]
     pairs += [(one.way, {"length": "auto"}) for one in ours if one.way.name == "draft-target"]

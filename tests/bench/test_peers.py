@@ -318,6 +318,39 @@ def test_goals_that_are_missed_have_the_reason() -> None:
     assert missed["redrafter: all but verification, share of a step"].measured == 0.342
 
 
+def test_goals_of_quantized_weights() -> None:
+    """They are judged where such peers were chosen, against each other and bfloat16."""
+    rates = {
+        "specdec-int4": 30.0, "specdec-int8": 18.0, "llama.cpp-Q4_0": 29.0, "llama.cpp-Q4_K_M": 31.0
+    }  # fmt: skip
+    report = make_report(
+        quantized_verify_ms={
+            "specdec-int4": {"1": 10.0, "8": 15.9, "16": 30.0},
+            "specdec-int8": {"1": 9.0, "8": 13.1, "16": 17.0},
+        }
+    )
+    plain = report["ways"][0]
+    for peer, rate in rates.items():
+        report["peers"][peer] = {}
+        own = "draft-target" if peer.startswith("specdec") else "draft model"
+        for way, factor in (("plain", 1.0), (own, 1.6)):
+            both = [factor * rate, 2 * factor * rate]
+            row = {"peer": peer, "way": way, "rates": both, "tokens_per_second": summarize(both)}
+            report["ways"].append(plain | row)
+    goals = {goal.name: goal for goal in list_goals(report) if "int" in goal.name}
+    assert {name: goal.measured for name, goal in goals.items()} == {
+        "specdec-int4, plain over llama.cpp-Q4_0, plain, tokens/s": 1.034,
+        "specdec-int4, plain over llama.cpp-Q4_K_M, plain, tokens/s": 0.968,
+        "specdec-int4, plain over specdec, plain, tokens/s": 3.0,
+        "specdec-int4, draft-target over specdec-int4, plain, tokens/s": 1.6,
+        "specdec-int4, draft-target over llama.cpp-Q4_K_M, draft model, tokens/s": 0.968,
+        "specdec-int4: a verify step of 8 tokens over one of 1, time": 1.59,
+        "specdec-int8: a verify step over one in bfloat16, the worst of all sizes, time": 1.008,
+    }
+    missed = [goal.measured for goal in goals.values() if goal.verdict == MISSED]
+    assert missed == [0.968, 0.968, 1.008]
+
+
 def test_goals_beside_a_missing_peer_are_not_measured() -> None:
     report = make_report(batches=[], batches_error="ended with status -9")
     report["ways"][5] = {"peer": "llama.cpp", "way": "plain", "setting": {}, "error": "no cmake"}

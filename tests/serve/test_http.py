@@ -473,21 +473,32 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
     monkeypatch.setattr(Batch, "step", wait)
 
 
+def count_left(url: str) -> float:
+    """Requests whose clients have left."""
+    text = CLIENT.get(f"{url}/metrics").text
+    found = re.search(r'request_success_total{finished_reason="abort".*} (\S+)', text)
+    assert found is not None
+    return float(found[1])
+
+
 def test_who_leaves_frees_the_row(
     served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What they asked for is not finished without them."""
     server, url = served
     slow_down(monkeypatch)
-    with CLIENT.stream(
-        "POST", f"{url}/v1/completions", json=LONG | {"stream": True, "n": 2}
-    ) as answer:
+    before = count_left(url)
+    body = LONG | {"stream": True, "n": 2}
+    with CLIENT.stream("POST", f"{url}/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert server.scheduler.num_running == 2
     wait_until(lambda: server.scheduler.num_running == 0)
+    assert count_left(url) == before + 2
     with pytest.raises(httpx.ReadTimeout):
         CLIENT.post(f"{url}/v1/completions", json=LONG, timeout=0.3)
     wait_until(lambda: server.scheduler.num_running == 0)
+    assert count_left(url) == before + 3
 
 
 def test_a_slow_reader_delays_nobody(served: tuple[Server, str], expected: Any) -> None:
