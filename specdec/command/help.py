@@ -153,7 +153,7 @@ PAGES: Mapping[str, Page] = {
         {
             "Engine": ("engine_dir", "tokenizer_dir", "served_model_name"),
             "Address": ("host", "port", "api_key_file", "allow_anonymous"),
-            "Drafting": ("no_speculation", "draft_len"),
+            "Drafting": ("no_speculation", "draft_len", "draft_chain"),
             "Load": (
                 "max_batch_size", "max_seq_len", "max_queue", "prompt_chunk", "request_timeout",
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from specdec.convert.plan import Part, Piece, PlannedTensor, plan_tensors
 from specdec.errors import Problems
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.config import ModelConfig
+from specdec.model.experts import Experts
 from specdec.model.sharding import join, list_blocks, split
 from specdec.model.tensors import Shard, TensorSpec, get_rank_shape
 
@@ -49,6 +51,18 @@ def draw_cases(draw: Any) -> tuple[ModelConfig, TensorSpec]:
         return model, TensorSpec((tp_size * n, *rest), shard)
     if shard is Shard.PAIR:
         return model, TensorSpec((2 * tp_size * n, *rest), shard)
+    if shard in (Shard.EXPERT_PAIRS, Shard.EXPERT_COLUMNS):
+        ep_size = draw(st.sampled_from([k for k in range(1, tp_size + 1) if tp_size % k == 0]))
+        experts = Experts(
+            num=ep_size * draw(st.integers(1, 3)), top_k=1, inner=tp_size // ep_size * n,
+            tp_size=tp_size // ep_size, ep_size=ep_size,
+        )  # fmt: skip
+        width = draw(st.integers(1, 4))
+        shape = (
+            (2 * experts.inner, width) if shard is Shard.EXPERT_PAIRS else (width, experts.inner)
+        )
+        model = dataclasses.replace(model, architecture="MixtralForCausalLM", experts=experts)
+        return model, TensorSpec((experts.num, *shape), shard)
     return model, TensorSpec((draw(st.integers(1, 30)), *rest), shard)
 
 
@@ -81,6 +95,15 @@ def test_parts_are_what_the_rule_says(case: tuple[ModelConfig, TensorSpec]) -> N
             expected = np.concatenate(halves)
         elif spec.shard is Shard.COLUMNS:
             expected = np.split(whole, tp_size, axis=1)[rank]
+        elif spec.shard in (Shard.EXPERT_PAIRS, Shard.EXPERT_COLUMNS):
+            assert model.experts is not None
+            groups, parts = model.experts.ep_size, model.experts.tp_size
+            own = np.split(whole, groups)[rank % groups]
+            if spec.shard is Shard.EXPERT_COLUMNS:
+                expected = np.split(own, parts, axis=2)[rank // groups]
+            else:
+                halves = [np.split(h, parts, axis=1)[rank // groups] for h in np.split(own, 2, 1)]
+                expected = np.concatenate(halves, axis=1)
         elif spec.shard is Shard.VOCAB:
             num_rows = -(-len(whole) // tp_size) * tp_size
             padded = np.zeros((num_rows, *whole.shape[1:]), np.float32)
@@ -167,6 +190,8 @@ def test_planned_chunks_laid_end_to_end_are_the_part(
         q = model.num_attention_heads * model.head_size
         kv = model.num_key_value_heads * model.head_size
         arrays = {"q": whole[:q], "k": whole[q : q + kv], "v": whole[q + kv :]}
+    elif whole.ndim == 3:
+        arrays = {f"expert {number}": matrix for number, matrix in enumerate(whole)}
     stored, parts = store(arrays, change)
     source = ArraySource(**stored)
     problems = Problems()
@@ -184,7 +209,7 @@ def test_planned_chunks_laid_end_to_end_are_the_part(
             joined = np.concatenate([chunk.reshape(-1) for chunk in chunks])
             part = split(whole, spec, model, rank)
             assert np.array_equal(joined.reshape(planned.info.shape), part)
-            row_bytes = 4 * int(np.prod(part.shape[1:]))
+            row_bytes = 4 * int(np.prod(part.shape[1:][-1:]))
             assert max(chunk.nbytes for chunk in chunks) <= max(chunk_bytes, row_bytes)
     finally:
         patch.undo()

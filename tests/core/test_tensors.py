@@ -8,6 +8,7 @@ import pytest
 
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import ModelConfig
+from specdec.model.experts import Experts
 from specdec.model.inventory import list_tensors
 from specdec.model.tensors import Shard, TensorSpec, get_rank_shape
 
@@ -36,13 +37,22 @@ def test_rank_shapes_make_up_the_whole(tp_size: int, kv_heads: int, embedding: i
         embedding_sharding_dim=embedding or 0,
     )
     fused = dataclasses.replace(model, architecture="Phi3ForCausalLM", hidden_act="swiglu")
-    assert model.find_problems() == fused.find_problems() == []
+    experts = Experts(num=3, top_k=1, inner=40, tp_size=tp_size)
+    mixture = dataclasses.replace(
+        model, architecture="MixtralForCausalLM", hidden_act="swiglu", experts=experts
+    )
+    assert model.find_problems() == fused.find_problems() == mixture.find_problems() == []
     seen = set()
-    tensors = [*list_tensors(model, DRAFTER).items(), *list_tensors(fused, None).items()]
-    for name, spec in tensors:
-        part = get_rank_shape(spec, model)
+    tensors = [
+        (name, spec, owner)
+        for owner, drafter in ((model, DRAFTER), (fused, None), (mixture, None))
+        for name, spec in list_tensors(owner, drafter).items()
+    ]
+    axes = {Shard.COLUMNS: 1, Shard.EXPERT_PAIRS: 1, Shard.EXPERT_COLUMNS: 2}
+    for name, spec, owner in tensors:
+        part = get_rank_shape(spec, owner)
         seen.add(spec.shard)
-        axis = 1 if spec.shard is Shard.COLUMNS else 0
+        axis = axes.get(spec.shard, 0)
         total = part[axis] * tp_size
         others = [n for i, n in enumerate(part) if i != axis]
         assert others == [n for i, n in enumerate(spec.shape) if i != axis], name

@@ -169,6 +169,10 @@ LOADED = {
                      "2.weight")
     },
     ("eagle1", "sglang"): {"fc.weight", "fc.bias", *(f"layers.0.{n}.weight" for n in LAYER)},
+    ("eagle1-bare", "sglang"): {
+        "fc.weight", "fc.bias", "layers.1.input_layernorm.weight",
+        *(f"layers.{layer}.{n}.weight" for layer in (0, 1) for n in LAYER),
+    },
     ("eagle1-bare", "vllm"): {
         "fc.weight", "layers.1.input_layernorm.weight",
         *(f"layers.{layer}.{n}.weight" for layer in (0, 1) for n in LAYER),
