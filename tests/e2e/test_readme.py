@@ -113,13 +113,18 @@ def test_readme_commands_work_as_typed(tmp_path: Path) -> None:
 PAGES = sorted(
     str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md") if page.name != "flags.md"
 )
-# Of torchrun, accelerate, Slurm, pip, hf, vllm, g++, tests/engine/matrix.py and benchmarks/grow.py.
+# Of torchrun, accelerate, Slurm, pip, apt, useradd, hf, vllm, g++, tests/engine/matrix.py and
+# benchmarks/.
 OTHERS_FLAGS = {
     "--local-dir", "--repo-type", "--port",
     "--nproc-per-node", "--num-processes", "--no-python", "--no-deps", "--drafter-output-dir",
     "--use-fsdp", "--fsdp-version", "--use-deepspeed", "--zero-stage", "--multi-gpu",
     "--config-file", "--gradient-clipping", "--mixed-precision", "--dynamo-backend",
     "--quick", "--shapes", "--param", "--only", "--compilers", "--full",
+    "--chat-template", "--enforce-eager", "--max-model-len", "--max-num-seqs",
+    "--speculative-config", "--create-home", "--index-url", "--no-cache-dir",
+    "--no-install-recommends", "--experts", "--intermediate", "--exact", "--health", "--memory",
+    "--peer",
 }  # fmt: skip
 
 
