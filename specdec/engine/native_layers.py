@@ -120,7 +120,15 @@ def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | Kernel
     """The quickest way that a stack can go by the kernels."""
     known = GATED_ACTIVATIONS if stack.is_gated else PLAIN_ACTIVATIONS
     activation = known.get(stack.activation)
-    if stack.group is not None or activation is None or stack.final_norm is None:
+    types = {
+        part.packed.dtype
+        for layer in stack.layers
+        for part in (layer.qkv, layer.dense, layer.up, layer.down)
+        if part is not None and part.packed is not None
+    }  # of which one call takes one: a checkpoint may leave some modules unquantized
+    if (
+        stack.group is not None or activation is None or stack.final_norm is None or len(types) > 1
+    ):  # fmt: skip
         return KernelLayers(stack, kernels)
     return NativeLayers(stack, kernels, activation)
 

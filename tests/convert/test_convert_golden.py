@@ -201,8 +201,8 @@ def test_cases_that_would_be_wrong_are_refused(
 
 
 def test_all_cases_are_covered() -> None:
-    assert len(CASES) == 375
-    assert len(CONVERTED) == 374
+    assert len(CASES) == 389
+    assert len(CONVERTED) == 388
     assert {case["path"] for case in CASES} == {
         "unified", "legacy_hfmodel", "legacy_byshard", "redrafter014", "redrafter1x_composed",
         "gpt", "opt", "phi", "gemma",

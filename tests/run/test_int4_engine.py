@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.decode.engine import TorchEngine
+from specdec.decode.prefill import fill_cache
 from specdec.engine import int4 as rounding
+from specdec.engine.decoder import Decoder
 from specdec.engine.layout import WEIGHTS_NAME, list_integers, read_engine_config
+from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
@@ -68,6 +72,35 @@ def test_speculative_text_is_that_of_plain_decoding(parent: Path, method: str) -
     assert texts == generate(plain)[0]
     assert num_accepted > 0 or method == "medusa"
     assert engine.describe()["quantization"] == "int4"
+
+
+@needs_compiler
+def test_layers_of_several_types_go_kernel_by_kernel(parent: Path) -> None:
+    """As of a checkpoint that leaves some modules unquantized: one call takes one type."""
+    decoder = TorchEngine(parent / "redrafter-engine", device="cpu", speculate=False).decoder
+    wide = TorchEngine(parent / "wide", device="cpu").decoder
+    assert decoder.kernels is not None
+    assert type(choose_native(decoder.stack, decoder.kernels)) is NativeLayers
+    first, *others = decoder.stack.layers
+    first = dataclasses.replace(first, down=wide.stack.layers[0].down)
+    mixed = dataclasses.replace(decoder.stack, layers=[first, *others])
+    way = choose_native(mixed, decoder.kernels)
+    assert type(way) is KernelLayers
+    text = list(range(3, 20))
+    whole = compute_prompt(decoder, text)
+    decoder._native = KernelLayers(decoder.stack, decoder.kernels)
+    assert torch.equal(compute_prompt(decoder, text), whole)
+    decoder._native = way
+    logits = torch.stack([compute_prompt(decoder, text), whole, compute_prompt(wide, text)])
+    assert float(torch.corrcoef(logits).min()) > 0.9
+
+
+@torch.inference_mode()
+def compute_prompt(decoder: Decoder, text: list[int]) -> torch.Tensor:
+    """Logits after a prompt, float32 [V]."""
+    cache = decoder.make_cache(1, len(text))
+    hidden = fill_cache(decoder, cache, [0], [text], 8192)
+    return decoder.compute_logits(hidden)[0].float()
 
 
 # ---- Checkpoints that have four bits.

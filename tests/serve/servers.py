@@ -18,7 +18,9 @@ from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.engines import make_engine
 
 MODEL = "toy"
-CLIENT = httpx.Client(timeout=60)  # making one takes longer than most answers
+# Making one takes longer than most answers. No connection is used twice: a server closes what is
+# idle for a while, perhaps just as the next request is sent.
+CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'villain' %}{{ raise_exception('no villains') }}"
     "{% endif %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"

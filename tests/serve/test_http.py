@@ -521,6 +521,7 @@ def test_queue_and_time_have_bounds(folder: Path, monkeypatch: pytest.MonkeyPatc
         wait_until(lambda: server.scheduler.num_running == 0)
         events = read_events(url, "/v1/completions", **LONG)
         assert events[-1]["error"]["code"] == "timeout"
+        wait_until(lambda: server.scheduler.num_running == 0)
         answers: list[Any] = []
 
         def ask() -> None:

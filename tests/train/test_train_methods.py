@@ -92,7 +92,7 @@ def test_every_method_has_its_case_here() -> None:
     assert {flags[1] for flags in KINDS.values()} == set(TRAINABLE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONVERT_FLAGS)
 def test_every_evaluation_converts_builds_and_runs(
     kind: str, run_train: Any, inputs: Any, stages_here: list[str], target_dir: Path, tmp_path: Path
 ) -> None:
