@@ -117,7 +117,7 @@ def find_long_draft(facts: BatchFacts) -> Cause | None:
     )
 
 
-def find_dear_drafter(facts: BatchFacts) -> Cause | None:
+def find_slow_drafter(facts: BatchFacts) -> Cause | None:
     """Drafting takes much of a step."""
     total, draft = facts.speculation["total"], facts.speculation["draft"]
     return Cause(
@@ -128,7 +128,7 @@ def find_dear_drafter(facts: BatchFacts) -> Cause | None:
     )
 
 
-def find_dear_verification(facts: BatchFacts) -> Cause | None:
+def find_costly_verification(facts: BatchFacts) -> Cause | None:
     """A verify step over the tree costs far more than one over a token."""
     total, verify = facts.speculation["total"], facts.speculation["verify"]
     extra = verify - facts.plain["verify"]
@@ -207,7 +207,7 @@ def find_long_context(facts: BatchFacts) -> Cause | None:
 
 
 FINDERS: tuple[Callable[[BatchFacts], Cause | None], ...] = (
-    find_low_acceptance, find_long_draft, find_dear_drafter, find_dear_verification,
+    find_low_acceptance, find_long_draft, find_slow_drafter, find_costly_verification,
     find_overhead, find_large_batch, find_long_prompts, find_long_context,
 )  # fmt: skip
 

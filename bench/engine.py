@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.command.settings import require
+from specdec.command.settings import need, require
 from specdec.decode.drafters.base import PlainProposer, Proposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loading import load_engine
@@ -119,14 +119,13 @@ class Bench:
 def open_bench(settings: DecodeSettings, *, needs_drafter: bool = True) -> Bench:
     """Load what the flags of specdec-run say; raise SpecDecError where nothing drafts."""
     require(settings, "tokenizer_dir")
-    assert settings.tokenizer_dir is not None
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
         raise SpecDecError(
             f"{settings.engine_dir} is an engine of TensorRT-LLM, whose steps cannot be timed here",
             "compare specdec-run with and without --no-speculation, or build it with"
             " --backend torch",
         )
-    tokenizer = load_tokenizer(settings.tokenizer_dir)
+    tokenizer = load_tokenizer(need(settings.tokenizer_dir))
     engine = load_engine(settings, tokenizer)
     if needs_drafter and engine.method == "plain":
         raise SpecDecError(

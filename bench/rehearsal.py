@@ -44,7 +44,7 @@ class TextChain:
         self.following: list[list[int]] = []
         self.found: IntArray = np.zeros((0, depth), np.int64)
 
-    def grow(self, draft: TreeDraft) -> list[Tree]:
+    def grow(self, draft: TreeDraft) -> list[Candidates]:
         """Draft from the text's own tokens; propose none."""
         wanted = np.array([row + [-1] * (self.depth - len(row)) for row in self.following])
         self.found = np.full(wanted.shape, -1)
@@ -57,7 +57,7 @@ class TextChain:
             if level + 1 < self.depth:
                 tokens = np.maximum(wanted[:, level, None], 0)
                 ranked, _ = draft.rank_level(Level(tokens, np.zeros_like(tokens), self.num_ranks))
-        return [make_root(int(token)) for token in draft.roots]
+        return [Candidates(make_root(int(token))) for token in draft.roots]
 
 
 class TextTree(DynamicTree):
@@ -74,7 +74,7 @@ class TextTree(DynamicTree):
 
     def _choose(
         self, roots: IntArray, tokens: IntArray, scores: np.ndarray, parents: IntArray
-    ) -> list[Tree]:
+    ) -> list[Candidates]:
         shape = len(roots), self.depth, self.depth
         self.found = np.full(shape, NO_PLACE)
         for row, text in enumerate(self.following):
@@ -89,7 +89,7 @@ class TextTree(DynamicTree):
                     better = rivals > rivals[node]
                     better[:node] |= rivals[:node] == rivals[node]  # of equal ones the first
                     self.found[row, depth, level] = better.sum()
-        return [make_root(int(token)) for token in roots]
+        return [Candidates(make_root(int(token))) for token in roots]
 
 
 class Rehearsal(EagleProposer):

@@ -6,24 +6,17 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import add_options, get_flags, require, setting
+from specdec.command.settings import add_options, like, require, setting
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError
-from specdec.methods import list_options
-
-FIELDS = {field.name: field for field in dataclasses.fields(DecodeSettings)}
-
-
-def _like(name: str) -> Any:
-    field = FIELDS[name]
-    return dataclasses.field(default=field.default, metadata=dict(field.metadata))
+from specdec.methods import list_options, name_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSettings:
     """What every command here runs."""
 
-    tokenizer_dir: str | None = _like("tokenizer_dir")
+    tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir")
     prompts: Path | None = setting(
         kind="path", metavar="FILE",
         help="File of prompts: .jsonl, which may have categories, or .txt; a few built-in ones"
@@ -36,7 +29,7 @@ class PromptSettings:
         5, kind="int", minimum=1, metavar="N",
         help="Rounds to measure; in each, speculation and plain decoding take turns.",
     )  # fmt: skip
-    device: str = _like("device")
+    device: str = like(DecodeSettings, "device")
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
 
 
@@ -45,15 +38,14 @@ class PromptSettings:
 class EngineSettings(PromptSettings):
     """What is measured on a finished engine."""
 
-    engine_dir: Path = _like("engine_dir")
+    engine_dir: Path = like(DecodeSettings, "engine_dir")
 
     def to_decode(self) -> DecodeSettings:
         """Return what loads the same engine as specdec-run would; --engine-dir is required."""
         from specdec.tokenizer import find_tokenizer
 
         require(self)
-        options = [name for kind in list_options("draft") for name in get_flags(kind)]
-        shared = {name: getattr(self, name) for name in options}
+        shared = {name: getattr(self, name) for name in name_options("draft")}
         return DecodeSettings(
             engine_dir=self.engine_dir, device=self.device, max_output_len=self.max_output_len,
             tokenizer_dir=find_tokenizer(self.engine_dir, self.tokenizer_dir), **shared,

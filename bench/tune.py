@@ -21,6 +21,7 @@ from specdec.methods import METHODS, Method
 from specdec.methods.draft_target import DraftTargetTune
 from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 
+from .combine import list_combined
 from .engine import Bench, open_bench
 from .forecast import Forecaster
 from .machine import LoadMeter, describe_load, describe_machine
@@ -66,8 +67,9 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             for tuning in tunings
             for candidate in tuning.list_candidates(bench, recordings, settings)
         ]
-        batches = [
-            tune_batch(bench, candidates, recordings, size, settings) for size in batch_sizes
+        found = [
+            tune_batch(bench, candidates, recordings, size, settings, methods)
+            for size in batch_sizes
         ]
         others = meter.measure()
         report: dict[str, Any] = {
@@ -80,11 +82,10 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             "num_prompts": len(bench.requests),
             "max_output_len": settings.max_output_len,
             "repeat": settings.repeat,
-            "batches": batches,
+            "batches": [batch for batch, _ in found],
             "warnings": describe_load(others),
         }
-    best = next((c for c in candidates if c.name == batches[0]["best"]), None)
-    report |= describe_best(best, settings, batch_sizes[0])
+    report |= describe_best(found[0][1], settings, batch_sizes[0])
     if settings.output_file is not None:
         write_recipe(settings.output_file, report, force=settings.force)
     return report
@@ -124,7 +125,8 @@ def build_engine(settings: TuneSettings, tunings: Sequence[Tuning]) -> Iterator[
         yield DecodeSettings(
             engine_dir=folder / "engine", device=settings.device,
             tokenizer_dir=settings.tokenizer_dir, max_output_len=settings.max_output_len,
-            **trials[0].run,  # several methods exclude one another
+            # Several methods exclude one another; settings are tried on the bare drafter.
+            **trials[0].run | {"draft_budget": "fixed"},
         )  # fmt: skip
 
 
@@ -153,8 +155,12 @@ def tune_batch(
     recordings: Sequence[Recording],
     batch_size: int,
     settings: TuneSettings,
-) -> dict[str, Any]:
-    """Predict every setting for one batch size, and measure the best."""
+    methods: Sequence[Method],
+) -> tuple[dict[str, Any], Candidate | None]:
+    """Predict every setting for one batch size; measure the best, and what is made of them.
+
+    Returns the table, and the fastest setting; None where plain decoding is.
+    """
     logger.info("batch size %d: %d settings", batch_size, len(candidates))
     bench.run(bench.plain, batch_size)  # warms up
     plain = bench.run(bench.plain, batch_size)
@@ -176,13 +182,18 @@ def tune_batch(
         return float(num_tokens / (timing.prefill + draft_seconds + seconds))
 
     forecaster = Forecaster(bench, recordings, batch_size)
-    predictions = []
-    for candidate in logs.show_progress(candidates, label="replays", total=len(candidates)):
+
+    def forecast(candidate: Candidate) -> Prediction:
         found = forecaster.find(candidate)
-        rate = predict(found.sizes, sum(found.draft_seconds))
-        predictions.append(Prediction(candidate, found, rate))
+        return Prediction(candidate, found, predict(found.sizes, sum(found.draft_seconds)))
+
+    shown = logs.show_progress(candidates, label="replays", total=len(candidates))
+    predictions = [forecast(candidate) for candidate in shown]
     predictions.sort(key=lambda p: -p.tokens_per_second)
-    chosen = predictions[: settings.num_measured]
+    combined = [forecast(c) for c in list_combined([p.candidate for p in predictions], methods)]
+    chosen = predictions[: settings.num_measured] + combined
+    predictions += combined
+    predictions.sort(key=lambda p: -p.tokens_per_second)
     rounds = alternate(
         bench,
         {"plain": bench.plain, **{p.candidate.name: p.candidate.proposer for p in chosen}},
@@ -208,7 +219,9 @@ def tune_batch(
         rows.append(row)
     measured = [row for row in rows if row["measured"] is not None]
     best = max(measured, key=lambda row: row["measured"]["ratio"]["median"])
-    return {
+    names = {p.candidate.name: p.candidate for p in predictions}
+    winner = names[best["name"]] if best["measured"]["ratio"]["median"] > 1 else None
+    report = {
         "batch_size": batch_size,
         "step_ms_by_tokens": {size: round(1000 * cost, 4) for size, cost in measured_costs.items()},
         "plain": {
@@ -216,8 +229,9 @@ def tune_batch(
             "tokens_per_second": summarize(plain_rates),
         },
         "settings": rows,
-        "best": best["name"] if best["measured"]["ratio"]["median"] > 1 else "plain",
+        "best": winner.name if winner is not None else "plain",
     }
+    return report, winner
 
 
 def describe_prediction(prediction: Prediction, plain: float) -> dict[str, Any]:

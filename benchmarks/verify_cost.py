@@ -3,12 +3,18 @@
 
     python benchmarks/verify_cost.py [--layers 22] [--hidden 2048]
                                      [--dtype bfloat16|float16|float32] [--quantization int8|int4]
+                                     [--contexts 256,8192,32768] [--prompt 8192] [--chart FILE.png]
+                                     [--llama-bench PROGRAM --gguf FILE]
     python benchmarks/verify_cost.py --experts 32 --top-k 4 --intermediate 768 [--shared 0] ...
 
 Random weights of a Llama shape (the default has 986M parameters and needs 2 GB), batch 1, 256
-positions in the cache. Times one target forward with logits; sizes alternate, medians. The bytes of
-the weights over the time of a one-token step is the bandwidth reached, to be held against what the
-machine can read, which is measured in the same run, as is what it can multiply.
+positions in the cache. Times one target forward with logits; sizes alternate, medians. A step has
+two limits, both measured in the same run: reading as many bytes, and as many products with a matrix
+that lies in the cache. The report has the time over the larger one, and --chart draws the three.
+
+--contexts: positions in the cache, each its own table; the limits are of the first. --prompt: the
+time to read so many tokens. --llama-bench: the same steps and prompt by llama.cpp's program on a
+model of the same shape. It reads each context's tokens before it times a step: minutes for 32768.
 
 With --experts it is a mixture, whose experts have the size --intermediate: beside each step's time
 stand the experts a layer that its tokens read, and the bytes of all that is read.
@@ -18,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -26,7 +33,7 @@ import numpy as np
 import torch
 
 from specdec.bench.machine import LoadMeter, describe_machine
-from specdec.bench.steps import count_experts, time_steps
+from specdec.bench.steps import count_experts, make_step, time_steps
 from specdec.engine import int8
 from specdec.engine.decoder import Decoder
 from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
@@ -37,14 +44,14 @@ from specdec.model.experts import Experts
 from specdec.model.quantization import INT4, INT8, WEIGHT_SCALE
 from specdec.model.tensors import get_stored_dtype
 
-SIZES = (1, 2, 4, 8, 16, 32)
+SIZES = (1, 2, 4, 8, 16, 32, 64)
 PAST_LEN = 256
 
 
 def make_decoder(
     model: ModelConfig, kernels: NativeKernels | None, quantization: str | None, group_size: int
-) -> tuple[Decoder, int]:
-    """A decoder with random weights, and the bytes that one step reads."""
+) -> tuple[Decoder, int, int]:
+    """A decoder with random weights, the bytes that one step reads, and the numbers in them."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in list_engine_tensors(model, None).items():
@@ -66,10 +73,13 @@ def make_decoder(
     embedding = weights["transformer.vocab_embedding.weight"]
     num_bytes = sum(w.numel() * w.element_size() for w in weights.values())
     num_bytes -= embedding.numel() * embedding.element_size()
+    shapes = list_engine_tensors(model, None)
+    num_weights = sum(int(np.prod(shape)) for shape in shapes.values()) - embedding.numel()
     decoder = Decoder(
-        model, weights, num_positions=1024, device=torch.device("cpu"), kernels=kernels
-    )
-    return decoder, num_bytes
+        model, weights, num_positions=model.max_position_embeddings, device=torch.device("cpu"),
+        kernels=kernels,
+    )  # fmt: skip
+    return decoder, num_bytes, num_weights
 
 
 def count_bytes(
@@ -95,19 +105,71 @@ def measure_bandwidth() -> float:
     return best
 
 
-def measure_arithmetic() -> float:
-    """GFLOP/s of multiplying two float32 matrices, the best of several.
+def measure_arithmetic(decoder: Decoder) -> float:
+    """GFLOP/s of 48 tokens' products with one matrix over and over, so that it stays in the cache.
 
     On a shared host it changes with what others compute, while the bandwidth stays: then only the
     larger steps become dearer.
     """
-    matrix = torch.ones(2048, 2048)
+    dense = decoder.stack.layers[0].dense
+    x = torch.ones(48, decoder.model.hidden_size, dtype=decoder.dtype)
+    num_products = x.numel() * dense.num_outputs
     best = 0.0
-    for _ in range(5):
+    for _ in range(50):
         began = time.perf_counter()
-        matrix @ matrix
-        best = max(best, 2 * len(matrix) ** 3 / (time.perf_counter() - began) / 1e9)
+        dense(x)
+        best = max(best, 2 * num_products / (time.perf_counter() - began) / 1e9)
     return best
+
+
+@torch.inference_mode()
+def time_prompt(decoder: Decoder, length: int) -> float:
+    """Seconds to read a prompt, up to its last token's logits."""
+    cache = decoder.make_cache(1, length)
+    began = time.perf_counter()
+    for start in range(0, length, decoder.max_chunk_tokens):
+        size = min(decoder.max_chunk_tokens, length - start)
+        hidden = decoder.forward(make_step(start, size), cache)
+        cache.past_lens[:] += size
+    decoder.compute_logits(hidden[:, -1:])
+    return time.perf_counter() - began
+
+
+def run_llama_bench(
+    program: Path, gguf: Path, contexts: list[int], prompt: int, repeat: int
+) -> list[dict[str, float]]:
+    """Milliseconds of llama.cpp's steps behind each context, and of a prompt behind nothing."""
+    base = [str(program), "-m", str(gguf), "-t", str(torch.get_num_threads()), "-o", "json"]
+    steps = ["-n", "1", "-p", ",".join(map(str, SIZES[1:])), "-d", ",".join(map(str, contexts))]
+    calls = [[*base, *steps, "-r", str(repeat)]]
+    if prompt:
+        calls.append([*base, "-n", "0", "-p", str(prompt), "-r", "1"])
+    found = []
+    for call in calls:
+        done = subprocess.run(call, capture_output=True, text=True, check=True)
+        for row in json.loads(done.stdout):
+            size = row["n_prompt"] or row["n_gen"]
+            milliseconds = round(row["avg_ns"] / 1e6, 2)
+            found.append({"tokens": size, "context": row["n_depth"], "ms": milliseconds})
+    return found
+
+
+def draw_chart(path: Path, measured: dict[int, float], limits: dict[int, dict[str, float]]) -> None:
+    """Step time by tokens, and both limits."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    axes.plot(list(measured), list(measured.values()), "o-", label="verify step")
+    for kind in ("reading", "multiplying"):
+        alone = [limits[size][kind] for size in limits]
+        axes.plot(list(limits), alone, "--", label=f"{kind} alone")
+    axes.set(xscale="log", yscale="log", xlabel="tokens in a step", ylabel="ms")
+    axes.set_xticks(list(measured), [str(size) for size in measured])
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 def main() -> None:
@@ -125,8 +187,16 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--shared", type=int, default=0, help="size of an expert for all tokens")
     parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--contexts", default=str(PAST_LEN), help="numbers with commas")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens")
+    parser.add_argument("--llama-bench", type=Path)
+    parser.add_argument("--gguf", type=Path)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--chart", type=Path)
     args = parser.parse_args()
+    contexts = [int(number) for number in args.contexts.split(",")]
+    if (args.llama_bench is None) != (args.gguf is None):
+        parser.error("--llama-bench and --gguf go together")
     if args.experts and args.quantization == INT4:
         parser.error("experts have no four-bit form")
     experts = None
@@ -140,22 +210,37 @@ def main() -> None:
         dtype=args.dtype, vocab_size=args.vocab,
         hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=args.heads,
         num_key_value_heads=args.kv_heads, head_size=args.hidden // args.heads,
-        intermediate_size=args.intermediate, norm_epsilon=1e-5, max_position_embeddings=1024,
+        intermediate_size=args.intermediate, norm_epsilon=1e-5,
+        max_position_embeddings=max(1024, args.prompt, max(contexts) + SIZES[-1]),
     )  # fmt: skip
     kernels = None
     if find_compiler() is not None:
         with tempfile.TemporaryDirectory() as folder:
             compile_kernels(Path(folder))
             kernels = NativeKernels(Path(folder) / LIBRARY_NAME, TORCH_DTYPES[args.dtype])
-    decoder, num_bytes = make_decoder(model, kernels, args.quantization, args.group_size)
+    decoder, num_bytes, num_weights = make_decoder(
+        model, kernels, args.quantization, args.group_size
+    )
     meter = LoadMeter()
-    arithmetic = measure_arithmetic()
-    costs = time_steps(decoder, SIZES, past_len=PAST_LEN, repeat=args.repeat)
-    medians = {size: 1000 * seconds for size, seconds in costs.items()}
-    counts = count_experts(decoder, SIZES, past_len=PAST_LEN)
+    bandwidth, arithmetic = measure_bandwidth(), measure_arithmetic(decoder)
+    by_context = {}
+    for context in contexts:
+        costs = time_steps(decoder, SIZES, past_len=context, repeat=args.repeat)
+        by_context[context] = {size: 1000 * seconds for size, seconds in costs.items()}
+    medians = by_context[contexts[0]]
+    counts = count_experts(decoder, SIZES, past_len=contexts[0])
     read = dict.fromkeys(SIZES, num_bytes)
     if counts:
         read = count_bytes(model, args.quantization, num_bytes, counts)
+    prompt_seconds = time_prompt(decoder, args.prompt) if args.prompt else None
+    after = measure_arithmetic(decoder)
+    limits = {
+        size: {
+            "reading": read[size] / bandwidth / 1e6,
+            "multiplying": 2 * num_weights * size / max(arithmetic, after) / 1e6,
+        }
+        for size in SIZES
+    }
     report = {
         **describe_machine(),
         "processors_used_by_others": meter.measure(),
@@ -168,15 +253,35 @@ def main() -> None:
         "experts_by_tokens": {size: round(count, 1) for size, count in counts.items()},
         "weight_gb_by_tokens": {size: round(count / 1e9, 3) for size, count in read.items()},
         "step_ms_by_tokens": {size: round(value, 2) for size, value in medians.items()},
+        "step_ms_by_context": {
+            context: {size: round(value, 2) for size, value in steps.items()}
+            for context, steps in by_context.items()
+        },
+        "prompt_tokens": args.prompt,
+        "prompt_seconds": prompt_seconds,
         "relative_to_one_token": {s: round(v / medians[1], 2) for s, v in medians.items()},
         "relative_bytes": {s: round(v / read[1], 2) for s, v in read.items()},
         "one_token_gb_per_second": round(read[1] / medians[1] / 1e6, 1),
-        "machine_gb_per_second": round(measure_bandwidth(), 1),
-        "machine_gflops_before_and_after": [round(arithmetic), round(measure_arithmetic())],
+        "machine_gb_per_second": round(bandwidth, 1),
+        "products_gflops_before_and_after": [round(arithmetic), round(after)],
     }
+    if not args.experts:  # of which a token multiplies with some
+        report["limits_ms_by_tokens"] = {
+            size: {kind: round(value, 2) for kind, value in kinds.items()}
+            for size, kinds in limits.items()
+        }
+        report["over_larger_limit"] = {
+            size: round(medians[size] / max(limits[size].values()), 2) for size in SIZES
+        }
+    if args.llama_bench is not None:
+        report["llama_cpp"] = run_llama_bench(
+            args.llama_bench, args.gguf, contexts, args.prompt, min(3, args.repeat)
+        )
     print(json.dumps(report, indent=2))
     if args.output is not None:
         args.output.write_text(json.dumps(report, indent=2) + "\n")
+    if args.chart is not None:
+        draw_chart(args.chart, medians, limits)
 
 
 if __name__ == "__main__":

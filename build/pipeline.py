@@ -10,7 +10,7 @@ from specdec import logs
 from specdec.command.settings import get_flags, make_unknown_error, name_flag, require, to_plain
 from specdec.errors import UsageError
 from specdec.files.manifest import describe_file, write_manifest
-from specdec.files.staging import check_output_dir, stage_folder
+from specdec.files.staging import check_output_dir, name_final, stage_folder
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.vocabulary import read_recorded
@@ -105,7 +105,6 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     from .backends.torch_engine import describe_plan, plan_build, write_engine
     from .limits import resolve_limits
 
-    assert settings.checkpoint_dir is not None
     began = time.monotonic()
     folder: Path = settings.checkpoint_dir
     checkpoint = read_checkpoint_config(folder)
@@ -135,7 +134,7 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     seconds = round(time.monotonic() - began, 2)
     logger.info(
         "engine %s: %s, %d tensors, %.1f MB, %s, %.1f s",
-        settings.output_dir, report["method"], report["num_tensors"],
+        name_final(settings.output_dir), report["method"], report["num_tensors"],
         plan.num_bytes / 1e6,
         "native kernels" if report["native_kernels"] else "no native kernels", seconds,
     )  # fmt: skip

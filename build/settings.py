@@ -18,7 +18,8 @@ LAUNCHERS = ("local", "mpirun", "srun")
 class BuildSettings:
     """One field is one flag and one recipe key."""
 
-    checkpoint_dir: Path | None = setting(kind="path", help="Folder written by specdec-convert.")
+    # Every build requires it; --emit-triton alone, for an engine that is there, does without.
+    checkpoint_dir: Path = setting(kind="path", help="Folder written by specdec-convert.")
     output_dir: Path = setting(required=True, kind="path", help="Engine folder to write.")
     backend: str = setting(
         "auto", choices=("auto", "torch", "tensorrt-llm"), help="What runs the engine."
@@ -63,12 +64,19 @@ class BuildSettings:
         " bfloat16, faster on a CPU, and the text can differ slightly. Torch backend only.",
     )  # fmt: skip
     group_size: int | None = setting(
-        kind="int", metavar="32|64|128",
+        kind="int", metavar="[32|64|128]",
         help="With --quantization int4: weights that share a scale.  [default: 128]",
     )  # fmt: skip
-    gemm_plugin: str | None = setting(help="TensorRT-LLM only.")
-    use_paged_context_fmha: bool | None = setting(kind="enable", help="TensorRT-LLM only.")
-    use_fp8_context_fmha: bool | None = setting(kind="enable", help="TensorRT-LLM only.")
+    gemm_plugin: str | None = setting(
+        help="TensorRT-LLM only: the type of its matrix products' plugin, auto or disable."
+    )
+    use_paged_context_fmha: bool | None = setting(
+        kind="enable",
+        help="TensorRT-LLM only: read prompts in blocks of the cache; external drafts need it.",
+    )
+    use_fp8_context_fmha: bool | None = setting(
+        kind="enable", help="TensorRT-LLM only: compute the attention over prompts in FP8."
+    )
     kv_cache_type: str | None = setting(
         choices=("paged", "continuous"),
         help="Kind of KV cache; the torch backend has continuous only.",

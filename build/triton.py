@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.command.settings import name_flag
+from specdec.command.settings import name_flag, need
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, suggest
 from specdec.files.staging import check_output_dir, stage_folder
 from specdec.methods.lookahead import count_lookahead_tokens
@@ -408,8 +408,7 @@ def escape(value: str) -> str:
 
 def write_repository(settings: BuildSettings, templates: Templates) -> dict[str, Any]:
     """Write the model repository of the engine in output_dir; return what was written."""
-    assert settings.emit_triton is not None
-    output = settings.emit_triton
+    output = need(settings.emit_triton)
     inputs = [path for path in (settings.output_dir, settings.triton_draft_engine_dir,
                                 templates.folder) if path is not None]  # fmt: skip
     models = plan_models(settings)

@@ -31,6 +31,15 @@ MOE_014 = {
     "sparse_mixer_epsilon": 0.01,
     "tp_mode": 0,
 }
+# Keys of a plain checkpoint by which nothing is said.
+PLAIN_DEFAULTS = {
+    "mlp_bias": False,
+    "attn_bias": False,
+    "residual_mlp": False,
+    "disable_weight_only_quant_plugin": False,
+    "moe": MOE_014,
+    "remove_duplicated_kv_heads": False,
+}
 # Keys that 0.14 knows; a 1.x checkpoint holds more.
 KEYS_014 = {
     "mapping": (

@@ -106,6 +106,12 @@ class HfFolder:
         changed._stored = {n: own for n, own in self._stored.items() if n not in source.tensors}
         return changed
 
+    def select(self, names: Collection[str]) -> HfFolder:
+        """Return a folder like this with some of its tensors alone."""
+        chosen = copy.copy(self)
+        chosen.tensors = {name: info for name, info in self.tensors.items() if name in names}
+        return chosen
+
     def find_dtype(self) -> str:
         """Return the dtype that config.json names, or else the one that most weights have."""
         for key in ("dtype", "torch_dtype"):
@@ -254,10 +260,16 @@ def open_model(
 class ConfigReader:
     """Reads fields of a config.json with their types; `finish` reports all that were wrong."""
 
-    def __init__(self, config: Mapping[str, Any], path: Path) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], path: Path, problems: Problems | None = None
+    ) -> None:
         self.config = config
         self.path = path
-        self.problems = Problems()
+        self.problems = Problems() if problems is None else problems
+
+    def enter(self, config: Mapping[str, Any]) -> ConfigReader:
+        """Return a reader of an object inside of this one; what is wrong is noted for both."""
+        return ConfigReader(config, self.path, self.problems)
 
     def get_int(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Return a whole number; without a default the field is required."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.command.settings import name_flag, require, to_plain
+from specdec.command.settings import name_flag, need, require, to_plain
 from specdec.errors import Problems, SpecDecError, UsageError, join_names
 from specdec.files.casts import FLOATS
 from specdec.files.manifest import write_manifest
@@ -21,6 +21,7 @@ from specdec.files.staging import (
     get_partial,
     list_local,
     measure_free_space,
+    name_final,
     stage_folder,
 )
 from specdec.files.tensor_file import TensorInfo, measure_tensor_file
@@ -109,8 +110,8 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     seconds = round(time.monotonic() - began, 2)
     logger.info(
         "checkpoint %s: %s, %s, %s, %d tensors, %.1f MB, %.1f s",
-        settings.output_dir, report["architecture"], plan.dtype, _describe_ranks(report),
-        report["num_tensors"], report["total_bytes"] / 1e6, seconds,
+        name_final(settings.output_dir), report["architecture"], plan.dtype,
+        _describe_ranks(report), report["num_tensors"], report["total_bytes"] / 1e6, seconds,
     )  # fmt: skip
     if report["lack"] is not None:
         takers = "the torch backend" if "torch" in report["backends"] else "other runtimes"
@@ -246,8 +247,7 @@ class PlannedTarget:
 
 def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan the target from its Hugging Face folder."""
-    assert settings.model_dir is not None
-    folder = open_model(settings.model_dir, "--model-dir")
+    folder = open_model(need(settings.model_dir), "--model-dir")
     unwrap(folder)
     family = find_family(folder)
     files = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)]
@@ -390,8 +390,7 @@ def _cut_layer(name: str) -> str:
 
 def plan_checkpoint(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan to pass an existing checkpoint's tensors on."""
-    assert settings.base_model_checkpoint_dir is not None
-    folder = CheckpointFolder(settings.base_model_checkpoint_dir)
+    folder = CheckpointFolder(need(settings.base_model_checkpoint_dir))
     model = folder.model
     if settings.tp_size is not None and settings.tp_size != model.tp_size:
         raise SpecDecError(

@@ -20,6 +20,7 @@ from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES, TensorInfo
+from specdec.model import int4
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
 from specdec.model.sharding import Block, list_blocks
@@ -29,24 +30,45 @@ CHUNK_BYTES = 4 << 20
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
 
 
-class TensorSource(Protocol):
+class TensorSource(int4.Source, Protocol):
     """A folder or file that tensors are read from."""
 
     @property
     def path(self) -> Path: ...
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def read(self, name: str) -> Array: ...
-
-    def read_block(
-        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
-    ) -> Array: ...
-
     def locate(self, name: str) -> tuple[Path, int] | None: ...
 
     def release(self) -> None: ...
+
+
+class Computed:
+    """Tensors that are computed from a folder's when they are read; they lie in no file.
+
+    compute: returns rows [start, stop) of one by name, all columns or columns [first, last).
+    """
+
+    def __init__(
+        self,
+        folder: TensorSource,
+        tensors: Mapping[str, TensorInfo],
+        compute: Callable[[str, int, int, tuple[int, int] | None], Array],
+    ) -> None:
+        self.folder, self.tensors, self.compute = folder, tensors, compute
+        self.path = folder.path
+
+    def read(self, name: str) -> Array:
+        return self.compute(name, 0, self.tensors[name].shape[0], None)
+
+    def read_block(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> Array:
+        return self.compute(name, start, stop, columns)
+
+    def locate(self, name: str) -> None:
+        """Return None: what is computed lies in no file."""
+
+    def release(self) -> None:
+        self.folder.release()
 
 
 @dataclasses.dataclass(frozen=True)

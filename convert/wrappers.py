@@ -59,6 +59,9 @@ def unwrap(folder: HfFolder) -> None:
         left_out=left_out,
     )
     outer = {key: folder.config[key] for key in INHERITED if key in folder.config}
+    if "lm_head.weight" not in folder.tensors and folder.config.get("tie_word_embeddings") is True:
+        # transformers 5 ties by the wrapper's own key, earlier versions by the text model's.
+        text = text | {"tie_word_embeddings": True}
     folder.config = outer | DEFAULTS.get(str(text.get("model_type")), {}) | text
     logger.info(
         "%s: the text model of %s is taken; %d vision tensors are left out",

@@ -7,18 +7,21 @@ written through its own package `gguf`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specdec.engine.rotary import compute_frequencies
-from specdec.errors import SpecDecError, shorten
+from specdec.errors import SpecDecError, name_extra, shorten
 from specdec.files.casts import cast
 from specdec.files.reading import Array, read_json
+from specdec.files.tensor_file import DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
@@ -33,13 +36,15 @@ NAMES = {
 }  # fmt: skip
 LAYER_NAMES = {
     "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2",
-    "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
 }  # fmt: skip
 # dtype -> the file's type of matrices, by their names in the gguf package.
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -70,7 +75,14 @@ def write_gguf(order: Order) -> Contents:
     import_gguf()
     source, place = order.source, f"{order.place}/model.gguf"
     tensors = {rename(name): part for name, part in source.parts.items()}
-    plan_rotary(get_net(source))
+    net = get_net(source)
+    plan_rotary(net)
+    if net.sliding_window is not None and net.sliding_window < net.max_position_embeddings:
+        raise SpecDecError(
+            f"llama.cpp's {ARCHITECTURES[net.architecture]} models see all tokens, this one a"
+            f" window of {net.sliding_window}",
+            "give it to a runtime that reads the Hugging Face folder",
+        )
     read_tokenizer(order)
     for name, part in tensors.items() if order.settings.gguf_type == "Q8_0" else ():
         shape = source.get_info(part).shape
@@ -97,7 +109,7 @@ def import_gguf() -> Any:
     except ImportError as error:
         raise SpecDecError(
             f"--to gguf needs the package gguf: {error}",
-            "pip install 'specdec-toolchain[gguf]'",
+            name_extra("gguf"),
         ) from None
     return gguf
 
@@ -206,13 +218,16 @@ def write_file(path: Path, order: Order, contents: Contents) -> None:
     add_values(gguf, writer, order, net, words, kind)
     if is_drafter:
         add_drafter_values(writer, source)
-    for name, array, stored in list_arrays(gguf, source, contents, kind):
-        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, raw_dtype=stored)
+    planned = list_stored(gguf, source, contents, kind)
+    for tensor in planned:
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, tensor.dtype, tensor.num_bytes, raw_dtype=tensor.kind
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, array, _ in list_arrays(gguf, source, contents, kind):
-        writer.write_tensor_data(array)
+    for tensor in planned:
+        writer.write_tensor_data(tensor.make())
     writer.close()
 
 
@@ -255,32 +270,81 @@ def add_drafter_values(writer: Any, source: Source) -> None:
     writer.add_bool("eagle3.norm_before_fc", eagle3.norm_before_fc)
 
 
-def list_arrays(
-    gguf: Any, source: Source, contents: Contents, kind: str
-) -> Iterator[tuple[str, Array, Any]]:
-    """Every tensor's name, stored array and type: vectors in float32, matrices as asked for."""
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor as the file has it.
+
+    shape, dtype: of the numbers that `make` returns. kind: GGUF's type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    kind: Any
+    make: Callable[[], Array]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def list_stored(gguf: Any, source: Source, contents: Contents, kind: str) -> list[Stored]:
+    """Every tensor, read when it is made: vectors in float32, matrices as asked for."""
     types, net, dtype = gguf.GGMLQuantizationType, get_net(source), source.model.dtype
+    heads = {"attn_q": net.num_attention_heads, "attn_k": net.num_key_value_heads}
+    if ARCHITECTURES[net.architecture] != "llama":
+        heads = {}
+    found = []
     factors = plan_rotary(net)
     if factors is not None:
-        yield "rope_freqs.weight", factors.astype(np.float32), types.F32
+        single = factors.astype(np.float32)
+        found.append(
+            Stored("rope_freqs.weight", single.shape, single.dtype, types.F32, lambda: single)
+        )
     for name in sorted(contents.tensors):
         part = contents.tensors[name]
         assert isinstance(part, Part)
-        array = source.read(part)
-        if name == "d2t":  # absolute, where Hugging Face's are added to the number
-            yield name, array + np.arange(len(array)), types.I64
+        shape = source.get_info(part).shape
+        if name == "d2t":
+            read = functools.partial(read_drafted, source, part)
+            found.append(Stored(name, shape, np.dtype(np.int64), types.I64, read))
             continue
-        module = name.split(".")[-2]
-        heads = {"attn_q": net.num_attention_heads, "attn_k": net.num_key_value_heads}
-        if module in heads and net.architecture != "Qwen2ForCausalLM":
-            array = interleave(array, heads[module])
-        chosen = "F32" if array.ndim == 1 else kind
+        chosen = "F32" if len(shape) == 1 else kind
+        wanted = next((n for n, stored in TYPES.items() if stored == chosen), "float32")
+        read = functools.partial(
+            read_matrix, source, part, heads.get(name.split(".")[-2]), dtype, wanted
+        )
+        stored = np.dtype(DTYPES[wanted][1])
         if chosen == "Q8_0":
-            single = cast(array, dtype, "float32")
-            yield name, gguf.quants.quantize(single, types.Q8_0), types.Q8_0
-        else:
-            (wanted,) = (n for n, stored in TYPES.items() if stored == chosen)
-            yield name, np.ascontiguousarray(cast(array, dtype, wanted)), getattr(types, chosen)
+            shape, stored = (
+                gguf.quants.quant_shape_to_byte_shape(shape, types.Q8_0),
+                np.dtype(np.uint8),
+            )
+            read = functools.partial(_round_blocks, gguf, read)
+        found.append(Stored(name, shape, stored, getattr(types, chosen), read))
+    return found
+
+
+def read_drafted(source: Source, part: Part) -> Array:
+    """The ids of what can be drafted: absolute, where Hugging Face's are added to the number."""
+    offsets = source.read(part)
+    ids: Array = offsets + np.arange(len(offsets))
+    return ids
+
+
+def read_matrix(
+    source: Source, part: Part, num_heads: int | None, dtype: str, wanted: str
+) -> Array:
+    """A tensor in the type `wanted`; num_heads: of a projection whose rows are reordered."""
+    array = source.read(part)
+    if num_heads is not None:
+        array = interleave(array, num_heads)
+    return np.ascontiguousarray(cast(array, dtype, wanted))
+
+
+def _round_blocks(gguf: Any, read: Callable[[], Array]) -> Array:
+    rounded: Array = gguf.quants.quantize(read(), gguf.GGMLQuantizationType.Q8_0)
+    return rounded
 
 
 def interleave(weight: Array, num_heads: int) -> Array:

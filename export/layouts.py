@@ -10,16 +10,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specdec.errors import Problems, SpecDecError
 from specdec.files.reading import Array
-from specdec.methods.eagle import Eagle3Params, EagleParams
+from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleParams
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
-from specdec.model.config import ModelConfig
+from specdec.model.config import FULL, ModelConfig
 
 from .settings import ExportSettings
 from .source import MODEL_TYPES, TITLES, Part, Source
@@ -53,15 +54,18 @@ class Order:
         if self.settings.num_draft_tokens is not None:
             return self.settings.num_draft_tokens
         drafter = self.source.drafter
-        is_medusa = isinstance(drafter, MedusaParams)
-        return drafter.num_heads if is_medusa else DEFAULT_DRAFT_TOKENS  # type: ignore[union-attr]
+        if isinstance(drafter, MedusaParams):
+            return drafter.num_heads
+        if isinstance(drafter, ReDrafterParams):
+            return drafter.draft_len_per_beam
+        return DEFAULT_DRAFT_TOKENS
 
 
 # ---- The parts of a config.json.
 
 
 def describe_net(net: ModelConfig, dtype: str, architecture: str) -> dict[str, Any]:
-    """A Hugging Face config.json of a Llama, Mistral or Qwen2."""
+    """A Hugging Face config.json of a Llama, Mistral, Qwen2 or Qwen3."""
     described = {
         "architectures": [architecture],
         "model_type": MODEL_TYPES[net.architecture],
@@ -82,10 +86,15 @@ def describe_net(net: ModelConfig, dtype: str, architecture: str) -> dict[str, A
     }
     if net.architecture == "LlamaForCausalLM":
         described |= {"attention_bias": net.attn_bias, "mlp_bias": net.mlp_bias}
+    if net.architecture == "Qwen3ForCausalLM":
+        described["attention_bias"] = net.attn_bias
     if net.sliding_window is not None:
         described["sliding_window"] = net.sliding_window
-        if net.architecture == "Qwen2ForCausalLM":
+        if net.architecture != "MistralForCausalLM":
             described |= {"use_sliding_window": True, "max_window_layers": 0}
+        if net.layer_types is not None:
+            number = net.layer_types.count(FULL)
+            described |= {"max_window_layers": number, "layer_types": list(net.layer_types)}
     elif net.architecture == "MistralForCausalLM":
         described["sliding_window"] = None
     return described
@@ -157,8 +166,14 @@ def write_redrafter(order: Order) -> Contents:
         "predict_n_tokens": params.draft_len_per_beam,
         "torch_dtype": source.model.dtype,
     }
-    command = f"specdec generate --model-dir {order.target} --drafter-model-dir {order.place} ..."
-    return Contents(config=config, tensors=dict(source.parts), command=command)
+    contents = Contents(
+        config=config, tensors=dict(source.parts), command=serve(order, "redrafter")
+    )
+    if order.settings.to == "vllm":
+        contents.texts["redrafter_proposer.py"] = (
+            Path(__file__).with_name("redrafter_proposer.py").read_text()
+        )
+    return contents
 
 
 def write_eagle1(order: Order) -> Contents:
@@ -197,12 +212,7 @@ def write_eagle3(order: Order) -> Contents:
         "eagle_aux_hidden_state_layer_ids": list_entered(eagle3),
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(eagle3.aux_layers),
-            "use_aux_hidden_state": True,
-            "use_input_layernorm_in_first_layer": True,
-            "use_last_layernorm": True,
-            "use_mtp_layernorm": False,
-            "next_layer_regular": True,
-            "parallel_draft_step": 1,
+            **EAGLE3_FIXED,
             **newer,
         },
         **norms,
@@ -289,7 +299,11 @@ def serve(order: Order, method: str) -> str:
         target = "TARGET"
     if order.settings.to == "vllm":
         speculative = {"method": method, "model": place, "num_speculative_tokens": number}
-        return f"vllm serve {target} --speculative-config '{json.dumps(speculative)}'"
+        words = f"vllm serve {target} --speculative-config"
+        if method == "redrafter":
+            speculative |= {"method": "custom_class", "model": "redrafter_proposer.ReDrafter"}
+            words = f"PYTHONPATH={place} vllm serve {target} --enforce-eager --speculative-config"
+        return f"{words} '{json.dumps(speculative)}'"
     if order.settings.to == "sglang":
         name = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}[method]
         return (
@@ -303,7 +317,8 @@ def serve(order: Order, method: str) -> str:
             f" {place}/extra_llm_api_options.yaml"
         )
     flags = {"eagle": "--eagle-model-dir", "eagle3": "--eagle-model-dir",
-             "medusa": "--medusa-model-dir", "draft_model": "--draft-model-dir"}  # fmt: skip
+             "medusa": "--medusa-model-dir", "redrafter": "--drafter-model-dir",
+             "draft_model": "--draft-model-dir"}  # fmt: skip
     return f'specdec generate --model-dir {target} {flags[method]} {place} "def main():"'
 
 
@@ -315,6 +330,7 @@ class Runtime:
     """A runtime: how it is written for, and what it lacks of EAGLE-3.
 
     writers: by a source's kind; gguf's are elsewhere. norms: those of EAGLE-3 that it computes.
+    targets: those whose layers EAGLE-3 can read, None where nothing is known of that.
     is_usual: whether it reads three layers of the target's by one layer of the drafter's alone.
     keeps_embedding: whether it takes an embedding of the drafter's own.
     """
@@ -322,12 +338,14 @@ class Runtime:
     title: str
     writers: Mapping[str, Writer]
     norms: tuple[str, ...] = ("norm_before_residual", *Eagle3Params.NEWER)
+    targets: tuple[str, ...] | None = None
     is_usual: bool = False
     keeps_embedding: bool = True
 
 
 EVERY = {
-    "medusa": write_medusa, "eagle1": write_eagle1, "eagle3": write_eagle3, "plain": write_model,
+    "medusa": write_medusa, "redrafter": write_redrafter, "eagle1": write_eagle1,
+    "eagle3": write_eagle3, "plain": write_model,
 }  # fmt: skip
 
 
@@ -338,9 +356,21 @@ def write_gguf(order: Order) -> Contents:
     return write(order)
 
 
+# The classes that say so: vLLM's SupportsEagle3, llama.cpp's with t_layer_inp.
+READ_BY_VLLM = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM", "GraniteForCausalLM",
+    "SmolLM3ForCausalLM", "SeedOssForCausalLM",
+)  # fmt: skip
+READ_BY_LLAMA_CPP = (
+    "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)  # fmt: skip
 RUNTIMES: Mapping[str, Runtime] = {
-    "vllm": Runtime(title="vLLM", writers=EVERY),
-    "speculators": Runtime(title="speculators", writers={"eagle3": write_speculators}),
+    "vllm": Runtime(title="vLLM", writers=EVERY, targets=READ_BY_VLLM),
+    "speculators": Runtime(
+        title="speculators", writers={"eagle3": write_speculators}, targets=READ_BY_VLLM
+    ),
     "sglang": Runtime(
         title="SGLang",
         writers={
@@ -350,20 +380,15 @@ RUNTIMES: Mapping[str, Runtime] = {
     ),
     "gguf": Runtime(
         title="llama.cpp", writers={"eagle3": write_gguf, "plain": write_gguf},
-        norms=("norm_before_residual", "norm_before_fc"), is_usual=True,
+        norms=("norm_before_residual", "norm_before_fc"), targets=READ_BY_LLAMA_CPP,
+        is_usual=True,
     ),
     "trtllm-pytorch": Runtime(
         title="TensorRT-LLM's PyTorch backend", writers={"eagle3": write_eagle3_trtllm},
         norms=(), is_usual=True,
     ),
-    "hf": Runtime(
-        title="specdec and its origin", writers=EVERY | {"redrafter": write_redrafter}
-    ),
+    "hf": Runtime(title="specdec and its origin", writers=EVERY),
 }  # fmt: skip
-WHY_NOT = {
-    "redrafter": "; vLLM's own way in, method custom_class, hands a drafter the tokens and not the"
-    " hidden states that ReDrafter drafts from",
-}
 
 
 def find_writer(order: Order) -> Writer:
@@ -375,7 +400,7 @@ def find_writer(order: Order) -> Writer:
         takers = [name for name, other in RUNTIMES.items() if source.kind in other.writers]
         engines = " and TensorRT-LLM's engines" if source.kind in ("medusa", "redrafter") else ""
         raise SpecDecError(
-            f"{runtime.title} does not take {TITLES[source.kind]}{WHY_NOT.get(source.kind, '')}",
+            f"{runtime.title} does not take {TITLES[source.kind]}",
             f"those that do: --to {' or '.join(takers)}, and the torch backend{engines} of"
             " specdec-build",
         )
@@ -408,6 +433,18 @@ def find_lacks(source: Source, name: str, runtime: Runtime) -> Problems:
                 "export it for sglang or as hf; or train one with specdec-train --no-eagle-bias",
             )
         return problems
+    target = source.model.architecture
+    if runtime.targets is not None and target not in runtime.targets:
+        takers = [
+            each
+            for each, other in RUNTIMES.items()
+            if "eagle3" in other.writers and target in (other.targets or [target])
+        ]
+        problems.add(
+            f"{runtime.title} lets no EAGLE-3 drafter read the layers of a {target}",
+            f"it does of {', '.join(runtime.targets)}; for this target there are --to"
+            f" {' and '.join(takers)}",
+        )
     lost = [key for key, value in describe_norms(eagle3).items() if value]
     if lost := [key for key in lost if key not in runtime.norms]:
         problems.add(

@@ -18,7 +18,7 @@ from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.reading import Array, read_json, write_json
 from specdec.files.staging import check_output_dir, list_local, stage_folder
 from specdec.files.tensor_file import DTYPES, TensorInfo, write_tensor_file
-from specdec.methods import METHODS
+from specdec.methods import METHODS, place_drafter
 from specdec.model.config import FLOAT_DTYPES
 
 from .layouts import RUNTIMES, Contents, Order, find_writer
@@ -38,6 +38,7 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def export_model(settings: ExportSettings) -> dict[str, Any]:
     """Write the folder and return what it is."""
+    settings = place_drafter(settings)
     inputs = list_local(settings.checkpoint_dir, settings.model_dir, *settings.drafters.values())
     check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
     with hold_checkpoint(settings) as checkpoint:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import add_options, get_flags, name_flag, require, setting
+from specdec.command.settings import add_options, like, name_flag, require, setting
 from specdec.errors import UsageError
-from specdec.methods import METHODS
+from specdec.methods import ANY_DRAFTER, METHODS
 
 RUNTIME_NAMES = ("vllm", "speculators", "sglang", "gguf", "trtllm-pytorch", "hf")
 FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
@@ -19,10 +19,7 @@ DrafterFolders = dataclasses.make_dataclass(
         (
             method.folder,
             "str | None",
-            dataclasses.field(
-                default=None,
-                metadata={"flag": get_flags(method.options["convert"])[method.folder][0]},
-            ),
+            like(method.options["convert"], method.folder, ANY_DRAFTER.get(method.folder)),
         )
         for method in METHODS.values()
         if method.folder

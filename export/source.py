@@ -30,10 +30,12 @@ LAYER = {
     "input_layernorm": "input_layernorm", "hidden_norm": "hidden_norm",
     "post_layernorm": "post_attention_layernorm", "attention.dense": "self_attn.o_proj",
     "mlp.fc": "mlp.gate_proj", "mlp.gate": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
+    "attention.q_layernorm": "self_attn.q_norm", "attention.k_layernorm": "self_attn.k_norm",
 }  # fmt: skip
 # Architecture of a model that can be exported -> its `model_type`.
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
 }  # fmt: skip
 
 
@@ -82,9 +84,11 @@ class Source:
         elif self.drafter is None:
             self.parts = self._list_model()
         else:
+            assert checkpoint.method is not None
             raise SpecDecError(
-                f"{folder} holds a drafter that no runtime is known to take",
-                "export a Medusa, EAGLE or ReDrafter checkpoint, or a plain one",
+                f"a {checkpoint.method.title} drafter is not exported",
+                "give its runtime the Hugging Face folder that it was converted from or trained"
+                " into; Medusa, EAGLE and ReDrafter drafters are exported, and models",
             )
 
     @property
@@ -112,9 +116,12 @@ class Source:
 
     def _list_model(self) -> dict[str, Part]:
         model = self.model
-        if model.architecture not in MODEL_TYPES or model.own_arithmetic is not None:
+        kind = model.architecture
+        if kind == "MistralForCausalLM" and model.layer_types is not None:
+            kind = "MinistralForCausalLM"
+        if kind not in MODEL_TYPES or model.own_arithmetic is not None:
             raise SpecDecError(
-                f"{self.folder} holds a {model.architecture}, which is not exported",
+                f"{self.folder} holds a {kind}, which is not exported",
                 f"the models that are: {', '.join(MODEL_TYPES)}; any other is given to its runtime"
                 " as the Hugging Face folder that it was converted from",
             )
@@ -189,7 +196,7 @@ TITLES = {
 def name_layer(name: str, own: str, model: ModelConfig) -> Iterable[tuple[str, Part]]:
     """Hugging Face's names and parts of `layers.N.MODULE.weight`, the checkpoint's tensor `name`.
 
-    Raises SpecDecError for a module that a Llama has not: nothing is left behind silently.
+    Raises SpecDecError for a module without a name there: nothing is left behind silently.
     """
     prefix, layer, rest = own.split(".", 2)
     module, _, kind = rest.rpartition(".")
@@ -202,5 +209,5 @@ def name_layer(name: str, own: str, model: ModelConfig) -> Iterable[tuple[str, P
             for letter, (start, stop) in bounds.items()
         ]
     if module not in LAYER:
-        raise SpecDecError(f"{name} has no name in a Llama's layer", "convert it again")
+        raise SpecDecError(f"{name} has no name in Hugging Face's layers", "convert it again")
     return [(f"{prefix}.{layer}.{LAYER[module]}.{kind}", Part(name))]

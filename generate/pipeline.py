@@ -16,7 +16,7 @@ from specdec.command.stages import load_command
 from specdec.engine.kernel_cache import find_cache
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
-from specdec.methods import METHODS
+from specdec.methods import METHODS, place_drafter
 
 from .cache import EngineCache, measure_folder
 from .settings import DRAFTER_FOLDERS, DRAFTS, GenerateSettings
@@ -89,6 +89,7 @@ def plan_draft(settings: GenerateSettings) -> EnginePlan:
 
 def generate(settings: GenerateSettings) -> None:
     """Make the engines, or take those that are kept, and run the prompts through them."""
+    settings = place_drafter(settings)
     run = settings.list_stage("run") | {
         "input_text": settings.texts, "tokenizer_dir": settings.tokenizer_dir or settings.model_dir,
     }  # fmt: skip

@@ -6,28 +6,27 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import add_options, get_flags, name_flag, setting
+from specdec.command.settings import add_options, get_flags, like, name_flag, setting
 from specdec.command.stages import load_command
 from specdec.errors import UsageError
-from specdec.methods import METHODS
+from specdec.methods import ANY_DRAFTER, METHODS
 
 # Of the methods: folders of drafters, and settings of those that draft by the target alone.
 DRAFTER_FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
 DRAFTS = tuple(m.options["draft"] for m in METHODS.values() if m.source == "target")
 
 
-def _like(stage: str, name: str) -> Any:
+def _like(stage: str, name: str, help: str | None = None) -> Any:
     """Declare a field as another stage has it, for that stage."""
-    flag, default = get_flags(load_command(stage).settings_class)[name]
-    metadata = {"flag": flag, "stage": stage}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return like(load_command(stage).settings_class, name, help, stage=stage)
 
 
 DrafterFolders = dataclasses.make_dataclass(
     "DrafterFolders",
-    [(name, "str | None", _like("convert", name)) for name in DRAFTER_FOLDERS],
+    [
+        (name, "str | None", _like("convert", name, ANY_DRAFTER.get(name)))
+        for name in DRAFTER_FOLDERS
+    ],
     frozen=True,
     kw_only=True,
 )

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import logs
-from specdec.command.settings import require
+from specdec.command.settings import need, require
 from specdec.errors import UsageError
 from specdec.files.manifest import check_hashes
 from specdec.methods import METHODS
+from specdec.methods.budget import read_budget
 from specdec.methods.draft_target import DraftOptions, adapts_drafts
 from specdec.methods.draft_target import read_options as read_draft_options
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
@@ -21,9 +22,12 @@ from specdec.trtllm.engine_folder import read_backend
 from .settings import RunSettings
 
 if TYPE_CHECKING:
+    from specdec.decode.engine import TorchEngine
     from specdec.decode.requests import ActiveRequest, Request, Result
 
-    from .backends.base import Engine
+    from .backends.tensorrt_llm import TensorRTEngine
+
+    Engine = TorchEngine | TensorRTEngine
 
 logger = logs.get_logger(__name__)
 
@@ -158,9 +162,10 @@ def load_any_engine(settings: RunSettings, options: DraftOptions | None, tokeniz
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
         from .backends.tensorrt_llm import TensorRTEngine
 
-        if adapts_drafts(settings):
+        budget = read_budget(settings)
+        if adapts_drafts(settings) or budget.flag.startswith("--draft-budget"):
             raise UsageError(
-                "--draft-len auto without --draft-engine-dir is for engines of torch; TensorRT-LLM"
+                f"{budget.flag} without --draft-engine-dir is for engines of torch; TensorRT-LLM"
                 " drafts at every step",
                 "leave it out",
             )
@@ -272,8 +277,7 @@ def write_logits(settings: RunSettings, results: Sequence[Result], report: dict[
     from specdec.files.tensor_file import TensorInfo, write_tensor_file
     from specdec.files.torch_tensors import to_array
 
-    assert settings.output_file is not None
-    path = settings.output_file.with_suffix(".logits.safetensors")
+    path = need(settings.output_file).with_suffix(".logits.safetensors")
     tensors = {
         f"output.{r.request.index}": to_array(r.logits) for r in results if r.logits is not None
     }

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specdec import Event
-from specdec.decode.requests import DraftTree, Origin, TokenLogprob
+from specdec.decode.requests import PLAIN, DraftTree, Origin, TokenLogprob
 
 from .metrics import FINISHED, describe_jobs
 from .scheduler import Job
@@ -39,8 +39,10 @@ class Choice:
         self.text += event.text
         self._length += len(event.text)
         told: Sequence[TokenLogprob | None] = event.logprobs or [None] * len(event.token_ids)
+        # Where the engine does not tell how tokens came, nobody may ask for it.
+        origins = event.origins or [PLAIN] * len(event.token_ids)
         for token, logprob, end, origin in zip(
-            event.token_ids, told, event.ends, event.origins, strict=True
+            event.token_ids, told, event.ends, origins, strict=True
         ):
             self._pending.append((token, logprob, self._ended, end, origin))
             self._ended = end
@@ -89,7 +91,10 @@ class Answer:
                 document["text"] = choice.text
             document["logprobs"] = self._describe_tokens(choice, 0)
             document["finish_reason"] = choice.finish_reason
-            choices.append(document | self._describe_origins(choice, 0))
+            document |= self._describe_origins(choice, 0) | self._describe_ids(choice, 0)
+            if self.asked.return_token_ids:
+                document["prompt_token_ids"] = choice.job.request.input_ids
+            choices.append(document)
         return self._wrap(kind, choices) | {"usage": self.usage, "metrics": self.metrics}
 
     def open(self) -> Iterator[dict[str, Any]]:
@@ -109,6 +114,7 @@ class Answer:
             chunk = self._make_chunk(choice, {"content": text} if self.is_chat else text)
             chunk["choices"][0]["logprobs"] = self._describe_tokens(choice, known)
             chunk["choices"][0] |= self._describe_origins(choice, known)
+            chunk["choices"][0] |= self._describe_ids(choice, known)
             if self.asked.return_trees:
                 chunk["choices"][0]["trees"] = [
                     self._describe_tree(tree) for event in events for tree in event.trees
@@ -136,15 +142,18 @@ class Answer:
         output = sum(s.num_output_tokens for s in stats)
         accepted = sum(s.num_accepted for s in stats)
         drafted = sum(s.num_draft_tokens for s in stats)
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            },
         }
+        if any("num_draft_tokens" in s.unknown for s in stats):
+            return usage
+        details = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+        return usage | {"completion_tokens_details": details}
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -177,6 +186,12 @@ class Answer:
             return {}
         tokens = choice.tokens[start:]
         return {"tokens": [[self.table.get_text(t), origin] for t, _, _, origin in tokens]}
+
+    def _describe_ids(self, choice: Choice, start: int) -> dict[str, Any]:
+        """Token ids, in vLLM's form."""
+        if not self.asked.return_token_ids:
+            return {}
+        return {"token_ids": [token for token, *_ in choice.tokens[start:]]}
 
     def _describe_tree(self, tree: DraftTree) -> dict[str, Any]:
         tokens = [self.table.get_text(token) for token in tree.tokens]

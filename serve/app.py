@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from specdec.errors import summarize
 from specdec.files.reading import parse_json
 
 from .answers import Answer
+from .errors import make_error
 from .metrics import Metrics
 from .scheduler import Closing, Job, QueueFull, Scheduler
 from .schema import (
@@ -41,6 +43,9 @@ logger = logs.get_logger(__name__)
 PAGE = Path(__file__).parent / "page.html"
 OPEN_PATHS = ("/health", "/")  # of no secret: the page is a file, and asks for the key itself
 MAX_HEADER_BYTES = 32 * 1024
+BODY_SECONDS = 60.0  # in which a body must have come
+MAX_BODIES = 32  # of the largest size, which all that are being sent may have together
+LARGE_BODY = 64 * 1024
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -50,15 +55,27 @@ class TimedOut(Exception):
     """A request took longer than it may."""
 
 
-def make_error(
-    message: str, status: int, param: str | None = None, code: str | None = None,
-    headers: dict[str, str] | None = None,
-) -> JSONResponse:  # fmt: skip
-    """An error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    kind = "rate_limit_error" if status == 429 else kind
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": error}, status, headers)
+class Bell:
+    """Sets asyncio's events from the engine's thread, all that a step changed in one call."""
+
+    def __init__(self) -> None:
+        self._changed: deque[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = deque()
+
+    def make(self, changed: asyncio.Event) -> Callable[[], None]:
+        """What sets an event of the running loop, soon."""
+        entry = asyncio.get_running_loop(), changed
+
+        def ring() -> None:
+            self._changed.append(entry)
+            if len(self._changed) == 1:  # else the loop has been called already
+                with contextlib.suppress(RuntimeError):  # it has ended
+                    entry[0].call_soon_threadsafe(self._set_all)
+
+        return ring
+
+    def _set_all(self) -> None:
+        while self._changed:
+            self._changed.popleft()[1].set()
 
 
 class Front:
@@ -72,8 +89,12 @@ class Front:
         self._model = model
         self._max_body_bytes, self._timeout = max_body_bytes, request_timeout
         self._table = TokenTable(engine.tokenizer)
-        # Tokenizing a long prompt takes a while: not in the loop that serves everybody.
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        self._bell = Bell()
+        # Reading and tokenizing take a while: not in the loop that serves everybody, and those of
+        # a large body not before anybody else's.
+        self._readers = ThreadPoolExecutor(1, "reader")
+        self._large_readers = ThreadPoolExecutor(1, "large-reader")
+        self._num_held = 0  # bytes of bodies that are being sent and read
 
     def make_app(self) -> Starlette:
         """The application, without what guards it."""
@@ -84,7 +105,7 @@ class Front:
             Route("/v1/models/{name:path}", self._show_model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/health", self._tell_health),
+            Route("/health", self._show_health),
             Route("/metrics", self._tell_metrics),
             Route("/version", self._tell_version),
         ]
@@ -95,7 +116,9 @@ class Front:
             QueueFull: _answer_full, Closing: _answer_closing, ClientDisconnect: _answer_nobody,
             TimedOut: _answer_late,
         }  # fmt: skip
-        return Starlette(routes=routes, exception_handlers=handlers)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False  # to wherever the Host header says
+        return app
 
     async def _complete(self, request: Request) -> Response:
         return await self._generate(request, CompletionAsked)
@@ -104,18 +127,20 @@ class Front:
         return await self._generate(request, ChatAsked)
 
     async def _generate(self, http: Request, kind: type[Any]) -> Response:
-        asked = await self._read(http, kind)
-        requests = await self._work(make_requests, self._engine, asked)
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(changed.set)
-
+        asked, requests = await self._read(
+            http, kind, lambda asked: make_requests(self._engine, asked)
+        )
+        most = self._scheduler.max_queue + self._engine.max_batch_size
+        if len(requests) > most:
+            raise BadRequest(
+                f"{len(requests)} choices are more than this server ever holds, {most}", "n"
+            )
+        changed = asyncio.Event()
+        wake = self._bell.make(changed)
         jobs = [Job(request, wake) for request in requests]
         answer = Answer(asked, self._model, jobs, self._table)
         self._scheduler.submit(jobs)
-        deadline = loop.time() + self._timeout
+        deadline = asyncio.get_running_loop().time() + self._timeout
         events = self._follow(answer, changed, deadline)
         if asked.stream:
             return EventStream(_format_events(events, answer), jobs, self._scheduler)
@@ -137,38 +162,43 @@ class Front:
     ) -> AsyncIterator[dict[str, Any]]:
         """The chunks of an answer as they come; raises what ended one of its requests."""
         loop = asyncio.get_running_loop()
-        while not answer.is_over:
-            try:
-                await asyncio.wait_for(changed.wait(), deadline - loop.time())
-            except asyncio.TimeoutError:
-                raise TimedOut(f"the request took more than {self._timeout:g} seconds") from None
-            changed.clear()
-            for choice in answer.choices:
-                if choice.finish_reason is None and (events := choice.job.take()):
-                    for chunk in answer.add(choice, events):
-                        yield chunk
+        timer = loop.call_at(deadline, changed.set)
+        try:
+            while not answer.is_over:
+                await changed.wait()
+                if loop.time() >= deadline:
+                    raise TimedOut(f"the request took more than {self._timeout:g} seconds")
+                changed.clear()
+                for choice in answer.choices:
+                    if choice.finish_reason is None and (events := choice.job.take()):
+                        for chunk in answer.add(choice, events):
+                            yield chunk
+        finally:
+            timer.cancel()
 
     async def _tokenize(self, http: Request) -> Response:
-        asked = await self._read(http, TokenizeAsked)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise BadRequest("give exactly one of prompt and messages", "prompt")
-        if asked.prompt is not None:
-            ids = await self._work(lambda: self._engine.tokenizer(asked.prompt)["input_ids"])
-        else:
-            chat = ChatAsked(messages=asked.messages, max_tokens=1)
-            (request,) = await self._work(make_requests, self._engine, chat)
-            ids = request.input_ids
+        _, ids = await self._read(http, TokenizeAsked, self._find_tokens)
         return JSONResponse(
             {"count": len(ids), "max_model_len": self._engine.max_seq_len, "tokens": ids}
         )
 
+    def _find_tokens(self, asked: TokenizeAsked) -> list[int]:
+        if asked.messages is not None and asked.prompt is None:
+            chat = ChatAsked(messages=asked.messages, max_tokens=1)
+            return make_requests(self._engine, chat)[0].input_ids
+        if asked.messages is not None or asked.prompt is None:
+            raise BadRequest("give exactly one of prompt and messages", "prompt")
+        return list(self._engine.tokenizer(asked.prompt)["input_ids"])
+
     async def _detokenize(self, http: Request) -> Response:
-        asked = await self._read(http, DetokenizeAsked)
+        _, text = await self._read(http, DetokenizeAsked, self._find_text)
+        return JSONResponse({"prompt": text})
+
+    def _find_text(self, asked: DetokenizeAsked) -> str:
         try:
-            text = await self._work(self._engine.tokenizer.decode, asked.tokens)
+            return str(self._engine.tokenizer.decode(asked.tokens))
         except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
             raise BadRequest(f"the tokenizer cannot decode: {summarize(error)}", "tokens") from None
-        return JSONResponse({"prompt": text})
 
     async def _list_models(self, http: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._describe_model()]})
@@ -183,7 +213,11 @@ class Front:
             "max_model_len": self._engine.max_seq_len, "specdec": self._engine.describe(),
         }  # fmt: skip
 
-    async def _tell_health(self, http: Request) -> Response:
+    async def _show_health(self, http: Request) -> Response:
+        return self.tell_health()
+
+    def tell_health(self) -> Response:
+        """200 where a token could be made now, else 503."""
         if self._scheduler.is_ready:
             return JSONResponse({"status": "ok"})
         return make_error("the server is not ready, or about to end", 503)
@@ -198,43 +232,58 @@ class Front:
 
     async def _show_page(self, http: Request) -> Response:
         policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
-        policy += " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        policy += " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
+        policy += " frame-ancestors 'none'"
         page = PAGE.read_text(encoding="utf-8")
         return HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
-    async def _read(self, http: Request, kind: type[Any]) -> Any:
-        """Read and check a body."""
-        sent = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    async def _read(
+        self, http: Request, kind: type[Any], use: Callable[[Any], Any]
+    ) -> tuple[Any, Any]:
+        """Read and check a body, in another thread; return it, and what `use` makes of it."""
+        body = bytearray()
+
+        def read() -> tuple[Any, Any]:
+            try:
+                document = parse_json(bytes(body))
+            except ValueError as error:
+                raise BadRequest(f"the body is not JSON: {summarize(error)}") from None
+            asked = read_asked(kind, document)
+            check_model(asked.model, self._model)
+            return asked, use(asked)
+
+        try:
+            await asyncio.wait_for(self._receive(http, body), min(BODY_SECONDS, self._timeout))
+            readers = self._large_readers if len(body) > LARGE_BODY else self._readers
+            return await asyncio.get_running_loop().run_in_executor(readers, read)
+        except asyncio.TimeoutError:
+            raise BadRequest("the body did not come in time", status=408) from None
+        finally:
+            self._num_held -= len(body)
+
+    async def _receive(self, http: Request, body: bytearray) -> None:
+        """Take in a body, if it is one of JSON within the limits."""
+        # Without a kind it may be from a page of another site, which need not ask before sending.
+        sent = http.headers.get("content-type", "").split(";")[0].strip().lower()
         if sent != "application/json":
             raise BadRequest(
-                f"Content-Type is {sent[:100]!r}, not application/json", status=415
+                f"Content-Type is {sent[:100]!r}, not 'application/json'", status=415
             )  # fmt: skip
+        packed = http.headers.get("content-encoding", "identity").strip().lower()
+        if packed != "identity":
+            raise BadRequest(f"Content-Encoding {packed[:100]!r} is not taken", status=415)
         limit = self._max_body_bytes
         too_large = BadRequest(f"the body has more than {limit} bytes", status=413)
         length = http.headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > limit):
             raise too_large
-        body = bytearray()
-
-        async def read() -> None:
-            async for piece in http.stream():
-                body.extend(piece)
-                if len(body) > limit:
-                    raise too_large
-
-        try:
-            await asyncio.wait_for(read(), self._timeout)
-            asked = read_asked(kind, parse_json(bytes(body)))
-        except asyncio.TimeoutError:
-            raise BadRequest("the body did not come in time", status=408) from None
-        except ValueError as error:
-            raise BadRequest(f"the body is not JSON: {summarize(error)}") from None
-        check_model(asked.model, self._model)
-        return asked
-
-    async def _work(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run what takes a while in another thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, call, *args)
+        async for piece in http.stream():
+            body.extend(piece)
+            self._num_held += len(piece)
+            if len(body) > limit:
+                raise too_large
+            if self._num_held > MAX_BODIES * limit:
+                raise BadRequest("too many bodies are being sent; try again", status=429)
 
 
 class EventStream(Response):
@@ -312,8 +361,13 @@ def explain(error: Exception) -> JSONResponse:
     return make_error("a step of the engine failed, which ended this request", 500)
 
 
-async def _answer_http(_: Request, error: Any) -> Response:
-    return make_error(str(error.detail), error.status_code, headers=error.headers)
+async def _answer_http(http: Request, error: Any) -> Response:
+    message, path = str(error.detail), http.url.path[:100]
+    if error.status_code == 404:
+        message = f"there is no {path}"
+    elif error.status_code == 405:
+        message = f"{path} does not take {http.method[:20]}, only {error.headers['Allow']}"
+    return make_error(message, error.status_code, headers=error.headers)
 
 
 async def _answer_bad(_: Request, error: Any) -> Response:
@@ -343,14 +397,21 @@ async def _answer_fault(_: Request, error: Exception) -> Response:
 class Guard:
     """Lets in who sends the key; without one, who names the server by a loopback name."""
 
-    def __init__(self, app: Starlette, key: str | None, local_names: frozenset[str] | None) -> None:
+    def __init__(
+        self, front: Front, key: str | None, local_names: frozenset[str] | None
+    ) -> None:  # fmt: skip
         """local_names: what clients without a key may call the server; None is anything."""
-        self._app, self._local_names = app, local_names
+        self._app, self._local_names = front.make_app(), local_names
+        self._tell_health = front.tell_health
         self._digest = None if key is None else hashlib.sha256(key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refuse(scope) if scope["type"] == "http" else None
-        await (refusal or self._app)(scope, receive, send)
+        answer = None
+        if scope["type"] == "http":
+            answer = self._refuse(scope)
+            if answer is None and (scope["method"], scope["path"]) == ("GET", "/health"):
+                answer = self._tell_health()  # often asked for: the long way round takes twice this
+        await (answer or self._app)(scope, receive, send)
 
     def _refuse(self, scope: Scope) -> Response | None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 
+from specdec import logs
 from specdec.command.stages import run_command, stage_command
 from specdec.errors import SpecDecError, name_extra
 
@@ -20,9 +22,17 @@ def command(settings: ServeSettings) -> None:
         raise SpecDecError(
             f"specdec-serve needs {', '.join(missing)}", f"install it: {name_extra('serve')}"
         )
+    if logs.get_launched_rank():  # rank 0 serves; this one computes with it
+        from specdec.decode.ranks.follower import follow_launcher
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 ends it when all is done
+        return follow_launcher()
+    from specdec.decode.ranks.processes import end_ranks
+
     from .server import serve
 
     serve(settings)
+    end_ranks(is_done=True)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter as Counts
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,6 +94,7 @@ class Metrics:
         """Count what a step gave."""
         num_read = filled = 0
         drafts = drafted = accepted = generated = 0
+        places: Counts[int] = Counts()
         for job, event in jobs:
             generated += len(event.token_ids)
             filled += len(job.request.input_ids)
@@ -106,8 +108,9 @@ class Metrics:
                 drafts += num_drafted > 0
                 drafted += num_drafted
                 accepted += num_accepted
-                for place in range(num_accepted):
-                    self._per_position.labels(self._model, str(place)).inc()
+                places.update(range(num_accepted))
+        for place, count in places.items():
+            self._per_position.labels(self._model, str(place)).inc(count)
         reused = self._engine.num_reused_tokens
         for key, value in (
             ("spec_decode_num_drafts", drafts),
@@ -175,7 +178,9 @@ def describe_jobs(jobs: Sequence[Job]) -> dict[str, Any]:
         "queue_time_ms": to_ms(None if begun is None else begun - queued),
         "mean_itl_ms": to_ms(sum(gaps) / len(gaps) if gaps else None),
         "tokens_per_second": round(num_tokens / whole, 3) if whole else None,
-        "speculative_decoding": {
+        "speculative_decoding": None
+        if any(s.unknown for s in stats)
+        else {
             "mean_acceptance_length": round(emitted / len(steps), 4) if steps else None,
             "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else None,
             "acceptance_histogram": [sum(column) for column in columns],

@@ -146,9 +146,7 @@ class Scheduler:
 
         Raises what keeps the engine from it.
         """
-        with self.engine.stream([0], max_output_len=1, end_ids=()) as stream:
-            for _ in stream:
-                pass
+        self.engine.make_token()
         self._is_ready = True
         self._thread.start()
 
@@ -183,12 +181,6 @@ class Scheduler:
     def close(self) -> None:
         """Take no more requests."""
         self._is_draining = True
-
-    def drain(self, seconds: float | None = None) -> bool:
-        """Take no more requests, and wait until those there are have ended; whether they have."""
-        self.close()
-        with self._changed:
-            return self._changed.wait_for(lambda: not (self._running or self._waiting), seconds)
 
     def stop(self) -> None:
         """End all requests and the thread; the engine is left as it is."""

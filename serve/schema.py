@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 from specdec import Engine, Prompt, SpecDecError
 from specdec.decode.prompts import MAX_COUNT, MAX_LOGPROBS
@@ -41,8 +43,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "grammar": "lark"}
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-TokenName = Annotated[str, Field(pattern=r"^\d{1,10}$")]
+TokenName = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Token = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
@@ -55,6 +56,54 @@ class BadRequest(Exception):
     ) -> None:
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def _is_list(value: Any, is_part: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_part, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def check_prompt(value: Any) -> Any:
+    """Let pass what a prompt of /v1/completions may be."""
+    if _is_text(value) or _is_list(value, _is_token):
+        return value
+    if _is_list(value, _is_text) or _is_list(value, lambda one: _is_list(one, _is_token)):
+        return value
+    raise PydanticCustomError(
+        "prompt", "give a text, a list of texts, the ids of tokens, or a list of lists of these"
+    )
+
+
+def check_stop(value: Any) -> Any:
+    """Let pass what `stop` may be."""
+    words = [value] if _is_text(value) else value
+    is_good = isinstance(words, list) and all(_is_text(w) and 0 < len(w) <= 1000 for w in words)
+    if value is None or (is_good and len(words) <= MAX_STOPS):
+        return value
+    raise PydanticCustomError(
+        "stop", f"give a text of 1 to 1000 characters, or a list of at most {MAX_STOPS} of them"
+    )
+
+
+def check_content(value: Any) -> Any:
+    """Let pass what a message may say: a text, or parts of text, which are returned as one."""
+    if value is None or _is_text(value):
+        return value
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise PydanticCustomError("content", "give a text, or a list of parts of text")
+    for part in value:
+        if part.get("type") != "text" or not _is_text(part.get("text")) or len(part) != 2:
+            raise PydanticCustomError(
+                "content", 'of parts only {"type": "text", "text": "..."} is supported'
+            )
+    return "".join(part["text"] for part in value)
 
 
 class Model(BaseModel):
@@ -89,19 +138,23 @@ class Asked(Model):
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Annotated[Any, PlainValidator(check_stop)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[Number, Field(ge=0.001, le=1000)] | None = None
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | None = None
     guided_regex: Annotated[str, Field(min_length=1)] | None = None
     grammar: Annotated[str, Field(min_length=1)] | None = None
-    user: str | None = None  # of no effect, as with OpenAI
+    # Of no effect here: they say who asks.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    return_token_ids: bool | None = None  # vLLM's: the ids of the prompt and of the output
     # Ours, for the page: how each token came, what each step verified, and nothing drafted.
     return_origins: bool = False
     return_trees: bool = False
@@ -122,7 +175,12 @@ class Asked(Model):
         found: dict[str, dict[str, Any]] = {}
         if form is not None and form.type == "json_object":
             found["response_format"] = {"json_object": True}
-        elif form is not None and form.type == "json_schema":
+        if form is not None and form.type != "json_schema" and form.json_schema is not None:
+            raise BadRequest(
+                f"json_schema has no place beside response_format.type {form.type!r}",
+                "response_format",
+            )
+        if form is not None and form.type == "json_schema":
             if form.json_schema is None or form.json_schema.schema_ is None:
                 raise BadRequest("response_format has no json_schema.schema", "response_format")
             found["response_format"] = {"json_schema": form.json_schema.schema_}
@@ -134,6 +192,9 @@ class Asked(Model):
         if found and self.ignore_eos:
             raise BadRequest("ignore_eos has no place beside a grammar", "ignore_eos")
         return next(iter(found.values()), None)
+
+    def find_bias(self) -> dict[int, float] | None:
+        return None if self.logit_bias is None else {int(k): v for k, v in self.logit_bias.items()}
 
     def make_prompt(self, source: Mapping[str, Any], seed: int) -> Prompt:
         """A prompt with these settings; what is not given is OpenAI's default."""
@@ -150,9 +211,7 @@ class Asked(Model):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
-            logit_bias=(
-                None if self.logit_bias is None else {int(k): v for k, v in self.logit_bias.items()}
-            ),
+            logit_bias=self.find_bias(),
             logprobs=self.num_top,
             speculation=self.speculation,
             keep_trees=self.return_trees,
@@ -163,15 +222,7 @@ class Asked(Model):
 class CompletionAsked(Asked):
     """The body of /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-        | Annotated[
-            list[Annotated[list[Token], Field(min_length=1)]],
-            Field(min_length=1, max_length=MAX_CHOICES),
-        ]
-    )
+    prompt: Annotated[Any, PlainValidator(check_prompt)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -186,24 +237,18 @@ class CompletionAsked(Asked):
         return [{"text" if isinstance(p, str) else "token_ids": p} for p in prompt]
 
 
-class TextPart(Model):
-    type: Literal["text"]
-    text: str
-
-
 class Message(BaseModel):
     """A turn; what else it has is the chat template's to read."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[TextPart] | None = None
+    content: Annotated[str | None, PlainValidator(check_content)] = None
 
-    def to_turn(self) -> dict[str, Any]:
-        turn = self.model_dump()
-        if isinstance(self.content, list):
-            turn["content"] = "".join(part.text for part in self.content)
-        return turn
+    @property
+    def others(self) -> dict[str, Any]:
+        """What it has beside role and content."""
+        return {k: v for k, v in (self.model_extra or {}).items() if v is not None and v != []}
 
 
 class ChatAsked(Asked):
@@ -219,7 +264,18 @@ class ChatAsked(Asked):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def find_sources(self) -> list[dict[str, Any]]:
-        return [{"messages": [message.to_turn() for message in self.messages]}]
+        return [{"messages": [message.model_dump() for message in self.messages]}]
+
+    def check_messages(self, template: str) -> None:
+        """Raise BadRequest for a turn that says nothing, or what the template would not read."""
+        for at, message in enumerate(self.messages):
+            if message.content is None and not message.others:
+                raise BadRequest(f"messages.{at}.content is missing", "messages")
+            for name in message.others:
+                if name not in template:
+                    raise BadRequest(
+                        f"the chat template does not read messages.{at}.{name[:100]}", "messages"
+                    )
 
 
 class TokenizeAsked(Model):
@@ -249,7 +305,8 @@ def read_asked(kind: type[Any], body: Any) -> Any:
             raise BadRequest(
                 f"unknown parameter {shorten(name)}{suggest(name[:100], known)}", name[:100]
             )
-        if value is not None and value not in NEUTRAL[name]:
+        neutral = any(type(value) is type(one) and value == one for one in NEUTRAL[name])
+        if value is not None and not neutral:
             raise BadRequest(f"{name} is not supported", name, code="unsupported_parameter")
         body = {key: kept for key, kept in body.items() if key != name}
     try:
@@ -260,19 +317,21 @@ def read_asked(kind: type[Any], body: Any) -> Any:
 
 def _explain(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
     """The first of what is wrong, as one sentence."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    names = [str(one["loc"][0]) for one in found if one["loc"]]
-    if not names:
-        return BadRequest(f"the body is wrong: {found[0]['msg']}")
-    name = names[0]
-    if name not in body:
-        return BadRequest(f"{name} is missing", name)
-    reasons = dict.fromkeys(one["msg"] for one in found if one["loc"] and one["loc"][0] == name)
-    where = next(one["loc"] for one in found if one["loc"])
-    inner = ".".join(str(part) for part in where if isinstance(part, int) or str(part) in str(body))
-    return BadRequest(
-        f"{inner[:100] or name} is {shorten(body[name])}: {'; '.join(reasons)}"[:500], name
-    )
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [part[:100] if isinstance(part, str) else str(part) for part in found["loc"]]
+    where, name = ".".join(path), path[0] if path else None
+    if found["type"] == "missing":
+        return BadRequest(f"{where} is missing", name)
+    if found["type"] == "extra_forbidden":
+        return BadRequest(f"unknown parameter {where}", name)
+    value: Any = body
+    for part in found["loc"]:
+        inside = isinstance(value, dict) and part in value
+        if part == "[key]":
+            where, value = f"a key of {name}", path[-2]
+        elif inside or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]
+    return BadRequest(f"{where} is {shorten(value)}: {found['msg']}", name)
 
 
 def make_requests(engine: Engine, asked: Asked) -> list[Request]:
@@ -280,14 +339,22 @@ def make_requests(engine: Engine, asked: Asked) -> list[Request]:
 
     BadRequest where the engine cannot take them.
     """
-    if asked.stream_options is not None and not asked.stream:
-        raise BadRequest("stream_options is only for stream", "stream_options")
+    for name in ("stream_options", "return_trees"):
+        if getattr(asked, name) and not asked.stream:
+            raise BadRequest(f"{name} is only for stream", name)
+    if asked.return_origins and not engine.tells_origins:
+        raise BadRequest("this engine does not tell how its tokens came", "return_origins")
     where, limit = "prompt", asked.max_tokens
     if isinstance(asked, ChatAsked):
         where = "messages"
-        limit = asked.max_completion_tokens or asked.max_tokens
+        if limit is not None and asked.max_completion_tokens is not None:
+            raise BadRequest(
+                "max_tokens and max_completion_tokens are both given", "max_completion_tokens"
+            )
+        limit = asked.max_completion_tokens or limit
         if asked.top_logprobs is not None and not asked.logprobs:
             raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
+        asked.check_messages(str(engine.tokenizer.chat_template or ""))
     elif isinstance(asked, CompletionAsked):
         limit = limit or 16
         if asked.echo and asked.logprobs is not None:
@@ -302,21 +369,37 @@ def make_requests(engine: Engine, asked: Asked) -> list[Request]:
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     requests: list[Request] = []
     for source in sources:
+        prompt = asked.make_prompt(source, seed)
         try:
-            prompt = asked.make_prompt(source, seed)
-            request = engine.prepare(prompt, max_output_len=limit or 1)
-            if limit is None:  # all that there is room for
-                ids = request.input_ids
-                room = max(1, engine.max_seq_len - len(ids))
-                own = dataclasses.replace(prompt, messages=None, token_ids=ids)
-                request = engine.prepare(own, max_output_len=room)
+            request = engine.prepare(prompt, max_output_len=limit)
         except SpecDecError as error:
-            raise BadRequest(summarize(error), where) from None
+            param = find_culprit(engine, asked, error) or where
+            raise BadRequest(summarize(error), param) from None
         for turn in range(count):
             own_seed = (seed + turn) % 2**64
             sampling = dataclasses.replace(request.sampling, seed=own_seed)
             requests.append(dataclasses.replace(request, index=len(requests), sampling=sampling))
     return requests
+
+
+def find_culprit(engine: Engine, asked: Asked, error: SpecDecError) -> str | None:
+    """Name the parameter beside the prompt that the engine refuses, where it is one."""
+    names = ["response_format", *GUIDED]
+    alone = Prompt(token_ids=[0])
+    grammar = dataclasses.replace(alone, grammar=asked.find_grammar())
+    for name, prompt in (
+        ("logit_bias", dataclasses.replace(alone, logit_bias=asked.find_bias())),
+        *((name, grammar) for name in names if getattr(asked, name) is not None),
+    ):
+        try:
+            engine.prepare(prompt, max_output_len=1)
+        except SpecDecError:
+            return name
+    if re.search(r"asks for \d+ more", error.message):
+        return (
+            "max_completion_tokens" if getattr(asked, "max_completion_tokens", 0) else "max_tokens"
+        )
+    return None
 
 
 def check_model(given: str | None, name: str) -> None:

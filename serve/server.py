@@ -5,62 +5,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from specdec import Engine, SpecDecError, UsageError, logs
-from specdec.command.settings import get_flags, require
+from specdec.command.settings import require
 from specdec.decode.drafters import read_drafting
 from specdec.errors import summarize
-from specdec.methods import list_options
+from specdec.http_client import SERVER_KEY_VARIABLE, read_key
+from specdec.methods import name_options
+from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
+from specdec.trtllm.engine_folder import read_backend
 
 from .app import MAX_HEADER_BYTES, Front, Guard
 from .metrics import Metrics
+from .protocol import Connection
 from .scheduler import Scheduler
 from .settings import ServeSettings
 
 logger = logs.get_logger(__name__)
-KEY_VARIABLE = "SPECDEC_API_KEY"
+SWITCH_SECONDS = 0.0005  # after which a thread lets another one in; Python's own is 0.005
 
 
 def serve(settings: ServeSettings) -> None:
     """Load the engine and serve until told to end; SpecDecError where either fails."""
     require(settings)
     read_drafting(settings, None)  # what is written wrong is told before anything is loaded
-    key = read_key(settings)
+    key = read_key(settings.api_key_file)
     check_address(settings, key)
     with open_socket(settings) as listener, load(settings) as engine:
         Server(settings, engine, key).run_until_told(listener)
-
-
-def read_key(settings: ServeSettings) -> str | None:
-    """The key that clients must send, from the file or the environment; None where there is none.
-
-    It must be one line of printable ASCII, as a header can hold.
-    """
-    path, key = settings.api_key_file, os.environ.get(KEY_VARIABLE)
-    source = KEY_VARIABLE
-    if path is not None:
-        source = f"--api-key-file {path}"
-        try:
-            key = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SpecDecError(
-                f"{source} cannot be read: {summarize(error)}", "give a file that holds the key"
-            ) from None
-    if key is None:
-        return None
-    key = key.strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise SpecDecError(
-            f"{source} holds no key", "write one word of ASCII characters, such as a random one"
-        )
-    return key
 
 
 def is_loopback(host: str) -> bool:
@@ -76,7 +56,7 @@ def check_address(settings: ServeSettings, key: str | None) -> None:
     if key is None and not settings.allow_anonymous and not is_loopback(settings.host):
         raise UsageError(
             f"--host {settings.host} can be reached from elsewhere, and there is no key",
-            f"give --api-key-file or {KEY_VARIABLE}, or --allow-anonymous if all may use it",
+            f"give --api-key-file or {SERVER_KEY_VARIABLE}, or --allow-anonymous if all may use it",
         )
 
 
@@ -84,7 +64,9 @@ def check_address(settings: ServeSettings, key: str | None) -> None:
 def open_socket(settings: ServeSettings) -> Iterator[socket.socket]:
     """Take the port before the engine is loaded."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with socket.socket(family) as listener:
+    # By its protocol asyncio knows that it is TCP, and turns Nagle's algorithm off. Left on, that
+    # holds events and bodies back for 40 ms, until the client has acknowledged what came before.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((settings.host, settings.port))
@@ -98,18 +80,30 @@ def open_socket(settings: ServeSettings) -> Iterator[socket.socket]:
 
 def load(settings: ServeSettings) -> Engine:
     """Load the engine that the settings name, for many short-lived requests."""
-    names = [name for kind in list_options("draft") for name in get_flags(kind)]
-    options = {name: getattr(settings, name) for name in names if name != "draft_engine_dir"}
-    engine = Engine.load(
+    options = {name: getattr(settings, name) for name in name_options("draft")}
+    kind: type[Engine] = Engine
+    more: dict[str, Any] = {"kv_cache_enable_block_reuse": True, "is_launched": True}
+    fraction = settings.kv_cache_free_gpu_memory_fraction
+    if read_backend(settings.engine_dir) == TENSORRT_LLM:
+        from specdec.trtllm.serving import ExecutorEngine
+
+        kind, more = ExecutorEngine, {"kv_cache_free_gpu_memory_fraction": fraction}
+    elif fraction is not None:
+        raise UsageError(
+            "--kv-cache-free-gpu-memory-fraction has no effect on a torch engine, whose cache is as"
+            " large as --max-batch-size and --max-seq-len say",
+            "leave it out",
+        )
+    engine = kind.load(
         settings.engine_dir,
         tokenizer=settings.tokenizer_dir,
-        draft=getattr(settings, "draft_engine_dir", None),
+        draft=options.pop("draft_engine_dir"),
         device=settings.device,
         speculation=not settings.no_speculation,
         max_batch_size=settings.max_batch_size,
         max_seq_len=settings.max_seq_len,
         prompt_chunk=settings.prompt_chunk,
-        kv_cache_enable_block_reuse=True,
+        **more,
         **options,
     )
     if engine.tokenizer is None:
@@ -139,11 +133,11 @@ class Server:
         names = None
         if key is None and is_loopback(settings.host):
             names = frozenset({"localhost", "127.0.0.1", "[::1]", settings.host})
-        self.app = Guard(front.make_app(), key, names)
+        self.app = Guard(front, key, names)
         self._model = model
         config = uvicorn.Config(
             self.app, log_config=None, access_log=False, lifespan="off", server_header=False,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES, http="h11", ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES, http=Connection, ws="none",
             proxy_headers=False,
         )  # fmt: skip
         self._http = Http(config, self.scheduler)
@@ -154,9 +148,13 @@ class Server:
         listener.listen()  # who connects now is answered as soon as uvicorn runs
         host, port = listener.getsockname()[:2]
         logger.info("%s at http://%s:%d", self._model, f"[{host}]" if ":" in host else host, port)
+        # The engine's thread lets go of the interpreter in every kernel, and must get it back soon.
+        switch_seconds = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
         try:
             asyncio.run(self._http.serve(sockets=[listener]))
         finally:
+            sys.setswitchinterval(switch_seconds)
             self.scheduler.stop()
         if self.scheduler.lost is not None:
             raise self.scheduler.lost

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
-from specdec.command.settings import add_options, setting
+from specdec.command.settings import add_options, like, setting
 from specdec.decode.settings import DecodeSettings
 from specdec.methods import list_options
-
-FIELDS = {field.name: field for field in dataclasses.fields(DecodeSettings)}
-
-
-def _like(name: str) -> Any:
-    field = FIELDS[name]
-    return dataclasses.field(default=field.default, metadata=dict(field.metadata))
 
 
 @add_options(*list_options("draft"))
@@ -23,10 +15,10 @@ def _like(name: str) -> Any:
 class ServeSettings:
     """One field is one flag and one recipe key."""
 
-    engine_dir: Path = _like("engine_dir")
-    tokenizer_dir: str | None = _like("tokenizer_dir")
-    no_speculation: bool = _like("no_speculation")
-    device: str = _like("device")
+    engine_dir: Path = like(DecodeSettings, "engine_dir")
+    tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir")
+    no_speculation: bool = like(DecodeSettings, "no_speculation")
+    device: str = like(DecodeSettings, "device")
     host: str = setting("127.0.0.1", help="Address to listen on.")
     port: int = setting(
         8000, kind="int", minimum=0, maximum=65535, help="Port to listen on; 0 takes a free one."
@@ -47,6 +39,10 @@ class ServeSettings:
     max_seq_len: int | None = setting(
         kind="int", minimum=2,
         help="Tokens of a prompt and its output; the engine's own if not given.",
+    )  # fmt: skip
+    kv_cache_free_gpu_memory_fraction: float | None = setting(
+        kind="float", metavar="F",
+        help="TensorRT-LLM only: share of the free GPU memory for the KV cache; 0.9 if not given.",
     )  # fmt: skip
     max_queue: int = setting(
         256, kind="int", minimum=0, help="Requests that may wait; beyond, clients get 429."

@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec.decode.api import Engine, Event, Output, Prompt, Stream
     from specdec.decode.requests import RequestStats
-    from specdec.errors import SpecDecError, UsageError
+    from specdec.errors import (
+        EngineBusyError,
+        EngineLostError,
+        PromptError,
+        SpecDecError,
+        StepError,
+        UsageError,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
-    "Engine", "Event", "Output", "Prompt", "RequestStats", "SpecDecError", "Stream", "UsageError",
-    "__version__",
+    "Engine", "EngineBusyError", "EngineLostError", "Event", "Output", "Prompt", "PromptError",
+    "RequestStats", "SpecDecError", "StepError", "Stream", "UsageError", "__version__",
 ]  # fmt: skip
 
 # A wheel holds the stages inside this package; a checkout keeps them beside it.
@@ -27,9 +34,9 @@ if (_checkout / "pyproject.toml").is_file() and str(_checkout) not in __path__:
 
 _MODULES = {
     "RequestStats": "specdec.decode.requests",
-    "SpecDecError": "specdec.errors",
-    "UsageError": "specdec.errors",
-} | dict.fromkeys(("Engine", "Event", "Output", "Prompt", "Stream"), "specdec.decode.api")
+    **{name: "specdec.errors" for name in __all__ if name.endswith("Error")},
+    **dict.fromkeys(("Engine", "Event", "Output", "Prompt", "Stream"), "specdec.decode.api"),
+}
 
 if not TYPE_CHECKING:  # else a checker would believe that every name is here
 

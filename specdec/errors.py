@@ -32,6 +32,22 @@ class UsageError(SpecDecError):
     """The command line or recipe is wrong; exit status 2."""
 
 
+class PromptError(SpecDecError):
+    """A prompt, or what it asks for, cannot be used with this engine; others can."""
+
+
+class EngineBusyError(SpecDecError):
+    """Another thread is using the engine: ask again when it has finished."""
+
+
+class EngineLostError(SpecDecError):
+    """The engine was closed, or one of its ranks has ended: load it again."""
+
+
+class StepError(SpecDecError):
+    """A step failed in which this stream took part: ask for the prompt again."""
+
+
 MAX_PROBLEMS = 20  # in one message
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
 from specdec.errors import SpecDecError
 
 # What the library raises -> what to say and to do about it, the most special first.
@@ -34,6 +38,18 @@ def explain(hub_id: str, flag: str, error: Exception) -> SpecDecError:
 def summarize_answer(error: Exception) -> str:
     """Return kind and text of what the Hub's library raised, in one line of bounded length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def fetch_files(hub_id: str, flag: str, names: Sequence[str]) -> Path:
+    """Fetch some files of a model, those that it has, or find them cached; return their folder."""
+    from huggingface_hub import snapshot_download
+
+    # Only the environment's token: one that lies about in a home folder is not ours to send.
+    token = os.environ.get("HF_TOKEN") or False
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(names), token=token))
+    except Exception as error:  # noqa: BLE001 - the hub's client raises anything
+        raise explain(hub_id, flag, error) from None
 
 
 def find_cached(hub_id: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError
-from specdec.hub import explain
+from specdec.hub import fetch_files
 from specdec.pretrained import load_tokenizer
 from specdec.vocabulary import read_vocabulary
 
@@ -36,12 +36,7 @@ def check_tokenizer(directory: str, recorded: dict[str, Any] | None) -> Path:
     """
     folder = Path(directory)
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(snapshot_download(directory, allow_patterns=list(FILES)))
-        except Exception as error:  # noqa: BLE001 - the hub's client raises anything
-            raise explain(directory, "--tokenizer-dir", error) from None
+        folder = fetch_files(directory, "--tokenizer-dir", FILES)
     load_tokenizer(str(folder))
     found = read_vocabulary(folder)
     if recorded is not None and found is not None and found != recorded:

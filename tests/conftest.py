@@ -19,6 +19,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,25 @@ def make_llama(
     return folder
 
 
+def save_random(
+    folder: Path, shapes: dict[str, tuple[int, ...]], file: str, config: dict[str, Any], *,
+    dtype: str, seed: int, scale: float,
+) -> Path:  # fmt: skip
+    """Write a folder of random tensors, scaled by the width of each, and return it."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[key] = (scale * noise / shape[-1] ** 0.5).to(getattr(torch, dtype))
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
 def make_drafter(
     parent: Path,
     *,
@@ -116,9 +136,6 @@ def make_drafter(
 
     Without `exit_dim` it is twice `hidden`, which needs no input projection; naming "C" knows none.
     """
-    import torch
-    from safetensors.torch import save_file
-
     exit_dim = exit_dim or 2 * hidden
     projection, head = DRAFTER_NAMES[naming]
     shapes: dict[str, tuple[int, ...]] = {}
@@ -140,14 +157,6 @@ def make_drafter(
             "rnn_u.bias": (hidden,),
             "rnn_w.weight": (hidden, hidden),
         }
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    for key, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        tensors[key] = (scale * noise / shape[-1] ** 0.5).to(getattr(torch, dtype))
-    folder = parent / name
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["DrafterModel"],
         "model_type": "recurrent_drafter",
@@ -158,8 +167,9 @@ def make_drafter(
         "vocab_size": vocab,
         "torch_dtype": dtype,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return folder
+    return save_random(
+        parent / name, shapes, "model.safetensors", config, dtype=dtype, seed=seed, scale=scale
+    )
 
 
 def make_medusa_heads(
@@ -175,9 +185,6 @@ def make_medusa_heads(
     name: str = "heads",
 ) -> Path:
     """Write random Medusa heads as FasterDecoding publishes them; return `parent / name`."""
-    import torch
-    from safetensors.torch import save_file
-
     shapes: dict[str, tuple[int, ...]] = {}
     for head in range(heads):
         for layer in range(layers):
@@ -186,21 +193,15 @@ def make_medusa_heads(
                 f"{head}.{layer}.linear.bias": (hidden,),
             }
         shapes[f"{head}.{layers}.weight"] = (vocab, hidden)
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    for key, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        tensors[key] = (scale * noise / shape[-1] ** 0.5).to(getattr(torch, dtype))
-    folder = parent / name
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "medusa_lm_head.safetensors", metadata={"format": "pt"})
     config = {
         "base_model_name_or_path": "target",
         "medusa_num_heads": heads,
         "medusa_num_layers": layers,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return folder
+    return save_random(
+        parent / name, shapes, "medusa_lm_head.safetensors", config, dtype=dtype, seed=seed,
+        scale=scale,
+    )  # fmt: skip
 
 
 def make_eagle_drafter(
@@ -299,6 +300,126 @@ def make_eagle_drafter(
             tensors["d2t"] = torch.tensor(drafted) - torch.arange(draft_vocab)
             tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
             tensors["t2d"][drafted] = True
+    folder = parent / name
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(document | config, indent=2) + "\n")
+    return folder
+
+
+def make_dflash_drafter(
+    parent: Path,
+    *,
+    form: str = "z-lab",
+    hidden: int = 64,
+    vocab: int = 128,
+    draft_vocab: int | None = None,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    intermediate: int = 96,
+    target_layers: int = 3,
+    aux_layers: tuple[int, ...] = (0, 1),
+    block_size: int | None = 5,
+    mask_token_id: int = 2,
+    bias: bool = False,
+    dtype: str = "float32",
+    seed: int = 0,
+    scale: float = 1.0,
+    name: str = "dflash",
+    net: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> Path:
+    """Write a random DFlash drafter and return `parent / name`.
+
+    form: as z-lab publishes it, or as `speculators` does, with embedding and head of its own; a
+    reduced vocabulary, which only those have, has every other token, then the rest. net: fields of
+    its layers, config: others.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(aux_layers) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(layers):
+        prefix = f"layers.{layer}."
+        rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+        for part, size in rows.items():
+            shapes[f"{prefix}self_attn.{part}_proj.weight"] = (size, hidden)
+            if bias:
+                shapes[f"{prefix}self_attn.{part}_proj.bias"] = (size,)
+        if bias:
+            shapes[f"{prefix}self_attn.o_proj.bias"] = (hidden,)
+        shapes |= {
+            f"{prefix}self_attn.o_proj.weight": (hidden, heads * head_dim),
+            f"{prefix}self_attn.q_norm.weight": (head_dim,),
+            f"{prefix}self_attn.k_norm.weight": (head_dim,),
+            f"{prefix}mlp.gate_proj.weight": (intermediate, hidden),
+            f"{prefix}mlp.up_proj.weight": (intermediate, hidden),
+            f"{prefix}mlp.down_proj.weight": (hidden, intermediate),
+            f"{prefix}input_layernorm.weight": (hidden,),
+            f"{prefix}post_attention_layernorm.weight": (hidden,),
+        }
+    if form == "speculators":
+        shapes |= {
+            "embed_tokens.weight": (vocab, hidden),
+            "lm_head.weight": (draft_vocab or vocab, hidden),
+        }
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[key] = 1 + 0.1 * noise if "norm" in key else noise
+        if len(shape) > 1 and "embed" not in key:
+            tensors[key] *= scale / shape[-1] ** 0.5
+        tensors[key] = tensors[key].to(getattr(torch, dtype))
+    if draft_vocab is not None:
+        drafted = sorted([*range(0, vocab, 2), *range(1, vocab, 2)][:draft_vocab])
+        tensors["d2t"] = torch.tensor(drafted) - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
+        tensors["t2d"][drafted] = True
+    fields: dict[str, Any] = {
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "attention_bias": bias,
+        **(net or {}),
+    }
+    if form == "speculators":
+        document: dict[str, Any] = {
+            "architectures": ["DFlashSpeculator"],
+            "speculators_model_type": "dflash",
+            "speculators_version": "0.5.0",
+            "transformer_layer_config": fields,
+            "draft_vocab_size": draft_vocab or vocab,
+            "block_size": block_size,
+            "aux_hidden_state_layer_ids": [layer + 1 for layer in aux_layers],
+            "mask_token_id": mask_token_id,
+        }
+    else:
+        document = fields | {
+            "architectures": ["DFlashDraftModel"],
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            "block_size": block_size,
+            "num_target_layers": target_layers,
+            "dflash_config": {
+                "mask_token_id": mask_token_id, "target_layer_ids": list(aux_layers),
+            },
+            "torch_dtype": dtype,
+        }  # fmt: skip
     folder = parent / name
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -150,7 +150,7 @@ def make_noisy_copy(source: Path, copy: Path) -> None:
     model.save_pretrained(copy)
 
 
-def make_counter(parent: Path) -> int:
+def make_counter(parent: Path, size: int = 32) -> int:
     """Write a target that counts upwards into `parent`/counter; return its vocabulary's size.
 
     Its layers add nothing, its embedding of token n is a unit vector, of as many dimensions as
@@ -160,7 +160,6 @@ def make_counter(parent: Path) -> int:
 
     from tests.conftest import make_llama
 
-    size = 32
     folder = make_llama(parent, hidden=size, vocab=size, heads=2, kv_heads=2, name="counter")
     tensors = load_file(folder / "model.safetensors")
     for name, weight in tensors.items():
@@ -174,7 +173,9 @@ def make_counter(parent: Path) -> int:
     return size
 
 
-def make_knowing_drafter(parent: Path, kind: str, step: int = 1, noise: float = 0.0) -> Path:
+def make_knowing_drafter(
+    parent: Path, kind: str, step: int = 1, noise: float = 0.0, size: int = 32
+) -> Path:
     """A target that counts upwards, and an EAGLE drafter that knows it if `step` is 1.
 
     The drafter's next feature is that of its token (`embedding`), or follows
@@ -185,7 +186,7 @@ def make_knowing_drafter(parent: Path, kind: str, step: int = 1, noise: float = 
 
     from tests.conftest import make_eagle_drafter
 
-    size = make_counter(parent)
+    make_counter(parent, size)
     unit = torch.eye(size)
     following = unit.roll(1, 0).contiguous()  # maps n to n + 1
     sizes: dict[str, Any] = {
@@ -220,6 +221,34 @@ def make_knowing_drafter(parent: Path, kind: str, step: int = 1, noise: float = 
     fc = own["fc.weight"]
     fc += noise * fc.std() * torch.randn(fc.shape, generator=generator)
     save_file(own, drafter / "model.safetensors")
+    return drafter
+
+
+def make_constant_pair(parent: Path, token: int | None = 7) -> Path:
+    """A target that writes one token for ever, and a DFlash drafter that drafts what it would.
+
+    token: None for a target that counts upwards, of which the same drafter knows nothing: its
+    layers add nothing, so that the target's head reads the mask token's embedding.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from tests.conftest import make_dflash_drafter
+
+    size = make_counter(parent)
+    folder = (parent / "counter").rename(parent / "target")
+    if token is not None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = torch.zeros(size, size)
+        tensors["lm_head.weight"][token] = 1.0
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    drafter = make_dflash_drafter(
+        parent, hidden=size, vocab=size, heads=2, target_layers=2, aux_layers=(0,)
+    )
+    own = load_file(drafter / "model.safetensors")
+    for name, weight in own.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    save_file(own, drafter / "model.safetensors", metadata={"format": "pt"})
     return drafter
 
 

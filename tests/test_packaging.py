@@ -24,7 +24,7 @@ else:
 
 SOURCES = (
     "specdec", "convert", "build", "run", "serve", "generate", "train", "verify", "doctor",
-    "export", "bench", "configs",
+    "audit", "export", "bench", "configs",
 )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +19,11 @@ from specdec.processes import call_run, call_stage
 
 from .output import write_weights
 from .rows import Rows
-from .settings import TrainSettings
-from .target import Target
+from .target import get_max_length
 
 if TYPE_CHECKING:
-    from .methods.base import Drafter, TrainingMethod
+    from .methods.base import Drafter
+    from .pipeline import Job
 
 # Of a text; of a conversation everything up to its first answer is the prompt.
 MAX_TEXT_PROMPT = 128
@@ -52,30 +51,15 @@ def choose_prompts(rows: Rows, count: int, max_length: int) -> list[list[int]]:
 
 
 class AcceptanceMeter:
-    """Measures a drafter in training, in `folder`, which is emptied after every measurement."""
+    """Measures a drafter in training, in a folder that is emptied after every measurement."""
 
-    def __init__(
-        self,
-        settings: TrainSettings,
-        method: TrainingMethod,
-        target: Target,
-        drafter: Drafter,
-        heldout: Rows,
-        *,
-        folder: Path,
-        dtype: str,
-        save_dtype: str,
-        max_positions: int,
-    ) -> None:
-        self.settings = settings
-        self.method = method
-        self.target = target
-        self.drafter = drafter
-        self.folder = folder
-        self.dtype = dtype
-        self.save_dtype = save_dtype
+    def __init__(self, job: Job, drafter: Drafter) -> None:
+        self.job, self.drafter = job, drafter
+        self.settings = settings = job.settings
+        self.folder = job.state.folder / "acceptance"
+        max_positions = get_max_length(job.target.config) or job.max_length
         max_length = max_positions - settings.eval_output_len
-        self.prompts = choose_prompts(heldout, settings.eval_prompts, max_length)
+        self.prompts = choose_prompts(job.heldout, settings.eval_prompts, max_length)
         if not self.prompts:
             raise SpecDecError(
                 f"--eval-prompts: no held-out row leaves a prompt of up to {max_length} tokens"
@@ -117,6 +101,7 @@ class AcceptanceMeter:
                     "--engine-dir", str(engine), "--tokenizer-dir", str(self.settings.model_dir),
                     "--input-file", str(requests), "--max-output-len",
                     str(self.settings.eval_output_len),
+                    "--draft-budget", "fixed",  # what pays on this machine is no question here
                 ]
             )["stats"]  # fmt: skip
         finally:
@@ -124,7 +109,7 @@ class AcceptanceMeter:
         return {
             "prompts": len(self.prompts),
             "max_output_len": self.settings.eval_output_len,
-            "dtype": self.dtype,
+            "dtype": self.job.dtype,
             **{
                 name: stats[name]
                 for name in (
@@ -137,13 +122,14 @@ class AcceptanceMeter:
         shutil.rmtree(self.folder, ignore_errors=True)
         heads = self.folder / "drafter"
         heads.mkdir(parents=True)
-        write_weights(heads, self.drafter, weights, self.method, self.target, self.save_dtype)
+        write_weights(heads, self.job, self.drafter, weights)
         if "--output-dir" not in arguments:
             arguments = (*arguments, "--output-dir", str(self.folder / "checkpoint"))
+        method = self.job.method
         call_stage(
             "convert",
             [
-                "--model-dir", str(self.settings.model_dir), self.method.convert_folder, str(heads),
-                "--dtype", self.dtype, *self.method.convert_flags(self.settings), *arguments,
+                "--model-dir", str(self.settings.model_dir), method.convert_folder, str(heads),
+                "--dtype", self.job.dtype, *method.convert_flags(self.settings), *arguments,
             ],
         )  # fmt: skip

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from specdec.command.settings import name_flag
 from specdec.errors import UsageError
 from specdec.files.reading import read_json
 
@@ -264,7 +265,7 @@ def _take_amounts(settings: TrainSettings, wanted: dict[str, tuple[str, Any]]) -
             continue
         if ours != defaults[name]:
             raise UsageError(
-                f"{option} is {value:g} for DeepSpeed, --{name.replace('_', '-')} is {ours:g}",
+                f"{option} is {value:g} for DeepSpeed, {name_flag(name)} is {ours:g}",
                 "give one of them, or the same to both",
             )
         changes[name] = value

@@ -84,7 +84,7 @@ class Loop:
             shard_drafter(drafter, mesh, split)
         optimizer = torch.optim.AdamW(
             drafter.parameters(),
-            lr=settings.learning_rate or 0.0,  # set anew before every step
+            lr=settings.learning_rate,  # set anew before every step
             weight_decay=settings.weight_decay,
         )
         # What is split comes together by itself: accelerate is not to replicate it.
@@ -351,7 +351,6 @@ def count_steps(settings: TrainSettings, num_rows: int, rows_per_step: int) -> i
 
 def compute_learning_rate(settings: TrainSettings, step: int, num_steps: int) -> float:
     """Linear warm-up, then half a cosine down to zero. The first step is 0."""
-    assert settings.learning_rate is not None
     num_warmup = round(settings.warmup_ratio * num_steps)
     if step < num_warmup:
         return settings.learning_rate * (step + 1) / num_warmup

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,79 +15,75 @@ from specdec.files.reading import write_json
 from specdec.files.tensor_file import TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import TORCH_DTYPES, to_array
 
-from .methods.base import Drafter, TrainingMethod
-from .settings import TrainSettings
-from .target import Target
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
-    """What is told of a training beside its weights; all numbers are those measured in it."""
-
-    settings: TrainSettings
-    log: list[dict[str, Any]]
-    report: dict[str, Any]
-    target_files: list[dict[str, Any]]
-    data_files: list[dict[str, Any]]
-    compute: dict[str, Any]
+if TYPE_CHECKING:
+    from .methods.base import Drafter
+    from .pipeline import Job
 
 
 def write_drafter(
     folder: Path,
+    job: Job,
     drafter: Drafter,
     weights: Mapping[str, Tensor],
-    method: TrainingMethod,
-    target: Target,
+    report: dict[str, Any],
     *,
-    save_dtype: str,
-    record: Record,
+    rows_per_step: int,
 ) -> None:
-    """Write everything into `folder`; `weights` are the drafter's, whole."""
-    hashes = write_weights(folder, drafter, weights, method, target, save_dtype)
-    text = "".join(json.dumps(line) + "\n" for line in record.log)
+    """Write everything into `folder`; `weights` are the drafter's, whole.
+
+    report: what the training came to; all numbers are those measured in it.
+    """
+    log = job.state.read_log()
+    compute = {
+        "dtype": job.dtype,
+        "device": job.accelerator.device.type,
+        "processes": job.accelerator.num_processes,
+        "rows_per_step": rows_per_step,
+        "model_max_length": job.max_length,
+    }
+    hashes = write_weights(folder, job, drafter, weights)
+    text = "".join(json.dumps(line) + "\n" for line in log)
     (folder / "training_log.jsonl").write_text(text, encoding="utf-8")
-    (folder / "README.md").write_text(write_card(record), encoding="utf-8")
+    (folder / "README.md").write_text(write_card(job, log, report, compute), encoding="utf-8")
     write_manifest(
         folder,
         kind="drafter",
-        settings=to_plain(record.settings),
-        sources=[*record.target_files, *record.data_files],
+        settings=to_plain(job.settings),
+        sources=[*job.target_files, *job.data_files],
         hashes=hashes,
-        compute=record.compute,
-        results=record.report,
+        compute=compute,
+        results=report,
     )
 
 
 def write_weights(
-    folder: Path,
-    drafter: Drafter,
-    weights: Mapping[str, Tensor],
-    method: TrainingMethod,
-    target: Target,
-    save_dtype: str,
+    folder: Path, job: Job, drafter: Drafter, weights: Mapping[str, Tensor]
 ) -> dict[str, str]:
     """Write the weights and config.json: what specdec-convert reads; return the weights' sha256."""
+    method, target, dtype = job.method, job.target, job.save_dtype
     tensors = {**weights, **method.list_shared(target)}
     arrays = {
-        name: to_array(tensor.detach().to("cpu", TORCH_DTYPES[save_dtype]))
+        name: to_array(tensor.detach().to("cpu", TORCH_DTYPES[dtype]))
         for name, tensor in tensors.items()
     }
-    infos = {n: TensorInfo(save_dtype, tuple(t.shape)) for n, t in arrays.items()}
+    infos = {n: TensorInfo(dtype, tuple(t.shape)) for n, t in arrays.items()}
     sha256 = write_tensor_file(
         folder / method.weights_name, infos, arrays.__getitem__, metadata={"format": "pt"}
     )
     config = method.describe(drafter, target)
-    write_json(folder / "config.json", {**config, "dtype": save_dtype})
+    write_json(folder / "config.json", {**config, "dtype": dtype})
     return {method.weights_name: sha256}
 
 
-def write_card(record: Record) -> str:
+def write_card(
+    job: Job, log: Sequence[dict[str, Any]], report: dict[str, Any], compute: dict[str, Any]
+) -> str:
     """Write the model card."""
-    settings, report, compute = record.settings, record.report, record.compute
+    settings = job.settings
     evaluation = report["eval"]
     accuracies = evaluation["top_k_accuracy"]
     max_k = len(accuracies[0])
-    losses = [line["mean_loss"] for line in record.log if "mean_loss" in line]
+    losses = [line["mean_loss"] for line in log if "mean_loss" in line]
     held_out = f"`{settings.eval_data.name}`" if settings.eval_data else "held out of the data"
     options = {k: v for k, v in to_plain(settings).items() if k.startswith(settings.method + "_")}
     lines = [
@@ -96,28 +91,28 @@ def write_card(record: Record) -> str:
         f"tags: [speculative-decoding, {settings.method}]",
         "---",
         "",
-        f"# {settings.method} drafter for {Path(str(settings.model_dir)).name}",
+        f"# {settings.method} drafter for {Path(settings.model_dir).name}",
         "",
         f"A drafter for speculative decoding, trained by `specdec-train --method {settings.method}`"
         " with the target frozen. It is of use with this target only:",
         "",
-        *_list_files(record.target_files),
+        *_list_files(job.target_files),
         "",
         "## Data",
         "",
-        *_list_files(record.data_files),
+        *_list_files(job.data_files),
         "",
         f"{report['tokens']} tokens were seen in {report['steps']} steps of"
         f" {compute['rows_per_step']} rows of up to {compute['model_max_length']} tokens.",
         "",
         "## Training",
         "",
-        f"* AdamW, learning rate {settings.learning_rate or 0:g} after a warm-up over"
+        f"* AdamW, learning rate {settings.learning_rate:g} after a warm-up over"
         f" {100 * settings.warmup_ratio:g}% of the steps, then a cosine to zero; weight decay"
         f" {settings.weight_decay:g}, gradients clipped at {settings.max_grad_norm:g}; seed"
         f" {settings.seed}",
         f"* computed in {compute['dtype']} on {compute['processes']} x {compute['device']}",
-        f"* {100 * (settings.self_distillation or 0):g}% of what is learned is the target's own"
+        f"* {100 * settings.self_distillation:g}% of what is learned is the target's own"
         " distribution, the rest the text's tokens",
         "* " + ", ".join(f"{name} {value}" for name, value in options.items() if value is not None),
         *([f"* training loss {losses[0]} at the start, {losses[-1]} at the end"] if losses else []),

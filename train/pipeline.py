@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.command.settings import list_given, name_flag, require
+from specdec.command.settings import list_given, name_flag, need, require
 from specdec.documents import check_data_file
 from specdec.errors import SpecDecError, UsageError, name_extra, summarize
 from specdec.files.manifest import describe_file
 from specdec.files.staging import check_output_dir, list_local, stage_folder
-from specdec.logs import get_logger
+from specdec.logs import get_launched_rank, get_logger
 from specdec.methods import METHODS
 from specdec.mpi import check_meeting_place, find_launch
 
@@ -25,7 +25,6 @@ from .launch import Split, take_launch
 from .settings import TRAINABLE, TrainSettings
 
 if TYPE_CHECKING:
-    from .acceptance import AcceptanceMeter
     from .loop import Loop
     from .methods.base import Drafter, TrainingMethod
     from .rows import Rows
@@ -50,9 +49,8 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
         return learn_one_row(settings, split)
     # torch and transformers take seconds to import: not before the cheap checks.
     from .hub import open_hub, push_folder
-    from .output import Record, write_drafter
+    from .output import write_drafter
 
-    assert settings.output_dir
     accelerator = start_accelerator(settings, split)
     hub = None
     if settings.push_to_hub and accelerator.is_main_process:
@@ -73,24 +71,9 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
                 "seconds": round(time.monotonic() - began, 1),
                 "eval": outcome.evaluation,
             }
-            record = Record(
-                settings=settings,
-                log=job.state.read_log(),
-                report=report,
-                target_files=job.target_files,
-                data_files=job.data_files,
-                compute={
-                    "dtype": job.dtype,
-                    "device": accelerator.device.type,
-                    "processes": accelerator.num_processes,
-                    "rows_per_step": loop.rows_per_step,
-                    "model_max_length": job.max_length,
-                },
-            )
             write_drafter(
-                folder, loop.drafter, weights, job.method, job.target,
-                save_dtype=choose_save_dtype(settings, job.target.config), record=record,
-            )  # fmt: skip
+                folder, job, loop.drafter, weights, report, rows_per_step=loop.rows_per_step
+            )
     if report is not None:
         job.state.remove()
         logger.info("the drafter is in %s", settings.output_dir)
@@ -129,6 +112,15 @@ class Job:
     target_files: list[dict[str, Any]]
     data_files: list[dict[str, Any]]
 
+    @property
+    def save_dtype(self) -> str:
+        """The type to write the weights in."""
+        from .target import get_stored_dtype
+
+        if self.settings.save_dtype != "auto":
+            return self.settings.save_dtype
+        return "bfloat16" if get_stored_dtype(self.target.config) == "bfloat16" else "float32"
+
 
 def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
     """Load the target, open the training's state, and load or make the rows."""
@@ -136,8 +128,6 @@ def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
     from .state import TrainingState, collect_facts, name_hashes
     from .target import describe_target, get_name, load_config
 
-    assert settings.model_dir
-    assert settings.output_dir
     is_main = bool(accelerator.is_main_process)
     dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
     config = load_config(settings.model_dir)
@@ -165,7 +155,6 @@ def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
     if target is None:
         from .hidden_states import StatesPlan, Work, hash_rows, open_states
 
-        assert settings.hidden_states_dir
         parts = {"train": train, "heldout": heldout}
         hashes = {f"sha256 of the {name} rows": hash_rows(rows) for name, rows in parts.items()}
         plan = StatesPlan(
@@ -184,7 +173,7 @@ def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
             inputs=list_inputs(settings),
         )
         target = open_states(
-            settings.hidden_states_dir, plan, config, load, work,
+            need(settings.hidden_states_dir), plan, config, load, work,
             name=get_name(settings.model_dir), with_head=needs_head(settings, method),
         )  # fmt: skip
     return Job(
@@ -216,7 +205,6 @@ def open_target(
     from .sharding import make_mesh
     from .target import load_target
 
-    assert settings.model_dir
     target = None
     mesh = make_mesh(accelerator.device, accelerator.num_processes) if split.target else None
     for turn in range(accelerator.num_processes if split.takes_turns else 1):
@@ -244,6 +232,7 @@ def needs_head(settings: TrainSettings, method: TrainingMethod) -> bool:
 
 def start_loop(job: Job) -> Loop:
     """Make the drafter, with fresh weights or those of the checkpoint, and its training loop."""
+    from .acceptance import AcceptanceMeter
     from .loop import Hooks, Loop
 
     settings, accelerator, state = job.settings, job.accelerator, job.state
@@ -252,7 +241,7 @@ def start_loop(job: Job) -> Loop:
     if accelerator.is_main_process:
         hooks = dataclasses.replace(hooks, log=state.add_log, save=state.save_checkpoint)
         if settings.eval_prompts:
-            meter = make_meter(job, drafter)
+            meter = AcceptanceMeter(job, drafter)
             meter.check()
             hooks = dataclasses.replace(hooks, measure_acceptance=meter.measure)
     loop = Loop(
@@ -295,49 +284,22 @@ def is_accepted(wanted: float | None, evaluation: Mapping[str, Any]) -> bool:
     return bool(measured["acceptance_length"] >= wanted)
 
 
-def make_meter(job: Job, drafter: Drafter) -> AcceptanceMeter:
-    """Prepare the measurement of what an engine accepts."""
-    from .acceptance import AcceptanceMeter
-    from .target import get_max_length
-
-    return AcceptanceMeter(
-        job.settings,
-        job.method,
-        job.target,
-        drafter,
-        job.heldout,
-        folder=job.state.folder / "acceptance",
-        dtype=job.dtype,
-        save_dtype=choose_save_dtype(job.settings, job.target.config),
-        max_positions=get_max_length(job.target.config) or job.max_length,
-    )
-
-
-def choose_save_dtype(settings: TrainSettings, config: Any) -> str:
-    """Return the type to write the weights in."""
-    from .target import get_stored_dtype
-
-    if settings.save_dtype != "auto":
-        return settings.save_dtype
-    return "bfloat16" if get_stored_dtype(config) == "bfloat16" else "float32"
-
-
 def check_settings(settings: TrainSettings) -> None:
     """Raise for what can be seen to be wrong before anything is loaded."""
     from .state import TrainingState
 
-    require(settings, "model_dir", "data", *(() if settings.sanity else ("output_dir",)))
+    require(settings, "model_dir", "data", *([] if settings.sanity else ["output_dir"]))
     check_method_options(settings)
     if settings.max_steps is not None and settings.num_epochs is not None:
         raise UsageError("both --max-steps and --num-epochs are given", "give one of them")
     for name in ("num_epochs", "learning_rate"):
         if getattr(settings, name) == 0:
             raise UsageError(
-                f"--{name.replace('_', '-')} is 0", "nothing would be learned: give more than 0"
+                f"{name_flag(name)} is 0", "nothing would be learned: give more than 0"
             )
     if settings.warmup_ratio > 1:
         raise UsageError(f"--warmup-ratio is {settings.warmup_ratio:g}", "give 0 to 1")
-    if (settings.self_distillation or 0) > 1:
+    if settings.self_distillation > 1:
         raise UsageError(
             f"--self-distillation is {settings.self_distillation:g}", "give a share, 0 to 1"
         )
@@ -346,13 +308,11 @@ def check_settings(settings: TrainSettings) -> None:
             "--stop-at-acceptance without --eval-prompts: no acceptance is measured",
             "give --eval-prompts more than 0",
         )
-    assert settings.data
     check_data_file(settings.data, "--data")
     if settings.eval_data is not None:
         check_data_file(settings.eval_data, "--eval-data")
     if settings.sanity:
         return
-    assert settings.output_dir
     states = settings.hidden_states_dir
     if states is not None:
         paths = [states.resolve(), settings.output_dir.resolve()]
@@ -364,9 +324,10 @@ def check_settings(settings: TrainSettings) -> None:
             )
     inputs = [*list_inputs(settings), *list_local(states)]
     check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
-    TrainingState(settings.output_dir).refuse_unfinished(
-        resume=settings.resume, force=settings.force
-    )
+    if (get_launched_rank() or 0) == 0:  # who writes it, so no other can meet its own training's
+        TrainingState(settings.output_dir).refuse_unfinished(
+            resume=settings.resume, force=settings.force
+        )
 
 
 def check_method_options(settings: TrainSettings) -> None:
@@ -460,7 +421,6 @@ def _has_fast_bf16() -> bool:
 @contextlib.contextmanager
 def open_output(settings: TrainSettings, *, is_main: bool) -> Iterator[Path | None]:
     """Yield the folder to write the drafter into; None on other processes than the main one."""
-    assert settings.output_dir
     if not is_main:
         yield None
         return
@@ -481,8 +441,6 @@ def load_rows(
     from .rows import Rows, prepare_rows
     from .target import load_tokenizer
 
-    assert settings.model_dir
-    assert settings.data
     if accelerator.is_main_process and not state.has_rows():
         # transformers warns when a process that has used it forks, which ours does not do.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -29,8 +29,6 @@ def learn_one_row(settings: TrainSettings, split: Split) -> dict[str, Any]:
     from .rows import prepare_rows
     from .target import load_config, load_tokenizer
 
-    assert settings.model_dir
-    assert settings.data
     began = time.monotonic()
     accelerator = start_accelerator(settings, split)
     config = load_config(settings.model_dir)

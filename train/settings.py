@@ -17,15 +17,18 @@ class TrainSettings:
     """What `specdec-train` takes; beside the options of each method."""
 
     method: str = setting("redrafter", help="Kind of drafter.", choices=TRAINABLE)
-    model_dir: str | None = setting(
-        help="The target: a Hugging Face folder or Hub id; it is not changed.", metavar="BASE"
-    )
-    data: Path | None = setting(
+    model_dir: str = setting(
+        required=True, metavar="BASE",
+        help="The target: a Hugging Face folder or Hub id; it is not changed.",
+    )  # fmt: skip
+    data: Path = setting(
+        required=True,
         help="Training data: FILE.txt, or FILE.jsonl with `text`, `messages` or `conversations`.",
         kind="path",
         metavar="FILE",
     )
-    output_dir: Path | None = setting(help="Folder for the drafter.", kind="path", metavar="OUT")
+    # `check_settings` wants it except with --sanity, which writes nothing.
+    output_dir: Path = setting(help="Folder for the drafter.", kind="path", metavar="OUT")
     eval_data: Path | None = setting(
         help="Held-out data in the same formats; without it 2% of --data is held out.",
         kind="path",
@@ -40,7 +43,7 @@ class TrainSettings:
         minimum=0,
         metavar="X",
     )
-    learning_rate: float | None = setting(
+    learning_rate: float = setting(  # `fill_defaults` gives this and self_distillation a value
         help="Highest learning rate of AdamW; if not given, the method's default.",
         kind="float",
         minimum=0,
@@ -72,7 +75,7 @@ class TrainSettings:
         " the processor has it.",
         choices=("auto", "bfloat16", "float32"),
     )
-    self_distillation: float | None = setting(
+    self_distillation: float = setting(
         help="How much to learn from the target's own distribution, 0 to 1; the rest is"
         " learned from the tokens of the text. If not given, the method's default.",
         kind="float",

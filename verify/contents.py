@@ -7,15 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, join_names
+from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 from specdec.model.config import FLOAT_DTYPES
 from specdec.model.inventory import compare_tensors, describe_rank, find_rank_files
-from specdec.model.quantization import FLOAT8_STORAGE, Quantization
-
-# Matrices that are looked up in, not multiplied with: no quantization reaches them.
-TABLES = ("vocab_embedding", "position_embedding")
 
 
 def check_contents(folder: Path, problems: list[str]) -> dict[str, Any] | None:
@@ -59,13 +55,7 @@ def _check_rank(file: TensorFile, checkpoint: CheckpointConfig, rank: int) -> li
         return [f"holds {len(file.tensors)} tensors, config.json says {num_layers} layers"]
     expected = _find_drafter_dtype(describe_rank(checkpoint, rank), file.tensors)
     found = compare_tensors(file.tensors, expected, checkpoint.quantization)
-    quantized = _check_quantized(file.tensors, found.kept, checkpoint.quantization)
-    groups = (
-        ("lacks", found.missing),
-        ("is at odds with config.json:", found.wrong + quantized),
-        ("holds what config.json does not describe:", found.unread),
-    )
-    return [f"{fact} {join_names(names)}" for fact, names in groups if names]
+    return found.list_faults()
 
 
 def _find_drafter_dtype(
@@ -78,20 +68,3 @@ def _find_drafter_dtype(
         return expected
     (dtype,) = dtypes
     return expected | {name: dataclasses.replace(expected[name], dtype=dtype) for name in own}
-
-
-def _check_quantized(
-    stored: Mapping[str, TensorInfo], names: list[str], quantization: Quantization
-) -> list[str]:
-    """Find matrices that are quantized where exclude_modules names them, or the reverse."""
-    wrong = []
-    for name in names:
-        module, _, kind = name.rpartition(".")
-        if kind != "weight" or len(stored[name].shape) != 2 or module.endswith(TABLES):
-            continue
-        is_excluded = quantization.excludes(module)
-        is_quantized = stored[name].dtype in FLOAT8_STORAGE
-        if is_excluded is not None and is_quantized == is_excluded:
-            state = "is" if is_excluded else "is not"
-            wrong.append(f"{name} is {stored[name].dtype}, its module {state} excluded")
-    return wrong

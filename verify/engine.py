@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specdec import logs
-from specdec.command.settings import as_options
+from specdec.command.settings import as_options, need
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
 from specdec.files.manifest import check_hashes
@@ -37,26 +37,25 @@ LOSSY = "lossy"  # speculation leaves the engine's text as it is, but that is no
 def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     """Compare an engine's text with its model's; return the verdict with all that differs."""
     check_flags(settings)
-    assert settings.engine_dir is not None
-    assert settings.model_dir is not None
+    engine_dir, model_dir = need(settings.engine_dir), need(settings.model_dir)
     began = time.monotonic()
-    if read_backend(settings.engine_dir) == TENSORRT_LLM:
+    if read_backend(engine_dir) == TENSORRT_LLM:
         raise SpecDecError(
-            f"{settings.engine_dir} is TensorRT-LLM's, whose accept rules are its own: only engines"
+            f"{engine_dir} is TensorRT-LLM's, whose accept rules are its own: only engines"
             " of torch are verified",
             "build the same checkpoint with --backend torch, or compare this engine's text with"
             " that of one built without --speculative-decoding-mode",
         )
-    engine = read_engine_config(settings.engine_dir)
-    for folder in (settings.engine_dir, as_options(settings, DraftTargetDraft).draft_engine_dir):
+    engine = read_engine_config(engine_dir)
+    for folder in (engine_dir, as_options(settings, DraftTargetDraft).draft_engine_dir):
         if folder is not None and settings.verify_hashes:
             check_hashes(folder)
-    config = load_config(settings.model_dir)
-    check_pair(engine, settings.engine_dir, config, settings.model_dir)
+    config = load_config(model_dir)
+    check_pair(engine, engine_dir, config, model_dir)
     if engine.quantization is not None:
         refuse_sampling(settings, engine.quantization)
     model = engine.checkpoint.model
-    tokenizer = load_model_tokenizer(settings.model_dir)
+    tokenizer = load_model_tokenizer(model_dir)
     prompts = make_prompts(settings, engine.build, model.vocab_size, tokenizer)
 
     # The engine has its turn first, so that the two never share the memory.
@@ -64,18 +63,18 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     tokens = [output["input_ids"] for run, _, output, _ in texts if run == "batch"]
     check_tokens(prompts, tokens)
     if engine.quantization is not None:
-        ends = read_end_ids(settings.model_dir, config, tokenizer)
+        ends = read_end_ids(model_dir, config, tokenizer)
         report = verify_quantized(settings, engine, prompts, texts, stats, tokenizer, ends)
         return report | {"verify_seconds": round(time.monotonic() - began, 2)}
     sampled_prompts = tokens[:NUM_PROMPTS] if settings.sampling else []
     sampled = run_sampled(settings, sampled_prompts, stats["method"])
 
-    logger.info("running %s", settings.model_dir)
+    logger.info("running %s", model_dir)
     device = stats["device"]
-    reference = load_reference(settings.model_dir, model.dtype, device)
-    comparisons = compare_texts(reference, texts, model.dtype, settings.model_dir)
+    reference = load_reference(model_dir, model.dtype, device)
+    comparisons = compare_texts(reference, texts, model.dtype, model_dir)
     divergences = [found for comparison in comparisons for found in comparison.divergences]
-    ends = read_end_ids(settings.model_dir, config, tokenizer)
+    ends = read_end_ids(model_dir, config, tokenizer)
     wrong_ends = find_wrong_ends(texts, settings.max_output_len, *ends)
     sampling = None
     if settings.sampling:
@@ -108,7 +107,7 @@ def verify_quantized(
     ends: tuple[set[int], set[int]],
 ) -> dict[str, Any]:
     """Compare a quantized engine's texts with its own without drafts; measure the distance."""
-    assert settings.model_dir is not None
+    model_dir = need(settings.model_dir)
     dtype, device = engine.checkpoint.model.dtype, stats["device"]
     plain, _ = run_greedy(
         dataclasses.replace(settings, num_alone=0), prompts,
@@ -116,8 +115,8 @@ def verify_quantized(
     )  # fmt: skip
     found, wrong_ends = compare_with_plain(texts, {text[1]: text for text in plain}, dtype)
     wrong_ends += find_wrong_ends(texts, settings.max_output_len, *ends)
-    logger.info("running %s", settings.model_dir)
-    distance = measure_distance(load_reference(settings.model_dir, dtype, device), plain)
+    logger.info("running %s", model_dir)
+    distance = measure_distance(load_reference(model_dir, dtype, device), plain)
     is_wrong = any(not divergence.near_tie for divergence in found) or bool(wrong_ends)
     distance["first_differences"] = [
         name_tokens(tokenizer, entry) for entry in distance["first_differences"]

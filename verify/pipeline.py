@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import require
+from specdec.command.settings import need, require
 from specdec.errors import SpecDecError
 from specdec.files.folders import CHECKPOINT, expect_folder
 from specdec.files.manifest import NAME, Manifest, find_differences, list_surplus, read_manifest
@@ -22,8 +22,7 @@ def verify_checkpoint(settings: VerifySettings) -> dict[str, Any]:
     """Check a checkpoint folder and return the verdict with all that is wrong."""
     check_flags(settings)
     require(settings, "checkpoint_dir")
-    assert settings.checkpoint_dir is not None
-    folder: Path = settings.checkpoint_dir
+    folder = need(settings.checkpoint_dir)
     expect_folder(folder, CHECKPOINT, "--checkpoint-dir")
     began = time.monotonic()
     workers = settings.workers or os.cpu_count() or 1

@@ -16,20 +16,10 @@ from specdec.errors import SpecDecError
 from specdec.files.folders import has_tokenizer
 from specdec.files.reading import parse_json
 from specdec.pretrained import load_tokenizer
+from specdec.texts import TEXTS
 
 from .settings import VerifySettings
 
-# Short ones first: the first two are those of the sampling test.
-TEXTS = (
-    "The",
-    "def add(a, b):\n    return",
-    "Once upon a time, in a village by the sea, there lived",
-    "import json\n\n\ndef load(path):\n    with open(path) as file:\n        data =",
-    "Q: What is 17 + 25?\nA:",
-    "The kettle had boiled dry an hour ago, and nobody in the kitchen had noticed: they were all at"
-    " the window, watching the river come up over the second step, then the third. Someone ought"
-    " to",
-)
 LENGTHS = (1, 4, 11, 24, 8, 47)  # of prompts in token ids, where there is no tokenizer
 # How a request is decoded is what is under test here, not the file's to say.
 IGNORED_KEYS = ("max_output_len", "temperature", "top_k", "top_p", "seed", "stop")

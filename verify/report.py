@@ -8,6 +8,7 @@ from specdec.errors import SpecDecError
 
 MAX_LINES = 12  # of divergences; all of them are in the JSON
 END_HINT = "check eos_token_id in generation_config.json"
+WITHOUT_DRAFTS = ("with drafts", "without")  # of an engine beside itself
 CAUSES = {
     "rounding": "a near-tie",
     "logits": "the engine computes other logits",
@@ -19,16 +20,13 @@ def format_report(report: dict[str, Any]) -> str:
     """Return a report as lines of text."""
     if report.get("quantization") is not None:
         return format_quantized(report)
-    found, alone = report["divergences"], report["alone"]
+    found = report["divergences"]
     num_firsts = sum(f["is_first"] and f["run"] == "batch" for f in found)
     lines = [
         f"{report['engine_dir']}: {report['verdict']}",
         f"  {report['method']} in {report['dtype']} on {report['device']}, against"
         f" {report['model_dir']} run by transformers",
-        f"  greedy: {report['num_tokens']} tokens compared, the runs alone included;"
-        f" {report['prompts']} prompts, {report['prompts'] - num_firsts} texts equal,"
-        f" {report['acceptance_length']:.2f} tokens per verify step",
-        f"  run alone: {alone['prompts']} prompts, {alone['same']} with the text of the batch",
+        *format_texts(report, num_firsts),
         f"  logits: within {report['logit_difference']:.3g} of the model's; two tie within"
         f" {report['logit_bound']:.3g} there ({report['near_tie_spacings']} spacings of"
         f" {report['dtype']})",
@@ -47,21 +45,28 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def format_texts(report: dict[str, Any], num_differing: int) -> list[str]:
+    """How many texts there were, and how many of them are equal."""
+    alone = report["alone"]
+    return [
+        f"  greedy: {report['num_tokens']} tokens compared, the runs alone included;"
+        f" {report['prompts']} prompts, {report['prompts'] - num_differing} texts equal,"
+        f" {report['acceptance_length']:.2f} tokens per verify step",
+        f"  run alone: {alone['prompts']} prompts, {alone['same']} with the text of the batch",
+    ]
+
+
 def format_quantized(report: dict[str, Any]) -> str:
     """The same of an engine that the build quantized."""
-    found, alone, distance = report["divergences"], report["alone"], report["distance"]
-    num_differing = sum(f["run"] == "batch" for f in found)
+    found, distance = report["divergences"], report["distance"]
     num_tokens, differences = distance["num_tokens"], distance["first_differences"]
     lines = [
         f"{report['engine_dir']}: {report['verdict']}",
         f"  {report['method']} in {report['dtype']} with {report['quantization']} weights on"
         f" {report['device']}: not the weights of {report['model_dir']}, so its text is"
         " compared with its own text without speculation",
-        f"  greedy: {report['num_tokens']} tokens compared, the runs alone included;"
-        f" {report['prompts']} prompts, {report['prompts'] - num_differing} texts equal,"
-        f" {report['acceptance_length']:.2f} tokens per verify step",
-        f"  run alone: {alone['prompts']} prompts, {alone['same']} with the text of the batch",
-        *(f"  {describe_own_divergence(f)}" for f in found[:MAX_LINES]),
+        *format_texts(report, sum(f["run"] == "batch" for f in found)),
+        *(f"  {describe_divergence(f, *WITHOUT_DRAFTS)}" for f in found[:MAX_LINES]),
         *(f"  {wrong}" for wrong in report["wrong_ends"]),
         f"  from {report['model_dir']} run by transformers in {report['dtype']}:"
         f" {distance['same_choice']} of {num_tokens} tokens"
@@ -80,23 +85,15 @@ def format_quantized(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def describe_own_divergence(found: dict[str, Any]) -> str:
-    """Return a difference from the same engine without drafts as one line."""
-    run = "" if found["run"] == "batch" else " alone"
-    return (
-        f"prompt {found['prompt']}{run}, position {found['position']}: with drafts"
-        f" {_name(found, 'engine')}, without {_name(found, 'model')}; margin"
-        f" {found['margin']:.3g}, bound {found['bound']:.3g}: {CAUSES[found['cause']]}"
-    )
-
-
-def describe_divergence(found: dict[str, Any]) -> str:
-    """Return a divergence as one line."""
+def describe_divergence(
+    found: dict[str, Any], ours: str = "the engine wrote", theirs: str = "the model"
+) -> str:
+    """Return a divergence as one line; ours, theirs: what is said before the two tokens."""
     run = "" if found["run"] == "batch" else " alone"
     later = "" if found["is_first"] else " (behind the first difference)"
     return (
-        f"prompt {found['prompt']}{run}, position {found['position']}{later}: the engine wrote"
-        f" {_name(found, 'engine')}, the model {_name(found, 'model')}; margin"
+        f"prompt {found['prompt']}{run}, position {found['position']}{later}: {ours}"
+        f" {_name(found, 'engine')}, {theirs} {_name(found, 'model')}; margin"
         f" {found['margin']:.3g}, bound {found['bound']:.3g}: {CAUSES[found['cause']]}"
     )
 
@@ -139,10 +136,11 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
     if report["verdict"] != "differs":
         return None
     if report.get("quantization") is not None:
-        own = [describe_own_divergence(f) for f in report["divergences"] if not f["near_tie"]]
-        if own:
+        wrong = [f for f in report["divergences"] if not f["near_tie"]]
+        if wrong:
             return SpecDecError(
-                f"{report['engine_dir']} with speculation differs from itself without: {own[0]}",
+                f"{report['engine_dir']} with speculation differs from itself without:"
+                f" {describe_divergence(wrong[0], *WITHOUT_DRAFTS)}",
                 "this is a fault in specdec; report it with this message",
             )
         return SpecDecError(f"{report['engine_dir']}: {report['wrong_ends'][0]}", END_HINT)

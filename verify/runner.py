@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.command.settings import as_options, to_arguments
+from specdec.command.settings import as_options, need, to_arguments
 from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorFile
@@ -44,8 +44,7 @@ def run_engine(
     elif compares_tokenizers:
         arguments += ["--tokenizer-dir", str(settings.model_dir)]
     if tokenizer_dir is None:
-        assert settings.engine_dir is not None
-        if compares_tokenizers or find_tokenizer(settings.engine_dir) is not None:
+        if compares_tokenizers or find_tokenizer(need(settings.engine_dir)) is not None:
             arguments += ["--end-id", NO_TOKEN]  # such a tokenizer must not end texts
     if not speculate:
         arguments += ["--no-speculation"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec.bench.report import format_spread
 
-from .goals import list_goals
+from .goals import Goal, list_goals
 from .ways import describe_setting
 
 HEADING = "## Beside others, {size}: `peers.py`"
@@ -22,7 +22,7 @@ def format_markdown(report: Mapping[str, Any]) -> str:
         format_conditions(report),
         format_ways(report),
         format_peers(report),
-        format_goals(report),
+        format_goals(list_goals(report)),
         *format_steps(report),
         *(f"**Doubtful:** {warning}." for warning in report["warnings"]),
     ]
@@ -104,13 +104,13 @@ def format_peers(report: Mapping[str, Any]) -> str:
     return lay_out(("peer", "versions", "computes in", "load, s", "with its start, s"), rows)
 
 
-def format_goals(report: Mapping[str, Any]) -> str:
+def format_goals(goals: Iterable[Goal]) -> str:
     rows = [
         [
             goal.name, goal.wanted, "" if goal.measured is None else f"{goal.measured:.2f}",
             goal.verdict if goal.verdict == "met" else f"**{goal.verdict}**", goal.evidence,
         ]
-        for goal in list_goals(report)
+        for goal in goals
     ]  # fmt: skip
     return lay_out(("goal", "wanted", "measured", "verdict", "because"), rows)
 

@@ -27,6 +27,7 @@ from specdec.engine.layout import (
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
+from specdec.methods.dflash import DFlashParams
 from specdec.methods.eagle import EagleParams
 from specdec.model import int4
 from specdec.model.checkpoint import CheckpointConfig
@@ -137,7 +138,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     problems.raise_all()
     if model.arithmetic.positions == "rotary":
         compute_frequencies(model, model.max_position_embeddings)
-    if isinstance(drafter, EagleParams):
+    if isinstance(drafter, (EagleParams, DFlashParams)):
         net = drafter.make_net_model(model)
         compute_frequencies(net, net.max_position_embeddings)
     paths, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")

@@ -39,7 +39,9 @@ def find_family(folder: HfFolder) -> Family:
         what = f"architecture {shorten(listed[0])}"
     else:
         model_type = folder.config.get("model_type")
-        family = next((one for one in FAMILIES.values() if one.model_type == model_type), None)
+        family = next(
+            (f for f in FAMILIES.values() if model_type == (f.model_type or f.name)), None
+        )
         what = f"model_type {shorten(model_type)}, with no architecture named beside it,"
     if family is None:
         raise refuse_unknown(folder, what)

@@ -9,7 +9,6 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, shorten
-from specdec.model.architectures import Architecture
 from specdec.model.config import SLIDING, ModelConfig, list_layer_types
 from specdec.model.experts import Experts, name_shared
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind, list_kinds
@@ -52,21 +51,25 @@ class Layout:
         return self.pp_size == 1 and not (splits_columns and self.tp_size > 1)
 
 
+def list_keys(model: ModelConfig, *names: str) -> dict[str, Any]:
+    """Return keys of a checkpoint's config.json that are fields of `ModelConfig` too."""
+    return {name: getattr(model, name) for name in names}
+
+
+BIASES = ("mlp_bias", "attn_bias")
+ROTARY = ("rotary_base", "rotary_scaling")
+
+
 def describe_rotary(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     """Add the keys that an architecture of our own needs: biases and the rotary embedding."""
-    return config | {
-        "mlp_bias": model.mlp_bias,
-        "attn_bias": model.attn_bias,
-        "rotary_base": model.rotary_base,
-        "rotary_scaling": model.rotary_scaling,
-        "rotary_pct": model.rotary_pct,
-    }
+    return config | list_keys(model, *BIASES, *ROTARY, "rotary_pct")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A Hugging Face model family.
 
+    model_type: transformers' name of it, where that is not `name`.
     modules: canonical module -> the family's modules that make it, one below the other, or `Part`s
     of them; `{layer}` stands for a layer's number, and weight and bias follow their module. Those
     with `{expert}` are repeated for each expert.
@@ -74,22 +77,26 @@ class Family:
     ignored: patterns of tensors that carry no weights.
     always_shares: TensorRT-LLM's own checkpoints of the family store a tied head as the embedding
     alone.
+    written_as: TensorRT-LLM's name of an architecture that computes the same; else a checkpoint
+    has the family's own.
     prepare: a folder as `modules` and `read_config` want it, where they need another than there is.
-    read_config: makes the model's configuration of its config.json, by `make_model`.
+    read_config: reads fields of `ModelConfig` out of a config.json; `own_arithmetic` is one of them
+    where TensorRT-LLM has no class for the model.
     describe: completes a checkpoint's config.json with the keys that TensorRT-LLM has for it.
     find_problem_014: what TensorRT-LLM 0.14 cannot express of a model, with a remedy, or None.
     """
 
     name: str
-    model_type: str
+    model_type: str = ""
     architectures: tuple[str, ...]
     modules: Mapping[str, tuple[str | Part, ...]]
     prefixes: tuple[str, ...] = ("model.", "")
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ROTARY_BUFFERS
     is_tied_by_default: bool = False
     always_shares: bool = False
+    written_as: str = ""
     prepare: Callable[[HfFolder], HfFolder] = lambda folder: folder
-    read_config: Callable[[ConfigReader, Layout], ModelConfig]
+    read_config: Callable[[ConfigReader, Layout], dict[str, Any]]
     describe: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = describe_rotary
     find_problem_014: Callable[[ModelConfig], tuple[str, str] | None] = lambda model: None
 
@@ -104,7 +111,12 @@ class Family:
             )
         elif layout.share_embedding_table:
             layout = self._share(folder, layout, is_tied=is_tied)
-        return self.read_config(reader, layout), is_tied
+        values = self.read_config(reader, layout)
+        reader.finish()
+        fields = {field.name for field in dataclasses.fields(ModelConfig)}
+        values |= {name: value for name, value in vars(layout).items() if name in fields}
+        architecture = self.written_as or self.architectures[0]
+        return ModelConfig(architecture=architecture, **values), is_tied
 
     def _share(self, folder: HfFolder, layout: Layout, *, is_tied: bool) -> Layout:
         if not is_tied:
@@ -234,30 +246,12 @@ def read_decoder(
     return values
 
 
-def make_model(
-    reader: ConfigReader,
-    layout: Layout,
-    architecture: str,
-    values: Mapping[str, Any],
-    arithmetic: Architecture | None = None,
-) -> ModelConfig:
-    """Return the configuration, or raise SpecDecError for what the reader found wrong.
-
-    architecture: TensorRT-LLM's name of one that computes the same, or a name that it does not
-    have; then `arithmetic` tells what the model computes.
-    """
-    reader.finish()
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    shared = {name: value for name, value in vars(layout).items() if name in fields}
-    return ModelConfig(architecture=architecture, own_arithmetic=arithmetic, **values, **shared)
-
-
 def read_experts(
     reader: ConfigReader,
     layout: Layout,
     values: Mapping[str, Any],
     *,
-    num: tuple[str, int],
+    num: int,
     top_k: int,
     renormalizes: bool,
     inner: tuple[str, int] | None = None,
@@ -265,8 +259,9 @@ def read_experts(
 ) -> dict[str, Any]:
     """Read the fields of a mixture of experts that `ModelConfig` has, problems into `reader`.
 
-    values: what `read_decoder` has read. The other arguments are names of fields and what
-    transformers takes for an absent one; without `inner` an expert has the size of an MLP.
+    values: what `read_decoder` has read. The other arguments are what transformers takes for an
+    absent field, `inner` and `shared_inner` with its name; without `inner` an expert has the size
+    of an MLP.
     """
     if values["hidden_act"] != "silu":
         reader.refuse(
@@ -276,7 +271,7 @@ def read_experts(
     if moe_ep_size is None:
         moe_ep_size = 1 if moe_tp_size is None else max(1, tp_size // moe_tp_size)
     experts = Experts(
-        num=reader.get_int(*num),
+        num=_count_experts(reader, num),
         top_k=reader.get_int("num_experts_per_tok", top_k),
         inner=values["intermediate_size"] if inner is None else reader.get_int(*inner),
         shared_inner=0 if shared_inner is None else reader.get_int(*shared_inner),
@@ -286,6 +281,19 @@ def read_experts(
         shared_name=name_shared(layout.trtllm_version),
     )
     return {"experts": experts, "hidden_act": "swiglu"}
+
+
+def _count_experts(reader: ConfigReader, default: int) -> int:
+    """Return how many experts a layer has, under either of transformers' names.
+
+    transformers 5 calls Qwen3-MoE's `num_local_experts`, earlier versions `num_experts`.
+    """
+    names = ("num_experts", "num_local_experts")
+    given = [name for name in names if reader.config.get(name) is not None]
+    if len(given) > 1 and reader.config[given[0]] != reader.config[given[1]]:
+        values = " and ".join(f"{name} {shorten(reader.config[name])}" for name in given)
+        reader.refuse(f"{values} disagree", "remove the wrong one")
+    return reader.get_int(given[0] if given else names[0], default)
 
 
 def refuse_unless(reader: ConfigReader, name: str, *allowed: Any, remedy: str) -> None:
@@ -343,9 +351,7 @@ def _read_rotary_fraction(reader: ConfigReader, default: float | None) -> float:
     given = set()
     for place in (reader.config, reader.get_object("rope_parameters")):
         if place.get(name) is not None:
-            inner = ConfigReader(place, reader.path)
-            given.add(inner.get_float(name))
-            reader.problems += inner.problems
+            given.add(reader.enter(place).get_float(name))
     if len(given) > 1:
         values = " and ".join(f"{value:g}" for value in sorted(given))
         reader.refuse(f"{name} is given as {values}", "remove the wrong one")
@@ -363,10 +369,7 @@ def _read_original_length(reader: ConfigReader, scaling: Mapping[str, Any]) -> i
     name = "original_max_position_embeddings"
     if scaling.get(name) is None:
         return reader.get_int(name)
-    inner = ConfigReader(scaling, reader.path)
-    length = inner.get_int(name)
-    reader.problems += inner.problems
-    return length
+    return reader.enter(scaling).get_int(name)
 
 
 def read_rotary(reader: ConfigReader, default_base: float) -> tuple[float, dict[str, Any] | None]:
@@ -386,13 +389,8 @@ def read_rotary(reader: ConfigReader, default_base: float) -> tuple[float, dict[
         reader.refuse(
             f"rope_theta is {theta} and in rope_parameters {nested}", "remove the wrong one"
         )
-    if nested is not None:
-        inner = ConfigReader({"rope_theta": nested}, reader.path)
-        base = inner.get_float("rope_theta")
-        reader.problems += inner.problems
-    else:
-        base = reader.get_float("rope_theta", default_base)
-    return base, new or old or None
+    place = reader if nested is None else reader.enter({"rope_theta": nested})
+    return place.get_float("rope_theta", default_base), new or old or None
 
 
 def _drop_default(scaling: Mapping[str, Any]) -> dict[str, Any]:

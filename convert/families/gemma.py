@@ -9,7 +9,7 @@ from specdec.model.config import ModelConfig
 from ..hf import ConfigReader
 from ..plan import Part
 from . import llama
-from .base import ROTARY_BUFFERS, TANH_GELU, Family, Layout, make_model, read_decoder
+from .base import ROTARY, TANH_GELU, Family, Layout, list_keys, read_decoder
 
 _NORMS = ("input_layernorm", "post_layernorm", "ln_f")
 
@@ -22,7 +22,7 @@ MODULES: dict[str, tuple[str | Part, ...]] = {
 }
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Gemma config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=8192, num_kv_heads=16,
@@ -32,31 +32,27 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     activation = reader.get_text("hidden_activation", values["hidden_act"])
     if activation in ("gelu", *TANH_GELU):
         activation = "gelu"
-    values |= {
-        "hidden_act": activation,
-        "attn_bias": reader.get_bool("attention_bias", False),
-    }
-    return make_model(reader, layout, "GemmaForCausalLM", values)
+    return values | {
+        "hidden_act": activation, "attn_bias": reader.get_bool("attention_bias", False),
+    }  # fmt: skip
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     """Add the keys of TensorRT-LLM's Gemma config."""
-    return config | {
-        "attn_bias": model.attn_bias,
-        "mlp_bias": model.mlp_bias,
-        "rotary_base": model.rotary_base,
-        "rotary_scaling": model.rotary_scaling,
-        "inter_layernorms": False,
-        "quantization": config["quantization"] | {"smoothquant_val": None},
-    }
+    return (
+        config
+        | list_keys(model, "attn_bias", "mlp_bias", *ROTARY)
+        | {
+            "inter_layernorms": False,
+            "quantization": config["quantization"] | {"smoothquant_val": None},
+        }
+    )
 
 
 FAMILY = Family(
     name="gemma",
-    model_type="gemma",
     architectures=("GemmaForCausalLM",),
     modules=MODULES,
-    ignored=ROTARY_BUFFERS,
     is_tied_by_default=True,
     always_shares=True,
     read_config=read_config,

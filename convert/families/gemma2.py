@@ -9,17 +9,7 @@ from specdec.model.config import ModelConfig
 from ..hf import ConfigReader
 from ..plan import Part
 from . import gemma
-from .base import (
-    ROTARY_BUFFERS,
-    TANH_GELU,
-    Family,
-    Layout,
-    get_window,
-    make_model,
-    read_decoder,
-    read_windows,
-    refuse_unless,
-)
+from .base import TANH_GELU, Family, Layout, get_window, read_decoder, read_windows, refuse_unless
 
 _SELF, _OURS = "model.layers.{layer}.", "transformer.layers.{layer}."
 MODULES: dict[str, tuple[str | Part, ...]] = {
@@ -31,17 +21,15 @@ MODULES: dict[str, tuple[str | Part, ...]] = {
 }
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Gemma 2 config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=8192, num_kv_heads=4,
         head_dim=256, hidden_act="gelu_pytorch_tanh",
     ) | read_gemma(reader, logit_cap=30.0)  # fmt: skip
     window = get_window(reader, 4096)
-    values |= read_windows(reader, values["num_hidden_layers"], window, pattern=2) | {
-        "attn_logit_softcapping": read_cap(reader, "attn_logit_softcapping", 50.0)
-    }
-    return make_model(reader, layout, "Gemma2ForCausalLM", values)
+    values |= read_windows(reader, values["num_hidden_layers"], window, pattern=2)
+    return values | {"attn_logit_softcapping": read_cap(reader, "attn_logit_softcapping", 50.0)}
 
 
 def read_gemma(reader: ConfigReader, logit_cap: float | None) -> dict[str, Any]:
@@ -80,10 +68,8 @@ def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="gemma2",
-    model_type="gemma2",
     architectures=("Gemma2ForCausalLM",),
     modules=MODULES,
-    ignored=ROTARY_BUFFERS,
     is_tied_by_default=True,
     always_shares=True,
     read_config=read_config,

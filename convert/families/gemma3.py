@@ -9,17 +9,7 @@ from specdec.model.config import FULL, SLIDING, ModelConfig
 from ..hf import ConfigReader
 from ..plan import Part
 from . import gemma2
-from .base import (
-    ROTARY_BUFFERS,
-    Family,
-    Layout,
-    get_window,
-    logger,
-    make_model,
-    read_decoder,
-    read_windows,
-    refuse_unless,
-)
+from .base import Family, Layout, get_window, logger, read_decoder, read_windows, refuse_unless
 from .qwen3 import HEAD_NORMS
 
 MODULES: dict[str, tuple[str | Part, ...]] = {
@@ -28,7 +18,7 @@ MODULES: dict[str, tuple[str | Part, ...]] = {
 }
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Gemma 3 config.json; an absent optional field has the value transformers gives it."""
     reader, local_base = _split_rotary(reader)
     values = read_decoder(
@@ -45,10 +35,9 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     )  # fmt: skip
     old, new = "sliding_window_pattern", "_sliding_window_pattern"
     pattern = reader.get_int(old if old in reader.config else new, 6)
-    values |= read_windows(
-        reader, values["num_hidden_layers"], get_window(reader, 4096), pattern=pattern
-    ) | {"rope_local_base_freq": local_base}
-    return make_model(reader, layout, "Gemma3ForCausalLM", values)
+    window = get_window(reader, 4096)
+    values |= read_windows(reader, values["num_hidden_layers"], window, pattern=pattern)
+    return values | {"rope_local_base_freq": local_base}
 
 
 def _split_rotary(reader: ConfigReader) -> tuple[ConfigReader, float]:
@@ -60,18 +49,15 @@ def _split_rotary(reader: ConfigReader) -> tuple[ConfigReader, float]:
     both = reader.get_object("rope_parameters")
     if not {FULL, SLIDING} & both.keys():
         return reader, reader.get_float("rope_local_base_freq", 10000.0)
-    parts = ConfigReader(both, reader.path)
+    parts = reader.enter(both)
     full, sliding = parts.get_object(FULL), parts.get_object(SLIDING)
-    inner = ConfigReader(sliding, reader.path)
+    inner = reader.enter(sliding)
     refuse_unless(
         inner, "rope_type", "default",
         remedy="Gemma 3 scales the rotary embedding of its full layers alone",
     )  # fmt: skip
     base = inner.get_float("rope_theta", 10000.0)
-    own = ConfigReader(dict(reader.config) | {"rope_parameters": full}, reader.path)
-    for each in (reader, parts, inner):
-        own.problems += each.problems
-    return own, base
+    return reader.enter(dict(reader.config) | {"rope_parameters": full}), base
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +87,6 @@ FAMILY = Family(
     model_type="gemma3_text",
     architectures=("Gemma3ForCausalLM",),
     modules=MODULES,
-    ignored=ROTARY_BUFFERS,
     is_tied_by_default=True,
     read_config=read_config,
     describe=describe,

@@ -9,7 +9,7 @@ from specdec.model.config import ModelConfig
 from ..config import MOE_014
 from ..hf import ConfigReader
 from ..plan import Part
-from .base import Family, Layout, make_model, name_activation, refuse_unless
+from .base import Family, Layout, name_activation, refuse_unless
 
 _SELF = "transformer.h.{layer}."
 _OURS = "transformer.layers.{layer}."
@@ -29,7 +29,7 @@ MODULES: dict[str, tuple[str | Part, ...]] = {
 }
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a GPT-2 config.json; an absent optional field has the value transformers gives it."""
     num_heads, hidden_size = reader.get_int("n_head"), reader.get_int("n_embd")
     if hidden_size % num_heads:
@@ -42,7 +42,7 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     refuse_unless(reader, "reorder_and_upcast_attn", False, remedy=remedy)
     refuse_unless(reader, "add_cross_attention", False, remedy=remedy)
     activation = reader.get_text("activation_function", "gelu_new")
-    values = {
+    return {
         "vocab_size": reader.get_int("vocab_size"),
         "hidden_size": hidden_size,
         "num_hidden_layers": reader.get_int("n_layer"),
@@ -54,7 +54,6 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         "max_position_embeddings": reader.get_int("n_positions", 1024),
         "hidden_act": name_activation(reader, activation),
     }
-    return make_model(reader, layout, "GPT2LMHeadModel", values)
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +76,6 @@ def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="gpt2",
-    model_type="gpt2",
     architectures=("GPT2LMHeadModel",),
     modules=MODULES,
     prefixes=("transformer.", ""),

@@ -8,7 +8,7 @@ from specdec.model.config import ModelConfig
 
 from ..config import MOE_014
 from ..hf import ConfigReader
-from .base import ROTARY_BUFFERS, Family, Layout, make_model, read_decoder
+from .base import BIASES, ROTARY, Family, Layout, list_keys, read_decoder
 
 _SELF = "model.layers.{layer}."
 _OURS = "transformer.layers.{layer}."
@@ -29,36 +29,33 @@ MODULES = {
 }  # fmt: skip
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Llama config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
-    values |= {
+    return values | {
         "attn_bias": reader.get_bool("attention_bias", False),
         "mlp_bias": reader.get_bool("mlp_bias", False),
     }
-    return make_model(reader, layout, "LlamaForCausalLM", values)
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     """Add the keys of TensorRT-LLM's Llama config."""
-    return config | {
-        "mlp_bias": model.mlp_bias,
-        "attn_bias": model.attn_bias,
-        "rotary_base": model.rotary_base,
-        "rotary_scaling": model.rotary_scaling,
-        "residual_mlp": False,
-        "disable_weight_only_quant_plugin": False,
-        "moe": dict(MOE_014),
-        "remove_duplicated_kv_heads": False,
-    }
+    return (
+        config
+        | list_keys(model, *BIASES, *ROTARY)
+        | {
+            "residual_mlp": False,
+            "disable_weight_only_quant_plugin": False,
+            "moe": dict(MOE_014),
+            "remove_duplicated_kv_heads": False,
+        }
+    )
 
 
 FAMILY = Family(
     name="llama",
-    model_type="llama",
     architectures=("LlamaForCausalLM",),
     modules=MODULES,
-    ignored=ROTARY_BUFFERS,
     read_config=read_config,
     describe=describe,
 )

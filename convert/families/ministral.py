@@ -9,6 +9,6 @@ from . import mistral
 FAMILY = dataclasses.replace(
     mistral.FAMILY,
     name="ministral",
-    model_type="ministral",
     architectures=("MinistralForCausalLM",),
+    written_as="MistralForCausalLM",
 )

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from specdec.model.config import ModelConfig
+from typing import Any
 
 from ..hf import ConfigReader
 from . import llama
-from .base import (
-    ROTARY_BUFFERS,
-    Family,
-    Layout,
-    get_window,
-    make_model,
-    read_decoder,
-    read_experts,
-    read_windows,
-)
+from .base import Family, Layout, get_window, read_decoder, read_experts, read_windows
 
 _SELF = "model.layers.{layer}.block_sparse_moe."
 _OURS = "transformer.layers.{layer}."
@@ -29,7 +20,7 @@ MODULES = {name: own for name, own in llama.MODULES.items() if ".mlp." not in na
 }
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Mixtral config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-5), max_positions=131072, num_kv_heads=8,
@@ -37,18 +28,13 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     )  # fmt: skip
     window = get_window(reader, None)
     values |= read_windows(reader, values["num_hidden_layers"], window)
-    values |= read_experts(
-        reader, layout, values, num=("num_local_experts", 8), top_k=2, renormalizes=True
-    )
-    return make_model(reader, layout, "MixtralForCausalLM", values)
+    return values | read_experts(reader, layout, values, num=8, top_k=2, renormalizes=True)
 
 
 FAMILY = Family(
     name="mixtral",
-    model_type="mixtral",
     architectures=("MixtralForCausalLM",),
     modules=MODULES,
-    ignored=ROTARY_BUFFERS,
     read_config=read_config,
     describe=llama.describe,
 )

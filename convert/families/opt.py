@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from specdec.model.config import ModelConfig
 from specdec.model.tensors import HEAD
 
 from ..hf import ConfigReader, HfFolder
-from ..plan import Part
-from .base import Family, Layout, make_model, name_activation, refuse_unless
+from ..plan import Computed, Part
+from .base import Family, Layout, name_activation, refuse_unless
 
 _SELF = "model.decoder.layers.{layer}."
 _OURS = "transformer.layers.{layer}."
@@ -40,7 +39,7 @@ MODULES: dict[str, tuple[str | Part, ...]] = {
 }  # fmt: skip
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read an OPT config.json; an absent optional field has the value transformers gives it."""
     num_heads, hidden_size = reader.get_int("num_attention_heads"), reader.get_int("hidden_size")
     if hidden_size % num_heads:
@@ -57,7 +56,8 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         reader, "enable_bias", True, remedy="OPT without biases (Galactica) is not supported"
     )
     activation = reader.get_text("activation_function", "relu")
-    values = {
+    known = ARCHITECTURES["OPTForCausalLM"]
+    return {
         "vocab_size": reader.get_int("vocab_size"),
         "hidden_size": hidden_size,
         "num_hidden_layers": reader.get_int("num_hidden_layers"),
@@ -68,10 +68,8 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         "norm_epsilon": 1e-5,  # torch's default, for which OPT has no field
         "max_position_embeddings": reader.get_int("max_position_embeddings", 2048),
         "hidden_act": name_activation(reader, activation),
+        "own_arithmetic": dataclasses.replace(known, is_post_norm=True) if is_post_norm else None,
     }
-    known = ARCHITECTURES["OPTForCausalLM"]
-    arithmetic = dataclasses.replace(known, is_post_norm=True) if is_post_norm else None
-    return make_model(reader, layout, "OPTForCausalLM", values, arithmetic)
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -83,49 +81,6 @@ def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
         "mapping": mapping,
         "quantization": {"quant_algo": None},
     }
-
-
-class Products:
-    """A folder's tensors that are products of two: a table [V, P] and a projection, [V, D].
-
-    products: of each its table, its projection, and whether that is stored as [D, P].
-    """
-
-    def __init__(
-        self, folder: HfFolder, products: Mapping[str, tuple[str, str, bool]], width: int
-    ) -> None:
-        self.path, self._folder, self._products = folder.path, folder, products
-        self.tensors = {
-            name: TensorInfo("float32", (folder.tensors[table].shape[0], width))
-            for name, (table, _, _) in products.items()
-        }
-
-    def read(self, name: str) -> Array:
-        """Return a whole product in float32, rounded once."""
-        return self.read_block(name, 0, self.tensors[name].shape[0])
-
-    def read_block(
-        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
-    ) -> Array:
-        """Return some rows of a product, all columns or columns [first, last)."""
-        table, projection, is_turned = self._products[name]
-        rows = self._widen(table, self._folder.read_block(table, start, stop))
-        factor = self._widen(projection, self._folder.read(projection))
-        first, last = columns or (0, self.tensors[name].shape[1])
-        product = rows @ (factor.T if is_turned else factor)[:, first:last]
-        result: Array = np.ascontiguousarray(product, np.float32)
-        return result
-
-    def _widen(self, name: str, values: Array) -> Array:
-        wide: Array = cast(values, self._folder.tensors[name].dtype, "float32").astype(np.float64)
-        return wide
-
-    def locate(self, name: str) -> None:
-        """Nowhere: a product is in no file."""
-
-    def release(self) -> None:
-        """Let go of the memory of what was read."""
-        self._folder.release()
 
 
 def fold_projections(folder: HfFolder) -> HfFolder:
@@ -156,18 +111,38 @@ def fold_projections(folder: HfFolder) -> HfFolder:
                 f" {'missing' if info is None else list(info.shape)}, not {list(shape)}",
                 "its config.json and tensors disagree: take both from the same model",
             )
+    # Of each its table, [V, P], its projection, and whether that is stored as [D, P].
     products = {table: (table, inward, True), HEAD: (head, outward, False)}
-    folded = folder.substitute(Products(folder, products, shapes[inward][0]), (inward, outward))
+
+    def widen(name: str, values: Array) -> Array:
+        wide: Array = cast(values, folder.tensors[name].dtype, "float32").astype(np.float64)
+        return wide
+
+    def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
+        """Multiply, [V, D] in float32, rounded once."""
+        own, projection, is_turned = products[name]
+        rows = widen(own, folder.read_block(own, start, stop))
+        factor = widen(projection, folder.read(projection))
+        first, last = columns or (0, infos[name].shape[1])
+        product = rows @ (factor.T if is_turned else factor)[:, first:last]
+        result: Array = np.ascontiguousarray(product, np.float32)
+        return result
+
+    infos = {
+        name: TensorInfo("float32", (folder.tensors[own].shape[0], shapes[inward][0]))
+        for name, (own, _, _) in products.items()
+    }
+    folded = folder.substitute(Computed(folder, infos, compute), (inward, outward))
     folded.config = folder.config | {"tie_word_embeddings": False, "word_embed_proj_dim": size}
     return folded
 
 
 FAMILY = Family(
     name="opt",
-    model_type="opt",
     architectures=("OPTForCausalLM",),
     modules=MODULES,
     prefixes=("model.decoder.", "decoder."),
+    ignored=(),
     is_tied_by_default=True,
     prepare=fold_projections,
     read_config=read_config,

@@ -7,15 +7,7 @@ from typing import Any
 from specdec.model.config import ModelConfig
 
 from ..hf import ConfigReader
-from .base import (
-    ROTARY_BUFFERS,
-    Family,
-    Layout,
-    make_model,
-    name_activation,
-    read_decoder,
-    refuse_unless,
-)
+from .base import ROTARY, Family, Layout, list_keys, name_activation, read_decoder, refuse_unless
 
 _SELF = "model.layers.{layer}."
 _OURS = "transformer.layers.{layer}."
@@ -34,7 +26,7 @@ MODULES = {
 }  # fmt: skip
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Phi config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(
         reader, norm_epsilon=("layer_norm_eps", 1e-5), max_positions=2048, rotary_fraction=0.5,
@@ -45,7 +37,7 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         reader, "qk_layernorm", False,
         remedy="TensorRT-LLM's Phi does not normalize queries and keys",
     )  # fmt: skip
-    return make_model(reader, layout, "PhiForCausalLM", values)
+    return values
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -54,19 +46,13 @@ def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     Its `partial_rotary_factor` is left out: no version since 0.14 reads it, and its loader sets it
     to 0.4 for every model.
     """
-    return config | {
-        "rotary_base": model.rotary_base,
-        "rotary_scaling": model.rotary_scaling,
-        "rotary_pct": model.rotary_pct,
-    }
+    return config | list_keys(model, *ROTARY, "rotary_pct")
 
 
 FAMILY = Family(
     name="phi",
-    model_type="phi",
     architectures=("PhiForCausalLM",),
     modules=MODULES,
-    ignored=ROTARY_BUFFERS,
     read_config=read_config,
     describe=describe,
 )

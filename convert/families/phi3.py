@@ -9,15 +9,7 @@ from specdec.model.rotary_scaling import get_kind
 
 from ..hf import ConfigReader
 from ..plan import Part
-from .base import (
-    ROTARY_BUFFERS,
-    Family,
-    Layout,
-    get_window,
-    make_model,
-    read_decoder,
-    read_windows,
-)
+from .base import ROTARY, Family, Layout, get_window, list_keys, read_decoder, read_windows
 
 _SELF = "model.layers.{layer}."
 _OURS = "transformer.layers.{layer}."
@@ -37,7 +29,7 @@ MODULES: dict[str, tuple[str | Part, ...]] = {
 }
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Phi-3 config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-5), max_positions=4096, rotary_fraction=1.0
@@ -53,16 +45,12 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
             key: "longrope" if key in ("type", "rope_type") and value == "su" else value
             for key, value in scaling.items()
         }
-    return make_model(reader, layout, "Phi3ForCausalLM", values)
+    return values
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     """Add the keys of TensorRT-LLM's Phi-3 config."""
-    config |= {
-        "rotary_base": model.rotary_base,
-        "rotary_scaling": model.rotary_scaling,
-        "rotary_pct": model.rotary_pct,
-    }
+    config |= list_keys(model, *ROTARY, "rotary_pct")
     scaling = model.rotary_scaling
     if scaling is not None and get_kind(scaling) == "longrope":
         config |= {
@@ -85,10 +73,8 @@ def find_problem_014(model: ModelConfig) -> tuple[str, str] | None:
 
 FAMILY = Family(
     name="phi3",
-    model_type="phi3",
     architectures=("Phi3ForCausalLM",),
     modules=MODULES,
-    ignored=ROTARY_BUFFERS,
     read_config=read_config,
     describe=describe,
     find_problem_014=find_problem_014,

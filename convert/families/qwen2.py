@@ -9,24 +9,15 @@ from specdec.model.config import ModelConfig
 from ..config import MOE_014
 from ..hf import ConfigReader
 from . import llama
-from .base import (
-    ROTARY_BUFFERS,
-    Family,
-    Layout,
-    get_window,
-    make_model,
-    read_decoder,
-    read_windows,
-)
+from .base import BIASES, ROTARY, Family, Layout, get_window, list_keys, read_decoder, read_windows
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Qwen2 config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=32
     )
-    values |= {"attn_bias": True, **read_window(reader, values)}
-    return make_model(reader, layout, "Qwen2ForCausalLM", values)
+    return values | {"attn_bias": True, **read_window(reader, values)}
 
 
 def read_window(reader: ConfigReader, values: dict[str, Any]) -> dict[str, Any]:
@@ -40,25 +31,23 @@ def read_window(reader: ConfigReader, values: dict[str, Any]) -> dict[str, Any]:
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     """Add the keys of TensorRT-LLM's Qwen config."""
-    return config | {
-        "mlp_bias": model.mlp_bias,
-        "attn_bias": model.attn_bias,
-        "rotary_base": model.rotary_base,
-        "rotary_scaling": model.rotary_scaling,
-        "disable_weight_only_quant_plugin": False,
-        "moe": MOE_014 | {"normalization_mode": 0},
-        "qwen_type": "qwen2",
-        "moe_intermediate_size": 0,
-        "moe_shared_expert_intermediate_size": 0,
-    }
+    return (
+        config
+        | list_keys(model, *BIASES, *ROTARY)
+        | {
+            "disable_weight_only_quant_plugin": False,
+            "moe": MOE_014 | {"normalization_mode": 0},
+            "qwen_type": "qwen2",
+            "moe_intermediate_size": 0,
+            "moe_shared_expert_intermediate_size": 0,
+        }
+    )
 
 
 FAMILY = Family(
     name="qwen2",
-    model_type="qwen2",
     architectures=("Qwen2ForCausalLM",),
     modules=llama.MODULES,
-    ignored=ROTARY_BUFFERS,
     read_config=read_config,
     describe=describe,
 )

@@ -8,15 +8,7 @@ from specdec.model.config import ModelConfig
 
 from ..hf import ConfigReader
 from . import llama, qwen2
-from .base import (
-    ROTARY_BUFFERS,
-    Family,
-    Layout,
-    make_model,
-    read_decoder,
-    read_experts,
-    refuse_unless,
-)
+from .base import Family, Layout, read_decoder, read_experts, refuse_unless
 
 _SELF = "model.layers.{layer}.mlp."
 _OURS = "transformer.layers.{layer}."
@@ -44,7 +36,7 @@ def refuse_uneven_layers(reader: ConfigReader) -> None:
     refuse_unless(reader, "use_sliding_window", False, remedy=alike)
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Qwen2-MoE config.json; an absent optional field has transformers' value."""
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=16
@@ -52,12 +44,12 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
     refuse_uneven_layers(reader)
     refuse_unless(reader, "qkv_bias", True, remedy="Qwen2-MoE has attention biases")
     values |= read_experts(
-        reader, layout, values, num=("num_experts", 60), top_k=4,
+        reader, layout, values, num=60, top_k=4,
         renormalizes=reader.get_bool("norm_topk_prob", False),
         inner=("moe_intermediate_size", 1408),
         shared_inner=("shared_expert_intermediate_size", 5632),
     )  # fmt: skip
-    return make_model(reader, layout, "Qwen2MoeForCausalLM", values | {"attn_bias": True})
+    return values | {"attn_bias": True}
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -76,12 +68,10 @@ def describe_sizes(model: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     name="qwen2_moe",
-    model_type="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
     modules={name: own for name, own in llama.MODULES.items() if ".mlp." not in name}
     | EXPERTS
     | SHARED,
-    ignored=ROTARY_BUFFERS,
     read_config=read_config,
     describe=describe,
 )

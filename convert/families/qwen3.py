@@ -9,7 +9,7 @@ from specdec.model.config import ModelConfig
 from ..hf import ConfigReader
 from ..plan import Part
 from . import llama, qwen2
-from .base import ROTARY_BUFFERS, Family, Layout, logger, make_model, read_decoder
+from .base import Family, Layout, logger, read_decoder
 
 _SELF, _OURS = "model.layers.{layer}.self_attn.", "transformer.layers.{layer}.attention."
 HEAD_NORMS: dict[str, tuple[str | Part, ...]] = {
@@ -29,17 +29,13 @@ def read_bias(reader: ConfigReader) -> bool:
     return has_bias
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Qwen3 config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=32,
         head_dim=None if "head_dim" in reader.config else 128,  # null: by the number of heads
     )  # fmt: skip
-    values |= {
-        "attn_bias": read_bias(reader),
-        **qwen2.read_window(reader, values),
-    }
-    return make_model(reader, layout, "Qwen3ForCausalLM", values)
+    return values | {"attn_bias": read_bias(reader), **qwen2.read_window(reader, values)}
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -55,10 +51,8 @@ def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="qwen3",
-    model_type="qwen3",
     architectures=("Qwen3ForCausalLM",),
     modules={**llama.MODULES, **HEAD_NORMS},
-    ignored=ROTARY_BUFFERS,
     read_config=read_config,
     describe=describe,
 )

@@ -8,22 +8,21 @@ from specdec.model.config import ModelConfig
 
 from ..hf import ConfigReader
 from . import llama, qwen2_moe, qwen3
-from .base import ROTARY_BUFFERS, Family, Layout, make_model, read_decoder, read_experts
+from .base import Family, Layout, read_decoder, read_experts
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Qwen3-MoE config.json; an absent optional field has transformers' value."""
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=4
     )
     qwen2_moe.refuse_uneven_layers(reader)
     values["attn_bias"] = qwen3.read_bias(reader)
-    values |= read_experts(
-        reader, layout, values, num=("num_experts", 128), top_k=8,
+    return values | read_experts(
+        reader, layout, values, num=128, top_k=8,
         renormalizes=reader.get_bool("norm_topk_prob", False),
         inner=("moe_intermediate_size", 768),
     )  # fmt: skip
-    return make_model(reader, layout, "Qwen3MoeForCausalLM", values)
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -34,12 +33,10 @@ def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="qwen3_moe",
-    model_type="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
     modules={name: own for name, own in llama.MODULES.items() if ".mlp." not in name}
     | qwen3.HEAD_NORMS
     | qwen2_moe.EXPERTS,
-    ignored=ROTARY_BUFFERS,
     read_config=read_config,
     describe=describe,
 )

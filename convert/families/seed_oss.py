@@ -5,15 +5,16 @@ TensorRT-LLM's engines have no class for it, so the checkpoint tells what it com
 
 from __future__ import annotations
 
+from typing import Any
+
 from specdec.model.architectures import Architecture
-from specdec.model.config import ModelConfig
 
 from ..hf import ConfigReader
 from . import llama
-from .base import ROTARY_BUFFERS, Family, Layout, make_model, read_decoder
+from .base import Family, Layout, read_decoder
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Seed-OSS config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=524288, num_kv_heads=8,
@@ -24,14 +25,12 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         dense_bias=reader.get_bool("attention_out_bias", False),
         mlp_bias=reader.get_bool("mlp_bias", False),
     )
-    return make_model(reader, layout, "SeedOssForCausalLM", values, arithmetic)
+    return values | {"own_arithmetic": arithmetic}
 
 
 FAMILY = Family(
     name="seed_oss",
-    model_type="seed_oss",
     architectures=("SeedOssForCausalLM",),
     modules=llama.MODULES,
-    ignored=ROTARY_BUFFERS,
     read_config=read_config,
 )

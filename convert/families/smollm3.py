@@ -5,17 +5,18 @@ TensorRT-LLM has no class for it, so the checkpoint tells what it computes.
 
 from __future__ import annotations
 
+from typing import Any
+
 from specdec.errors import shorten
 from specdec.model.architectures import Architecture
 from specdec.model.bounds import MAX_MODULES
-from specdec.model.config import ModelConfig
 
 from ..hf import ConfigReader
 from . import llama
-from .base import ROTARY_BUFFERS, Family, Layout, make_model, read_decoder, refuse_unless
+from .base import Family, Layout, read_decoder, refuse_unless
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a SmolLM3 config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=4,
@@ -44,15 +45,13 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         mlp_bias=reader.get_bool("mlp_bias", False),
         layers_without_positions=tuple(i for i, has in enumerate(has_positions) if not has),
     )
-    return make_model(reader, layout, "SmolLM3ForCausalLM", values, arithmetic)
+    return values | {"own_arithmetic": arithmetic}
 
 
 FAMILY = Family(
     name="smollm3",
-    model_type="smollm3",
     architectures=("SmolLM3ForCausalLM",),
     modules=llama.MODULES,
-    ignored=ROTARY_BUFFERS,
     is_tied_by_default=True,
     read_config=read_config,
 )

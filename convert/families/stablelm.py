@@ -5,15 +5,16 @@ TensorRT-LLM has no class for them, so the checkpoint tells what they compute.
 
 from __future__ import annotations
 
+from typing import Any
+
 from specdec.model.architectures import Architecture
-from specdec.model.config import ModelConfig
 
 from ..hf import ConfigReader
 from . import llama
-from .base import ROTARY_BUFFERS, Family, Layout, make_model, read_decoder, refuse_unless
+from .base import Family, Layout, read_decoder, refuse_unless
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
+def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a StableLM config.json; an absent optional field has the value transformers gives it."""
     values = read_decoder(
         reader, norm_epsilon=("layer_norm_eps", 1e-5), max_positions=4096, num_kv_heads=32,
@@ -32,14 +33,12 @@ def read_config(reader: ConfigReader, layout: Layout) -> ModelConfig:
         dense_bias=False,
         mlp_bias=False,
     )
-    return make_model(reader, layout, "StableLmForCausalLM", values, arithmetic)
+    return values | {"own_arithmetic": arithmetic}
 
 
 FAMILY = Family(
     name="stablelm",
-    model_type="stablelm",
     architectures=("StableLmForCausalLM",),
     modules=llama.MODULES,
-    ignored=ROTARY_BUFFERS,
     read_config=read_config,
 )

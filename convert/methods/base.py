@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, join_names
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import DEFAULT_EXCLUDED
 from specdec.trtllm.facts import DEFAULT_LABEL
 from specdec.trtllm.pairs import Pair, find_pair
 
 if TYPE_CHECKING:
-    from ..hf import HfFolder
+    from ..hf import ConfigReader, HfFolder
     from ..plan import Part
     from ..settings import ConvertSettings
 
@@ -67,20 +67,55 @@ def choose_pair(method: str, title: str, target: str, version: str) -> Pair | No
     return pair
 
 
+def take_naming(
+    folder: HfFolder, present: Collection[str], known: Mapping[str, str], what: str, kind: str
+) -> str:
+    """Return the one of several namings that a folder has; SpecDecError for none and for more.
+
+    known: how each is shown; what: is named by them; kind: of folder that is looked for.
+    """
+    found = [naming for naming in known if naming in present]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise SpecDecError(
+            f"{folder.path} holds {what} under {len(found)} names:"
+            f" {', '.join(known[naming] for naming in found)}",
+            "keep one of them: which is the trained one cannot be known",
+        )
+    names = sorted(folder.tensors)
+    raise SpecDecError(
+        f"{folder.path} holds no tensor of {what}, {' or '.join(known.values())}; it holds"
+        f" {join_names(names) if names else 'no tensors'}",
+        f"give the folder of {kind}",
+    )
+
+
+def check_sizes(reader: ConfigReader, whose: str, sizes: Mapping[str, int], model: Any) -> None:
+    """Note each of a drafter's sizes that is not its target's."""
+    for name, own in sizes.items():
+        if own != getattr(model, name):
+            reader.refuse(
+                f"{whose} {name} is {own}, the target's {getattr(model, name)}",
+                "use the drafter that was trained for this target",
+            )
+
+
 def exclude_modules(
-    quantization: Mapping[str, Any] | None, modules: Sequence[str], *, is_head_quantized: bool
-) -> list[str] | None:
-    """Return the modules to leave unquantized, the drafter's among them; None where nothing is.
+    config: dict[str, Any], modules: Sequence[str], *, is_head_quantized: bool
+) -> dict[str, Any]:
+    """Return a config.json that says of a drafter's modules that they are not quantized.
 
     A quantized target needs every drafter module in the list, and where its own list is null or
     empty, the defaults that the list then replaces.
     """
-    quantization = quantization or {}
+    quantization = config.get("quantization") or {}
     listed = quantization.get("exclude_modules")
     if listed is None and quantization.get("quant_algo") is None:
-        return None
+        return config
     excluded = list(listed or ())
     if quantization.get("quant_algo") is not None and not excluded:
         skipped = "*lm_head" if is_head_quantized else None
         excluded = [name for name in DEFAULT_EXCLUDED if name != skipped]
-    return excluded + [name for name in modules if name not in excluded]
+    excluded += [name for name in modules if name not in excluded]
+    return config | {"quantization": {**quantization, "exclude_modules": excluded}}

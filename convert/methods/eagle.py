@@ -16,6 +16,7 @@ from specdec.command.settings import as_options
 from specdec.errors import SpecDecError, join_names
 from specdec.methods.eagle import (
     EAGLE3_ARCHITECTURE,
+    EAGLE3_FIXED,
     METHOD,
     OWN_ARCHITECTURE,
     Eagle3Params,
@@ -63,7 +64,7 @@ class Format:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def _read_layers(reader: ConfigReader, name: str) -> list[int] | None:
+def read_layers(reader: ConfigReader, name: str) -> list[int] | None:
     """Return a list of layers, or None where it is absent."""
     layers = reader.config.get(name)
     if layers is None:
@@ -76,15 +77,14 @@ def _read_layers(reader: ConfigReader, name: str) -> list[int] | None:
 
 def _find_outputs(reader: ConfigReader, num_layers: int) -> list[int]:
     """The layers whose outputs are read, as their numbers tell; SafeAILab's three by default."""
-    inner = ConfigReader(reader.get_object("eagle_config"), reader.path)
-    layers = _read_layers(inner, "eagle_aux_hidden_state_layer_ids")
-    reader.problems += inner.problems
+    inner = reader.enter(reader.get_object("eagle_config"))
+    layers = read_layers(inner, "eagle_aux_hidden_state_layer_ids")
     return layers or [1, num_layers // 2 - 1, num_layers - 4]
 
 
 def _find_inputs(reader: ConfigReader, num_layers: int) -> list[int]:
     """The same where the numbers tell which layers are entered by what is read, as in vLLM."""
-    layers = _read_layers(reader, "eagle_aux_hidden_state_layer_ids")
+    layers = read_layers(reader, "eagle_aux_hidden_state_layer_ids")
     return [layer - 1 for layer in layers or [2, num_layers // 2, num_layers - 3]]
 
 
@@ -94,14 +94,7 @@ MODELOPT = Format(
     find_layers=_find_outputs,
     layers_key="eagle_config.eagle_aux_hidden_state_layer_ids",
     place="eagle_config",
-    fixed={
-        "use_aux_hidden_state": True,
-        "use_input_layernorm_in_first_layer": True,
-        "use_last_layernorm": True,
-        "use_mtp_layernorm": False,
-        "next_layer_regular": True,
-        "parallel_draft_step": 1,
-    },
+    fixed=EAGLE3_FIXED,
 )
 SPECULATORS = Format(
     name="speculators",
@@ -122,8 +115,8 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     reader = ConfigReader(folder.config, folder.path)
     is_speculators = folder.config.get("speculators_model_type") is not None
     net_config = reader.get_object("transformer_layer_config") if is_speculators else folder.config
-    net_reader = ConfigReader(net_config, folder.path)
-    _check_fixed(net_reader, FIXED_NET, "a Llama's decoder layers without biases")
+    net_reader = reader.enter(net_config)
+    check_fixed(net_reader, FIXED_NET, "a Llama's decoder layers without biases")
     values = read_decoder(net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
     net = make_net(values, model.dtype)
     if net.num_attention_heads % net.num_key_value_heads:
@@ -134,7 +127,6 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
         )
     if net.hidden_act != "silu":
         net_reader.refuse(f"hidden_act is {net.hidden_act!r}", "EAGLE drafters have 'silu'")
-    reader.problems += net_reader.problems
     reader.finish()
     check_num_layers(net.num_hidden_layers, folder)
     eagle3 = None
@@ -181,7 +173,7 @@ def _check_kind(folder: HfFolder) -> None:
         )
 
 
-def _check_fixed(reader: ConfigReader, fixed: Mapping[str, Any], what: str) -> None:
+def check_fixed(reader: ConfigReader, fixed: Mapping[str, Any], what: str) -> None:
     """Note every field that says another thing than the only one which is known."""
     for name, known in fixed.items():
         value = reader.config.get(name)
@@ -195,10 +187,8 @@ def _read_eagle3(
     reader: ConfigReader, folder: HfFolder, form: Format, net: ModelConfig, model: ModelConfig
 ) -> Eagle3Params | None:
     """Read what EAGLE-3 has besides its layers; None where something is wrong."""
-    place = ConfigReader(
-        reader.get_object(form.place) if form.place else reader.config, folder.path
-    )
-    _check_fixed(place, form.fixed, f"the usual EAGLE-3 of {form.name}")
+    place = reader.enter(reader.get_object(form.place) if form.place else reader.config)
+    check_fixed(place, form.fixed, f"the usual EAGLE-3 of {form.name}")
     norms = {"norm_before_residual": reader.get_bool("norm_before_residual", False)}
     for name in Eagle3Params.NEWER:  # vLLM takes ModelOpt's object first
         norms[name] = (place if name in place.config else reader).get_bool(name, False)
@@ -207,7 +197,6 @@ def _read_eagle3(
             "norm_before_fc and fc_norm are both true",
             "set to true the one that the drafter was trained with",
         )
-    reader.problems += place.problems
     layers = sorted(form.find_layers(reader, model.num_hidden_layers))
     is_distinct = len(set(layers)) == len(layers)
     if not is_distinct or layers[0] < 0 or layers[-1] >= model.num_hidden_layers:
@@ -226,13 +215,13 @@ def _read_eagle3(
         )
     draft_vocab_size = reader.get_int("draft_vocab_size", net.vocab_size)
     if not reader.problems:
-        _check_offsets(reader, folder, draft_vocab_size, model.vocab_size)
+        check_offsets(reader, folder, draft_vocab_size, model.vocab_size)
     if reader.problems:
         return None
     return Eagle3Params(aux_layers=tuple(layers), draft_vocab_size=draft_vocab_size, **norms)
 
 
-def _check_offsets(
+def check_offsets(
     reader: ConfigReader, folder: HfFolder, draft_vocab_size: int, vocab_size: int
 ) -> None:
     """Note whether drafted tokens are told apart and lie in the vocabulary, and both maps agree."""
@@ -353,9 +342,4 @@ def add_to_config(
     combined |= own
     combined["architecture"] = own_name if params.eagle3 or pair is None else pair[1]
     combined["base_architecture"] = target
-    excluded = exclude_modules(
-        config.get("quantization"), ["eagle_nets.*"], is_head_quantized=is_head_quantized
-    )
-    if excluded is not None:
-        combined["quantization"] = combined["quantization"] | {"exclude_modules": excluded}
-    return combined
+    return exclude_modules(combined, ["eagle_nets.*"], is_head_quantized=is_head_quantized)

@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.command.settings import as_options
-from specdec.errors import SpecDecError, join_names
 from specdec.files.tensor_file import TensorInfo
 from specdec.methods.medusa import METHOD, MedusaConvert, MedusaParams
 from specdec.model.config import ModelConfig
 
-from ..config import MOE_014, drop_default_keys
+from ..config import PLAIN_DEFAULTS, drop_default_keys
 from ..hf import ConfigReader, HfFolder
 from ..plan import Part, check_num_layers
-from .base import choose_pair, exclude_modules
+from .base import check_sizes, choose_pair, exclude_modules, take_naming
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
@@ -89,11 +88,9 @@ def _read_number(reader: ConfigReader, names: Sequence[str], *, minimum: int) ->
     """Return a number that goes by several names, or None where config.json has none of them."""
     found = {}
     for place in (reader.config, reader.get_object("medusa")):
-        inner = ConfigReader(place, reader.path)
         for name in names:
             if place.get(name) is not None:
-                found[name] = inner.get_int(name, minimum=minimum)
-        reader.problems += inner.problems
+                found[name] = reader.enter(place).get_int(name, minimum=minimum)
     if len(set(found.values())) > 1:
         reader.refuse(
             f"config.json says {' and '.join(f'{k} {v}' for k, v in found.items())}",
@@ -106,35 +103,17 @@ def _check_sizes(reader: ConfigReader, info: TensorInfo | None, model: ModelConf
     """Note whether the first head's last matrix was made for another target."""
     if info is None or len(info.shape) != 2:
         return  # planning the tensors names it
-    for name, ours, targets in (
-        ("vocab_size", info.shape[0], model.vocab_size),
-        ("hidden_size", info.shape[1], model.hidden_size),
-    ):
-        if ours != targets:
-            reader.refuse(
-                f"the Medusa heads' {name} is {ours}, the target's {targets}",
-                "use the heads that were trained for this target",
-            )
+    sizes = dict(zip(("vocab_size", "hidden_size"), info.shape, strict=True))
+    check_sizes(reader, "the Medusa heads'", sizes, model)
 
 
 def find_prefix(folder: HfFolder) -> str:
     """Return what stands before a head's number; more than one naming in a folder is an error."""
     present = {match.group(1) for name in folder.tensors if (match := _OWN.match(name))}
-    found = [prefix for prefix in PREFIXES if prefix in present]
-    shown = [f"{prefix}0.*" for prefix in found or PREFIXES]
-    if len(found) > 1:
-        raise SpecDecError(
-            f"{folder.path} holds Medusa heads under {len(found)} names: {', '.join(shown)}",
-            "keep one of them: which are the trained ones cannot be known",
-        )
-    if not found:
-        names = sorted(folder.tensors)
-        raise SpecDecError(
-            f"{folder.path} holds no tensor of a Medusa head, {' or '.join(shown)}; it holds"
-            f" {join_names(names) if names else 'no tensors'}",
-            "give the folder of Medusa heads, or of a model saved with them",
-        )
-    return found[0]
+    return take_naming(
+        folder, present, {prefix: f"{prefix}0.*" for prefix in PREFIXES}, "a Medusa head",
+        "Medusa heads, or of a model saved with them",
+    )  # fmt: skip
 
 
 def list_heads(folder: HfFolder) -> list[int]:
@@ -190,24 +169,13 @@ def add_to_config(
         if version != "0.14":
             combined |= {"base_architecture": target, "model_type": MODEL_TYPES_1X[target]}
     combined |= {"architecture": architecture, **params.to_checkpoint()}
-    excluded = exclude_modules(
-        config.get("quantization"), list_modules(params), is_head_quantized=is_head_quantized
-    )
-    if excluded is not None:
-        combined["quantization"] = combined["quantization"] | {"exclude_modules": excluded}
-    return combined
+    return exclude_modules(combined, list_modules(params), is_head_quantized=is_head_quantized)
 
 
 def _drop_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what every loader takes for granted."""
     tp_size = (config.get("mapping") or {}).get("tp_size", 1)
-    defaults = {
-        "mlp_bias": False,
-        "attn_bias": False,
-        "residual_mlp": False,
-        "disable_weight_only_quant_plugin": False,
-        "moe": MOE_014,
-        "remove_duplicated_kv_heads": False,
+    defaults = PLAIN_DEFAULTS | {
         "qk_layernorm": False,
         "head_size": config["hidden_size"] // config["num_attention_heads"],
     }

@@ -10,10 +10,10 @@ from specdec.errors import Problems, SpecDecError, join_names
 from specdec.methods.redrafter import METHOD, ReDrafterConvert, ReDrafterParams
 from specdec.model.config import ModelConfig
 
-from ..config import MOE_014, drop_default_keys
+from ..config import PLAIN_DEFAULTS, drop_default_keys
 from ..hf import ConfigReader, HfFolder
 from ..plan import Part, check_num_layers
-from .base import choose_pair, exclude_modules
+from .base import check_sizes, choose_pair, exclude_modules, take_naming
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
@@ -52,16 +52,8 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
         if reader.config.get(name) is not None
     }
     reader.finish()
-    sizes = (
-        ("hidden_size", params.hidden_size, model.hidden_size),
-        ("vocab_size", vocab_size, model.vocab_size),
-    )
-    for name, ours, targets in sizes:
-        if ours != targets:
-            reader.refuse(
-                f"the drafter's {name} is {ours}, the target's {targets}",
-                "use the drafter that was trained for this target",
-            )
+    sizes = {"hidden_size": params.hidden_size, "vocab_size": vocab_size}
+    check_sizes(reader, "the drafter's", sizes, model)
     for name, trained in trained_lengths.items():
         if params.draft_len_per_beam > trained:
             reader.refuse(
@@ -117,22 +109,8 @@ def list_ignored(folder: HfFolder, params: ReDrafterParams) -> tuple[str, ...]:
 def _find_root(folder: HfFolder, known: Sequence[str], what: str) -> str:
     """Return the one name out of `known` that the folder's tensors begin with."""
     present = {name.split(".")[0] for name in folder.tensors}
-    found = [root for root in known if root in present]
-    if len(found) > 1:
-        raise SpecDecError(
-            f"{folder.path} holds the drafter's {what} under {len(found)} names:"
-            f" {', '.join(root + '.*' for root in found)}",
-            "keep one of them: which is the trained one cannot be known",
-        )
-    if not found:
-        names = sorted(folder.tensors)
-        raise SpecDecError(
-            f"{folder.path} holds no tensor of the drafter's {what},"
-            f" {' or '.join(root + '.*' for root in known)}; it holds"
-            f" {join_names(names) if names else 'no tensors'}",
-            "give the folder of a ReDrafter drafter",
-        )
-    return found[0]
+    shown = {root: f"{root}.*" for root in known}
+    return take_naming(folder, present, shown, f"the drafter's {what}", "a ReDrafter drafter")
 
 
 def check_disagreements(folder: HfFolder, params: ReDrafterParams) -> None:
@@ -164,30 +142,16 @@ def add_to_config(
     pair = choose_pair(METHOD.name, METHOD.title, target, version)
     base, architecture = pair or (target, *METHOD.own_architectures)
     combined = dict(config)
-    if version == "0.14":
-        # That line's ReDrafter config knows no more than these by default.
-        combined = drop_default_keys(
-            combined,
-            {
-                "mlp_bias": False,
-                "attn_bias": False,
-                "residual_mlp": False,
-                "disable_weight_only_quant_plugin": False,
-                "moe": MOE_014,
-                "remove_duplicated_kv_heads": False,
-            },
-        )
+    if version == "0.14":  # whose ReDrafter config knows no more than these by default
+        combined = drop_default_keys(combined, PLAIN_DEFAULTS)
     combined |= {
         "architecture": architecture,
         "base_model_architecture": base,
         **params.to_checkpoint(),
     }
-    quantization = dict(combined.get("quantization") or {})
+    quantization = combined.get("quantization") or {}
     modules = list_modules(params, is_quantized=quantization.get("quant_algo") is not None)
-    excluded = exclude_modules(quantization, modules, is_head_quantized=is_head_quantized)
-    if excluded is not None:
-        combined["quantization"] = quantization | {"exclude_modules": excluded}
-    return combined
+    return exclude_modules(combined, modules, is_head_quantized=is_head_quantized)
 
 
 def list_modules(params: ReDrafterParams, *, is_quantized: bool) -> list[str]:

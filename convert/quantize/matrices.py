@@ -401,9 +401,7 @@ class ModeloptInt4Matrix(IntMatrix):
             self.input_dtype = folder.tensors[self.input_scale].dtype
 
     def read_numbers(self, start: int, stop: int) -> Array:
-        first, last = start // 2, -(-stop // 2)
-        packed = self.folder.read_block(f"{self.stem}.weight", first, last)
-        return int4.unpack(packed)[start - 2 * first : stop - 2 * first]
+        return int4.read_codes(self.folder, f"{self.stem}.weight", start, stop)
 
     def read_scales(self, start: int, stop: int) -> Array:
         return self.folder.read_block(f"{self.stem}.weight_scale", start, stop)

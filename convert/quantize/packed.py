@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from ..hf import HfFolder
 from ..plan import (
     CHUNK_BYTES,
     Chunk,
+    Computed,
     Part,
     Piece,
     PlannedTensor,
@@ -46,7 +46,7 @@ from ..plan import (
 from .matrices import IntMatrix, Matrix, Nvfp4Matrix
 from .scales import EXCLUDED
 from .sections import INT4, Scheme
-from .unified import ScaleReader, Selection, plan_kv_scales
+from .unified import ScaleReader, plan_kv_scales
 
 logger = logs.get_logger(__name__)
 
@@ -70,59 +70,19 @@ def open_matrices(folder: HfFolder, scheme: Scheme) -> dict[str, Matrix]:
     return matrices
 
 
-class _Computed:
-    """Tensors that are computed from a folder's matrices, a source of their own."""
+def _compute(
+    folder: HfFolder,
+    tensors: Mapping[str, TensorInfo],
+    read: Callable[[str, str, int, int], Array],
+) -> Computed:
+    """Tensors that are read by module, kind and rows."""
 
-    def __init__(self, folder: HfFolder, matrices: Mapping[str, Matrix]) -> None:
-        self.folder = folder
-        self.path: Path = folder.path
-        self.matrices = matrices
-        self.tensors: dict[str, TensorInfo] = {}
-
-    def compute(self, module: str, kind: str, start: int, stop: int) -> Array:
-        """Return rows [start, stop) of a tensor of a module."""
-        raise NotImplementedError
-
-    def read(self, name: str) -> Array:
-        return self.read_block(name, 0, self.tensors[name].shape[0])
-
-    def read_block(
-        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
-    ) -> Array:
+    def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
         module, _, kind = name.rpartition(".")
-        rows = self.compute(module, kind, start, stop)
+        rows = read(module, kind, start, stop)
         return rows if columns is None else rows[:, columns[0] : columns[1]]
 
-    def locate(self, name: str) -> None:
-        """Return None: what is computed lies in no file."""
-
-    def release(self) -> None:
-        self.folder.release()
-
-
-class _Dequantized(_Computed):
-    """The weights, in the type that the format's own library computes them in."""
-
-    def __init__(self, folder: HfFolder, matrices: Mapping[str, Matrix]) -> None:
-        super().__init__(folder, matrices)
-        for module, matrix in matrices.items():
-            self.tensors[f"{module}.weight"] = TensorInfo(matrix.dtype, matrix.shape)
-
-    def compute(self, module: str, kind: str, start: int, stop: int) -> Array:
-        return self.matrices[module].compute(start, stop)
-
-
-class _Held(_Computed):
-    """The parts of matrices that a checkpoint holds, by the names that it has for them."""
-
-    def __init__(self, folder: HfFolder, matrices: Mapping[str, Matrix]) -> None:
-        super().__init__(folder, matrices)
-        for module, matrix in matrices.items():
-            held = matrix.list_held()
-            self.tensors |= {f"{module}.{kind}": info for kind, info in held.items()}
-
-    def compute(self, module: str, kind: str, start: int, stop: int) -> Array:
-        return self.matrices[module].read_held(kind, start, stop)
+    return Computed(folder, tensors, compute)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +111,11 @@ def dequantize(folder: HfFolder, scheme: Scheme) -> HfFolder:
     cache = [name for name in folder.tensors if name.endswith(KV_ENDINGS)]
     if cache:
         logger.warning("%s: the scales of its K/V cache are left out", folder.path)
-    plain = folder.substitute(_Dequantized(folder, matrices), used.union(cache))
+    weights = {f"{m}.weight": TensorInfo(own.dtype, own.shape) for m, own in matrices.items()}
+    source = _compute(
+        folder, weights, lambda module, _, start, stop: matrices[module].compute(start, stop)
+    )
+    plain = folder.substitute(source, used.union(cache))
     logger.info(
         "%s: %d matrices of %s are written as plain weights", folder.path, len(matrices),
         scheme.description,
@@ -193,7 +157,15 @@ def open_held(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, dict[str, Mat
         if scaled and matrix.input_scale is None:
             matrix.input_dtype = scaled[0]
     used = {name for matrix in matrices.values() for name in matrix.used}
-    return folder.substitute(_Held(folder, matrices), used), matrices
+    held = {
+        f"{module}.{kind}": info
+        for module, matrix in matrices.items()
+        for kind, info in matrix.list_held().items()
+    }
+    source = _compute(
+        folder, held, lambda module, kind, *rows: matrices[module].read_held(kind, *rows)
+    )
+    return folder.substitute(source, used), matrices
 
 
 def refuse_unheld(folder: HfFolder, scheme: Scheme) -> SpecDecError:
@@ -275,7 +247,7 @@ def plan_held(
     rest = {name: spec for name, spec in specs.items() if name not in weights}
     left = set(folder.tensors) - folder.computed - reader.used
     plain = plan_tensors(
-        rest, parts, Selection(folder, left), model=model, dtype=model.dtype, ignored=ignored,
+        rest, parts, folder.select(left), model=model, dtype=model.dtype, ignored=ignored,
         problems=problems,
     )  # fmt: skip
     kept = [name for name in linears if f"{name}.weight" not in weights]
@@ -411,7 +383,7 @@ def _plan_module(
         names = {part.name for part in sources}
         planned.append(
             plan_tensors(
-                {name: spec}, {name: sources}, Selection(folder, names), model=model, dtype=dtype,
+                {name: spec}, {name: sources}, folder.select(names), model=model, dtype=dtype,
                 ignored=(), problems=problems,
             )
         )  # fmt: skip

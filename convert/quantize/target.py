@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specdec import logs
+from specdec.command.settings import name_flag, need
 from specdec.documents import check_data_file
 from specdec.errors import Problems, UsageError
 from specdec.files.tensor_file import DTYPES
@@ -40,7 +41,7 @@ def check_flags(settings: ConvertSettings) -> None:
         for name in ("kv_cache_dtype", "group_size", *CALIBRATION_FLAGS):
             if getattr(settings, name) is not None:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} has no effect without --quantization",
+                    f"{name_flag(name)} has no effect without --quantization",
                     "give --quantization fp8, or leave the option out",
                 )
         return
@@ -56,7 +57,7 @@ def check_flags(settings: ConvertSettings) -> None:
         for name in CALIBRATION_FLAGS:
             if getattr(settings, name) is not None:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} has no effect: --quantization"
+                    f"{name_flag(name)} has no effect: --quantization"
                     f" {settings.quantization} needs no calibration",
                     "leave it out, or give --kv-cache-dtype fp8, which does",
                 )
@@ -95,8 +96,7 @@ def quantize_target(
     config: Mapping[str, Any],
 ) -> tuple[list[RankPlan], dict[str, Any], Quantizer]:
     """Plan a target's quantized form: its ranks, its config.json, and what finds the scales."""
-    assert settings.quantization is not None
-    format_ = FORMATS[settings.quantization]
+    format_ = FORMATS[need(settings.quantization)]
     group_size = settings.group_size or format_.group_size
     linears = {f"{module}.weight": specs[f"{module}.weight"] for module in list_linears(model)}
     problems = find_problems(format_, linears, model, group_size)
@@ -129,16 +129,14 @@ def _prepare_calibration(
     settings: ConvertSettings, folder: HfFolder, model: ModelConfig, format_: Format
 ) -> dict[str, Any]:
     """Read the calibration's rows; return what calibrates with them and what measures the rest."""
-    assert settings.calibration_data is not None
-    assert settings.model_dir is not None
     device = calibration.choose_device(settings.calib_device or "auto")
     itemsize = np.dtype(DTYPES[model.dtype][1]).itemsize
     num_bytes = itemsize * sum(count_elements(info) for info in folder.tensors.values())
     calibration.check_memory(num_bytes, device, folder.path)
     usual = SEARCH_SIZE if format_.smooths else calibration.DEFAULT_SIZE
     rows = calibration.read_rows(
-        settings.calibration_data,
-        functools.partial(calibration.load_model_tokenizer, settings.model_dir),
+        need(settings.calibration_data),
+        functools.partial(calibration.load_model_tokenizer, need(settings.model_dir)),
         size=settings.calib_size,
         max_length=min(
             settings.calib_max_seq_length or calibration.DEFAULT_MAX_LENGTH,

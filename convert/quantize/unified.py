@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specdec import logs
 from specdec.errors import Problems
-from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import ACTIVATION_SCALE, FLOAT8, KV_SCALES, WEIGHT_SCALE
@@ -43,29 +41,6 @@ logger = logs.get_logger(__name__)
 SOURCE_SCALES = {"weight_scale": WEIGHT_SCALE, "input_scale": ACTIVATION_SCALE}
 # Where the writers put the scales of K and V, from the attention module.
 KV_NAMES = (("k_proj.k_scale", "v_proj.v_scale"), ("k_scale", "v_scale"))
-
-
-class Selection:
-    """Some of a folder's tensors, as a source of their own."""
-
-    def __init__(self, folder: HfFolder, names: set[str]) -> None:
-        self.folder = folder
-        self.path = folder.path
-        self.tensors = {name: info for name, info in folder.tensors.items() if name in names}
-
-    def read(self, name: str) -> Array:
-        return self.folder.read(name)
-
-    def read_block(
-        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
-    ) -> Array:
-        return self.folder.read_block(name, start, stop, columns)
-
-    def locate(self, name: str) -> tuple[Path, int] | None:
-        return self.folder.locate(name)
-
-    def release(self) -> None:
-        self.folder.release()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +85,7 @@ def plan_unified(
     own = {part.name for name in weights for part in parts[name]}
     reader = ScaleReader(folder)
     ranks = plan_tensors(
-        weights, parts, Selection(folder, own), model=model, dtype=FLOAT8, ignored=(),
+        weights, parts, folder.select(own), model=model, dtype=FLOAT8, ignored=(),
         problems=problems,
     )  # fmt: skip
     scales = Scales(folder.path)
@@ -141,7 +116,7 @@ def plan_unified(
     reader.report(problems)
     rest = {name: spec for name, spec in specs.items() if name not in weights}
     others = plan_tensors(
-        rest, parts, Selection(folder, set(folder.tensors) - own - reader.used), model=model,
+        rest, parts, folder.select(set(folder.tensors) - own - reader.used), model=model,
         dtype=model.dtype, ignored=ignored, problems=problems,
     )  # fmt: skip
     kept = [module for module in linears if module not in quantized]

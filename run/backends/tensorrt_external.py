@@ -24,8 +24,7 @@ from specdec.decode.requests import DRAFT as DRAFTED
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.text import TextStream
 from specdec.errors import SpecDecError
-
-from .tensorrt_runner import Output, TensorRTRunner
+from specdec.trtllm.runner import Output, TensorRTRunner
 
 TARGET, DRAFT = range(2)  # whose random numbers
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec import logs
+from specdec.command.settings import need
 from specdec.decode.drafters.base import check_room
 from specdec.decode.drafters.pacing import DraftLength
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
@@ -22,24 +23,24 @@ from specdec.methods.draft_target import DraftOptions
 from specdec.methods.prompt_lookup import METHOD as PROMPT_LOOKUP
 from specdec.methods.prompt_lookup import read_options as read_lookup_options
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder, read_engine_folder
-
-from ..settings import RunSettings
-from .tensorrt_call import Call, group_requests
-from .tensorrt_checks import (
+from specdec.trtllm.run_checks import (
     check_devices,
     check_machine,
     check_requests,
     check_settings,
     find_engine_problems,
 )
-from .tensorrt_external import Drafter, EngineDrafter, ExternalLoop, LookupDrafter, NoDrafter
-from .tensorrt_options import (
+from specdec.trtllm.run_options import (
     choose_logits,
     make_method_options,
     make_shared_options,
     place_pair,
 )
-from .tensorrt_runner import TensorRTRunner, find_rank, import_runtime
+from specdec.trtllm.runner import TensorRTRunner, find_rank, import_runtime
+
+from ..settings import RunSettings
+from .tensorrt_call import Call, group_requests
+from .tensorrt_external import Drafter, EngineDrafter, ExternalLoop, LookupDrafter, NoDrafter
 
 logger = logs.get_logger(__name__)
 
@@ -69,9 +70,16 @@ class TensorRTEngine:
         self.num_reused_tokens = None  # the runtime does not tell
         check_settings(settings)
         check_devices(self.folder, self.draft, options, self._lookup)
-        find_engine_problems(
+        problems = find_engine_problems(
             settings, options, self.folder, self.draft, has_lookup=self._lookup is not None
-        ).raise_all()
+        )
+        if settings.writes_logits and settings.streaming:
+            problems.add(
+                "--output-generation-logits with --streaming: TensorRT-LLM's stream has no whole"
+                " rows of logits",
+                "leave one of them out",
+            )
+        problems.raise_all()
         self._method_options = make_method_options(settings, self.folder)
         if self._lookup is not None:
             check_room(
@@ -129,13 +137,13 @@ class TensorRTEngine:
             if self._lookup is not None and self._lookup.target_devices is not None:
                 placement[0]["device_ids"] = list(self._lookup.target_devices)
         else:
-            assert self._options is not None
             placement = place_pair(
-                self._options, folder, draft, runtime,
+                need(self._options), folder, draft, runtime,
                 num_processes=size, fraction=settings.kv_cache_free_gpu_memory_fraction,
             )  # fmt: skip
         reuses = settings.kv_cache_enable_block_reuse or folder.mode == EXTERNAL
-        gathers = choose_logits(settings, self._options, runtime)
+        uses_logits = self._options is not None and self._options.use_logits
+        gathers = choose_logits(settings.writes_logits or uses_logits, runtime)
         self._runner = TensorRTRunner(
             folder,
             {
@@ -185,12 +193,11 @@ class TensorRTEngine:
             return LookupDrafter(PromptLookupProposer(self._lookup))
         if self.draft is None:
             return NoDrafter()
-        assert self._options is not None
-        fixed, longest = self._options.draft_len, self.folder.max_draft_len
+        pair, longest = need(self._options), self.folder.max_draft_len
         return EngineDrafter(
             TensorRTRunner(self.draft, {**options, "kv_cache_enable_block_reuse": True}),
-            DraftLength(fixed or longest, is_auto=fixed is None),
-            use_logits=self._options.use_logits,
+            DraftLength(pair.draft_len or longest, is_auto=pair.draft_len is None),
+            use_logits=pair.use_logits,
             target_vocab_size=self.folder.vocab_size,
         )
 

@@ -65,7 +65,7 @@ PAGES: Mapping[str, Page] = {
             "Kept engines": ("no_cache", "clear_cache"),
         },
         {
-            "Several drafters": ("draft_chain",),
+            "More on drafting": ("draft_budget", "draft_chain"),
             "Engine": (
                 "dtype", "quantization", "dequantize", "max_batch_size", "max_seq_len", "backend",
                 "device",
@@ -137,7 +137,7 @@ PAGES: Mapping[str, Page] = {
             "Output": ("streaming", "show_drafts", "output_file"),
         },
         {
-            "Several drafters": ("draft_chain",),
+            "More on drafting": ("draft_budget", "draft_chain"),
             "Machine": (
                 "device", "kv_cache_enable_block_reuse", "kv_cache_free_gpu_memory_fraction",
             ),
@@ -153,9 +153,10 @@ PAGES: Mapping[str, Page] = {
         {
             "Engine": ("engine_dir", "tokenizer_dir", "served_model_name"),
             "Address": ("host", "port", "api_key_file", "allow_anonymous"),
-            "Drafting": ("no_speculation", "draft_len", "draft_chain"),
+            "Drafting": ("no_speculation", "draft_len", "draft_budget", "draft_chain"),
             "Load": (
-                "max_batch_size", "max_seq_len", "max_queue", "prompt_chunk", "request_timeout",
+                "max_batch_size", "max_seq_len", "kv_cache_free_gpu_memory_fraction", "max_queue",
+                "prompt_chunk", "request_timeout",
             ),
         },
         {"Machine": ("device", "max_body_mb", "metrics_prefix")},
@@ -213,7 +214,7 @@ PAGES: Mapping[str, Page] = {
             "Its sampling": ("sampling", "num_samples", "temperature", "top_k", "random_seed"),
             "A checkpoint's files": ("checkpoint_dir", "workers"),
         },
-        {"Drafting": ("draft_len", "draft_chain")},
+        {"Drafting": ("draft_len", "draft_budget", "draft_chain")},
     ),
     "bench": Page(
         ("specdec-bench --engine-dir engine --tokenizer-dir BASE --prompts prompts.jsonl",),
@@ -222,7 +223,9 @@ PAGES: Mapping[str, Page] = {
             "Engine and prompts": (
                 "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
             ),
-            "Measurement": ("repeat", "batch_sizes", "draft_len", "draft_chain"),
+            "Measurement": (
+                "repeat", "batch_sizes", "draft_len", "draft_budget", "draft_chain",
+            ),
             "Output": ("output",),
         },
     ),
@@ -246,7 +249,9 @@ PAGES: Mapping[str, Page] = {
             "Engine and prompts": (
                 "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
             ),
-            "Measurement": ("repeat", "batch_sizes", "draft_len", "draft_chain"),
+            "Measurement": (
+                "repeat", "batch_sizes", "draft_len", "draft_budget", "draft_chain",
+            ),
         },
     ),
     "export": Page(
@@ -259,6 +264,23 @@ PAGES: Mapping[str, Page] = {
             "Models": ("checkpoint_dir", "model_dir", *DRAFTER_FOLDERS),
             "Format": ("to", "output_dir", "dtype", "gguf_type", "trtllm_version"),
             "Use": ("num_draft_tokens",),
+        },
+    ),
+    "audit": Page(
+        (
+            "specdec audit --base-url URL --model NAME --reference-engine engine",
+            "specdec audit --base-url URL --model NAME --reference-url URL2 --json",
+        ),
+        "docs/audit.md",
+        {
+            "Server": ("base_url", "model", "api_key_file", "metrics_url", "timeout"),
+            "Reference": (
+                "reference_engine", "tokenizer_dir", "device", "reference_url", "reference_model",
+                "reference_api_key_file",
+            ),
+            "What is checked": (
+                "checks", "prompts", "max_tokens", "near_tie", "min_acceptance_length",
+            ),
         },
     ),
     "doctor": Page(

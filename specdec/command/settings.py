@@ -38,7 +38,18 @@ class Other:
 
 def setting(default: Any = None, *, help: str, **flag: Any) -> Any:
     """Declare a settings field; see `Flag` for the keywords."""
-    metadata = {"flag": Flag(help=help, **flag)}
+    return _declare(default, {"flag": Flag(help=help, **flag)})
+
+
+def like(kind: type, name: str, help: str | None = None, **metadata: Any) -> Any:
+    """Declare a field as other settings have it. metadata: what else is to be known of it."""
+    flag, default = get_flags(kind)[name]
+    if help is not None:
+        flag = dataclasses.replace(flag, help=help)
+    return _declare(default, {"flag": flag, **metadata})
+
+
+def _declare(default: Any, metadata: dict[str, Any]) -> Any:
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -123,7 +134,7 @@ def suggest_option(name: str, known: Iterable[str]) -> str:
     found = next((alias for alias in ALIASES.get(bare, ()) if alias in names), None)
     if found is None:
         found = suggest(bare, names).removeprefix(" (did you mean ").removesuffix("?)")
-    return f" (did you mean --{found.replace('_', '-')}?)" if found else ""
+    return f" (did you mean {name_flag(found)}?)" if found else ""
 
 
 def takes_others(settings_class: type) -> bool:
@@ -296,6 +307,12 @@ def require(settings: Any, *names: str) -> None:
     if missing:
         flags = ", ".join(map(name_flag, missing))
         raise UsageError(f"missing {flags}", "give it on the command line or in a --config recipe")
+
+
+def need(value: T | None) -> T:
+    """Return a setting of which an earlier check has seen that it is given, as one of several."""
+    assert value is not None
+    return value
 
 
 def to_plain(settings: Any) -> dict[str, Any]:

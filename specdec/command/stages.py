@@ -27,6 +27,7 @@ from specdec.command.settings import (
     takes_others,
 )
 from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
+from specdec.threads import calm_threads
 
 CONTEXT: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
@@ -229,6 +230,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 def run_command(command: click.Command, args: list[str] | None = None) -> None:
     """Run a command as a process's main function and exit with its status."""
     arguments = sys.argv[1:] if args is None else args
+    calm_threads()
     try:
         status = command.main(arguments, standalone_mode=False)
         if sys.stdout is not None:
@@ -341,6 +343,7 @@ STAGES = {
     "tune": ("specdec.bench.tune_cli", "checkpoint and prompts -> the fastest setting here"),
     "diagnose": ("specdec.bench.diagnose_cli", "engine and prompts -> why it is not faster"),
     "export": ("specdec.export.cli", "checkpoint or drafter -> folder for another runtime"),
+    "audit": ("specdec.audit.cli", "a running server -> is it lossless, does it speculate"),
     "doctor": ("specdec.doctor.cli", "what is installed, what this machine can build and run"),
 }
 

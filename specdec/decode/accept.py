@@ -41,10 +41,14 @@ class Candidates:
     draft_probs: for a tree that is one path, drawn token by token from these distributions: the
     one that node n + 1 was drawn from at index n, each [V]. None for candidates that were not
     drawn, such as the beams of a search, or that are only to be compared.
+    confidence: [T], what the drafter knows of each node's probability below its parent (the root's
+    is 1); None where that is nothing. source: by whose measure, in a chain of drafters.
     """
 
     tree: Tree
     draft_probs: Sequence[Tensor] | None = None
+    confidence: Array | None = None
+    source: int = 0
 
     def prune(self, grammar: GrammarState) -> Candidates:
         """Leave out what a grammar forbids."""

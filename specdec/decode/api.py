@@ -32,7 +32,15 @@ from specdec.decode.requests import (
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.text import decode_text
 from specdec.decode.typical import check_typical
-from specdec.errors import SpecDecError, UsageError, suggest
+from specdec.errors import (
+    EngineBusyError,
+    EngineLostError,
+    PromptError,
+    SpecDecError,
+    StepError,
+    UsageError,
+    suggest,
+)
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.pretrained import load_tokenizer
 from specdec.tokenizer import find_tokenizer
@@ -132,7 +140,7 @@ class Engine:
     """An engine folder in memory, ready to generate. Make one with `Engine.load`.
 
     A context manager, which closes it. One thread at a time may use an engine and its streams;
-    a second one gets a SpecDecError.
+    a second one gets an EngineBusyError.
     """
 
     def __init__(
@@ -163,6 +171,7 @@ class Engine:
         max_batch_size: int | None = None,
         max_seq_len: int | None = None,
         prompt_chunk: int | None = None,
+        is_launched: bool = False,
         **options: Any,
     ) -> Engine:
         """Load an engine folder of the torch backend, and start its other ranks where it has some.
@@ -172,14 +181,15 @@ class Engine:
         speculation: False decodes one token a step. max_batch_size, max_seq_len: fewer and shorter
         requests than the engine was built for, for which less memory is taken. prompt_chunk: tokens
         of new prompts that are read between two steps of streams that have begun; None reads a
-        prompt whole, and the streams wait. options: those of
-        specdec-run that say who drafts and how, with underscores, such as draft_len="auto",
-        eagle_tree_tokens=12 or acceptance="typical".
+        prompt whole, and the streams wait. is_launched: this may be rank 0 of torchrun's processes,
+        the others of which follow it. options: those of specdec-run that say who drafts and how,
+        with underscores, such as draft_len="auto", eagle_tree_tokens=12 or
+        acceptance="typical".
 
         Raises SpecDecError where the engine cannot be loaded; UsageError, which is one, for options
         that are unknown or have no effect with it.
         """
-        settings = _read_options(options, {
+        settings = read_options(options, {
             "engine_dir": Path(path), "device": device, "no_speculation": not speculation,
             "draft_engine_dir": None if draft is None else Path(draft),
         })  # fmt: skip
@@ -188,7 +198,7 @@ class Engine:
                 f"{path} is an engine of TensorRT-LLM, which Engine cannot load",
                 "run it with specdec-run, or build it with --backend torch",
             )
-        if logs.get_launched_rank() is not None:
+        if logs.get_launched_rank() is not None and not is_launched:
             raise SpecDecError(
                 "this process was started by a launcher, and an Engine starts its ranks itself",
                 "start one process, without torchrun or mpirun",
@@ -237,6 +247,11 @@ class Engine:
         return self._get_core().is_lost
 
     @property
+    def tells_origins(self) -> bool:
+        """Whether it is known of each token how it came."""
+        return True
+
+    @property
     def num_reused_tokens(self) -> int:
         """Prompt tokens that were taken from the cache so far."""
         return self._get_core().num_reused_tokens
@@ -276,8 +291,8 @@ class Engine:
         batch. stop: texts that end an output. end_ids: tokens that end it; None is those of the
         model, empty is none.
 
-        Raises SpecDecError that lists every prompt beyond the engine's limits, before anything is
-        decoded.
+        Raises PromptError that lists every prompt beyond the engine's limits, before anything is
+        decoded; EngineBusyError and EngineLostError as their names say.
         """
         listed = _list_prompts(prompts)
         defaults = Prompt(
@@ -300,10 +315,17 @@ class Engine:
                     self._step(batch)
         return [_describe(request.make_result(), self.tokenizer) for request in active]
 
-    def prepare(self, prompt: AnyPrompt, *, max_output_len: int = 100) -> Request:
-        """Tokenize and check a prompt, for `stream`; any thread may call this at any time."""
-        defaults = Prompt(max_output_len=max_output_len)
-        (request,) = self._make_requests(self._get_core(), [prompt], defaults)
+    def prepare(self, prompt: AnyPrompt, *, max_output_len: int | None = 100) -> Request:
+        """Tokenize and check a prompt, for `stream`; any thread may call this at any time.
+
+        max_output_len: None is as many as the engine has room for after this prompt.
+        """
+        core = self._get_core()
+        (request,) = self._make_requests(core, [prompt], Prompt(max_output_len=max_output_len or 1))
+        if max_output_len is None and _to_prompt(prompt).max_output_len is None:
+            room = max(1, self.max_seq_len - len(request.input_ids))
+            request = dataclasses.replace(request, max_output_len=room)
+            core.check_requests([request])
         return request
 
     def stream(
@@ -335,11 +357,20 @@ class Engine:
             else:
                 (request,) = self._make_requests(core, [prompt], defaults)
             if self._batch is None:
-                self._batch = Batch(
-                    core.decoder, core.proposer, self._make_options(core), core.timing,
-                    num_rows=core.config.build.max_batch_size, max_seq_len=core.max_seq_len,
-                )  # fmt: skip
+                self._batch = self._make_batch(core)
             return Stream(self, self._batch, self._batch.submit(request))
+
+    def make_token(self) -> None:
+        """Make a token, which takes the memory of the cache; raises what keeps it from that."""
+        with self.stream([0], max_output_len=1, end_ids=()) as stream:
+            for _ in stream:
+                pass
+
+    def _make_batch(self, core: TorchEngine) -> Batch:
+        return Batch(
+            core.decoder, core.proposer, self._make_options(core), core.timing,
+            num_rows=core.config.build.max_batch_size, max_seq_len=core.max_seq_len,
+        )  # fmt: skip
 
     def step(self) -> bool:
         """Run one step of all open streams; return whether there was anything to do.
@@ -364,7 +395,7 @@ class Engine:
     def _use(self) -> Iterator[TorchEngine]:
         """Keep other threads out."""
         if not self._lock.acquire(blocking=False):
-            raise SpecDecError(
+            raise EngineBusyError(
                 "another thread is using this engine",
                 "let one thread call it, and hand it prompts through a queue",
             )
@@ -375,7 +406,7 @@ class Engine:
 
     def _get_core(self) -> TorchEngine:
         if self._core is None:
-            raise SpecDecError("this engine is closed", "load it again")
+            raise EngineLostError("this engine is closed", "load it again")
         return self._core
 
     @functools.cached_property
@@ -393,6 +424,16 @@ class Engine:
         )
 
     def _make_requests(
+        self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt
+    ) -> list[Request]:
+        try:
+            return self._read_prompts(core, prompts, defaults)
+        except UsageError:
+            raise
+        except SpecDecError as error:
+            raise PromptError(error.message, error.hint, problems=error.problems) from None
+
+    def _read_prompts(
         self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt
     ) -> list[Request]:
         given = [_to_prompt(prompt) for prompt in prompts]
@@ -455,8 +496,8 @@ class Stream:
     def take(self) -> Event | None:
         """Return what the stream has gained since the last event, without running anything.
 
-        None where that is nothing. Raises SpecDecError where a step has failed since, or the engine
-        was closed.
+        None where that is nothing. Raises StepError where a step has failed since, EngineLostError
+        where the engine was closed.
         """
         active, engine = self._active, self._engine
         if self._is_over:
@@ -465,7 +506,7 @@ class Stream:
             reason = active.finish_reason
             if reason is None and engine._batch is not self._batch:
                 self._is_over = True
-                raise SpecDecError(
+                raise StepError(
                     f"a step of the engine failed, which ends this stream after"
                     f" {len(active.output_ids)} tokens",
                     "ask for the prompt again; the failure was raised where the step was run",
@@ -517,7 +558,7 @@ class Stream:
             self._batch.cancel(self._active)
 
 
-def _read_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> DecodeSettings:
+def read_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> DecodeSettings:
     """The settings that options mean, checked as those of a recipe are."""
     flags = {name: flag for name, (flag, _) in get_flags(DecodeSettings).items()}
     known = [name for name in flags if name not in NO_OPTIONS]

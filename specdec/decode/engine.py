@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.decode.drafters import Drafting, choose_methods, make_proposer, name_methods
-from specdec.decode.drafters.base import EngineHandle, Proposer
+from specdec.decode.drafters.base import EngineHandle, Keeper, Proposer
 from specdec.decode.loop import Options, Timing, generate
 from specdec.decode.ranks.leader import lead_decoder
 from specdec.decode.ranks.part import choose_device, is_packed, list_options
@@ -136,18 +136,27 @@ class TorchEngine:
         self.check_requests(requests)
         options = self.fill_options(options or Options())
         num_known = self.graphs.num_recorded if self.graphs is not None else 0
-        results = generate(self.decoder, self.proposer, requests, options, self.timing)
+        try:
+            results = generate(self.decoder, self.proposer, requests, options, self.timing)
+        finally:
+            self._keep()
         if self.graphs is not None and self.graphs.num_recorded > num_known:
             logger.info("graphs: %s", self.graphs.describe())
         return results
 
     def close(self) -> None:
         """End the other ranks, unless another engine uses them, and those of the draft engine."""
+        self._keep()
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.leave()
         if self._draft is not None:
             self._draft.close()
+
+    def _keep(self) -> None:
+        proposer = getattr(self, "proposer", None)  # None where loading failed
+        if isinstance(proposer, Keeper):
+            proposer.keep()
 
     def lower_limits(self, *, max_batch_size: int | None, max_seq_len: int | None) -> None:
         """Take fewer or shorter requests than the engine was built for; None leaves a limit."""

@@ -34,6 +34,8 @@ class Matcher(Protocol):
 
     def compute_bitmask(self) -> bytes: ...
 
+    def is_error(self) -> bool: ...
+
     def deep_copy(self) -> Matcher: ...
 
 
@@ -56,6 +58,7 @@ class GrammarState:
     ) -> None:
         self._matcher, self._end_ids, self._output_ids = matcher, end_ids, output_ids
         self._num_read = 0
+        self.is_cut = False  # before its end, for being too complex to follow
 
     def shape(self, tree: Tree, logits: Tensor) -> Tensor:
         """Return float32 logits [T, V], those of tokens that the grammar forbids at -inf."""
@@ -82,11 +85,7 @@ class GrammarState:
             for node in range(tree.num_nodes)
             if node in inside or (is_drawn and int(tree.parents[node]) in inside)
         ]
-        if len(kept) == tree.num_nodes:
-            return tree
-        place = {node: at for at, node in enumerate(kept)} | {-1: -1}
-        parents = np.array([place[int(tree.parents[node])] for node in kept], np.int64)
-        return Tree(tree.tokens[kept], parents, tree.depths[kept])
+        return tree if len(kept) == tree.num_nodes else tree.keep(kept)
 
     def _walk(self, tree: Tree) -> dict[int, BoolArray | None]:
         """The mask [V] after each node whose path is in the grammar; None after an end."""
@@ -101,7 +100,9 @@ class GrammarState:
         def visit(node: int) -> None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             allowed = np.unpackbits(bits, bitorder="little").astype(np.bool_)
-            if not allowed.any():  # the grammar has become too complex: the text ends
+            if self._matcher.is_error():  # the grammar has become too complex: the text ends
+                self.is_cut = True
+                allowed[:] = False
                 allowed[list(self._end_ids)] = True
             masks[node] = allowed
             for child in children.get(node, ()):
@@ -160,7 +161,9 @@ class GrammarCompiler:
                 grammar = matcher_class.grammar_from_lark(text)
         except (TypeError, ValueError) as error:
             raise _refuse(kind, str(error)) from None
-        matcher = matcher_class(self._tokenizer, grammar)
+        # A mask of a grammar with many readings would otherwise take seconds, of everybody's step.
+        limits = self._guidance.LLParserLimits(step_max_items=10_000, max_items_in_row=500)
+        matcher = matcher_class(self._tokenizer, grammar, limits=limits, log_level=0)
         if matcher.is_error():
             raise _refuse(kind, matcher.get_error())
         return Grammar(matcher, self._end_ids)

@@ -211,12 +211,6 @@ class Batch:
         requests = (*self.active, *self._reading, *self.waiting)
         return any(r.finish_reason is None for r in requests)
 
-    @property
-    def num_free_rows(self) -> int:
-        """Rows that a request could have in the next step, were none waiting."""
-        taken = [r for r in (*self.active, *self._reading) if r.finish_reason is None]
-        return len(self._held) - len(taken)
-
     def submit(self, request: Request) -> ActiveRequest:
         """Let a request wait for a row; what it becomes can be read from what is returned."""
         assert len(request.input_ids) + request.max_output_len <= self.max_seq_len

@@ -138,7 +138,11 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a text or a list of texts, none empty",
     ),
     "min_p": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (lambda v: _is_number(v) and v > 0, "a number above 0"),
+    # Beyond these, logits can leave the range of float32.
+    "repetition_penalty": (
+        lambda v: _is_number(v) and 0.001 <= v <= 1000,
+        "a number from 0.001 to 1000",
+    ),
     "frequency_penalty": (_is_penalty, "a number from -2 to 2"),
     "presence_penalty": (_is_penalty, "a number from -2 to 2"),
     "logit_bias": (

@@ -222,7 +222,8 @@ class ActiveRequest:
             taken += 1
             is_stopped = self.text.add(token) if self.text is not None else False
             if token in self.request.end_ids:
-                self.finish_reason = "eos"
+                is_cut = self.grammar is not None and self.grammar.is_cut
+                self.finish_reason = "length" if is_cut else "eos"
             elif is_stopped:
                 self.finish_reason = "stop"
             elif len(self.output_ids) == self.request.max_output_len:

@@ -143,7 +143,7 @@ class Decoder:
             head_size=self.model.head_size,
             dtype=self.dtype,
             device=self.device,
-            lender=self.graphs,
+            lender=self.graphs or self.kernels,
         )
 
     def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None:
@@ -342,7 +342,6 @@ class _Parts:
             scale=model.attention_scale, cap=model.attn_logit_softcapping,
             window=model.sliding_window if is_sliding else None,
             rotary=self._tables[is_sliding] if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
-            is_steady=self._weights[f"{prefix}qkv.weight"].dtype is torch.int8,
         )  # fmt: skip
 
     def _make_experts(self, prefix: str) -> ExpertLayer:

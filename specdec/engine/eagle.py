@@ -16,49 +16,21 @@ size, F width of what is read of the target, V drafted vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from specdec.engine.decoder import Decoder
+from specdec.engine.draft_net import make_decoder, rank_tokens, take_offsets, take_own
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
 from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
-from specdec.errors import SpecDecError
 from specdec.methods.eagle import EagleParams
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, HEAD_BIAS
-
-_LAYER0 = "transformer.layers.0."
-
-
-def _check_offsets(offsets: Tensor, vocab_size: int) -> None:
-    """Raise SpecDecError where d2t [V] maps a drafted token beyond the target's vocabulary."""
-    numbers = torch.arange(len(offsets), device=offsets.device)
-    # Compared with bounds, not added: a sum of two large numbers might wrap around.
-    outside = (offsets < -numbers) | (offsets >= vocab_size - numbers)
-    if outside.any():
-        first = int(outside.nonzero()[0])
-        raise SpecDecError(
-            f"d2t maps drafted token {first} to {int(offsets[first]) + first}, the target has"
-            f" vocab_size {vocab_size} ({int(outside.sum())} of {len(offsets)} are outside)",
-            "the drafter's weights are damaged or of another target: convert and build it again",
-        )
-
-
-def _is_head(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-    """Whether a drafter's head is the target's, whose own may be its embedding."""
-    bias, targets = own.get(HEAD_BIAS), weights.get(HEAD_BIAS)
-    if bias is None or targets is None:
-        same_bias = bias is targets
-    else:
-        same_bias = torch.equal(bias, targets)
-    return same_bias and torch.equal(own[HEAD], weights.get(HEAD, weights[EMBEDDING]))
+from specdec.model.tensors import EAGLE_NET
 
 
 class EagleNet:
@@ -83,36 +55,15 @@ class EagleNet:
         self.is_third = params.eagle3 is not None
         # EAGLE-1 learns by the target's own head, whose logits the target may scale (Granite).
         self.head_scale = 1.0 if self.is_third else model.output_multiplier_scale
-        own = {
-            name.removeprefix(EAGLE_NET): weight
-            for name, weight in weights.items()
-            if name.startswith(EAGLE_NET)
-        }
-        decoder = {
-            f"transformer.{name.removeprefix('drafter.')}": weight
-            for name, weight in own.items()
-            if name.startswith("drafter.")
-        }
-        decoder |= {name: own[name] for name in (HEAD, HEAD_BIAS) if name in own}
-        if head is not None and not _is_head(own, weights):
-            head = None
-        if EMBEDDING in weights and torch.equal(decoder[EMBEDDING], weights[EMBEDDING]):
-            decoder[EMBEDDING] = weights[EMBEDDING]
-        for layer in range(params.net.num_hidden_layers):
-            mlp = f"transformer.layers.{layer}.mlp."
-            stacked = (decoder.pop(f"{mlp}fc.weight"), decoder.pop(f"{mlp}gate.weight"))
-            decoder[f"{mlp}gate_up.weight"] = torch.cat(stacked)
+        own = take_own(weights, EAGLE_NET)
         if not self.is_third:  # which has neither norm: they are never applied
-            size = decoder[EMBEDDING].shape[1]
-            blank = torch.ones(size, dtype=decoder[EMBEDDING].dtype, device=device)
-            decoder |= {f"{_LAYER0}input_layernorm.weight": blank, "transformer.ln_f.weight": blank}
-        # Whole, on whatever rank drafts.
-        net = dataclasses.replace(
-            params.make_net_model(model), tp_size=1, use_parallel_embedding=False
-        )
-        self.decoder = Decoder(
-            net, decoder, num_positions=num_positions, device=device, prepack=prepack,
-            kernels=kernels, head=head,
+            embedding = own["drafter.vocab_embedding.weight"]
+            blank = torch.ones(embedding.shape[1], dtype=embedding.dtype, device=device)
+            own |= {"drafter.layers.0.input_layernorm.weight": blank, "drafter.ln_f.weight": blank}
+        net = params.make_net_model(model)
+        self.decoder = make_decoder(
+            own, weights, net, head, num_positions=num_positions, device=device, prepack=prepack,
+            kernels=kernels,
         )  # fmt: skip
         prepack = self.decoder.is_prepacked
         final_norm = self.decoder.stack.final_norm
@@ -130,11 +81,9 @@ class EagleNet:
             self.read_norms = [Norm(own[f"drafter.{n}"], None, net.norm_epsilon) for n in names]
             self.is_output_normed = params.eagle3.norm_output
         if self.is_third:
-            name = f"{_LAYER0}hidden_norm.weight"
-            self.hidden_norm = Norm(decoder[name], None, net.norm_epsilon)
-        self.offsets = own.get("d2t")
-        if self.offsets is not None:
-            _check_offsets(self.offsets, model.vocab_size)
+            weight = own["drafter.layers.0.hidden_norm.weight"]
+            self.hidden_norm = Norm(weight, None, net.norm_epsilon)
+        self.offsets = take_offsets(own, model.vocab_size)
 
     @property
     def hidden_size(self) -> int:
@@ -178,14 +127,4 @@ class EagleNet:
 
     def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The `width` most probable tokens, best first, and their log-probabilities."""
-        head = self.decoder.lm_head
-        if head.kernels is not None and head.packed is not None:
-            tokens, scores = head.kernels.rank_outputs(
-                self._make_head_input(hidden), head.packed, head.bias, head.num_outputs, width
-            )
-        else:
-            logits = self.compute_logits(hidden).float()
-            scores, tokens = logits.log_softmax(-1).topk(width, dim=-1)
-        if self.offsets is not None:
-            tokens = tokens + self.offsets[tokens]
-        return tokens, scores
+        return rank_tokens(self.decoder, self._make_head_input(hidden), width, self.offsets)

@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -148,6 +149,8 @@ inline Floats mul_add(Floats a, Floats b, Floats c) {
   return c;
 #endif
 }
+
+inline int64_t round_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
 template <typename V, typename E>
 inline V load(const E *from) {
@@ -354,278 +357,6 @@ void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t siz
   if (from != to && size < H) std::memcpy(to + size, from + size, sizeof(E) * (H - size));
 }
 
-// How a layer attends. q_norm, k_norm: weights [H] of the norms of each query and each key before
-// they are rotated, or null; cosine, sine: [lines, rotated]; window: positions that a token sees,
-// itself included, or 0 for all; scale: of the scores; cap: a score s becomes cap tanh(s / cap), or 0
-// where it stays; epsilon: of the norms; is_steady: whether float32 too has the same bits in any
-// step, which rounded inputs of products ask for: a last bit would become half a percent there.
-template <typename E>
-struct Attention {
-  const E *q_norm, *k_norm, *cosine, *sine;
-  int64_t rotated, window;
-  float scale, cap, epsilon;
-  bool is_steady;
-};
-
-// Attention of one query head's worth of work: plain dot products, for steps of one or two tokens.
-// queries: `count` rows [H], already scaled; out: rows [H].
-template <typename E>
-void attend_few(const float *queries, int64_t num_queries, const E *keys, const E *values,
-                const int64_t *visible, int64_t count, int64_t H, float cap, float *scores,
-                float *row, float *sums) {
-  for (int64_t i = 0; i < num_queries * H; ++i) sums[i] = 0.0f;
-  for (int64_t v = 0; v < count; ++v) {
-    const E *from = keys + visible[v] * H;
-#pragma omp simd
-    for (int64_t i = 0; i < H; ++i) row[i] = to_float(from[i]);
-    for (int64_t g = 0; g < num_queries; ++g) {
-      const float *q = queries + g * H;
-      scores[g * count + v] = sum_row(H, [&](auto sums, int64_t i) {
-        typedef decltype(sums) V;
-        return mul_add(read<V>(q + i), read<V>(row + i), sums);
-      });
-    }
-  }
-  for (int64_t g = 0; g < num_queries; ++g) {
-    float *s = scores + g * count;
-    if (cap > 0.0f) {
-#pragma omp simd
-      for (int64_t v = 0; v < count; ++v) s[v] = cap * tanh_fast(s[v] / cap);
-    }
-    float top = s[0];
-#pragma omp simd reduction(max : top)
-    for (int64_t v = 0; v < count; ++v) top = s[v] > top ? s[v] : top;
-#pragma omp simd
-    for (int64_t v = 0; v < count; ++v) s[v] = exp_fast(s[v] - top);
-    const float inverse = 1.0f / sum_row(count, [&](auto sums, int64_t v) {
-      return sums + read<decltype(sums)>(s + v);
-    });
-#pragma omp simd
-    for (int64_t v = 0; v < count; ++v) s[v] *= inverse;
-  }
-  for (int64_t v = 0; v < count; ++v) {
-    const E *from = values + visible[v] * H;
-#pragma omp simd
-    for (int64_t i = 0; i < H; ++i) row[i] = to_float(from[i]);
-    for (int64_t g = 0; g < num_queries; ++g) {
-      const float weight = scores[g * count + v];
-      float *sum = sums + g * H;
-#pragma omp simd
-      for (int64_t i = 0; i < H; ++i) sum[i] = mul_add(weight, row[i], sum[i]);
-    }
-  }
-}
-
-// Queries side by side in the lanes of a vector: no sums across lanes, keys and values broadcast.
-// Sums of kRows of those stay in registers.
-constexpr int64_t kLanes = kVector;
-
-// Positions whose keys or values are used at a time: as floats they stay in the nearest cache.
-constexpr int64_t kPositions = 64;
-
-template <typename E>
-const float *load_floats(const E *from, float *scratch, int64_t count) {
-  int64_t i = 0;
-  for (; i + kVector <= count; i += kVector) {
-    const Floats wide = widen(from + i);
-    std::memcpy(scratch + i, &wide, sizeof wide);
-  }
-  for (; i < count; ++i) scratch[i] = to_float(from[i]);
-  return scratch;
-}
-
-inline const float *load_floats(const float *from, float *, int64_t) { return from; }
-
-// C[r][lane] += sum over i of A(r, i) B[i][lane], where A(r, i) lies at r * row + i * column.
-template <int R>
-inline void add_lanes(const float *A, int64_t row, int64_t column, const float *B, int64_t depth,
-                      float *C) {
-  Floats sums[R];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) sums[r] = load<Floats>(C + r * kLanes);
-  for (int64_t i = 0; i < depth; ++i) {
-    const Floats b = load<Floats>(B + i * kLanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-      sums[r] = mul_add(A[r * row + i * column] - Floats{}, b, sums[r]);
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) std::memcpy(C + r * kLanes, &sums[r], sizeof(Floats));
-}
-
-// The same for `count` rows.
-inline void add_lanes(const float *A, int64_t row, int64_t column, int64_t count, const float *B,
-                      int64_t depth, float *C) {
-  int64_t r = 0;
-  for (; r + kRows <= count; r += kRows)
-    add_lanes<kRows>(A + r * row, row, column, B, depth, C + r * kLanes);
-  for (; r + 4 <= count; r += 4) add_lanes<4>(A + r * row, row, column, B, depth, C + r * kLanes);
-  for (; r < count; ++r) add_lanes<1>(A + r * row, row, column, B, depth, C + r * kLanes);
-}
-
-// The size of a head where it is a common one, known to the compiler: addresses are then numbers.
-template <typename Action>
-inline void with_head_size(int64_t H, const Action &act) {
-  if (H == 64)
-    act(std::integral_constant<int64_t, 64>());
-  else if (H == 128)
-    act(std::integral_constant<int64_t, 128>());
-  else
-    act(H);
-}
-
-// Scores of positions that a query does not see become `value`: in the last `num_tree` positions
-// where `hidden` [num_tree, kLanes] says so, and before position first[lane].
-inline void overwrite_hidden(float *scores, const uint8_t *hidden, int64_t num_tree,
-                             const int64_t *first, int64_t count, float value) {
-  float *tree = scores + (count - num_tree) * kLanes;
-  for (int64_t i = 0; i < num_tree * kLanes; ++i)
-    if (hidden[i]) tree[i] = value;
-  for (int64_t lane = 0; lane < kLanes; ++lane)
-    for (int64_t v = 0; v < first[lane]; ++v) scores[v * kLanes + lane] = value;
-}
-
-// Attention of kLanes queries that share keys. queries: [H, kLanes], scaled; hidden, first: see
-// above; keys, values: [count, H]; scores: [count, kLanes]; out: [H, kLanes]; scratch:
-// [kPositions, H].
-template <typename E>
-void attend_lanes(const float *queries, const E *keys, const E *values, const uint8_t *hidden,
-                  int64_t num_tree, const int64_t *first, int64_t count, int64_t H, float cap,
-                  float *scores, float *scratch, float *out) {
-  std::fill(scores, scores + count * kLanes, 0.0f);
-  std::fill(out, out + H * kLanes, 0.0f);
-  for (int64_t v = 0; v < count; v += kPositions) {
-    const int64_t some = std::min(kPositions, count - v);
-    const float *K = load_floats(keys + v * H, scratch, some * H);
-    float *to = scores + v * kLanes;
-    with_head_size(H, [&](auto size) { add_lanes(K, size, 1, some, queries, size, to); });
-  }
-  for (int64_t v = 0; v < count && cap > 0.0f; ++v) {
-    const Floats capped = cap * tanh_fast(load<Floats>(scores + v * kLanes) / cap);
-    std::memcpy(scores + v * kLanes, &capped, sizeof capped);
-  }
-  overwrite_hidden(scores, hidden, num_tree, first, count, -1e30f);
-  Floats top = load<Floats>(scores), total = {};
-  for (int64_t v = 1; v < count; ++v) {
-    const Floats x = load<Floats>(scores + v * kLanes);
-    top = x > top ? x : top;
-  }
-  for (int64_t v = 0; v < count; ++v) {
-    const Floats weights = exp_fast(load<Floats>(scores + v * kLanes) - top);
-    std::memcpy(scores + v * kLanes, &weights, sizeof weights);
-  }
-  // A hidden position's weight is exp(-87) of the largest, not nothing: take it out exactly.
-  overwrite_hidden(scores, hidden, num_tree, first, count, 0.0f);
-  for (int64_t v = 0; v < count; ++v) total += load<Floats>(scores + v * kLanes);
-  for (int64_t v = 0; v < count; v += kPositions) {
-    const int64_t some = std::min(kPositions, count - v);
-    const float *V = load_floats(values + v * H, scratch, some * H);
-    const float *weights = scores + v * kLanes;
-    with_head_size(H, [&](auto size) { add_lanes(V, 1, size, size, weights, some, out); });
-  }
-  for (int64_t h = 0; h < H; ++h) {
-    const Floats mean = load<Floats>(out + h * kLanes) / total;
-    std::memcpy(out + h * kLanes, &mean, sizeof mean);
-  }
-}
-
-// qkv: [B, T, (N + 2K) H], normed and rotated in place; cache: keys [R, K, S, H] then values of one
-// layer; positions, lines: [B, T], the token's place in the sequence and its line of the tables;
-// tree_mask: [B, T, C], of the C newest tokens in the cache, the step's own last (C is T where there
-// is a window); out: [B, T, N H].
-template <typename E>
-void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
-            const int64_t *positions, const int64_t *lines, const int64_t *past,
-            const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,
-            int64_t H, int64_t R, int64_t S) {
-  const int64_t stride = (N + 2 * K) * H, group = N / K, head = S * H;
-  const int64_t rotated = how.rotated, window = how.window;
-  E *key_cache = cache, *value_cache = cache + R * K * head;
-  const bool parallel_rotate = B * T * stride > kParallelWork;
-#pragma omp parallel for if (parallel_rotate)
-  for (int64_t bt = 0; bt < B * T; ++bt) {
-    const int64_t b = bt / T, slot = past[b] + C - T + bt % T, line = lines[bt] * rotated;
-    const E *cosine = how.cosine + line, *sine = how.sine + line;
-    E *token = qkv + bt * stride;
-    for (int64_t n = 0; n < N + K && how.q_norm != nullptr; ++n)
-      rms_norm_row(token + n * H, n < N ? how.q_norm : how.k_norm, token + n * H, H, how.epsilon);
-    for (int64_t n = 0; n < N && rotated > 0; ++n)
-      rotate_to(token + n * H, token + n * H, cosine, sine, rotated, H);
-    for (int64_t k = 0; k < K; ++k) {
-      const int64_t at = (rows[b] * K + k) * head + slot * H;
-      rotate_to(token + (N + k) * H, key_cache + at, cosine, sine, rotated, H);
-      std::memcpy(value_cache + at, token + (N + K + k) * H, sizeof(E) * H);
-    }
-  }
-  int64_t longest = 0;
-  for (int64_t b = 0; b < B; ++b) longest = past[b] + C > longest ? past[b] + C : longest;
-  const float scale = how.scale;
-  const bool parallel_attend = B * T * N * H * longest > kParallelWork;
-  // The first committed position that a token sees: those are stored at their own numbers.
-  const auto find_first = [&](int64_t b, int64_t t) {
-    const int64_t first = window > 0 ? positions[b * T + t] - window + 1 : 0;
-    return first < 0 ? 0 : first < past[b] ? first : past[b];
-  };
-  // Whether token t sees token j of the newest.
-  const auto sees = [&](int64_t b, int64_t t, int64_t j) {
-    const int64_t *place = positions + b * T;
-    return tree_mask[(b * T + t) * C + j] && (window <= 0 || place[j] > place[t] - window);
-  };
-  // The queries of a K/V head are numbered q = t * group + g.
-  const int64_t num_queries = T * group, tiles = (num_queries + kLanes - 1) / kLanes;
-  // In bfloat16 every step takes the same way, so that a token's result has the same bits alone and
-  // in a tree: there, unlike in float32, one rounding more or less shows in the text.
-  const bool may_vary = sizeof(E) == sizeof(float) && !how.is_steady;
-  const bool few = num_queries < kLanes / 2 && may_vary;
-#pragma omp parallel if (parallel_attend)
-  {
-    std::vector<float> queries(kLanes * H), sums(kLanes * H), row(H);
-    std::vector<float> scores(longest * kLanes), scratch(few ? 0 : kPositions * H);
-    std::vector<uint8_t> hidden(C * kLanes);
-    std::vector<int64_t> visible(longest);
-#pragma omp for schedule(static)
-    for (int64_t item = 0; item < B * K * (few ? T : tiles); ++item) {
-      const int64_t per_head = few ? T : tiles;
-      const int64_t b = item / (K * per_head), k = item / per_head % K, part = item % per_head;
-      const E *keys = key_cache + (rows[b] * K + k) * head;
-      const E *values = value_cache + (rows[b] * K + k) * head;
-      if (few) {
-        const E *query = qkv + (b * T + part) * stride + k * group * H;
-        int64_t count = 0;
-        for (int64_t s = find_first(b, part); s < past[b]; ++s) visible[count++] = s;
-        for (int64_t j = 0; j < C; ++j)
-          if (sees(b, part, j)) visible[count++] = past[b] + j;
-        for (int64_t i = 0; i < group * H; ++i) queries[i] = to_float(query[i]) * scale;
-        attend_few(queries.data(), group, keys, values, visible.data(), count, H, how.cap,
-                   scores.data(), row.data(), sums.data());
-        E *to = out + ((b * T + part) * N + k * group) * H;
-        for (int64_t i = 0; i < group * H; ++i) store(to[i], sums[i]);
-        continue;
-      }
-      int64_t first[kLanes], start = past[b];
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const int64_t q = part * kLanes + lane;
-        const int64_t used = q < num_queries ? q : 0;  // idle lanes repeat the first query
-        const int64_t t = used / group, n = k * group + used % group;
-        const E *query = qkv + (b * T + t) * stride + n * H;
-        for (int64_t i = 0; i < H; ++i) queries[i * kLanes + lane] = to_float(query[i]) * scale;
-        for (int64_t j = 0; j < C; ++j) hidden[j * kLanes + lane] = !sees(b, t, j);
-        first[lane] = find_first(b, t);
-        start = first[lane] < start ? first[lane] : start;
-      }
-      for (int64_t lane = 0; lane < kLanes; ++lane) first[lane] -= start;
-      attend_lanes(queries.data(), keys + start * H, values + start * H, hidden.data(), C, first,
-                   past[b] + C - start, H, how.cap, scores.data(), scratch.data(), sums.data());
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const int64_t q = part * kLanes + lane;
-        if (q >= num_queries) break;
-        E *to = out + ((b * T + q / group) * N + k * group + q % group) * H;
-        for (int64_t i = 0; i < H; ++i) store(to[i], sums[i * kLanes + lane]);
-      }
-    }
-  }
-}
-
 // Products with a matrix W [N, depth] that is packed by tiles of kTile outputs, which follow each
 // other; a tile is steps over the depth of kStepBytes, in the order that Packing tells. Every output
 // is summed over its inputs in order, however many rows there are: the same row gives the same bits
@@ -638,8 +369,9 @@ constexpr int64_t kTurn = 64;             // steps after which two blocks of row
 constexpr int64_t kCacheBytes = 1 << 19;  // of tiles that are kept for more blocks than two
 
 // SPECDEC_PAIRS: as there, in plain code, so that it can be tested where there is no such processor.
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || \
-    defined(SPECDEC_PAIRS)
+// Intel's processors that have AMX take as long for a pair as for four fused products.
+#if (defined(__AVX512BF16__) && !defined(__AMX_BF16__)) || \
+    defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(SPECDEC_PAIRS)
 constexpr bool kMultipliesPairs = true;
 #else
 constexpr bool kMultipliesPairs = false;
@@ -735,6 +467,427 @@ inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const uint
     const Words inputs = spread<Words>(x[m]);
 #pragma GCC unroll 2
     for (int64_t k = 0; k < kWords; ++k) sums[k][m] = add_pairs(sums[k][m], w[k], inputs);
+  }
+}
+
+// How a layer attends. q_norm, k_norm: weights [H] of the norms of each query and each key before
+// they are rotated, or null; cosine, sine: [lines, rotated]; window: positions that a token sees,
+// itself included, or 0 for all; scale: of the scores; cap: a score s becomes cap tanh(s / cap), or 0
+// where it stays; epsilon: of the norms.
+template <typename E>
+struct Attention {
+  const E *q_norm, *k_norm, *cosine, *sine;
+  int64_t rotated, window;
+  float scale, cap, epsilon;
+};
+
+// A token's attention is summed by blocks of kBlockPositions of the text before it. In each, scores
+// are products of queries with keys, the block's result is that of weights with values, both summed
+// in order; then blocks are merged in order. Where a block ends depends on a token's place in its
+// text alone, not on the step: so blocks can be shared out to threads.
+constexpr int64_t kBlockPositions = 512;
+// Queries that use keys and values at a time, while these are cached: of a step of up to so many
+// all, of longer ones half as many.
+constexpr int64_t kQueries = 128;
+
+// Vectors of sums for each row of a product: kSpanRows rows of them stay in registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kSpanVectors = 4;
+#else
+constexpr int kSpanVectors = 2;
+#endif
+constexpr int kSpanRows = 4;
+constexpr int64_t kSpan = kSpanVectors * kVector;
+
+// C [R, columns] (+)= A [R, depth] B [depth, columns] for so many vectors of columns.
+template <int R, int Vectors>
+inline void add_span(const float *A, int64_t a_row, const float *B, int64_t b_row, int64_t depth,
+                     float *C, int64_t c_row, bool is_first) {
+  Floats sums[R][Vectors] = {};
+  if (!is_first)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; ++v) sums[r][v] = load<Floats>(C + r * c_row + v * kVector);
+  for (int64_t i = 0; i < depth; ++i) {
+    Floats b[Vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) b[v] = load<Floats>(B + i * b_row + v * kVector);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const Floats a = spread<Floats>(A[r * a_row + i]);
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; ++v) sums[r][v] = mul_add(b[v], a, sums[r][v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v)
+      std::memcpy(C + r * c_row + v * kVector, &sums[r][v], sizeof(Floats));
+}
+
+template <int Vectors>
+inline void add_rows(const float *A, int64_t rows, int64_t a_row, const float *B, int64_t b_row,
+                     int64_t depth, float *C, int64_t c_row, bool is_first) {
+  for (; rows >= kSpanRows; rows -= kSpanRows, A += kSpanRows * a_row, C += kSpanRows * c_row)
+    add_span<kSpanRows, Vectors>(A, a_row, B, b_row, depth, C, c_row, is_first);
+  if (rows == 3) add_span<3, Vectors>(A, a_row, B, b_row, depth, C, c_row, is_first);
+  if (rows == 2) add_span<2, Vectors>(A, a_row, B, b_row, depth, C, c_row, is_first);
+  if (rows == 1) add_span<1, Vectors>(A, a_row, B, b_row, depth, C, c_row, is_first);
+}
+
+// C [rows, columns] = A [rows, depth] B [depth, columns], columns in whole vectors; added to what is
+// there but where it is the first.
+inline void add_product(const float *A, int64_t rows, int64_t a_row, const float *B,
+                        int64_t columns, int64_t depth, float *C, int64_t c_row, bool is_first) {
+  int64_t c = 0;
+  for (; c + kSpan <= columns; c += kSpan)
+    add_rows<kSpanVectors>(A, rows, a_row, B + c, columns, depth, C + c, c_row, is_first);
+  for (; c < columns; c += kVector)
+    add_rows<1>(A, rows, a_row, B + c, columns, depth, C + c, c_row, is_first);
+}
+
+// Lanes of a and of b: those where lane & D is 0 and not 0 trade places.
+template <int D, bool kSecond, size_t... J>
+inline Words trade(Words a, Words b, std::index_sequence<J...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(
+      a, b, (kSecond ? (J & D ? kVector + J : J + D) : (J & D ? kVector + J - D : J))...);
+#else
+  return __builtin_shuffle(
+      a, b, Words{(kSecond ? (J & D ? kVector + J : J + D) : (J & D ? kVector + J - D : J))...});
+#endif
+}
+
+// Rows become columns.
+template <int D = kVector / 2>
+inline void turn(Words (&rows)[kVector]) {
+  constexpr auto lanes = std::make_index_sequence<kVector>();
+#pragma GCC unroll 16
+  for (int r = 0; r < kVector; ++r)
+    if (!(r & D)) {
+      const Words a = rows[r], b = rows[r + D];
+      rows[r] = trade<D, false>(a, b, lanes);
+      rows[r + D] = trade<D, true>(a, b, lanes);
+    }
+  if constexpr (D > 1) turn<D / 2>(rows);
+}
+
+// The numbers in each word as floats: the first ones, kSpan further the second ones.
+inline void put(Words words, float *to, const float *) { std::memcpy(to, &words, sizeof words); }
+
+inline void put(Words words, float *to, const bf16 *) {
+  const Floats low = widen_low(words), high = widen_high(words);
+  std::memcpy(to, &low, sizeof low);
+  std::memcpy(to + kSpan, &high, sizeof high);
+}
+
+inline void put(Words words, float *to, const half *) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kVector)));
+  for (int i = 0; i < 2; ++i, words >>= 16, to += kSpan) {
+    const Halves bits = __builtin_convertvector(words & 0xffffu, Halves);
+    half numbers[kVector];
+    std::memcpy(numbers, &bits, sizeof numbers);
+    const Floats wide = widen(numbers);
+    std::memcpy(to, &wide, sizeof wide);
+  }
+}
+
+// Keys and values are read row after row: what lies so far ahead is fetched.
+template <typename E>
+inline void fetch_row(const E *row, int64_t H) {
+  
+  const char *ahead = reinterpret_cast<const char *>(row) + kPrefetchBytes;
+  for (int64_t at = 0; at < H * static_cast<int64_t>(sizeof(E)); at += kLine)
+    __builtin_prefetch(ahead + at);
+}
+
+// Keys [count, H], up to kSpan of them, side by side: [H, kSpan], zeros beyond `count`.
+template <typename E>
+void turn_keys(const E *keys, int64_t count, int64_t H, float *to) {
+  constexpr int64_t kNumbers = 4 / sizeof(E);  // in a word
+  const int64_t whole = H / (kNumbers * kVector) * (kNumbers * kVector);
+  for (int64_t p = 0; p < kSpan; p += kVector) {
+    for (int64_t r = p; r < p + kVector; ++r) fetch_row(keys + r * H, H);
+    for (int64_t h = 0; h < whole; h += kNumbers * kVector) {
+      Words rows[kVector];
+      for (int64_t r = 0; r < kVector; ++r)
+        rows[r] = p + r < count ? load<Words>(keys + (p + r) * H + h) : Words{};
+      turn(rows);
+      for (int64_t r = 0; r < kVector; ++r) put(rows[r], to + (h + r * kNumbers) * kSpan + p, keys);
+    }
+    for (int64_t r = p; r < p + kVector; ++r)
+      for (int64_t h = whole; h < H; ++h)
+        to[h * kSpan + r] = r < count ? to_float(keys[r * H + h]) : 0.0f;
+  }
+}
+
+// A score that counts for nothing.
+constexpr float kHidden = -1e30f;
+
+// Scores [count], whole parts of kSums, become exp(score - top), 0 where they are hidden.
+inline void weigh(float *scores, int64_t count, float &top, float &total) {
+  Floats most = Floats{} + kHidden;
+  for (int64_t i = 0; i < count; i += kVector) {
+    const Floats x = load<Floats>(scores + i);
+    most = x > most ? x : most;
+  }
+  top = kHidden;
+  for (int64_t j = 0; j < kVector; ++j) top = most[j] > top ? most[j] : top;
+  for (int64_t i = 0; i < count; i += kVector) {
+    const Floats x = load<Floats>(scores + i), weights = exp_fast(x - top);
+    const Floats kept = x > Floats{} + kHidden ? weights : Floats{};
+    std::memcpy(scores + i, &kept, sizeof kept);
+  }
+  total = sum_row(count, [&](auto sums, int64_t i) {
+    return sums + read<decltype(sums)>(scores + i);
+  });
+}
+
+// What queries found in some positions: weighted sums of values [queries, width], and of each query
+// the largest score and the sum of the weights.
+struct Found {
+  float *sums, *tops, *totals;
+  int64_t width;
+
+  Found(float *memory, int64_t queries, int64_t width)
+      : sums(memory), tops(memory + queries * width), totals(tops + queries), width(width) {}
+
+  void clear(int64_t count) const {
+    std::fill_n(sums, count * width, 0.0f);
+    std::fill_n(tops, count, kHidden);
+    std::fill_n(totals, count, 0.0f);
+  }
+
+  // Adds what was found in the positions that follow.
+  void add(const Found &next, int64_t count) const {
+    for (int64_t q = 0; q < count; ++q) {
+      const float top = std::max(tops[q], next.tops[q]);
+      const float share = exp_fast(tops[q] - top), next_share = exp_fast(next.tops[q] - top);
+      tops[q] = top;
+      totals[q] = mul_add(next.totals[q], next_share, totals[q] * share);
+      for (int64_t i = q * width; i < (q + 1) * width; i += kVector) {
+        const Floats own = load<Floats>(sums + i) * share;
+        const Floats sum = mul_add(load<Floats>(next.sums + i), Floats{} + next_share, own);
+        std::memcpy(sums + i, &sum, sizeof sum);
+      }
+    }
+  }
+};
+
+// Scores of queries [count, H] for `num_keys` positions: [count, stride]; scratch: [H, kSpan].
+template <typename E>
+void score(const float *queries, int64_t count, const E *keys, int64_t num_keys, int64_t H,
+           float cap, float *scratch, float *scores, int64_t stride) {
+  for (int64_t p = 0; p < num_keys; p += kSpan) {
+    turn_keys(keys + p * H, num_keys - p, H, scratch);
+    add_product(queries, count, H, scratch, kSpan, H, scores + p, stride, true);
+  }
+  for (int64_t q = 0; q < count && cap > 0.0f; ++q)
+    for (float *at = scores + q * stride, *end = at + num_keys; at < end; at += kVector) {
+      const Floats capped = cap * tanh_fast(load<Floats>(at) / cap);
+      std::memcpy(at, &capped, sizeof capped);
+    }
+}
+
+// sums [count, width] = weights [count, stride] times values [num_values, H]; width: H in whole
+// vectors; scratch: [kSpan, width].
+template <typename E>
+void add_values(const float *weights, int64_t count, int64_t stride, const E *values,
+                int64_t num_values, int64_t H, float *scratch, float *sums, int64_t width) {
+  for (int64_t v = 0; v < num_values; v += kSpan) {
+    const int64_t some = std::min(kSpan, num_values - v);
+    for (int64_t i = 0; i < some; ++i) {
+      const E *from = values + (v + i) * H;
+      float *to = scratch + i * width;
+      fetch_row(from, H);
+      int64_t h = 0;
+      for (; h + kVector <= H; h += kVector) {
+        const Floats wide = widen(from + h);
+        std::memcpy(to + h, &wide, sizeof wide);
+      }
+      for (; h < width; ++h) to[h] = h < H ? to_float(from[h]) : 0.0f;
+    }
+    add_product(weights + v, count, stride, scratch, width, some, sums, width, v == 0);
+  }
+}
+
+// qkv: [B, T, (N + 2K) H], normed and rotated in place; cache: keys [R, K, S, H] then values of one
+// layer; positions, lines: [B, T], the token's place in the sequence and its line of the tables;
+// tree_mask: [B, T, C], of the C newest tokens in the cache, the step's own last (C is T where there
+// is a window); out: [B, T, N H].
+template <typename E>
+void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
+            const int64_t *positions, const int64_t *lines, const int64_t *past,
+            const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,
+            int64_t H, int64_t R, int64_t S) {
+  const int64_t stride = (N + 2 * K) * H, group = N / K, head = S * H;
+  const int64_t rotated = how.rotated, window = how.window;
+  E *key_cache = cache, *value_cache = cache + R * K * head;
+  const bool parallel_rotate = B * T * stride > kParallelWork;
+#pragma omp parallel for if (parallel_rotate)
+  for (int64_t bt = 0; bt < B * T; ++bt) {
+    const int64_t b = bt / T, slot = past[b] + C - T + bt % T, line = lines[bt] * rotated;
+    const E *cosine = how.cosine + line, *sine = how.sine + line;
+    E *token = qkv + bt * stride;
+    for (int64_t n = 0; n < N + K && how.q_norm != nullptr; ++n)
+      rms_norm_row(token + n * H, n < N ? how.q_norm : how.k_norm, token + n * H, H, how.epsilon);
+    for (int64_t n = 0; n < N && rotated > 0; ++n)
+      rotate_to(token + n * H, token + n * H, cosine, sine, rotated, H);
+    for (int64_t k = 0; k < K; ++k) {
+      const int64_t at = (rows[b] * K + k) * head + slot * H;
+      rotate_to(token + (N + k) * H, key_cache + at, cosine, sine, rotated, H);
+      std::memcpy(value_cache + at, token + (N + K + k) * H, sizeof(E) * H);
+    }
+  }
+  // The first committed position that a token sees: those are stored at their own numbers.
+  const auto find_first = [&](int64_t b, int64_t t) {
+    const int64_t first = window > 0 ? positions[b * T + t] - window + 1 : 0;
+    return first < 0 ? 0 : first < past[b] ? first : past[b];
+  };
+  // A row's blocks that only hold committed positions; `last` is that of the newest ones, with the
+  // step's tokens. Those may lie in more than one block, by their places in the text.
+  struct Range {
+    int64_t first, last, num_last;
+    int64_t count() const { return last + num_last - first; }
+  };
+  std::vector<Range> ranges(B);
+  int64_t longest = 0, most_blocks = 0;
+  for (int64_t b = 0; b < B; ++b) {
+    int64_t first = past[b];
+    for (int64_t t = 0; t < T; ++t) first = std::min(first, find_first(b, t));
+    const int64_t last = past[b] / kBlockPositions;
+    ranges[b] = {first / kBlockPositions, last,
+                 (past[b] % kBlockPositions + C - 1) / kBlockPositions + 1};
+    longest = std::max(longest, past[b] + C - ranges[b].first * kBlockPositions);
+    most_blocks = std::max(most_blocks, ranges[b].count());
+  }
+  // The queries of a K/V head are numbered q = t * group + g, and go by tiles.
+  const int64_t num_queries = T * group, tile = num_queries > kQueries ? kQueries / 2 : num_queries;
+  const int64_t tiles = (num_queries + tile - 1) / tile;
+  const int64_t width = round_up(H, kVector);
+  const int64_t row = round_up(std::min(longest, kBlockPositions + C), kSpan);
+  const int64_t found_size = tile * (width + 2);
+  const bool parallel_attend = B * T * N * H * longest > kParallelWork;
+  // With fewer heads than threads each one's blocks are shared out, and merged afterwards.
+  const int64_t threads = parallel_attend ? omp_get_max_threads() : 1, items = B * K * tiles;
+  const int64_t parts =
+      items % threads == 0 ? 1 : std::min(most_blocks, (4 * threads + items - 1) / items);
+  const std::unique_ptr<float[]> kept(new float[parts > 1 ? items * most_blocks * found_size : 0]);
+
+#pragma omp parallel if (parallel_attend)
+  {
+    static thread_local std::vector<float> memory;
+    memory.resize(tile * (H + 2 * row) + kSpan * width + kBlockPositions + 2 * found_size);
+    float *queries = memory.data(), *scores = queries + tile * H;
+    float *weights = scores + tile * row, *wide = weights + tile * row;
+    float *line = wide + kSpan * width;
+    float *found_at = line + kBlockPositions;
+    const Found whole(found_at, tile, width), block_found(found_at + found_size, tile, width);
+    int64_t b, k, first, count;  // of the item at hand: its row, K/V head and queries
+    const auto set_item = [&](int64_t item) {
+      b = item / (K * tiles), k = item / tiles % K, first = item % tiles * tile;
+      count = std::min(tile, num_queries - first);
+    };
+    const auto get_token = [&](int64_t q) { return (first + q) / group; };
+    const auto get_head = [&](int64_t q) { return k * group + (first + q) % group; };
+    const auto finish = [&] {
+      for (int64_t q = 0; q < count; ++q) {
+        float *sums = whole.sums + q * width;
+        E *to = out + ((b * T + get_token(q)) * N + get_head(q)) * H;
+        for (int64_t h = 0; h < H; ++h) store(to[h], sums[h] / whole.totals[q]);
+      }
+    };
+    // The weights of the newest positions, those in their block `part` of the text: a token's place
+    // is the number of those before it that are seen with it. line: the block in that order.
+    const auto weigh_newest = [&](int64_t part, const Found &found) {
+      const int64_t before = past[b] % kBlockPositions, begin = part * kBlockPositions;
+      const int64_t used = std::min(kBlockPositions, before + C - begin);
+      const int64_t committed = part == 0 ? before : 0;
+      for (int64_t q = 0; q < count; ++q) {
+        const int64_t t = get_token(q), *place = positions + b * T;
+        const uint8_t *mask = tree_mask + (b * T + t) * C;
+        const float *from = scores + q * row;
+        float *to = weights + q * row;
+        std::copy_n(from, committed, line);
+        std::fill(line + committed, line + round_up(used, kSums), kHidden);
+        const int64_t unseen = find_first(b, t) - (past[b] - before);
+        std::fill(line, line + std::max<int64_t>(0, std::min(committed, unseen)), kHidden);
+        for (int64_t j = 0, at = before - begin; j < C; ++j)
+          if (mask[j] && ++at > 0 && at <= used && (window <= 0 || place[j] > place[t] - window))
+            line[at - 1] = from[before + j];
+        weigh(line, round_up(used, kSums), found.tops[q], found.totals[q]);
+        std::copy_n(line, committed, to);
+        for (int64_t j = 0, at = before - begin; j < C; ++j)
+          to[before + j] = mask[j] && ++at > 0 && at <= used ? line[at - 1] : 0.0f;
+      }
+    };
+    // Hands each block that a part of an item has to `take`.
+    const auto run_part = [&](int64_t part, const auto &find, const auto &take) {
+      const Range range = ranges[b];
+      const int64_t units = range.last + 1 - range.first;
+      const E *keys = key_cache + (rows[b] * K + k) * head;
+      const E *values = value_cache + (rows[b] * K + k) * head;
+      for (int64_t q = 0; q < count; ++q) {
+        const E *query = qkv + (b * T + get_token(q)) * stride + get_head(q) * H;
+        for (int64_t h = 0; h < H; ++h) queries[q * H + h] = to_float(query[h]) * how.scale;
+      }
+      const int64_t end = range.first + units * (part + 1) / parts;
+      for (int64_t block = range.first + units * part / parts; block < end; ++block) {
+        const int64_t base = block * kBlockPositions;
+        const bool is_last = block == range.last;
+        const int64_t length = is_last ? past[b] + C - base : kBlockPositions;
+        score(queries, count, keys + base * H, length, H, how.cap, wide, scores, row);
+        for (int64_t i = 0; i < (is_last ? range.num_last : 1); ++i) {
+          const Found found = find(block - range.first + i);
+          int64_t begin = 0;
+          if (is_last) {
+            begin = i > 0 ? past[b] - base : 0;
+            weigh_newest(i, found);
+          } else {
+            for (int64_t q = 0; q < count; ++q) {
+              float *line = scores + q * row;
+              const int64_t unseen = find_first(b, get_token(q)) - base;
+              if (unseen > 0) std::fill_n(line, std::min(unseen, kBlockPositions), kHidden);
+              weigh(line, kBlockPositions, found.tops[q], found.totals[q]);
+            }
+          }
+          add_values((is_last ? weights : scores) + begin, count, row, values + (base + begin) * H,
+                     length - begin, H, wide, found.sums, width);
+          take(found);
+        }
+      }
+    };
+    const auto find_kept = [&](int64_t item, int64_t block) {
+      return Found(&kept[(item * most_blocks + block) * found_size], tile, width);
+    };
+    if (parts == 1) {
+#pragma omp for schedule(static)
+      for (int64_t item = 0; item < items; ++item) {
+        set_item(item);
+        whole.clear(count);
+        run_part(
+            0, [&](int64_t) { return block_found; },
+            [&](const Found &found) { whole.add(found, count); });
+        finish();
+      }
+    } else {
+#pragma omp for schedule(static)
+      for (int64_t at = 0; at < items * parts; ++at) {
+        set_item(at / parts);
+        run_part(
+            at % parts, [&](int64_t block) { return find_kept(at / parts, block); },
+            [](const Found &) {});
+      }
+#pragma omp for schedule(static)
+      for (int64_t item = 0; item < items; ++item) {
+        set_item(item);
+        whole.clear(count);
+        for (int64_t i = 0; i < ranges[b].count(); ++i) whole.add(find_kept(item, i), count);
+        finish();
+      }
+    }
   }
 }
 
@@ -920,8 +1073,6 @@ inline float round_group(float *x, int64_t count, int8_t *bytes) {
   }
   return largest >= kSmallest ? largest / kLargest : 0.0f;
 }
-
-inline int64_t round_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
 template <int kBits>
 struct IntegerMatrix {
@@ -1614,10 +1765,9 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
     const auto matrix = [w](int64_t at) { return reinterpret_cast<const W *>(w[at]); };
     const E *const *table = tables + 2 * attending[2 * layer + 1];
     const int64_t rotated = table[0] ? s.rotated : 0;
-    const Attention<E> how = {w[12],         w[13],       table[0],
-                              table[1],      rotated,     attending[2 * layer],
-                              scalars.scale, scalars.cap, epsilon,
-                              std::is_same<W, Integers>::value};
+    const Attention<E> how = {w[12],   w[13],                table[0],      table[1],
+                              rotated, attending[2 * layer], scalars.scale, scalars.cap,
+                              epsilon};
     const bool given = layer == 0 && first != nullptr;
     multiply(given ? first : out, M, given ? s.first_depth : s.D, matrix(2), w[3], heads,
              qkv.data());
@@ -1626,25 +1776,25 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
     multiply(attended.data(), M, s.N * s.H, matrix(4), w[5], s.D, mixed.data());
     if (w[6] != nullptr)
       add_norm(x, mixed.data(), w + 14, share, w[6], w[7], out, M, s.D, epsilon);
-    if (experts != nullptr)
-      mix_experts<W>(out, M, s.D, experts[layer], w[6] != nullptr ? mixed.data() : second.data());
-    else
-      multiply(out, M, s.D, matrix(8), w[9], inner, up.data());
-    if (s.is_gated) {
-      if (s.activation == 0)
-        gate_mul<silu>(up.data(), gated.data(), M, s.I);
-      else
-        gate_mul<gelu_tanh>(up.data(), gated.data(), M, s.I);
-    } else if (s.activation == 1) {
-      apply_to<gelu_tanh>(up.data(), M * inner);
-    } else if (s.activation == 2) {
-      apply_to<gelu_erf>(up.data(), M * inner);
-    } else {
-      apply_to<relu>(up.data(), M * inner);
-    }
     E *down = w[6] != nullptr ? mixed.data() : second.data();
-    if (experts == nullptr)
+    if (experts != nullptr) {
+      mix_experts<W>(out, M, s.D, experts[layer], down);
+    } else {
+      multiply(out, M, s.D, matrix(8), w[9], inner, up.data());
+      if (s.is_gated) {
+        if (s.activation == 0)
+          gate_mul<silu>(up.data(), gated.data(), M, s.I);
+        else
+          gate_mul<gelu_tanh>(up.data(), gated.data(), M, s.I);
+      } else if (s.activation == 1) {
+        apply_to<gelu_tanh>(up.data(), M * inner);
+      } else if (s.activation == 2) {
+        apply_to<gelu_erf>(up.data(), M * inner);
+      } else {
+        apply_to<relu>(up.data(), M * inner);
+      }
       multiply(s.is_gated ? gated.data() : up.data(), M, s.I, matrix(10), w[11], s.D, down);
+    }
     if (w[6] == nullptr)
       for (int64_t i = 0; i < M * s.D; ++i)
         store(mixed[i], to_float(mixed[i]) + to_float(second[i]));
@@ -1660,7 +1810,7 @@ extern "C" {
 
 // Bumped with every change of a signature below, or of the order of packed numbers or of sums;
 // checked when an engine is loaded.
-int64_t specdec_abi_version() { return 12; }
+int64_t specdec_abi_version() { return 13; }
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
@@ -1685,10 +1835,9 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
       E *qkv, E *cache, const E *q_norm, const E *k_norm, const E *cosine, const E *sine,         \
       const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,    \
-      int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window, int64_t is_steady,        \
-      float scale, float cap, float epsilon) {                                                    \
-    const Attention<E> how = {q_norm, k_norm, cosine, sine,    rotated,                           \
-                              window, scale,  cap,    epsilon, is_steady != 0};                   \
+      int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window, float scale, float cap,   \
+      float epsilon) {                                                                            \
+    const Attention<E> how = {q_norm, k_norm, cosine, sine, rotated, window, scale, cap, epsilon};\
     attend(qkv, cache, how, rows, positions, lines, past, tree_mask, out, B, T, C, N, K, H, R, S);\
   }                                                                                               \
   void specdec_pack_matrix_##suffix(const E *weight, int64_t N, int64_t depth, E *packed) {       \
@@ -1736,6 +1885,8 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
     search_beams(embedding, hidden, tokens, rnn_w, rnn_u, rnn_u_bias, context_proj, state_proj,   \
                  input_bias, blocks, num_blocks, lm_head, beams, B, W, L, V, H, X, C);            \
   }
+
+void specdec_ask_for_huge_pages(void *start, int64_t size) { ask_for_huge_pages(start, size); }
 
 // What a packed matrix of integers takes, in bytes.
 int64_t specdec_measure_integers(const Integers *sizes) { return measure_integers(*sizes); }

@@ -20,7 +20,7 @@ POSITION_BLOCK = 64
 
 
 class BlockLender(Protocol):
-    """Who has memory for a cache that must stay in its place."""
+    """Who has memory for a cache: that must stay in its place, or that is read fastest."""
 
     def lend_blocks(
         self, cache: KVCache, shape: Sequence[int], dtype: torch.dtype

@@ -50,7 +50,6 @@ class Attention:
     scale: of the scores. cap: a score s becomes cap tanh(s / cap), None where it stays. window:
     positions that a token sees, itself included, None for all. rotary: None where positions are
     learned. q_norm, k_norm: of each query and each key [H], before they are rotated, or None.
-    is_steady: whether the kernels' float32 too has the same bits in any step.
     """
 
     scale: float
@@ -59,7 +58,6 @@ class Attention:
     rotary: RotaryTable | None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    is_steady: bool = False
 
 
 def cap(x: Tensor, limit: float) -> Tensor:

@@ -32,7 +32,7 @@ from specdec.model.int4 import ENGINE_GROUPS
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 12
+ABI_VERSION = 13
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
 # -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
@@ -238,9 +238,10 @@ class NativeKernels:
             for name, kernel in GATES.items()
         }
         self._attend = self._bind(
-            f"specdec_attend_{suffix}", [_POINTER] * 12 + [_INT] * 11 + [_FLOAT] * 3
+            f"specdec_attend_{suffix}", [_POINTER] * 12 + [_INT] * 10 + [_FLOAT] * 3
         )
         self._set_num_threads = self._bind("specdec_set_num_threads", [_INT])
+        self._ask_for_huge_pages = self._bind("specdec_ask_for_huge_pages", [_POINTER, _INT])
         self._pack_matrix = self._bind(
             f"specdec_pack_matrix_{suffix}", [_POINTER, _INT, _INT, _POINTER]
         )
@@ -315,6 +316,12 @@ class NativeKernels:
         room = (num_rows, num_positions, num_lines)
         if any(own > most for own, most in zip(found, room, strict=True)):
             raise ValueError(f"a step reaches {found} rows, positions and angles of {room}")
+
+    def lend_blocks(self, cache: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeros for a cache, in large pages where there are some: long ones are read faster."""
+        blocks = torch.zeros(tuple(shape), dtype=dtype)
+        self._ask_for_huge_pages(blocks.data_ptr(), blocks.nbytes)
+        return blocks
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Norm of [..., D]."""
@@ -391,7 +398,7 @@ class NativeKernels:
             *plan.pointers, out.data_ptr(),
             plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
             num_rows, num_positions, 0 if cos is None else cos.shape[1], how.window or 0,
-            how.is_steady, how.scale, how.cap or 0.0, how.q_norm.epsilon if how.q_norm else 0.0,
+            how.scale, how.cap or 0.0, how.q_norm.epsilon if how.q_norm else 0.0,
         )  # fmt: skip
         return out
 
@@ -401,22 +408,19 @@ class NativeKernels:
         float32: [ceil(N / TILE), depth, TILE]; half precision: [ceil(N / TILE), ceil(depth / 2),
         TILE, 2]. The order within is the kernels' own.
         """
-        weight = weight.contiguous()
-        num_outputs, depth = weight.shape
-        _check("a matrix", weight, self.dtype, num_outputs, depth)
-        packed = weight.new_empty(get_packed_shape(num_outputs, depth, self.dtype))
-        self._set_num_threads(torch.get_num_threads())
-        self._pack_matrix(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
-        return packed
+        return self._pack("a matrix", weight, self.dtype, self._pack_matrix)
 
     def pack_router(self, weight: Tensor) -> Tensor:
         """Lay out a float32 matrix [N, depth] beside weights of any type, as `pack_matrix` does."""
+        return self._pack("a router", weight, torch.float32, self._pack_router)
+
+    def _pack(self, what: str, weight: Tensor, dtype: torch.dtype, lay_out: Any) -> Tensor:
         weight = weight.contiguous()
         num_outputs, depth = weight.shape
-        _check("a router", weight, torch.float32, num_outputs, depth)
-        packed = weight.new_empty(get_packed_shape(num_outputs, depth, torch.float32))
+        _check(what, weight, dtype, num_outputs, depth)
+        packed = weight.new_empty(get_packed_shape(num_outputs, depth, dtype))
         self._set_num_threads(torch.get_num_threads())
-        self._pack_router(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
+        lay_out(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
         return packed
 
     def mix_experts(self, x: Tensor, experts: PackedExperts) -> Tensor:

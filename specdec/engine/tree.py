@@ -13,6 +13,7 @@ Legend: W beams, L draft tokens a beam, T nodes including the root.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,13 @@ class Tree:
     def depth(self) -> int:
         """Draft tokens on the longest path."""
         return int(self.depths.max())
+
+    def keep(self, nodes: Sequence[int] | IntArray) -> Tree:
+        """The tree of these nodes alone, in their order: each one's parent is kept, and first."""
+        kept = np.asarray(nodes, np.int64)
+        places = np.full(self.num_nodes + 1, -1)  # the last stands for the root's parent
+        places[kept] = np.arange(len(kept))
+        return Tree(self.tokens[kept], places[self.parents[kept]], self.depths[kept])
 
 
 def make_root(token: int) -> Tree:

@@ -14,7 +14,7 @@ from specdec.files.tensor_file import TensorFile
 
 # Kinds of folders -> what they are called.
 ENGINE, CHECKPOINT, MODEL = "engine", "checkpoint", "model"
-REDRAFTER, MEDUSA, EAGLE = "redrafter", "medusa", "eagle"
+REDRAFTER, MEDUSA, EAGLE, DFLASH = "redrafter", "medusa", "eagle", "dflash"
 TOKENIZER, ADAPTER, GGUF, EMPTY = "tokenizer", "adapter", "gguf", "empty"
 NAMES = {
     ENGINE: "an engine folder",
@@ -23,6 +23,7 @@ NAMES = {
     REDRAFTER: "the folder of a ReDrafter drafter",
     MEDUSA: "a folder of Medusa heads",
     EAGLE: "the folder of an EAGLE drafter",
+    DFLASH: "the folder of a DFlash drafter",
     TOKENIZER: "the folder of a tokenizer without a model",
     ADAPTER: "the folder of a LoRA adapter",
     GGUF: "a folder of GGUF files",
@@ -40,6 +41,7 @@ USES = {
     REDRAFTER: "specdec-convert takes it as --drafter-model-dir, beside the target's --model-dir",
     MEDUSA: "specdec-convert takes it as --medusa-model-dir, beside the target's --model-dir",
     EAGLE: "specdec-convert takes it as --eagle-model-dir, beside the target's --model-dir",
+    DFLASH: "specdec-convert takes it as --dflash-model-dir, beside the target's --model-dir",
     TOKENIZER: "specdec-run takes it as --tokenizer-dir",
     ADAPTER: "merge it into its base model (peft's merge_and_unload) and save that with"
     " save_pretrained",
@@ -124,6 +126,8 @@ def _identify_model(folder: Path, names: Collection[str], config: dict[str, Any]
         return MEDUSA
     if "num_draft_layers" in config or config.get("model_type") == "recurrent_drafting_drafter":
         return REDRAFTER
+    if "fc.weight" in tensors and "hidden_norm.weight" in tensors:
+        return DFLASH
     if "fc.weight" in tensors or str(config.get("speculators_model_type", "")).startswith("eagle"):
         return EAGLE
     if tensors and all(_MEDUSA.match(name) for name in tensors):
@@ -167,7 +171,7 @@ def expect_folder(path: Path | str, wanted: str, flag: str | None = None) -> Non
         return
     if wanted == TOKENIZER and has_tokenizer(folder):
         return
-    if wanted in (REDRAFTER, MEDUSA, EAGLE) and found == MODEL and _holds_drafter(folder):
+    if wanted in (REDRAFTER, MEDUSA, EAGLE, DFLASH) and found == MODEL and _holds_drafter(folder):
         return
     remedy = WAYS.get((found, wanted), USES[found]).format(path=path)
     lack = "and has no tokenizer" if wanted == TOKENIZER else f"not {NAMES[wanted]}"

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,15 @@ def get_partial(output_dir: Path) -> Path:
     """Return the hidden folder in which `output_dir` comes about."""
     output_dir = output_dir.resolve()
     return output_dir.parent / f".{output_dir.name}.partial"
+
+
+def name_final(path: Path) -> Path:
+    """Return what a path will be called once the hidden folders that it lies in have their names.
+
+    `specdec generate` lets other stages write into such a folder.
+    """
+    hidden = re.compile(r"\.(.+)\.partial")
+    return Path(*(hidden.sub(r"\1", part) for part in path.parts))
 
 
 @contextlib.contextmanager

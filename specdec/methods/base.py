@@ -109,6 +109,18 @@ class SizedTree:
         return f"its max_draft_len is {self.max_draft_len}"
 
 
+def fit_net(net: ModelConfig, model: ModelConfig, vocab_size: int) -> ModelConfig:
+    """A drafter's net for the target `model`: its type and ranks, and so many drafted tokens."""
+    return dataclasses.replace(
+        net,
+        vocab_size=vocab_size,
+        dtype=model.dtype,
+        use_parallel_embedding=model.use_parallel_embedding,
+        embedding_sharding_dim=model.embedding_sharding_dim,
+        tp_size=model.tp_size,
+    )
+
+
 def check(key: str, value: object, expected: str, *, is_good: bool) -> None:
     """Raise SpecDecError that says what a key of a checkpoint's config.json should be."""
     if not is_good:

@@ -33,6 +33,7 @@ from .base import (
     check_count,
     check_product,
     check_unknown,
+    fit_net,
     parse_paths,
 )
 
@@ -91,6 +92,26 @@ def read_net(key: str, config: object, dtype: str) -> ModelConfig:
     return net
 
 
+def check_layers(key: str, found: object) -> None:
+    """Raise SpecDecError unless the key lists layers of a target, from 0, in rising order."""
+    layers = found if isinstance(found, list) else []
+    is_good = 0 < len(layers) <= MAX_MODULES
+    is_good = is_good and all(type(layer) is int and layer >= 0 for layer in layers)
+    is_good = is_good and layers == sorted(set(layers))
+    check(key, found, "a rising list of layers", is_good=is_good)
+
+
+# What `eagle_config` of a published folder says of every EAGLE-3 drafter that is known here.
+EAGLE3_FIXED = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Params:
     """What EAGLE-3 (https://arxiv.org/abs/2503.01840) has and EAGLE-1 has not.
@@ -127,12 +148,7 @@ class Eagle3Params:
         """Read the object `key`; raise SpecDecError for what is wrong."""
         check(key, config, "an object", is_good=isinstance(config, dict))
         assert isinstance(config, dict)
-        found = config.get("aux_layers")
-        layers = found if isinstance(found, list) else []
-        is_good = 0 < len(layers) <= MAX_MODULES
-        is_good = is_good and all(type(layer) is int and layer >= 0 for layer in layers)
-        is_good = is_good and layers == sorted(set(layers))
-        check(f"{key}.aux_layers", found, "a rising list of layers", is_good=is_good)
+        check_layers(f"{key}.aux_layers", config.get("aux_layers"))
         check_count(f"{key}.draft_vocab_size", config.get("draft_vocab_size"), 1, MAX_SIZE)
         norms = {name: config.get(name, False) for name in cls.NEWER}
         norms["norm_before_residual"] = config.get("norm_before_residual")
@@ -143,7 +159,11 @@ class Eagle3Params:
             is_good=not (norms["fc_norm"] and norms["norm_before_fc"]),
         )  # fmt: skip
         check_unknown(config, {field.name for field in dataclasses.fields(cls)})
-        return cls(aux_layers=tuple(layers), draft_vocab_size=config["draft_vocab_size"], **norms)
+        return cls(
+            aux_layers=tuple(config["aux_layers"]),
+            draft_vocab_size=config["draft_vocab_size"],
+            **norms,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,14 +230,7 @@ class EagleParams(SizedTree):
 
     def make_net_model(self, model: ModelConfig) -> ModelConfig:
         """The net for `model` as a model of its own, with the drafted vocabulary."""
-        return dataclasses.replace(
-            self.net,
-            vocab_size=self.draft_vocab_size,
-            dtype=model.dtype,
-            use_parallel_embedding=model.use_parallel_embedding,
-            embedding_sharding_dim=model.embedding_sharding_dim,
-            tp_size=model.tp_size,
-        )
+        return fit_net(self.net, model, self.draft_vocab_size)
 
     def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
         """Every tensor of the drafter for `model`, whole, by canonical name; all nets are alike.

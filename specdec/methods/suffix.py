@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from specdec.command.settings import as_options, list_given, name_flag, setting
@@ -45,8 +46,13 @@ class SuffixDraft:
     )  # fmt: skip
     suffix_max_cached_tokens: int | None = setting(
         kind="int", minimum=2, metavar="N",
-        help="With --suffix-share-requests: keep at most N tokens of finished requests; the oldest"
-        f" are dropped.  [default: {DEFAULT_CACHED_TOKENS}]",
+        help="With --suffix-share-requests or --suffix-cache: keep at most N tokens of finished"
+        f" requests; the oldest are dropped.  [default: {DEFAULT_CACHED_TOKENS}]",
+    )  # fmt: skip
+    suffix_cache: Path | None = setting(
+        kind="path", metavar="FILE",
+        help="Keep the texts of finished requests in FILE, for later runs and other processes; it"
+        " is made if there is none.",
     )  # fmt: skip
 
 
@@ -56,7 +62,7 @@ class SuffixOptions:
 
     max_tokens: of a step's tree. max_depth: longest end of the text that is looked for. max_factor:
     tokens drafted for each that was found. min_probability: of a drafted token's whole branch.
-    max_cached_tokens: of finished requests, 0 to forget them.
+    max_cached_tokens: of finished requests, 0 to forget them. cache: the file that keeps them.
     """
 
     max_tokens: int
@@ -64,6 +70,7 @@ class SuffixOptions:
     max_factor: float = DEFAULT_FACTOR
     min_probability: float = DEFAULT_PROBABILITY
     max_cached_tokens: int = 0
+    cache: Path | None = None
 
     @property
     def max_draft_tokens(self) -> int:
@@ -83,10 +90,11 @@ def read_options(settings: Any) -> SuffixOptions | None:
         raise UsageError(
             f"{given[0]} without --suffix-max-tokens", "say how many tokens to draft a step"
         )
-    if options.suffix_max_cached_tokens is not None and not options.suffix_share_requests:
+    shares = options.suffix_share_requests or options.suffix_cache is not None
+    if options.suffix_max_cached_tokens is not None and not shares:
         raise UsageError(
-            "--suffix-max-cached-tokens without --suffix-share-requests",
-            "without it nothing of a finished request is kept; leave one out or give both",
+            "--suffix-max-cached-tokens without --suffix-share-requests or --suffix-cache",
+            "without them nothing of a finished request is kept; leave one out or give both",
         )
     factor, probability = options.suffix_max_factor, options.suffix_min_probability
     if factor is not None and not 0 < factor < float("inf"):
@@ -101,7 +109,8 @@ def read_options(settings: Any) -> SuffixOptions | None:
         max_depth=options.suffix_max_depth or DEFAULT_DEPTH,
         max_factor=DEFAULT_FACTOR if factor is None else factor,
         min_probability=DEFAULT_PROBABILITY if probability is None else probability,
-        max_cached_tokens=cached if options.suffix_share_requests else 0,
+        max_cached_tokens=cached if shares else 0,
+        cache=options.suffix_cache,
     )
 
 

@@ -84,6 +84,12 @@ def unpack(packed: Array) -> Array:
     return codes
 
 
+def read_codes(source: Source, name: str, start: int, stop: int) -> Array:
+    """Return the codes of rows [start, stop) of a packed matrix: uint8 [rows, in], 0 to 15."""
+    first, last = start // 2, -(-stop // 2)
+    return unpack(source.read_block(name, first, last))[start - 2 * first : stop - 2 * first]
+
+
 def dequantize(codes: Array, scales: Array, zeros: Array | None) -> Array:
     """Return float32 [rows, in] in the stored order of columns.
 
@@ -124,12 +130,6 @@ class Int4Matrix:
     def has_zeros(self) -> bool:
         return self._has(ZERO_POINT)
 
-    def read_codes(self, start: int, stop: int) -> Array:
-        """Return the codes of rows [start, stop): uint8 [rows, in], 0 to 15."""
-        first, last = start // 2, -(-stop // 2)
-        codes = unpack(self.source.read_block(f"{self.module}.weight", first, last))
-        return codes[start - 2 * first : stop - 2 * first]
-
     def read_scales(self, start: int, stop: int) -> Array:
         """Return the scales of rows [start, stop): float32 [rows, groups]."""
         name = f"{self.module}.{WEIGHT_SCALE}"
@@ -153,23 +153,6 @@ class Int4Matrix:
     def read_permutation(self) -> Array | None:
         """Return the input of every stored column: int32 [in]; None: they are in order."""
         return self.source.read(f"{self.module}.{PERMUTATION}") if self._has(PERMUTATION) else None
-
-    def read_weight(self, start: int, stop: int) -> Array:
-        """Return rows [start, stop) as float32 [rows, in], columns in the inputs' own order.
-
-        The input is still to be multiplied with the input scale, if there is one.
-        """
-        stored = dequantize(
-            self.read_codes(start, stop),
-            self.read_scales(start, stop),
-            self.read_zeros(start, stop),
-        )
-        permutation = self.read_permutation()
-        if permutation is None:
-            return stored
-        weight = np.empty_like(stored)
-        weight[:, permutation] = stored
-        return weight
 
     def _has(self, kind: str) -> bool:
         return f"{self.module}.{kind}" in self.source.tensors

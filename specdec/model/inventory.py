@@ -49,6 +49,14 @@ class Inventory:
     wrong: list[str]
     unread: list[str]
 
+    def list_faults(self) -> list[str]:
+        """What is wrong with the file, each to be read behind its name."""
+        groups = (
+            ("lacks", self.missing), ("is at odds with config.json:", self.wrong),
+            ("holds what config.json does not describe:", self.unread),
+        )  # fmt: skip
+        return [f"{fact} {join_names(names)}" for fact, names in groups if names]
+
 
 def list_tensors(model: ModelConfig, drafter: DrafterParams | None) -> dict[str, TensorSpec]:
     """Every tensor of a checkpoint, whole, by canonical name."""

@@ -190,7 +190,9 @@ def find_contradictions(
         if dtype is None or is_excluded is None:
             continue
         if is_excluded == (dtype in FLOAT8_STORAGE):
-            said = "unquantized" if is_excluded else str(quantization.quant_algo)
+            said = "unquantized: its module is excluded"
+            if not is_excluded:
+                said = f"{quantization.quant_algo}: its module is not excluded"
             problems.append(f"{module} is {dtype}, config.json says {said}")
     return problems
 

@@ -10,9 +10,10 @@ from specdec.model.experts import Experts
 
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
-# EAGLE: its first net, and what a reduced vocabulary adds to a drafted token's number.
-EAGLE_NET = "eagle_nets.0."
-EAGLE_OFFSETS = EAGLE_NET + "d2t"
+# The nets of EAGLE, its first, and of DFlash; what a reduced vocabulary adds to a drafted token.
+EAGLE_NET, DFLASH_NET = "eagle_nets.0.", "dflash."
+OFFSETS = "d2t"
+EAGLE_OFFSETS, DFLASH_OFFSETS = EAGLE_NET + OFFSETS, DFLASH_NET + OFFSETS
 # Of a layer of experts: what a token's choice among them is computed with.
 ROUTER = "mlp.router.weight"
 
@@ -205,4 +206,4 @@ def get_stored_dtype(name: str, dtype: str) -> str:
     """The type that a tensor is stored in beside weights of `dtype`."""
     if name.endswith(f".{ROUTER}"):
         return "float32"
-    return "int64" if name == EAGLE_OFFSETS else dtype
+    return "int64" if name in (EAGLE_OFFSETS, DFLASH_OFFSETS) else dtype

@@ -33,6 +33,8 @@ PAIRS: dict[str, dict[str, dict[str, Pair]]] = {
         "medusa": {name: (name, "MedusaForCausalLM") for name in (_LLAMA, _MISTRAL)},
     },
 }
+# Drafters that no line has for any target.
+NOWHERE = ("EAGLE-3", "DFlash")
 
 
 def find_pair(label: str, method: str, target: str) -> Pair | None:
@@ -52,8 +54,8 @@ def find_lack(label: str, config: Mapping[str, Any], target: str) -> tuple[str, 
     if method is None or title is None:
         return f"TensorRT-LLM {label} has no {name}", describe_lines(name, label)
     fact = f"TensorRT-LLM {label} has no {title} for {target}"
-    if title == "EAGLE-3":
-        fact = f"TensorRT-LLM {label} has no EAGLE-3"
+    if title in NOWHERE:
+        fact = f"TensorRT-LLM {label} has no {title}"
     return fact, describe_targets(method.name, title, target)
 
 
@@ -70,9 +72,11 @@ def describe_lines(architecture: str, label: str) -> str:
 def describe_targets(method: str, title: str, target: str) -> str:
     """What to do about a drafter that a line lacks for a target."""
     lines = [label for label in LABELS if find_pair(label, method, target)]
-    if lines and title != "EAGLE-3":
+    if lines and title not in NOWHERE:
         return f"convert it for {lines[0]}, or use --backend torch"
-    known = PAIRS[DEFAULT_LABEL][method]
+    known = PAIRS[DEFAULT_LABEL].get(method)
+    if known is None:
+        return "use --backend torch, which runs every method on every target"
     heads = "EAGLE-1" if method == "eagle" else title
     return (
         "use --backend torch, which runs every method on every target; TensorRT-LLM"

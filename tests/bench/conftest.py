@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import make_drafter, make_llama, make_medusa_heads, make_tokenizer
-from tests.engines import call, make_engine, make_knowing_drafter, make_tree_engine
+from tests.engines import (
+    call,
+    make_constant_pair,
+    make_engine,
+    make_knowing_drafter,
+    make_tree_engine,
+)
 
 PLAIN_CHECKPOINT = "ckpt-b4l5noneautop"  # that `plain` is built from
 NOISE = {"feature": 2.4, "layers": 0.9}  # of EAGLE drafters, by what they know
@@ -85,6 +91,18 @@ def make_eagle_folder(folder: Path, kind: str) -> Path:
 def eagle1(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """EAGLE-1's folder."""
     return make_eagle_folder(tmp_path_factory.mktemp("eagle1"), "feature")
+
+
+@pytest.fixture(scope="session")
+def dflash(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a DFlash drafter that is always right."""
+    folder = tmp_path_factory.mktemp("dflash")
+    drafter = make_constant_pair(folder)
+    make_tokenizer(folder / "target")
+    lines = [{"input_ids": list(ids)} for ids in ([4], [30, 2], [9] * 5)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    make_tree_engine("dflash", folder, folder / "target", drafter, optimize="none")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -60,14 +60,15 @@ CASES: dict[str, Callable[[pytest.FixtureRequest], Case]] = {
     "redrafter": lambda r: use(r.getfixturevalue("engine"), r.getfixturevalue("folder")),
     "medusa": lambda r: use(r.getfixturevalue("medusa"), r.getfixturevalue("folder")),
     "eagle": use_eagle,
+    "dflash": lambda r: use(r.getfixturevalue("dflash") / "engine", r.getfixturevalue("dflash")),
     "draft_target": use_pair,
     "prompt_lookup": use_lookup,
     "suffix": use_suffix,
     "lookahead": use_lookahead,
 }
 MOST = {  # draft tokens that a step of these settings can accept
-    "redrafter": 3, "medusa": 3, "eagle": 3, "draft_target": 2, "prompt_lookup": 3, "suffix": 3,
-    "lookahead": 3,
+    "redrafter": 3, "medusa": 3, "eagle": 3, "dflash": 4, "draft_target": 2, "prompt_lookup": 3,
+    "suffix": 3, "lookahead": 3,
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def list_free(bench: Any) -> list[Any]:
 def load(engine: Path, folder: Path, limit: int = 24, **flags: Any) -> Bench:
     settings = RunSettings(
         engine_dir=engine, tokenizer_dir=str(folder / "target"), device="cpu",
-        max_output_len=limit, **flags,
+        max_output_len=limit, **flags, **{"draft_budget": "fixed"},
     )  # fmt: skip
     bench = open_bench(settings)
     bench.take_prompts(read_prompt_set(folder / "prompts.jsonl"), settings)
@@ -237,12 +237,20 @@ def test_a_table_and_its_recipe(
     monkeypatch.setattr("specdec.bench.measure.Rounds.list_rates", count_work)
     report = run_tune(folder, checkpoint, output_file=recipe)
     (batch,) = report["batches"]
-    names = {row["name"] for row in batch["settings"]}
-    assert names == {"1 x 1", "1 x 2", "2 x 1", "2 x 2"}
-    assert [row["measured"] is not None for row in batch["settings"]] == [True, True, False, False]
+    combined = [
+        row for row in batch["settings"] if not row["name"][0].isdigit() or "," in row["name"]
+    ]
+    fixed = [row for row in batch["settings"] if row not in combined]
+    assert {row["name"] for row in fixed} == {"1 x 1", "1 x 2", "2 x 1", "2 x 2"}
+    best = fixed[0]["name"]
+    made = {row["name"] for row in combined}
+    assert {f"{best}, budget auto", f"suffix of 8, else {best}"} <= made
+    assert len(made) == len({best, "2 x 2"}) + 1
+    assert [row["measured"] is not None for row in fixed] == [True, True, False, False]
+    assert all(row["measured"] is not None for row in combined)
     rates = [row["predicted_tokens_per_second"] for row in batch["settings"]]
     assert rates == sorted(rates, reverse=True)
-    for row in batch["settings"][:2]:
+    for row in fixed[:2]:
         assert row["measured"]["acceptance_length"] == row["acceptance_length"]
     assert set(batch["step_ms_by_tokens"]) == {1, 2, 4, 5}
     assert batch["best"] == "plain"

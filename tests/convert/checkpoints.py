@@ -87,7 +87,7 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
 
     model_class = getattr(transformers, CLASSES[family][1])
     model = model_class.from_pretrained(folder, torch_dtype=torch.float32)
-    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    state = _split_experts({name: value.numpy() for name, value in model.state_dict().items()})
     tensors = _stack_experts(state)
     for name, value in state.items():
         if ".k_proj" in name or ".v_proj" in name or "expert" in name:
@@ -108,6 +108,24 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
             value = value + np.float32(1)
         tensors[new] = value
     return tensors
+
+
+def _split_experts(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with a tensor an expert: transformers 5 has those of a layer in one."""
+    split: dict[str, Any] = {}
+    for name, value in state.items():
+        stem, _, kind = name.rpartition(".experts.")
+        if kind == "gate_up_proj":
+            for at, both in enumerate(value):
+                gate, up = np.split(both, 2)
+                split[f"{stem}.experts.{at}.gate_proj.weight"] = gate
+                split[f"{stem}.experts.{at}.up_proj.weight"] = up
+        elif kind == "down_proj":
+            for at, down in enumerate(value):
+                split[f"{stem}.experts.{at}.down_proj.weight"] = down
+        else:
+            split[name] = value
+    return split
 
 
 def _stack_experts(state: dict[str, Any]) -> dict[str, Any]:

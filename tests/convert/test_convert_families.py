@@ -129,7 +129,7 @@ def read_docs_table() -> dict[str, list[str]]:
 def test_the_table_of_drafters_is_what_the_lines_have() -> None:
     text = (ROOT / "docs/convert.md").read_text().split("## Drafters and backends")[1]
     lines = [row.strip("|").strip() for row in text.splitlines() if row.startswith("|")]
-    rows = [re.split(r" *\| *", line) for line in lines[: lines.index("--- | --- | ---") + 7]]
+    rows = [re.split(r" *\| *", line) for line in lines[: lines.index("--- | --- | ---") + 8]]
     assert [cell.removeprefix("TensorRT-LLM ") for cell in rows[0][1:]] == list(LABELS)
     told = {title: cells for title, *cells in rows[2:]}
     names = {title: m for m in METHODS.values() for title in m.own_architectures.values()}
@@ -542,6 +542,8 @@ def test_configurations_are_read_back(
         ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         ("qwen2_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]"),
         ("qwen2_moe", {"qkv_bias": False}, "qkv_bias is False"),
+        ("qwen3_moe", {"num_experts": 4, "num_local_experts": 5},
+         "num_experts 4 and num_local_experts 5 disagree"),
         ("qwen2_moe", {"num_experts": 5}, "lacks 6 tensors"),
     ],
 )  # fmt: skip
@@ -551,6 +553,16 @@ def test_what_cannot_be_expressed_is_refused_by_name(
 ) -> None:  # fmt: skip
     folder = copy_model(make(family), tmp_path, **change)
     assert message in convert.fail(model_dir=folder).message
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_either_name_of_the_number_of_experts(
+    name: str, make: Maker, tmp_path: Path, convert: Converter
+) -> None:
+    """transformers 4 and 5 call Qwen3-MoE's differently."""
+    both = dict.fromkeys(("num_experts", "num_local_experts"), "ABSENT")
+    folder = copy_model(make("qwen3_moe"), tmp_path, **both | {name: 4})
+    assert read_config(convert(model_dir=folder))["moe"]["num_experts"] == 4
 
 
 @pytest.mark.parametrize("family", ROTARY)

@@ -122,6 +122,25 @@ def test_a_wrappers_text_model_is_taken_out(
     assert "1 tensor that the conversion would not use: unknown.weight" in error.message
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_head_that_the_wrapper_ties(is_told: bool, convert: Converter, tmp_path: Path) -> None:
+    """transformers 5 leaves it out by the wrapper's own key, whatever the text model's says."""
+    wrapper = make_wrapper(
+        tmp_path / "w", make_llama(tmp_path), "Mistral3ForConditionalGeneration", is_old=False,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    tensors = load_file(wrapper / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, wrapper / "model.safetensors")
+    if not is_told:
+        assert "lacks 1 tensor: lm_head.weight" in convert.fail(model_dir=wrapper).message
+        return
+    path = wrapper / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    found = join_checkpoint(convert(model_dir=wrapper))
+    assert np.array_equal(found["lm_head.weight"], found["transformer.vocab_embedding.weight"])
+
+
 def test_one_tensor_under_two_names_is_refused(convert: Converter, tmp_path: Path) -> None:
     target = make_llama(tmp_path)
     wrapper = make_wrapper(

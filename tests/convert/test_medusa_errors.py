@@ -301,7 +301,9 @@ def test_tp_size_that_does_not_divide(convert: Converter, tmp_path: Path) -> Non
     """Three heads of 24 over three ranks, but a hidden size of 64."""
     from tests.conftest import make_llama, make_medusa_heads
 
-    target = make_llama(tmp_path, heads=3, kv_heads=3, head_dim=24, intermediate=96)
+    target = make_llama(tmp_path, heads=4, kv_heads=4, head_dim=18, intermediate=96)
+    # Not so from the beginning, which transformers 5 refuses.
+    set_config(target, num_attention_heads=3, num_key_value_heads=3, head_dim=24)
     heads = make_medusa_heads(tmp_path)
     error = convert.fail(model_dir=target, medusa_model_dir=str(heads), tp_size=3)
     assert "the Medusa heads' hidden_size=64 does not split over tp_size=3" in error.message

@@ -349,7 +349,7 @@ def test_what_cannot_be_stored_or_loaded(
 
 
 def test_rows_in_pairs(convert: Converter, tmp_path: Path) -> None:
-    target = make_llama(tmp_path, heads=6, kv_heads=6, hidden=64, head_dim=32, intermediate=96)
+    target = make_llama(tmp_path, heads=6, kv_heads=6, hidden=96, head_dim=32, intermediate=96)
     data = make_rows(tmp_path / "rows.jsonl")
     flags = get_flags("int4_awq", data)
     convert(model_dir=target, tp_size=3, dry_run=True, **flags)  # 32 of 96 rows each

@@ -28,6 +28,7 @@ from tests.convert.quantized import (
     make_quantized,
 )
 from tests.families import CLASSES
+from tests.four_bits import read_weight
 
 FOUR_BITS = [name for name, case in CASES.items() if case.kept in int4.INT4_ALGORITHMS]
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -92,7 +93,7 @@ def test_four_bits_are_kept(name: str, convert: Converter, tmp_path: Path) -> No
     for module, wanted in list_plain(plain).items():
         matrix = int4.Int4Matrix(file, f"transformer.layers.0.{module}")
         assert int4.find_damage(matrix) == []
-        weight = torch.from_numpy(matrix.read_weight(0, matrix.shape[0]))
+        weight = torch.from_numpy(read_weight(matrix, 0, matrix.shape[0]))
         inputs = matrix.read_input_scale()
         if inputs is not None:
             weight = weight * torch.from_numpy(inputs)
@@ -148,7 +149,7 @@ def test_ranks_have_their_part_of_the_four_bits(
         matrices = [
             int4.Int4Matrix(file, f"transformer.layers.1.{module}") for file in (whole, *parts)
         ]
-        weights = [matrix.read_weight(0, matrix.shape[0]) for matrix in matrices]
+        weights = [read_weight(matrix, 0, matrix.shape[0]) for matrix in matrices]
         assert np.array_equal(np.concatenate(weights[1:], axis), weights[0])
         inputs = [matrix.read_input_scale() for matrix in matrices]
         if inputs[0] is not None and axis == 1:
@@ -158,7 +159,7 @@ def test_ranks_have_their_part_of_the_four_bits(
     qkv = [
         int4.Int4Matrix(file, "transformer.layers.1.attention.qkv") for file in (whole, parts[1])
     ]
-    assert np.array_equal(qkv[0].read_weight(0, 128)[rows], qkv[1].read_weight(0, 64))
+    assert np.array_equal(read_weight(qkv[0], 0, 128)[rows], read_weight(qkv[1], 0, 64))
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -188,8 +189,8 @@ def test_other_families(name: str, family: str, convert: Converter, tmp_path: Pa
     convert(model_dir=source, dequantize=True, output_dir=plainly)
     written = load_file(plainly / "rank0.safetensors")
     for module in list_linears(read_checkpoint_config(plainly).model):
-        weight = int4.Int4Matrix(kept, module).read_weight(
-            0, int4.Int4Matrix(kept, module).shape[0]
+        weight = read_weight(
+            int4.Int4Matrix(kept, module), 0, int4.Int4Matrix(kept, module).shape[0]
         )
         restored = torch.from_numpy(weight).half().to(written[f"{module}.weight"].dtype)
         assert torch.equal(restored, written[f"{module}.weight"]), module

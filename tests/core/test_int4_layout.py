@@ -9,6 +9,7 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 from specdec.model import int4
+from tests.four_bits import read_weight
 
 
 class Memory:
@@ -51,10 +52,13 @@ def test_matrix_reads_blocks_in_the_inputs_order() -> None:
     )
     matrix = int4.Int4Matrix(source, "m")
     assert (matrix.shape, matrix.group_size, matrix.has_zeros) == ((4, 4), 2, True)
-    assert matrix.read_codes(1, 3).tolist() == codes[1:3].tolist()
+    assert (
+        int4.read_codes(matrix.source, f"{matrix.module}.weight", 1, 3).tolist()
+        == codes[1:3].tolist()
+    )
     # Row 1: stored ((5, 6) - 2) * 2, ((7, 8) - 3) * 20 are of inputs 2, 0, 3, 1.
-    assert matrix.read_weight(1, 2).tolist() == [[8, 100, 6, 80]]
-    assert matrix.read_weight(3, 4).tolist() == [[32, -640, 28, -40]]
+    assert read_weight(matrix, 1, 2).tolist() == [[8, 100, 6, 80]]
+    assert read_weight(matrix, 3, 4).tolist() == [[32, -640, 28, -40]]
     input_scale = matrix.read_input_scale()
     assert input_scale is not None
     assert input_scale.tolist() == [1, 2, 3, 4]
@@ -69,7 +73,7 @@ def test_symmetric_zero_is_eight() -> None:
         weights_scaling_factor=np.array([[0.5], [2]], np.float32),
     )
     matrix = int4.Int4Matrix(source, "m")
-    assert matrix.read_weight(0, 2).tolist() == [[0, -4], [14, -2]]
+    assert read_weight(matrix, 0, 2).tolist() == [[0, -4], [14, -2]]
     assert matrix.read_zeros(0, 2) is None
     assert matrix.read_permutation() is None
 

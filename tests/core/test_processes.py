@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from specdec import processes
+from specdec.threads import calm_threads
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks into /proc")
 
@@ -146,3 +147,18 @@ def test_ctrl_c_ends_an_mpirun_that_is_stuck(
     with pytest.raises(KeyboardInterrupt):
         start_ranks(RunSettings(engine_dir=tmp_path), 2)
     assert_ended(pids)
+
+
+def test_waiting_threads_sleep_soon_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an environment of its own: nothing of this process's is changed."""
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
+    calm_threads()
+    assert environment == {"GOMP_SPINCOUNT": "1000"}
+    environment["GOMP_SPINCOUNT"] = "7"
+    calm_threads()
+    assert environment == {"GOMP_SPINCOUNT": "7"}
+    environment.clear()
+    environment["OMP_WAIT_POLICY"] = "active"
+    calm_threads()
+    assert environment == {"OMP_WAIT_POLICY": "active"}

@@ -12,9 +12,19 @@ import numpy as np
 import pytest
 
 import specdec
-from specdec import Engine, Prompt, SpecDecError, UsageError
+from specdec import (
+    Engine,
+    EngineBusyError,
+    EngineLostError,
+    Prompt,
+    PromptError,
+    SpecDecError,
+    StepError,
+    UsageError,
+)
 from specdec.decode.ranks import processes
 from tests.conftest import (
+    make_dflash_drafter,
     make_drafter,
     make_eagle_drafter,
     make_llama,
@@ -50,9 +60,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--optimize", "none", "--max-batch-size", 3, *flags,
         )  # fmt: skip
     heads, eagle = make_medusa_heads(parent, scale=3.0), make_eagle_drafter(parent, scale=2.0)
+    dflash = make_dflash_drafter(parent, target_layers=2, aux_layers=(0,), scale=2.0)
     for name, flags in (
         ("medusa", ("--medusa-model-dir", heads)),
         ("eagle", ("--eagle-model-dir", eagle, "--num-eagle-layers", 2)),
+        ("dflash", ("--dflash-model-dir", dflash)),
     ):
         checkpoint = parent / f"{name}-ckpt"
         call("convert", "--model-dir", target, *flags, "--output-dir", checkpoint)
@@ -86,12 +98,12 @@ def load(folder: Path, method: str = "redrafter", **options: Any) -> Engine:
         options |= {"eagle_use_dynamic_tree": True, "eagle_tree_tokens": 8}
     elif method == "plain":
         method, options = "redrafter", options | {"speculation": False}
-    name = f"{method}-engine" if method in ("medusa", "eagle") else method
+    name = f"{method}-engine" if method in ("medusa", "eagle", "dflash") else method
     return Engine.load(folder / name, device="cpu", **options)
 
 
 METHODS = [
-    "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "draft_target",
+    "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "dflash", "draft_target",
     "draft_target, logits", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
 
@@ -169,7 +181,7 @@ def check_origins(output: specdec.Output, *, is_plain: bool) -> None:
 @pytest.mark.parametrize("options", [{}, {"acceptance": "typical", "typical_epsilon": 0.01}])
 def test_origins_of_sampled_texts(folder: Path, options: dict[str, Any]) -> None:
     """By either accept rule."""
-    with load(folder, "medusa", **options) as engine:
+    with load(folder, "medusa", draft_budget="fixed", **options) as engine:
         outputs = engine.generate(PROMPTS, max_output_len=LIMIT, temperature=1.2, seed=3)
         for output in outputs:
             check_origins(output, is_plain=False)
@@ -289,7 +301,7 @@ def test_a_closed_engine(folder: Path) -> None:
         engine.step, engine.describe, lambda: engine.max_seq_len,
     ]  # fmt: skip
     for use in uses:
-        with pytest.raises(SpecDecError, match="this engine is closed"):
+        with pytest.raises(EngineLostError, match="this engine is closed"):
             use()
 
 
@@ -318,19 +330,19 @@ def test_options_are_checked(folder: Path) -> None:
 def test_prompts_are_checked_before_anything_is_decoded(folder: Path) -> None:
     with load(folder, max_seq_len=40) as engine:
         assert engine.max_seq_len == 40
-        with pytest.raises(SpecDecError, match=r"3 problems: .*prompt 0 is empty.*prompt 1 has 50"):
+        with pytest.raises(PromptError, match=r"3 problems: .*prompt 0 is empty.*prompt 1 has 50"):
             engine.generate([[], [5] * 50])
-        with pytest.raises(SpecDecError, match="prompt 0 has 3 tokens and asks for 100 more"):
+        with pytest.raises(PromptError, match="prompt 0 has 3 tokens and asks for 100 more"):
             engine.stream([5, 6, 7])
         with pytest.raises(UsageError, match="text prompts need"):
             engine.generate("text")
         with pytest.raises(UsageError, match="stop words need"):
             engine.generate([5], stop="a")
-        with pytest.raises(SpecDecError, match="temperature is -1, not a number of at least 0"):
+        with pytest.raises(PromptError, match="temperature is -1, not a number of at least 0"):
             engine.generate([5], temperature=-1)
-        with pytest.raises(SpecDecError, match="not exactly one of text, token_ids and messages"):
+        with pytest.raises(PromptError, match="not exactly one of text, token_ids and messages"):
             engine.generate(Prompt(text="a", token_ids=[1]))
-        with pytest.raises(SpecDecError, match=r"input_ids is \[5, 'a'\]"):
+        with pytest.raises(PromptError, match=r"input_ids is \[5, 'a'\]"):
             engine.generate(Prompt(token_ids=[5, "a"]))  # type: ignore[list-item]
         assert len(engine.generate([5], max_output_len=3)[0].token_ids) == 3
 
@@ -358,7 +370,7 @@ def test_a_second_thread_is_refused(engine: Engine) -> None:
         lambda: engine.generate(PROMPTS[1]), lambda: next(stream), engine.step, engine.close,
     ]  # fmt: skip
     for use in uses:
-        with pytest.raises(SpecDecError, match="another thread is using this engine"):
+        with pytest.raises(EngineBusyError, match="another thread is using this engine"):
             use()
     leave.set()
     thread.join(60)
@@ -379,7 +391,7 @@ def test_a_failing_step_ends_its_streams_and_no_others(
         with pytest.raises(ZeroDivisionError):
             list(streams[0])
     for stream in streams:
-        with pytest.raises(SpecDecError, match=r"a step of the engine failed.*after [1-9]"):
+        with pytest.raises(StepError, match=r"a step of the engine failed.*after [1-9]"):
             list(stream)
         assert list(stream) == []
     later = engine.stream(PROMPTS[2], max_output_len=LIMIT, end_ids=())

@@ -113,8 +113,8 @@ def test_readme_commands_work_as_typed(tmp_path: Path) -> None:
 PAGES = sorted(
     str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md") if page.name != "flags.md"
 )
-# Of torchrun, accelerate, Slurm, pip, apt, useradd, hf, vllm, g++, tests/engine/matrix.py and
-# benchmarks/.
+# Of torchrun, accelerate, Slurm, pip, apt, useradd, docker, hf, vllm, llama.cpp, g++,
+# tests/engine/matrix.py and benchmarks/.
 OTHERS_FLAGS = {
     "--local-dir", "--repo-type", "--port",
     "--nproc-per-node", "--num-processes", "--no-python", "--no-deps", "--drafter-output-dir",
@@ -123,8 +123,11 @@ OTHERS_FLAGS = {
     "--quick", "--shapes", "--param", "--only", "--compilers", "--full",
     "--chat-template", "--enforce-eager", "--max-model-len", "--max-num-seqs",
     "--speculative-config", "--create-home", "--index-url", "--no-cache-dir",
-    "--no-install-recommends", "--experts", "--intermediate", "--exact", "--health", "--memory",
-    "--peer",
+    "--no-install-recommends", "--experts", "--intermediate",
+    "--no-repack", "--random-input-len", "--random-output-len", "--stop-timeout",
+    "--max-concurrency", "--tokenizer", "--target", "--nnodes", "--rdzv-backend",
+    "--rdzv-endpoint", "--start-period", "--llama-server", "--vllm-python", "--dataset-name",
+    "--endpoint", "--num-prompts",
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from specdec.train.settings import TRAINABLE
 from specdec.verify import runner
 from tests.conftest import (
     ROOT,
+    make_dflash_drafter,
     make_drafter,
     make_eagle_drafter,
     make_llama,
@@ -191,6 +192,7 @@ def test_the_table_measures_every_method(
         "redrafter": make_drafter(tmp_path),
         "medusa": make_medusa_heads(tmp_path),
         "eagle": make_eagle_drafter(tmp_path),
+        "dflash": make_dflash_drafter(tmp_path, target_layers=2, aux_layers=(0,)),
     }
     moved = {old: new for old, new in paths.items() if old != "out/"}
     moved |= {f"examples/pycode/{name}": str(folder) for name, folder in shipped.items()}

@@ -60,22 +60,21 @@ class Form:
     cpu_flags: tuple[str, ...] = ()  # of /proc/cpuinfo, without which it cannot run here
     is_fused: bool = True
     pairs: str = "none"  # how pairs of bfloat16 are multiplied
-    width: int = 8  # floats in a vector
 
 
 X86_FORMS = (
     Form("AVX512-BF16", ("-march=x86-64-v4", "-mavx512bf16"), ("avx512vl", "avx512_bf16"),
-         pairs="avx512", width=16),
-    Form("AVX-512", ("-march=x86-64-v4",), ("avx512vl",), width=16),
+         pairs="avx512"),
+    Form("AVX-512", ("-march=x86-64-v4",), ("avx512vl",)),
     Form("AVX2", ("-march=x86-64-v3",), ("avx2", "fma")),
-    Form("SSE2", ("-march=x86-64",), is_fused=False, width=4),
+    Form("SSE2", ("-march=x86-64",), is_fused=False),
 )  # fmt: skip
 ARM_FORMS = (
-    Form("NEON", ("-mcpu=generic",), width=4),
-    Form("Graviton 2", ("-mcpu=neoverse-n1",), width=4),
-    Form("Graviton 3", ("-mcpu=neoverse-v1",), pairs="arm", width=4),
-    Form("Apple M1", ("-mcpu=apple-m1",), width=4),
-    Form("ARMv8.6 (Apple M2)", ("-march=armv8.6-a",), pairs="arm", width=4),
+    Form("NEON", ("-mcpu=generic",)),
+    Form("Graviton 2", ("-mcpu=neoverse-n1",)),
+    Form("Graviton 3", ("-mcpu=neoverse-v1",), pairs="arm"),
+    Form("Apple M1", ("-mcpu=apple-m1",)),
+    Form("ARMv8.6 (Apple M2)", ("-march=armv8.6-a",), pairs="arm"),
 )
 
 
@@ -145,6 +144,7 @@ def write_stub() -> Path:
         "inline void omp_set_num_threads(int) {}\n"
         "inline int omp_get_thread_num() { return 0; }\n"
         "inline int omp_get_num_threads() { return 1; }\n"
+        "inline int omp_get_max_threads() { return 1; }\n"
     )
     return folder
 
@@ -201,8 +201,6 @@ def group(build: Build, kernel: str) -> tuple[object, ...]:
         kernel,
         form.is_fused,
         form.pairs if kernel.endswith("bf16") else "",
-        # Attention in float32 sums by vectors.
-        form.width if kernel.startswith(("attend", "run_layers")) and kernel.endswith("f32") else 0,
         # The C library's own erf and log.
         build.is_cross if "erf" in kernel or "scores" in kernel else False,
     )
@@ -212,8 +210,11 @@ def list_forms() -> list[Form]:
     """The forms that this CPU runs, as compiled for it first."""
     has = read_cpu_flags()
     forms = [form for form in X86_FORMS if IS_X86 and has.issuperset(form.cpu_flags)]
-    own = tuple(flag for flag in native.FLAGS if flag.endswith("=native"))
-    return [*(dataclasses.replace(form, name="own", flags=own) for form in forms[:1]), *forms]
+    flags = tuple(flag for flag in native.FLAGS if flag.endswith("=native"))
+    own = [dataclasses.replace(form, name="own", flags=flags) for form in forms[:1]]
+    if "amx_bf16" in has:  # where kernels.cpp does without pairs
+        own = [dataclasses.replace(form, pairs="none") for form in own]
+    return [*own, *forms]
 
 
 def list_builds(compilers: list[str], is_full: bool = False) -> list[Build]:

@@ -127,6 +127,33 @@ def test_attention(
 
 
 @needs_compiler
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_by_blocks(library: Path, dtype: torch.dtype, window: int | None) -> None:
+    """A chunk across the end of the third block of positions; more queries than go together."""
+    kernels = native.NativeKernels(library, dtype)
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, heads, size, past = 70, 4, 24, np.array([1500, 3])
+    cache = torch.randn(2, 2, 1, 1600, size, generator=generator).to(dtype)
+    qkv = torch.randn(2, num_tokens, (heads + 2) * size, generator=generator).to(dtype)
+    mask = np.broadcast_to(np.tri(num_tokens, dtype=bool), (2, num_tokens, num_tokens))
+    positions = past[:, None] + np.arange(num_tokens)
+    view = qkv.clone().view(2, num_tokens, -1, size)
+    expected_cache = cache.clone()
+    index, slots = torch.arange(2)[:, None], torch.from_numpy(positions)
+    expected_cache[0][index, :, slots] = view[:, :, heads : heads + 1]
+    expected_cache[1][index, :, slots] = view[:, :, heads + 1 :]
+    expected = layers.attend(
+        view[:, :, :heads], expected_cache[0], expected_cache[1],
+        torch.from_numpy(build_full_mask(past, mask, positions, 1600, window)), 0.5,
+    )  # fmt: skip
+
+    plan = kernels.plan_step(np.arange(2), positions, positions, past, mask)
+    how = layers.Attention(scale=0.5, cap=None, window=window, rotary=None)
+    assert_near(kernels.attend(qkv, cache, how, plan, heads, 1, size), expected)
+
+
+@needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "group"), [(1, 1), (2, 1), (9, 2)])
 def test_attention_over_uncommitted_levels(

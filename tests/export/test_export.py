@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -13,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.export.pipeline import export_model
-from specdec.export.settings import ExportSettings, check_settings
+from specdec.export.settings import RUNTIME_NAMES, ExportSettings, check_settings
 from specdec.files.manifest import read_manifest
 from specdec.files.reading import read_json
 from tests.conftest import (
+    make_dflash_drafter,
     make_drafter,
     make_eagle_drafter,
     make_llama,
@@ -32,7 +34,7 @@ SCALING = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
-USUAL = {"version": 3, "aux_layers": AUX_LAYERS, "own_embedding": False}
+USUAL: dict[str, Any] = {"version": 3, "aux_layers": AUX_LAYERS, "own_embedding": False}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle1": {"heads": 8, "rope_theta": 5e5},
     "eagle1-bare": {"bias": False, "own_embedding": False, "layers": 2},
@@ -48,7 +50,7 @@ EVERY = ("vllm", "hf")
 # What each runtime can hold.
 PAIRS = {
     "medusa": EVERY,
-    "redrafter": ("hf",),
+    "redrafter": EVERY,
     "eagle1": ("sglang", "hf"),
     "eagle1-bare": ("sglang", *EVERY),
     "eagle3": ("sglang", "speculators", "trtllm-pytorch", "gguf", *EVERY),
@@ -129,16 +131,21 @@ def test_what_is_exported_is_converted_to_the_same_bytes(
     option = FLAGS.get(kind, "--eagle-model-dir").removeprefix("--").replace("-", "_")
     flags: dict[str, Any] = {"model_dir": str(target), option: str(drafter), "to": to}
     export(tmp_path / "direct", **flags)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "direct", "exported"]
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "direct" / name).read_bytes() == (folder / name).read_bytes()
+    # And by the option that takes any drafter.
+    export(tmp_path / "told", model_dir=str(target), drafter_model_dir=str(drafter), to=to)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "direct", "exported", "told"]
+    for name, other in itertools.product(("model.safetensors", "config.json"), ("direct", "told")):
+        assert (tmp_path / other / name).read_bytes() == (folder / name).read_bytes()
 
 
 @pytest.mark.parametrize(
     ("family", "config"),
     [("llama", {"rope_theta": 5000.0, "tie_word_embeddings": True}), ("mistral", {}),
      ("mistral", {"sliding_window": 7}), ("qwen2", {}),
-     ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0})],
+     ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+     ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+     ("qwen3", {"attention_bias": True, "head_dim": 16}),
+     ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0})],
 )  # fmt: skip
 def test_models_there_and_back(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     model = make_family_model(tmp_path, family, dtype="bfloat16", **config)
@@ -316,6 +323,32 @@ def test_gguf_of_a_model(kind: str, target: Path, tmp_path: Path) -> None:
         assert (found.transpose(1, 2) - expected).abs().max() <= most
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_gguf_of_other_families(family: str, tmp_path: Path) -> None:
+    """Their queries and keys are rotated as in transformers; Qwen3 norms them."""
+    model = make_family_model(tmp_path, family, vocab=VOCAB)
+    make_tokenizer(model, vocab=VOCAB)
+    export(tmp_path / "out", model_dir=str(model), to="gguf")
+    values, tensors = read_gguf(tmp_path / "out" / "model.gguf")
+    assert values["general.architecture"] == family
+    source = load_file(model / "model.safetensors")
+    assert len(tensors) == len(source)
+    names = ["attn_q.weight", "attn_k.weight"]
+    names += ["attn_q.bias"] if family == "qwen2" else ["attn_q_norm.weight", "attn_k_norm.weight"]
+    for name in names:
+        module, kind = name.removeprefix("attn_").split(".")
+        theirs = module if "norm" in module else f"{module}_proj"
+        expected = source[f"model.layers.1.self_attn.{theirs}.{kind}"]
+        assert torch.equal(tensors[f"blk.1.{name}"], expected), name
+
+
+def test_gguf_has_no_windows(tmp_path: Path) -> None:
+    model = make_family_model(tmp_path, "mistral", vocab=VOCAB, sliding_window=7)
+    make_tokenizer(model, vocab=VOCAB)
+    with pytest.raises(SpecDecError, match="see all tokens, this one a window of 7"):
+        export(tmp_path / "out", model_dir=str(model), to="gguf")
+
+
 def test_blocks_that_a_matrix_does_not_split_into(tmp_path: Path) -> None:
     model = make_llama(tmp_path, vocab=VOCAB, intermediate=100)
     make_tokenizer(model, vocab=VOCAB)
@@ -361,7 +394,7 @@ def test_tokenizers_that_a_gguf_file_cannot_hold(
 @pytest.mark.parametrize(
     ("kind", "to", "message", "hint"),
     [
-        ("redrafter", "vllm", "hands a drafter the tokens and not the hidden states", "--to hf"),
+        ("redrafter", "sglang", "SGLang does not take a ReDrafter drafter", "--to vllm or hf"),
         ("medusa", "gguf", "llama.cpp does not take Medusa heads", "--to vllm or hf"),
         ("eagle1", "gguf", "does not take an EAGLE-1 drafter", "--to vllm or sglang or hf"),
         ("eagle1", "vllm", "vLLM's EAGLE-1 has no fc.bias", "--no-eagle-bias"),
@@ -382,6 +415,50 @@ def test_refusals_say_who_takes_it(
     assert list(tmp_path.iterdir()) == []
 
 
+# Whose layers EAGLE-3 reads: in vLLM and in llama.cpp, in one of them, or in none.
+TARGETS = {
+    "qwen3": ("vllm", "speculators", "gguf"), "qwen3_moe": ("vllm", "speculators", "gguf"),
+    "qwen2": ("vllm", "speculators"), "mixtral": ("gguf",), "gemma": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", list(TARGETS))
+def test_targets_of_eagle3(family: str, tmp_path: Path) -> None:
+    model = make_family_model(tmp_path, family, vocab=VOCAB, layers=5, intermediate=96)
+    make_tokenizer(model, vocab=VOCAB)
+    drafter = make_eagle_drafter(tmp_path, vocab=VOCAB, **USUAL)
+    checkpoint = convert(tmp_path / "checkpoint", model, "eagle3", drafter)
+    for to in ("vllm", "speculators", "gguf", "sglang"):
+        flags: dict[str, Any] = {"checkpoint_dir": checkpoint, "model_dir": str(model), "to": to}
+        if to == "sglang" or to in TARGETS[family]:
+            export(tmp_path / to, **flags)
+            if to != "gguf":
+                again = convert(tmp_path / f"{to}-again", model, "eagle3", tmp_path / to)
+                assert read_checkpoint(again) == read_checkpoint(checkpoint)
+            continue
+        with pytest.raises(SpecDecError, match="lets no EAGLE-3 drafter read the layers") as caught:
+            export(tmp_path / to, **flags)
+        assert all(f" {taker}" in caught.value.hint for taker in (*TARGETS[family], "sglang"))
+
+
+def test_every_other_pair_is_refused(
+    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    for kind, (_, checkpoint) in checkpoints.items():
+        for to in set(RUNTIME_NAMES) - set(PAIRS[kind]):
+            with pytest.raises(SpecDecError) as caught:
+                export(tmp_path / "out", checkpoint_dir=checkpoint, model_dir=str(target), to=to)
+            assert "hf" in caught.value.hint, (kind, to)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drafter_that_is_not_exported(target: Path, tmp_path: Path) -> None:
+    drafter = make_dflash_drafter(tmp_path, vocab=VOCAB, target_layers=8)
+    with pytest.raises(SpecDecError, match="a DFlash drafter is not exported"):
+        export(tmp_path / "out", model_dir=str(target), drafter_model_dir=str(drafter), to="vllm")
+    assert not (tmp_path / "out").exists()
+
+
 def test_checkpoints_that_cannot_be_exported(
     target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -389,9 +466,18 @@ def test_checkpoints_that_cannot_be_exported(
     call("convert", "--model-dir", target, "--output-dir", split, "--tp-size", 2)
     with pytest.raises(SpecDecError, match="is split over 2 ranks"):
         export(tmp_path / "out", checkpoint_dir=split, to="hf")
-    other = make_family_model(tmp_path, "stablelm", name="other")
-    with pytest.raises(SpecDecError, match="which is not exported"):
-        export(tmp_path / "out", model_dir=str(other), to="hf")
+    windows: dict[str, Any] = {
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7,
+    }  # fmt: skip
+    for family, title in (
+        ("stablelm", "StableLmForCausalLM"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM"),
+        ("ministral", "MinistralForCausalLM"),
+    ):
+        config = windows if family == "ministral" else {}
+        other = make_family_model(tmp_path, family, name=family, **config)
+        with pytest.raises(SpecDecError, match=f"holds a {title}, which is not exported"):
+            export(tmp_path / "out", model_dir=str(other), to="hf")
     folder = tmp_path / "copies"
     folder.mkdir()
     _, checkpoint = checkpoints["eagle1"]

@@ -22,6 +22,7 @@ from tests.conftest import (
     ROOT,
     make_drafter,
     make_llama,
+    make_medusa_heads,
     make_tokenizer,
     read_error_lines,
     run_cli,
@@ -103,12 +104,21 @@ def test_the_text_is_that_of_the_three_commands(
     assert first.report["stats"]["method"] == "redrafter"
     assert "\ncheckpoint " in "\n" + first.stderr
     assert "checkpoint" not in again.stderr, "it is converted once"
+    assert ".partial" not in first.stderr, "a folder is named as it will be found"
     (entry,) = [path for path in (tmp_path / "cache" / "generate").iterdir() if path.is_dir()]
     assert sorted(path.name for path in entry.iterdir()) == ["engine"]
     for done, how in ((first, "engine kept: "), (again, "engine taken from the cache: ")):
         (line,) = [line for line in done.stderr.splitlines() if line.startswith(how)]
         assert str(entry / "engine") in line
         assert " MB" in line
+
+
+def test_a_drafter_of_any_method(models: Path, generate: Stage, tmp_path: Path) -> None:
+    heads = make_medusa_heads(tmp_path)
+    for option in ("--drafter-model-dir", "--medusa-model-dir"):
+        done = generate(option, heads, "--json", "abc")
+        assert done.report["stats"]["method"] == "medusa"
+    assert "engine taken from the cache" in done.stderr, "both options name the same engine"
 
 
 def test_drafts_of_a_small_model_and_of_the_text(models: Path, generate: Stage) -> None:

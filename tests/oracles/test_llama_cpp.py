@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from benchmarks.side_by_side.workers.llama_cpp import Server
 from tests.engines import call
+from tests.families import make_family_model
 from tests.oracles.conftest import MAX_TOKENS
 from tests.oracles.models import PYCODE
 from tests.oracles.ours import Counters, chain, count, decode, make_engine
@@ -26,15 +28,14 @@ def run_server(environments: Path, work: Path, prompts: Any) -> Any:
     server = environments / "llama.cpp" / "build" / "bin" / "llama-server"
     if not server.is_file():
         pytest.skip(f"there is no llama.cpp in {environments}: docs/export.md tells how to get it")
-    call(
-        "export", "--model-dir", PYCODE / "target", "--dtype", "float32", "--to", "gguf",
-        "--output-dir", work / "target-gguf",
-    )  # fmt: skip
+    export_gguf(PYCODE / "target", work / "target-gguf")
 
-    def run(*words: object) -> tuple[list[list[int]], dict[str, Any]]:
+    def run(*words: object, model: Path | None = None) -> tuple[list[list[int]], dict[str, Any]]:
         common = (
-            server, "--model", work / "target-gguf" / "model.gguf", "--ctx-size", 512,
+            server, "--model", (model or work / "target-gguf") / "model.gguf", "--ctx-size", 512,
             "--parallel", 1, "--cache-ram", 0, "--fit", "off", "--metrics",
+            "--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off",
+            "--threads", 1, "--threads-batch", 1, "--no-repack",  # it crashed with AMX and Q8_0
         )  # fmt: skip
         running = Server([str(word) for word in (*common, *words)])
         try:
@@ -55,6 +56,14 @@ def run_server(environments: Path, work: Path, prompts: Any) -> Any:
     return run
 
 
+def export_gguf(model: Path, output: Path, *words: object) -> Path:
+    call(
+        "export", "--model-dir", model, *words, "--dtype", "float32", "--to", "gguf",
+        "--output-dir", output,
+    )  # fmt: skip
+    return output
+
+
 @pytest.fixture(scope="module")
 def plain(run_server: Any) -> list[list[int]]:
     texts: list[list[int]] = run_server()[0]
@@ -64,7 +73,8 @@ def plain(run_server: Any) -> list[list[int]]:
 def draft_with(kind: str, folder: Path) -> list[object]:
     return [
         "--spec-type", kind, "--spec-draft-model", folder / "model.gguf", "--spec-draft-n-max",
-        LENGTH, "--spec-draft-n-min", 0, "--spec-draft-p-min", 0,
+        LENGTH, "--spec-draft-n-min", 0, "--spec-draft-p-min", 0, "--spec-draft-type-k", "f32",
+        "--spec-draft-type-v", "f32", "--spec-draft-threads", 1, "--spec-draft-threads-batch", 1,
     ]  # fmt: skip
 
 
@@ -83,10 +93,7 @@ def test_drafters(
         model, own = PYCODE / "draft", []
         engine = make_engine(work / "ours-gguf-draft", PYCODE / "target", [], EXTERNAL)
         options = {"draft": draft_engine, "draft_len": str(LENGTH)}
-    call(
-        "export", "--model-dir", model, *own, "--dtype", "float32", "--to", "gguf",
-        "--output-dir", exported,
-    )  # fmt: skip
+    export_gguf(model, exported, *own)
     kind = "draft-eagle3" if way == "eagle3" else "draft-simple"
     texts, counters = run_server(*draft_with(kind, exported))
     assert texts == plain
@@ -98,3 +105,24 @@ def test_drafters(
         positions,
     )  # fmt: skip
     assert found == count(ours, MAX_TOKENS, LENGTH, is_cut=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_models(family: str, run_server: Any, work: Path, prompts: Any) -> None:
+    """Random models of each family in float32: the same text. Other types are loaded and decode."""
+    model = make_family_model(
+        work, family, vocab=4096, name=family, intermediate=96,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    for path in (PYCODE / "target").glob("*token*"):
+        shutil.copyfile(path, model / path.name)
+    engine = make_engine(work / f"ours-{family}", model, [], [])
+    ours = [output.token_ids[:MAX_TOKENS] for output in decode(engine, prompts, MAX_TOKENS)]
+    for kind in ("F32", "F16", "BF16", "Q8_0"):
+        place = export_gguf(model, work / f"{family}-{kind}", "--gguf-type", kind)
+        texts, _ = run_server(model=place)
+        # The server ends at a token that ends a text.
+        same = sum(text == own[: len(text)] for text, own in zip(texts, ours, strict=True))
+        print(family, kind, f"{same} of {len(ours)} texts are equal")
+        assert same == len(ours) or kind != "F32"
+        assert sum(map(len, texts)) > len(ours) * MAX_TOKENS // 2

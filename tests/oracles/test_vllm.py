@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import make_eagle_drafter
 from tests.engines import call
+from tests.families import make_family_model
 from tests.oracles.conftest import MAX_TOKENS
 from tests.oracles.models import PYCODE, pad_heads
 from tests.oracles.ours import Counters, chain, count, decode, look_up, make_engine
@@ -21,6 +24,7 @@ WAYS: dict[str, tuple[str, str, str, str, int]] = {
     "eagle1": ("eagle1", "--eagle-model-dir", "eagle", "vllm", 3),
     "eagle3": ("eagle3", "--eagle-model-dir", "eagle3", "vllm", 3),
     "eagle3-speculators": ("eagle3", "--eagle-model-dir", "eagle3", "speculators", 3),
+    "redrafter": ("redrafter", "--drafter-model-dir", "custom_class", "vllm", 5),
 }
 
 
@@ -31,16 +35,19 @@ def run_vllm(environments: Path, work: Path, prompts: Any) -> Any:
     if not python.is_file():
         pytest.skip(f"there is no vLLM in {environments}: docs/export.md tells how to install it")
 
-    def run(name: str, speculative: dict[str, Any] | None) -> dict[str, Any]:
+    def run(
+        name: str, speculative: dict[str, Any] | None, modules: Path | None = None,
+        model: Path | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         job = {
-            "model": str(work / "target"), "speculative_config": speculative, "prompts": prompts,
-            "max_tokens": MAX_TOKENS,
+            "model": str(model or work / "target"), "speculative_config": speculative,
+            "prompts": prompts, "max_tokens": MAX_TOKENS,
         }  # fmt: skip
         (work / f"{name}.job").write_text(json.dumps(job))
         worker, result = Path(__file__).with_name("vllm_worker.py"), work / f"{name}.json"
         done = subprocess.run(
-            [python, worker, work / f"{name}.job", result],
-            capture_output=True, text=True, check=False,
+            [python, worker, work / f"{name}.job", result], capture_output=True, text=True,
+            check=False, env=os.environ | ({"PYTHONPATH": str(modules)} if modules else {}),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]
         found: dict[str, Any] = json.loads(result.read_text())
@@ -74,13 +81,40 @@ def test_drafters(way: str, run_vllm: Any, plain: Any, work: Path, prompts: Any)
     )  # fmt: skip
     place = pad_heads(exported, work / f"{way}-wide")
     speculative = {"method": method, "model": str(place), "num_speculative_tokens": length}
-    theirs = run_vllm(way, speculative)
+    own: list[object] = [option, drafter]
+    choices = {f"{'medusa' if method == 'medusa' else 'eagle'}_choices": chain(length)}
+    if way == "redrafter":
+        speculative["model"], choices = "redrafter_proposer.ReDrafter", {}
+        own += ["--redrafter-num-beams", 1]
+    theirs = run_vllm(way, speculative, place)
     assert theirs["texts"] == plain
-    engine = make_engine(work / f"ours-{way}", PYCODE / "target", [option, drafter], [])
-    choices = "medusa_choices" if method == "medusa" else "eagle_choices"
-    ours = decode(engine, prompts, MAX_TOKENS, **{choices: chain(length)})
+    engine = make_engine(work / f"ours-{way}", PYCODE / "target", own, [])
+    ours = decode(engine, prompts, MAX_TOKENS, **choices)
     assert [output.token_ids[:MAX_TOKENS] for output in ours] == plain
     assert count(ours, MAX_TOKENS, length) == read_counters(theirs["counters"])
+
+
+def test_a_mixture_as_eagle3s_target(run_vllm: Any, work: Path, prompts: Any) -> None:
+    """A random Qwen3-MoE and a random drafter of a reduced vocabulary, of which little is right."""
+    model = make_family_model(
+        work, "qwen3_moe", vocab=4096, name="mixture", layers=5, heads=2, kv_heads=1, head_dim=32,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    drafter = make_eagle_drafter(
+        work, vocab=4096, name="mixture-eagle3", version=3, aux_layers=(1, 2, 3),
+        own_embedding=False, draft_vocab=2048, heads=2, kv_heads=1,
+    )  # fmt: skip
+    exported = work / "mixture-exported"
+    own: list[object] = ["--eagle-model-dir", drafter]
+    call("export", "--model-dir", model, *own, "--to", "vllm", "--output-dir", exported)
+    plain = run_vllm("mixture", None, model=model)["texts"]
+    speculative = {"method": "eagle3", "model": str(exported), "num_speculative_tokens": 3}
+    theirs = run_vllm("mixture-eagle3", speculative, model=model)
+    assert theirs["texts"] == plain
+    engine = make_engine(work / "ours-mixture", model, own, [])
+    ours = decode(engine, prompts, MAX_TOKENS, eagle_choices=chain(3))
+    assert [output.token_ids[:MAX_TOKENS] for output in ours] == plain
+    assert count(ours, MAX_TOKENS, 3) == read_counters(theirs["counters"])
 
 
 def test_draft_model(

@@ -14,7 +14,7 @@ from pathlib import Path
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 
 

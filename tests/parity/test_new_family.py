@@ -38,7 +38,7 @@ NAMES = {
 COMMON = """
 from specdec.model.architectures import Architecture
 
-from .base import Family, make_model
+from .base import Family
 
 OURS, ITS = "transformer.layers.{layer}.", "net.blocks.{layer}."
 MODULES = {
@@ -69,7 +69,10 @@ MODULES |= {OURS + "mlp.fc": (ITS + "think.gate",), OURS + "mlp.gate": (ITS + "t
 
 
 def read_config(reader, layout):
-    return make_model(reader, layout, "LlamaForCausalLM", read_sizes(reader))
+    return read_sizes(reader)
+
+
+WRITTEN_AS = "LlamaForCausalLM"
 """
 COMBINED = """
 MODULES |= {OURS + "mlp.fc": (ITS + "think.up",)}
@@ -80,14 +83,16 @@ ARITHMETIC = Architecture(
 
 
 def read_config(reader, layout):
-    values = read_sizes(reader) | {"hidden_act": "gelu_new"}
-    return make_model(reader, layout, "ToyForCausalLM", values, ARITHMETIC)
+    return read_sizes(reader) | {"hidden_act": "gelu_new", "own_arithmetic": ARITHMETIC}
+
+
+WRITTEN_AS = ""
 """
 RECORD = """
 
 FAMILY = Family(
-    name="toy", model_type="toy", architectures=("ToyForCausalLM",), modules=MODULES,
-    prefixes=("net.",), read_config=read_config,
+    name="toy", architectures=("ToyForCausalLM",), modules=MODULES, prefixes=("net.",),
+    written_as=WRITTEN_AS, read_config=read_config,
 )
 """
 SCRIPT = """

@@ -28,7 +28,12 @@ from specdec.methods.suffix import SuffixOptions
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.trtllm.facts import LABELS, load_facts
 from specdec.trtllm.pairs import find_pair
-from tests.conftest import make_drafter, make_eagle_drafter, make_medusa_heads
+from tests.conftest import (
+    make_dflash_drafter,
+    make_drafter,
+    make_eagle_drafter,
+    make_medusa_heads,
+)
 from tests.engines import call
 from tests.families import WRITTEN_AS
 from tests.parity.models import VARIANTS, VOCAB, make_model
@@ -53,8 +58,15 @@ DRAFTERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
         parent, vocab=VOCAB, own_embedding=False, scale=2.0, name="eagle")),
     "eagle3": ("eagle", lambda parent: make_eagle_drafter(
         parent, vocab=VOCAB, version=3, draft_vocab=70, own_embedding=False, name="eagle3")),
+    "dflash": ("dflash", lambda parent: make_dflash_drafter(
+        parent, vocab=VOCAB, aux_layers=(0,), scale=2.0, num_target_layers=None,
+        dflash_config={"mask_token_id": 2, "target_layer_ids": [0], "embedding_scale": 0.5})),
 }  # fmt: skip
-TITLES = {"redrafter": "ReDrafter", "medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
+TITLES = {
+    "redrafter": "ReDrafter", "medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3",
+    "dflash": "DFlash",
+}  # fmt: skip
+NOWHERE = ("eagle3", "dflash")  # which no line has for any target
 WITHOUT = [name for name, method in METHODS.items() if method.source != "checkpoint"]
 MakeEngine = Callable[..., Path]
 
@@ -126,7 +138,7 @@ def check_lines(folder: Path, kind: str) -> None:
     target = checkpoint.model.architecture
     assert method is not None
     title = TITLES[kind]
-    is_own = kind == "eagle3" or find_pair("1.2", method.name, target) is None
+    is_own = kind in NOWHERE or find_pair("1.2", method.name, target) is None
     assert (method.own_architectures.get(name) == title) == is_own
     for label in LABELS:
         facts = load_facts(label)
@@ -134,7 +146,7 @@ def check_lines(folder: Path, kind: str) -> None:
         lacking = [fact for fact, _ in problems if "has no" in fact]
         assert bool(lacking) == (name not in facts.architectures)
         if is_own:
-            what = title if kind == "eagle3" else f"{title} for {target}"
+            what = title if kind in NOWHERE else f"{title} for {target}"
             assert lacking == [f"TensorRT-LLM {label} has no {what}"]
             assert "use --backend torch" in problems[0][1]
 

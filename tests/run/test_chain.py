@@ -17,7 +17,7 @@ from specdec.decode.drafters.chain import (
     ChainFollower,
     ChainProposer,
     join_candidates,
-    merge_trees,
+    merge_candidates,
 )
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loading import load_engine
@@ -27,12 +27,19 @@ from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.engine.tree import Tree, build_tree_mask, make_root, pack_beams
 from specdec.errors import SpecDecError, UsageError
-from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.conftest import (
+    make_dflash_drafter,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+)
 from tests.engines import call, list_paths, make_engine, make_noisy_copy, make_tree_engine
 
 SUFFIX: dict[str, Any] = {"suffix_max_tokens": 5, "suffix_min_probability": 0.0}
 LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
 PAIR: dict[str, Any] = {"draft_len": "3"}
+ADAPTED: dict[str, Any] = {"draft_len": "auto", "draft_budget": None}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +56,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["medusa"] = make_tree_engine("medusa", parent / "m", target, heads)
     eagle = make_eagle_drafter(parent, scale=2.0, version=3, aux_layers=(0, 2))
     found["eagle"] = make_tree_engine("eagle", parent / "e", target, eagle)
+    dflash = make_dflash_drafter(parent, scale=2.0)
+    found["dflash"] = make_tree_engine("dflash", parent / "f", target, dflash)
     call("convert", "--model-dir", target, "--output-dir", parent / "plain-ckpt")
     call(
         "build", "--checkpoint-dir", parent / "plain-ckpt", "--output-dir", parent / "plain",
@@ -61,6 +70,7 @@ def load(engines: dict[str, Path], name: str, chain: str, **options: Any) -> Tor
     if "draft_target" in chain:
         options = {"draft_engine_dir": engines["draft"], **PAIR, **options}
     options |= {"engine_dir": engines[name], "device": "cpu", "draft_chain": chain}
+    options = {"draft_budget": "fixed"} | options
     return load_engine(DecodeSettings(**options), None)
 
 
@@ -77,9 +87,10 @@ def make_requests(**sampling: Any) -> list[Request]:
 
 
 CHAINS = (
-    ("redrafter", "suffix,redrafter", SUFFIX),
+    ("redrafter", "suffix,redrafter", SUFFIX | {"suffix_max_tokens": 30}),
     ("medusa", "prompt_lookup,medusa", LOOKUP),
     ("eagle", "suffix,eagle", SUFFIX),
+    ("dflash", "suffix+dflash", SUFFIX),
     ("plain", "suffix,draft_target", SUFFIX),
     ("plain", "prompt_lookup,draft_target", LOOKUP),
     ("redrafter", "suffix+redrafter", SUFFIX),
@@ -108,7 +119,7 @@ def test_the_text_is_that_of_plain_decoding(
     engine = load(engines, name, chain, **options)
     assert engine.method == engine.describe()["method"] == chain
     assert isinstance(engine.proposer, ChainProposer)
-    assert (type(engine.proposer) is ChainFollower) == (name == "eagle")
+    assert (type(engine.proposer) is ChainFollower) == (name in ("eagle", "dflash"))
     chance, chosen = random.Random(chain), []
 
     def choose(self: ChainProposer, group: int, depth: int) -> bool:
@@ -155,7 +166,7 @@ def list_texts(tree: Tree) -> set[tuple[int, ...]]:
 def test_trees_are_merged_path_by_path() -> None:
     one = pack_beams(7, np.array([[4, 5, 6], [4, 5, 8]]))
     two = pack_beams(7, np.array([[4, 9, 6], [3, 5, 8]]))
-    merged = merge_trees([one, two])
+    merged = merge_candidates([Candidates(one), Candidates(two)]).tree
     assert list_texts(merged) == list_texts(one) | list_texts(two)
     assert merged.num_nodes == 10  # 4 is shared
     assert merged.depth == 3
@@ -216,11 +227,11 @@ def test_depths_have_their_own_account() -> None:
         ("medusa", "suffix,redrafter", SUFFIX, "the engine has a drafter for medusa"),
         ("medusa", "suffix,prompt_lookup", SUFFIX | LOOKUP, "which --draft-chain does not name"),
         ("redrafter", "suffix,redrafter", SUFFIX | LOOKUP, "no effect with an engine that runs"),
-        ("plain", "suffix,draft_target", SUFFIX | {"draft_len": "auto"}, "give --draft-len N"),
+        ("plain", "suffix,draft_target", SUFFIX | ADAPTED, "give --draft-len N"),
         ("plain", "suffix+draft_target", SUFFIX | {"use_logits": True}, "leave --use-logits out"),
         ("redrafter", "suffix,redrafter", SUFFIX | {"no_speculation": True}, "no effect with"),
         ("plain", "suffix,prompt_lookup", {"suffix_max_tokens": 9} | LOOKUP, "--max-draft-len 9"),
-        ("redrafter", "suffix,redrafter", {"suffix_max_tokens": 99}, "draft 20 or fewer"),
+        ("redrafter", "suffix,redrafter", {"suffix_max_tokens": 9999}, "has room for 1023"),
     ],
 )  # fmt: skip
 def test_wrong_chains(

@@ -102,14 +102,14 @@ def test_never_slower_than_plain(
     prompt_len: int,
     noise: float,
 ) -> None:
-    """Whatever steps cost and drafts bring, 5 % at most, prompts of the draft model included.
+    """Whatever steps cost and drafts bring, 5 % at most (2 % for 16 requests), prompts included.
 
     Clocks that are off by up to 10 % deceive it, and differ between the two runs, by 1 % more.
     """
     machine = Machine(verify, draft, draft(1) / 20, rate, prompt_len, noise)
     plain, _ = machine.run(PLAIN, batch_size, [128] * batch_size)
     auto, _ = machine.run(DraftLength(8, is_auto=True), batch_size, [128] * batch_size)
-    assert auto <= (1.06 if noise else 1.05) * plain
+    assert auto <= (1.02 if batch_size == 16 else 1.05) * plain + (0.01 * plain if noise else 0)
 
 
 def test_texts_that_end_early_lose_no_more_than_was_staked() -> None:
@@ -185,13 +185,16 @@ def test_what_pays_is_drafted(
     draft: Callable[[int], float],
     batch_size: int,
 ) -> None:
-    """Nearly as fast as the best fixed length, where that is faster than plain decoding."""
+    """Nearly as fast as the best fixed length, where that is faster than plain decoding.
+
+    What may be lost for many requests is little, so that it takes longer until all are drafted for.
+    """
     machine = Machine(verify, draft, draft(1) / 20, rate)
     work = (batch_size, [128] * 2 * batch_size)
     fixed = [machine.run(DraftLength(n), *work)[0] for n in range(9)]
     assert min(fixed) < 0.9 * fixed[0]
     auto, chosen = machine.run(DraftLength(8, is_auto=True), *work)
-    assert auto < 1.1 * min(fixed)
+    assert auto < (1.2 if batch_size == 16 else 1.1) * min(fixed)
     assert max(chosen) > 1
 
 

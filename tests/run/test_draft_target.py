@@ -123,6 +123,56 @@ def test_greedy_text_is_the_targets(
             assert emitted == len(result.output_ids)
 
 
+class Unsure(DraftLength):
+    """Ends drafts where the draft model is less sure than it often is."""
+
+    def __init__(self, maximum: int) -> None:
+        super().__init__(maximum, is_auto=True)
+        self.asked: list[bool] = []
+
+    def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> DraftPlan:
+        return DraftPlan([1] * len(lags), most=self.maximum)
+
+    def goes_on(self, length: int, chances: np.ndarray) -> bool:
+        return self._answer(float(chances.mean()) > 0.4)
+
+    def keeps(self, length: int, chances: np.ndarray) -> bool:
+        return self._answer(float(chances.mean()) > 0.2)
+
+    def _answer(self, answer: bool) -> bool:
+        self.asked.append(answer)
+        return answer
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 20}])
+def test_drafts_that_end_where_the_model_is_unsure_leave_the_text(
+    folder: Path, sampling: dict[str, Any]
+) -> None:
+    requests = [
+        dataclasses.replace(r, sampling=SamplingParams(seed=r.index, **sampling))
+        for r in make_requests(9)
+    ]
+    expected = [r.output_ids for r in load(folder).generate(requests)]
+    engine = load(folder, "draft", 5)
+    assert isinstance(engine.proposer, DraftTargetProposer)
+    engine.proposer.draft_length = unsure = Unsure(5)
+    results = generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=2))
+    assert [r.output_ids for r in results] == expected
+    assert 0.1 < sum(unsure.asked) / len(unsure.asked) < 0.95
+    assert sum(r.stats.num_accepted for r in results) > 10
+
+
+def test_drawn_drafts_are_as_long_as_planned(folder: Path) -> None:
+    """What is drawn must not decide how much is drawn: the numbers may be read again."""
+    requests = make_requests(4, temperature=0.9)
+    engine = load(folder, "draft", 5, use_logits=True)
+    assert isinstance(engine.proposer, DraftTargetProposer)
+    engine.proposer.draft_length = unsure = Unsure(5)
+    results = engine.generate(requests)
+    assert not unsure.asked
+    assert all(r.stats.num_draft_tokens <= r.stats.num_verify_steps for r in results)
+
+
 class Erratic(DraftLength):
     """Drafts for some, lets the draft model run pieces of the texts of others, as dice fall."""
 

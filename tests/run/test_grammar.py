@@ -50,6 +50,9 @@ class NoTwins:
         bits = np.array([self.allows(token) for token in range(VOCAB)])
         return np.packbits(bits, bitorder="little").tobytes()
 
+    def is_error(self) -> bool:
+        return False
+
     def deep_copy(self) -> Matcher:
         return NoTwins(self.text)
 
@@ -187,6 +190,18 @@ def test_texts_keep_to_their_grammar_and_drafts_change_nothing(folder: Path, met
                 check_text(output.text, n % 4)
         assert ended >= 8
     assert texts[0] == texts[1]
+
+
+def test_a_grammar_with_too_many_readings_ends_the_text_early(folder: Path) -> None:
+    """As a limit does, and soon: its masks would take seconds of everybody's steps."""
+    grammar = {"lark": 'start: s\ns: s s | s s s | "a"'}
+    with Engine.load(folder / "redrafter", device="cpu") as engine:
+        bias = {engine.tokenizer("a")["input_ids"][-1]: 100.0}
+        prompt = Prompt(text="x", temperature=0, grammar=grammar, logit_bias=bias)
+        (output,) = engine.generate(prompt, max_output_len=200)
+    assert output.finish_reason == "length"
+    assert 50 < len(output.token_ids) < 200
+    assert set(output.text) == {"a"}
 
 
 def test_grammars_that_are_wrong(folder: Path) -> None:

@@ -31,12 +31,18 @@ from specdec.engine.step import Step
 from specdec.engine.torch_layers import build_full_mask
 from specdec.engine.transfers import WAITS, Arrival, Waits
 from specdec.errors import SpecDecError
-from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.conftest import (
+    make_dflash_drafter,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+)
 from tests.engines import make_engine, make_noisy_copy, make_tree_engine
 from tests.parity.models import make_model
 from tests.tape import HostAccess, StrictGraphs, TapeRecorder
 
-METHODS = ("redrafter", "medusa", "eagle", "eagle3", "draft_target")
+METHODS = ("redrafter", "medusa", "eagle", "eagle3", "dflash", "draft_target")
 LIMIT = 30
 
 
@@ -69,6 +75,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             name: make_tree_engine("eagle", parent / name, target, folder, optimize="none")
             for name, folder in eagles.items()
         },
+        "dflash": make_tree_engine(
+            "dflash",
+            parent / "f",
+            target,
+            make_dflash_drafter(parent, scale=2.0),
+            optimize="none",
+        ),
     }
 
 
@@ -440,7 +453,7 @@ def _guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         guard(name)
 
 
-WAITS_PER_STEP = {"plain": 1, "redrafter": 1, "medusa": 1, "draft_target": 2}
+WAITS_PER_STEP = {"plain": 1, "redrafter": 1, "medusa": 1, "draft_target": 2, "dflash": 2}
 
 
 @pytest.mark.usefixtures("_guarded")

@@ -22,21 +22,22 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
 from specdec.model import int4
-from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.conftest import make_llama
 from tests.engine.kernels import needs_compiler
 from tests.engines import continue_greedily, round_inputs, save_weights
+from tests.four_bits import read_weight
 from tests.parity.models import VOCAB
 from tests.parity.test_families import assert_near
 from tests.parity.test_parallel_layers import compute, load_ranks
 from tests.run.test_int8_engine import (
-    EXTERNAL,
     LIMIT,
     PROMPTS,
     build,
     change_config,
+    check_text,
     convert,
     generate,
-    load,
+    make_engines,
 )
 
 INT4 = ("--quantization", "int4", "--group-size", 32)
@@ -44,21 +45,7 @@ INT4 = ("--quantization", "int4", "--group-size", 32)
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One target behind every method, int4 in bfloat16."""
-    parent = tmp_path_factory.mktemp("int4")
-    target = make_llama(parent, seed=5, intermediate=96)
-    drafters = {
-        "redrafter": ("--drafter-model-dir", make_drafter(parent, exit_dim=96, scale=3.0)),
-        "medusa": ("--medusa-model-dir", make_medusa_heads(parent, scale=3.0)),
-        "eagle": ("--eagle-model-dir", make_eagle_drafter(parent, scale=2.0, intermediate=96)),
-        "pair": (),
-    }
-    for name, flags in drafters.items():
-        checkpoint = convert(target, parent / f"{name}-ckpt", "--dtype", "bfloat16", *flags)
-        build(checkpoint, f"{name}-engine", *INT4, *(EXTERNAL if name == "pair" else ()))
-    build(parent / "pair-ckpt", "draft", *INT4)
-    build(parent / "pair-ckpt", "wide")
-    return parent
+    return make_engines(tmp_path_factory.mktemp("int4"), *INT4, intermediate=96)
 
 
 @needs_compiler
@@ -66,12 +53,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "method", ["redrafter", "medusa", "eagle, dynamic", "draft, wide", "suffix", "lookahead"]
 )
 def test_speculative_text_is_that_of_plain_decoding(parent: Path, method: str) -> None:
-    engine = load(parent, method)
-    texts, num_accepted = generate(engine)
-    plain = TorchEngine(parent / "redrafter-engine", device="cpu", speculate=False)
-    assert texts == generate(plain)[0]
-    assert num_accepted > 0 or method == "medusa"
-    assert engine.describe()["quantization"] == "int4"
+    check_text(parent, method, "int4")
 
 
 @needs_compiler
@@ -151,7 +133,7 @@ def widen_checkpoint(checkpoint: Path) -> dict[str, torch.Tensor]:
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and int4.is_int4(module, source.tensors):
             matrix = int4.Int4Matrix(source, module)
-            widened[module] = torch.from_numpy(matrix.read_weight(0, matrix.shape[0]))
+            widened[module] = torch.from_numpy(read_weight(matrix, 0, matrix.shape[0]))
     return widened
 
 
@@ -220,7 +202,7 @@ def test_two_ranks_hold_the_weights_of_one(tmp_path: Path) -> None:
             (whole, WEIGHTS_NAME), (split, "rank0.safetensors"), (split, "rank1.safetensors")
         )
     ]  # fmt: skip
-    weights = [part.read_weight(0, part.shape[0]) for part in parts]
+    weights = [read_weight(part, 0, part.shape[0]) for part in parts]
     assert np.array_equal(weights[0], np.concatenate(weights[1:], axis=1))
 
 

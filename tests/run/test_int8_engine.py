@@ -32,7 +32,13 @@ from specdec.files.reading import read_json
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import SuffixOptions
-from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.conftest import (
+    make_dflash_drafter,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+)
 from tests.engine.kernels import needs_compiler
 from tests.engines import call, continue_greedily, round_inputs, run_cli_here, save_weights
 from tests.parity.models import VOCAB, make_model
@@ -160,32 +166,39 @@ def test_text_is_what_transformers_makes_of_the_rounded_weights(tmp_path: Path) 
     assert expected != before, "the rounding is seen in these texts"
 
 
-@pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One target behind every method, int8 in bfloat16."""
-    parent = tmp_path_factory.mktemp("int8")
-    target = make_llama(parent, seed=5)
+def make_engines(parent: Path, *quantization: object, intermediate: int = 112) -> Path:
+    """One target behind every method, quantized, in bfloat16."""
+    target = make_llama(parent, seed=5, intermediate=intermediate)
     drafters = {
         "redrafter": ("--drafter-model-dir", make_drafter(parent, exit_dim=96, scale=3.0)),
         "medusa": ("--medusa-model-dir", make_medusa_heads(parent, scale=3.0)),
         "eagle": ("--eagle-model-dir", make_eagle_drafter(parent, scale=2.0)),
+        "dflash": (
+            "--dflash-model-dir",
+            make_dflash_drafter(parent, target_layers=2, aux_layers=(0,), scale=2.0),
+        ),
         "pair": (),
     }
     for name, flags in drafters.items():
         checkpoint = convert(target, parent / f"{name}-ckpt", "--dtype", "bfloat16", *flags)
-        build(checkpoint, f"{name}-engine", *INT8, *(EXTERNAL if name == "pair" else ()))
-    build(parent / "pair-ckpt", "draft", *INT8)
+        build(checkpoint, f"{name}-engine", *quantization, *(EXTERNAL if name == "pair" else ()))
+    build(parent / "pair-ckpt", "draft", *quantization)
     build(parent / "pair-ckpt", "wide")
     return parent
 
 
-METHODS = ["redrafter", "medusa", "eagle", "eagle, dynamic", "draft_target", "draft, wide",
-           "prompt_lookup", "suffix", "lookahead"]  # fmt: skip
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_engines(tmp_path_factory.mktemp("int8"), *INT8)
+
+
+METHODS = ["redrafter", "medusa", "eagle", "eagle, dynamic", "dflash", "draft_target",
+           "draft, wide", "prompt_lookup", "suffix", "lookahead"]  # fmt: skip
 
 
 def load(parent: Path, method: str) -> TorchEngine:
     name = method.partition(",")[0]
-    has_drafter = name in ("redrafter", "medusa", "eagle")
+    has_drafter = name in ("redrafter", "medusa", "eagle", "dflash")
     engine = TorchEngine(parent / f"{name if has_drafter else 'pair'}-engine", device="cpu")
     if method == "eagle, dynamic":
         eagle: Any = engine.proposer
@@ -207,12 +220,17 @@ def load(parent: Path, method: str) -> TorchEngine:
 @needs_compiler
 @pytest.mark.parametrize("method", METHODS)
 def test_speculative_text_is_that_of_plain_decoding(parent: Path, method: str) -> None:
+    check_text(parent, method, "int8")
+
+
+def check_text(parent: Path, method: str, quantization: str) -> None:
+    """Drafts are accepted, and the text is that of the same engine without them."""
     engine = load(parent, method)
     texts, num_accepted = generate(engine)
     plain = TorchEngine(parent / "redrafter-engine", device="cpu", speculate=False)
     assert texts == generate(plain)[0]
     assert num_accepted > 0 or method == "medusa"
-    assert engine.describe()["quantization"] == "int8"
+    assert engine.describe()["quantization"] == quantization
 
 
 def test_folders_say_what_they_hold(parent: Path) -> None:

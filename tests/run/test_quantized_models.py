@@ -18,6 +18,7 @@ from specdec.model import int4
 from tests.conftest import make_drafter
 from tests.convert.quantized import CASES, Tensors, make_quantized
 from tests.engines import call, continue_greedily
+from tests.four_bits import read_weight
 
 PARTS = {
     "attention.qkv": [f"self_attn.{part}_proj" for part in "qkv"],
@@ -105,7 +106,7 @@ def test_four_bits_run_as_they_are(name: str, tmp_path: Path) -> None:
     for layer in range(2):
         for module, names in PARTS.items():
             matrix = int4.Int4Matrix(file, f"transformer.layers.{layer}.{module}")
-            weight = torch.from_numpy(matrix.read_weight(0, matrix.shape[0]))
+            weight = torch.from_numpy(read_weight(matrix, 0, matrix.shape[0]))
             inputs = matrix.read_input_scale()
             if inputs is not None:
                 weight = weight * torch.from_numpy(inputs)

@@ -38,6 +38,7 @@ from specdec.methods.suffix import SuffixOptions
 from specdec.run.prompts import read_prompts
 from specdec.run.settings import RunSettings
 from tests.conftest import (
+    make_dflash_drafter,
     make_drafter,
     make_eagle_drafter,
     make_llama,
@@ -65,11 +66,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = make_medusa_heads(parent, scale=3.0)
     eagle = make_eagle_drafter(parent, scale=2.0)
     eagle3 = make_eagle_drafter(parent, version=3, scale=2.0, name="eagle3-drafter")
+    dflash = make_dflash_drafter(parent, target_layers=2, aux_layers=(0,), scale=2.0)
     shallow = ("--num-eagle-layers", 2)
     for name, flags in (
         ("medusa", ("--medusa-model-dir", heads)),
         ("eagle", ("--eagle-model-dir", eagle, *shallow)),
         ("eagle3", ("--eagle-model-dir", eagle3, *shallow)),
+        ("dflash", ("--dflash-model-dir", dflash)),
     ):
         checkpoint = parent / f"{name}-ckpt"
         call("convert", "--model-dir", target, *flags, "--output-dir", checkpoint)
@@ -94,7 +97,7 @@ def engines(folder: Path) -> dict[str, TorchEngine]:
         "plain": TorchEngine(folder / "redrafter", device="cpu", speculate=False),
         "redrafter": TorchEngine(folder / "redrafter", device="cpu"),
     }
-    for name in ("medusa", "eagle", "eagle3"):
+    for name in ("medusa", "eagle", "eagle3", "dflash"):
         made[name] = TorchEngine(folder / f"{name}-engine", device="cpu")
     made["eagle, dynamic"] = TorchEngine(folder / "eagle-engine", device="cpu")
     eagle: Any = made["eagle, dynamic"].proposer
@@ -116,7 +119,7 @@ def engines(folder: Path) -> dict[str, TorchEngine]:
 
 
 METHODS = [
-    "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "eagle3", "draft_target",
+    "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "eagle3", "dflash", "draft_target",
     "draft_target, logits", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
 

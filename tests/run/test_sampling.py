@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specdec.decode import accept as verify
 from specdec.decode.accept import Candidates, accept_batch
+from specdec.decode.drafters.dflash import grow_tree
 from specdec.decode.drafters.eagle import DynamicTree, Level, StaticTree
 from specdec.decode.drafters.lookahead import Lookahead
 from specdec.decode.drafters.prompt_lookup import NgramIndex
@@ -121,6 +122,7 @@ class ToyDraft:
     def __init__(self, text: Sequence[int]) -> None:
         self.roots = np.array([text[-1] if text else 0])
         self.texts = [list(text)]  # of the newest level
+        self.goes_on = None
 
     def rank_root(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         logits = torch.stack([DRAFT_MODEL.get_logits(text) for text in self.texts])
@@ -136,18 +138,18 @@ class ToyDraft:
 def draft_ranks(text: list[int], sampler: Sampler) -> Candidates:
     """EAGLE-1's: a static tree, a node's children following from the node."""
     choices = ((0,), (1,), (2,), (0, 0), (0, 3), (1, 1), (0, 0, 1))
-    return Candidates(_grow(StaticTree(choices), *text[-2:]))
+    return _grow(StaticTree(choices), *text[-2:])
 
 
 def draft_sure(text: list[int], sampler: Sampler) -> Candidates:
     """EAGLE-2's: a tree that grows where the draft model is sure."""
-    return Candidates(_grow(DynamicTree(top_k=3, depth=3, num_tokens=7), *text[-2:]))
+    return _grow(DynamicTree(top_k=3, depth=3, num_tokens=7), *text[-2:])
 
 
-_TREES: dict[Any, Tree] = {}
+_TREES: dict[Any, Candidates] = {}
 
 
-def _grow(tree: StaticTree | DynamicTree, *text: int) -> Tree:
+def _grow(tree: StaticTree | DynamicTree, *text: int) -> Candidates:
     key = (type(tree), text)
     if key not in _TREES:
         draft: Any = ToyDraft(text)
@@ -200,7 +202,7 @@ def _grow_suffixes(*text: int) -> Tree:
     suffixes = SuffixTree(4)
     suffixes.extend([0, 1, 3, 0, 2, *text])
     found = grow(suffixes, suffixes.places[0], 5, 0.0, text[-1] if text else 2)
-    return Tree(*(np.array(column, np.int64) for column in found[1:]))
+    return Tree(*(np.array(column, np.int64) for column in found[1:4]))
 
 
 def draft_window(text: list[int], sampler: Sampler) -> Candidates:
@@ -220,6 +222,18 @@ def _fill_window(*text: int) -> Tree:
     return tree
 
 
+def draft_block(text: list[int], sampler: Sampler) -> Candidates:
+    """DFlash's: every place of a block by itself, the likeliest paths of their tokens."""
+    return _grow_block(*[0, 0, *text][-2:])
+
+
+@functools.cache
+def _grow_block(*context: int) -> Candidates:
+    places = torch.stack([DRAFT_MODEL.get_logits(context), *DRAFT_MODEL.table.mean(0)[:2]])
+    best = places.softmax(-1).topk(3, dim=-1)
+    return grow_tree(context[-1], best.indices.numpy(), best.values.numpy(), 6)
+
+
 METHODS: dict[str, Drafter] = {
     "plain": draft_nothing,
     "beams": draft_beams,
@@ -232,10 +246,11 @@ METHODS: dict[str, Drafter] = {
     "lookahead": draft_window,
     "static tree": draft_ranks,
     "dynamic tree": draft_sure,
+    "block": draft_block,
 }
 EXACT_BY_SEED = [
     "beams", "heads", "draft model, compared", "prompt lookup", "suffix", "lookahead",
-    "static tree", "dynamic tree",
+    "static tree", "dynamic tree", "block",
 ]  # fmt: skip
 
 

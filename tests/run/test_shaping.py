@@ -166,5 +166,6 @@ def test_greedy_text_with_a_repetition_penalty_is_that_of_transformers(folder: P
         assert output.token_ids != plain
         with pytest.raises(SpecDecError, match=r"logit_bias for token 128.* vocabulary has 128"):
             engine.prepare(Prompt(token_ids=[5], logit_bias={128: 1.0}))
-        with pytest.raises(SpecDecError, match="repetition_penalty is 0, not a number above 0"):
+        told = "repetition_penalty is 0, not a number from 0.001 to 1000"
+        with pytest.raises(SpecDecError, match=told):
             engine.prepare(Prompt(token_ids=[5], repetition_penalty=0))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import random
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ from specdec.decode.drafters.suffix import (
     grow,
 )
 from specdec.decode.requests import ActiveRequest, Request
-from specdec.errors import UsageError
+from specdec.errors import SpecDecError, UsageError
+from specdec.files.texts import add_texts, read_texts
 from specdec.methods.suffix import SuffixOptions, read_options
 from specdec.run.settings import RunSettings
 
@@ -217,3 +221,102 @@ def test_options_are_read() -> None:
     assert read_options(given) == SuffixOptions(
         max_tokens=7, min_probability=0.0, max_cached_tokens=100_000
     )
+
+
+# ---- The file that keeps texts between runs.
+
+VOCABULARY = {"vocab_size": 100}
+
+
+def finish(proposer: SuffixProposer, tokens: list[int], output: list[int]) -> None:
+    request = Request(
+        index=0, input_ids=tokens, max_output_len=len(output) + 1, end_ids=frozenset()
+    )
+    active = ActiveRequest(request, 0, max_depth=4, text=None)
+    proposer.start([active])
+    active.emit(output)
+    active.finish_reason = "length"
+
+
+def test_texts_are_kept_between_runs(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    options = SuffixOptions(max_tokens=4, max_cached_tokens=100, cache=path)
+    first = SuffixProposer(options, VOCABULARY)
+    first.allocate(1, 100)
+    finish(first, [7, 8, 9], [10, 11, 12])
+    first.keep()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    second = SuffixProposer(options, VOCABULARY)
+    for _ in range(2):  # another batch forgets nothing
+        second.allocate(1, 100)
+        request = Request(index=0, input_ids=[1, 8, 9], max_output_len=9, end_ids=frozenset())
+        active = ActiveRequest(request, 0, max_depth=4, text=None)
+        second.start([active])
+        active.emit([10])
+        (found,) = second.propose([active])
+        assert found.tree.tokens.tolist() == [10, 11, 12]
+    second.keep()
+    assert read_texts(path, VOCABULARY, 100) == [[7, 8, 9, 10, 11, 12]]
+    assert [p.name for p in tmp_path.iterdir()] == ["cache"]
+
+
+def test_the_oldest_texts_leave_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    for first in range(6):
+        add_texts(path, [[first] * 9], VOCABULARY, 30)
+    assert read_texts(path, VOCABULARY, 30) == [[n] * 9 for n in (3, 4, 5)]
+    assert read_texts(path, VOCABULARY, 12) == [[5] * 9]
+    add_texts(path, [list(range(90))], VOCABULARY, 30)
+    assert read_texts(path, VOCABULARY, 30) == [list(range(61, 90))]
+
+
+def add_many(path: Path, first: int) -> None:
+    for number in range(20):
+        add_texts(path, [[first, number]], VOCABULARY, 1000)
+
+
+def test_two_processes_add_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=add_many, args=(path, first)) for first in (1, 2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    assert sorted(read_texts(path, VOCABULARY, 1000)) == [[f, n] for f in (1, 2) for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header, data: (None, b"some text"), "is not a file of texts"),
+        (lambda header, data: (header | {"version": 2}, data), "is of version 2"),
+        (lambda header, data: (header | {"vocabulary": {}}, data), "of another tokenizer"),
+        (lambda header, data: (header, data[:-4]), "checksum is another"),
+        (lambda header, data: (header, data + data), "checksum is another"),
+    ],
+)
+def test_a_file_is_checked(tmp_path: Path, change: Any, message: str) -> None:
+    path = tmp_path / "cache"
+    add_texts(path, [[1, 2, 3]], VOCABULARY, 100)
+    line, _, data = path.read_bytes().partition(b"\n")
+    header, data = change(json.loads(line), data)
+    path.write_bytes((json.dumps(header).encode() + b"\n" if header else b"") + data)
+    with pytest.raises(SpecDecError, match=message):
+        SuffixProposer(SuffixOptions(max_tokens=4, max_cached_tokens=9, cache=path), VOCABULARY)
+    with pytest.raises(SpecDecError, match=message):
+        add_texts(path, [[1]], VOCABULARY, 100)
+
+
+def test_tokens_beyond_the_vocabulary_are_no_texts(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    add_texts(path, [[1, 2, 300]], VOCABULARY, 100)
+    with pytest.raises(SpecDecError, match="not texts"):
+        read_texts(path, VOCABULARY, 100)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "cache"
+    with pytest.raises(SpecDecError, match="cannot be written"):
+        SuffixProposer(SuffixOptions(max_tokens=4, max_cached_tokens=9, cache=path), VOCABULARY)

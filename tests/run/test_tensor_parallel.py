@@ -39,6 +39,7 @@ from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import SuffixOptions
 from tests.conftest import (
     ROOT,
+    make_dflash_drafter,
     make_drafter,
     make_eagle_drafter,
     make_llama,
@@ -51,7 +52,7 @@ from tests.engines import call, make_noisy_copy, run_cli_here
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5)
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 9}]
 METHODS = [
-    "target", "redrafter", "medusa", "eagle", "eagle dynamic", "eagle3", "prompt_lookup",
+    "target", "redrafter", "medusa", "eagle", "eagle dynamic", "eagle3", "dflash", "prompt_lookup",
     "suffix", "lookahead",
 ]  # fmt: skip
 # Ranks of the draft model, whether probabilities are compared.
@@ -69,6 +70,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     eagle3 = make_eagle_drafter(
         parent, vocab=131, version=3, draft_vocab=70, own_embedding=False, name="eagle3"
     )
+    dflash = make_dflash_drafter(
+        parent, vocab=131, form="speculators", draft_vocab=70, heads=8, scale=2.0
+    )
     make_noisy_copy(target, parent / "draft")
     flags: dict[str, tuple[object, ...]] = {
         "target": ("--model-dir", target),
@@ -80,6 +84,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--model-dir", target, "--eagle-model-dir", eagle, "--use-parallel-embedding",
         ),
         "eagle3": ("--model-dir", target, "--eagle-model-dir", eagle3),
+        "dflash": (
+            "--model-dir", target, "--dflash-model-dir", dflash, "--use-parallel-embedding",
+        ),
         "draft": ("--model-dir", parent / "draft"),
     }  # fmt: skip
     for name, sources in flags.items():

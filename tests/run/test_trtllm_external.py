@@ -5,7 +5,6 @@ What the loop of TensorRT-LLM's own run.py gets wrong has a test here each, name
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 
 from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
-from specdec.trtllm.facts import LABELS
 from tests.trtllm.worlds import (
     EXTERNAL,
     MAX_DRAFT,
@@ -21,17 +19,9 @@ from tests.trtllm.worlds import (
     PAGED,
     World,
     make_prompts,
-    make_world,
 )
 
 GATHER = ("--gather-generation-logits",)
-
-
-@pytest.fixture(scope="module", params=LABELS)
-def world(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
-    yield from make_world(tmp_path_factory.mktemp("world"), request.param)
 
 
 @pytest.fixture

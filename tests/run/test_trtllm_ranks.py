@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.methods.eagle import EagleParams
 from specdec.mpi import World as MpiWorld
 from specdec.mpi import find_world
-from specdec.run.backends.tensorrt_checks import find_sampling_problems
-from specdec.run.backends.tensorrt_options import make_eagle_options
 from specdec.run.settings import RunSettings
 from specdec.trtllm.engine_folder import EngineFolder, read_engine_folder
-from specdec.trtllm.facts import LABELS
+from specdec.trtllm.run_checks import find_sampling_problems
+from specdec.trtllm.run_options import make_eagle_options
 from tests.engines import call
 from tests.trtllm.worlds import (
     EXTERNAL,
@@ -32,15 +30,7 @@ from tests.trtllm.worlds import (
     World,
     forget_runtime,
     make_prompts,
-    make_world,
 )
-
-
-@pytest.fixture(scope="module", params=LABELS)
-def world(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
-    yield from make_world(tmp_path_factory.mktemp("world"), request.param)
 
 
 @pytest.fixture
@@ -176,7 +166,7 @@ def test_without_tensorrt_llm_a_run_ends_in_one_sentence(
         world.run(engine, make_prompts(4))
     assert "install tensorrt-llm==" in caught.value.hint
     assert caught.value.message.count("(1)") == 0
-    from specdec.run.backends.tensorrt_runner import import_runtime
+    from specdec.trtllm.runner import import_runtime
 
     with pytest.raises(SpecDecError, match="which is not installed here"):
         import_runtime()

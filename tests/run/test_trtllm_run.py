@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,10 @@ import pytest
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile
-from specdec.trtllm.facts import LABELS
-from tests.trtllm.worlds import MAX_INPUT, MAX_TOTAL, PAGED, World, make_prompts, make_world
+from tests.trtllm.worlds import MAX_INPUT, MAX_TOTAL, PAGED, World, make_prompts
 
 UNTOLD = {"num_draft_tokens", "num_accepted", "acceptance_rate", "accepted_histogram"}
 UNTOLD_STEPS = {"num_verify_steps", "acceptance_length"}  # results of 0.14 do not count steps
-
-
-@pytest.fixture(scope="module", params=LABELS)
-def world(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
-    yield from make_world(tmp_path_factory.mktemp("world"), request.param)
 
 
 @pytest.fixture
@@ -333,11 +324,11 @@ def test_the_runtimes_own_error_becomes_one_line(
 def test_release_that_writes_other_text_than_the_targets_is_told(
     world: World, redrafter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specdec.run.backends import tensorrt_checks
+    from specdec.trtllm import run_checks
 
     told: list[str] = []
     monkeypatch.setattr(
-        tensorrt_checks.logger, "warning", lambda text, *words: told.append(text % words)
+        run_checks.logger, "warning", lambda text, *words: told.append(text % words)
     )
     world.run(redrafter, make_prompts(4), max_output_len=2)
     assert any("issue 3125" in text for text in told) == (world.label == "0.14")

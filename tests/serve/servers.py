@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 
-from specdec.serve.server import Server, load, open_socket, read_key
+from specdec.http_client import read_key
+from specdec.serve.server import Server, load, open_socket
 from specdec.serve.settings import ServeSettings
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.engines import make_engine
@@ -47,7 +48,7 @@ def serve_here(engine_dir: Path, **settings: Any) -> Iterator[tuple[Server, str]
     options = {"port": 0, "served_model_name": MODEL, "device": "cpu", "prompt_chunk": 16}
     made = ServeSettings(engine_dir=engine_dir, **(options | settings))
     with open_socket(made) as listener, load(made) as engine:
-        server = Server(made, engine, read_key(made))
+        server = Server(made, engine, read_key(made.api_key_file))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=_run_quietly, args=(server, listener))
         thread.start()
@@ -55,6 +56,7 @@ def serve_here(engine_dir: Path, **settings: Any) -> Iterator[tuple[Server, str]
             deadline = time.monotonic() + 60
             while not server._http.started:
                 assert time.monotonic() < deadline
+                assert thread.is_alive(), "it could not start"
                 time.sleep(0.01)
             yield server, url
         finally:
@@ -64,8 +66,11 @@ def serve_here(engine_dir: Path, **settings: Any) -> Iterator[tuple[Server, str]
 
 
 def _run_quietly(server: Server, listener: Any) -> None:
-    with contextlib.suppress(Exception):  # a lost engine is what some tests are about
+    try:
         server.run_until_told(listener)
+    except Exception:  # a lost engine is what some tests are about
+        if not server._http.started:
+            raise
 
 
 def post(url: str, path: str, **body: Any) -> Any:

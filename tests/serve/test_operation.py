@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,18 +20,14 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.under_load.client import ask
 from specdec import Engine, Prompt, SpecDecError
 from specdec.serve import cli
 from tests.conftest import ROOT, make_llama, make_tokenizer, run_cli
 from tests.engines import call, run_cli_here
-from tests.serve.servers import CLIENT, MODEL, make_served_engine, post, serve_here
+from tests.serve.servers import CLIENT, MODEL, post, serve_here
 
 LONG = {"prompt": "hello ab", "max_tokens": 250, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_served_engine(tmp_path_factory.mktemp("operation"))
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +76,9 @@ def test_a_signal_lets_requests_end_and_a_second_does_not(folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         assert process.poll() is None
-        began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-        assert time.monotonic() - began < 10
-        with pytest.raises(httpx.TransportError):
+        assert process.wait(120) == 0
+        with pytest.raises(httpx.TransportError):  # so it did not wait for the answers' ends
             list(lines)
 
 
@@ -105,6 +101,24 @@ def test_what_keeps_a_server_from_starting(
 
 
 # --- ranks ---
+
+
+def test_a_launchers_other_rank_follows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, whose SIGTERM reaches all ranks: rank 0 drains with the others' help."""
+    followed = []
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        "specdec.decode.ranks.follower.follow_launcher",
+        lambda: followed.append(signal.getsignal(signal.SIGTERM)),
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        done = run_cli_here("serve", "--engine-dir", folder)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert done.returncode == 0, done.stderr
+    assert followed == [signal.SIG_IGN]
 
 
 def test_two_ranks_serve_and_a_lost_one_ends_the_server(tmp_path: Path) -> None:
@@ -145,6 +159,50 @@ def test_two_ranks_serve_and_a_lost_one_ends_the_server(tmp_path: Path) -> None:
         lost = server.scheduler.lost
         assert isinstance(lost, SpecDecError)
         assert "rank 1 of 2" in lost.message
+
+
+# --- the files of the docs ---
+
+
+def read_blocks(kind: str) -> list[str]:
+    text = (ROOT / "docs" / "serve.md").read_text()
+    return re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_docs_files_are_well_formed(tmp_path: Path) -> None:
+    import yaml
+
+    (manifest,) = read_blocks("yaml")
+    deployment, service = yaml.safe_load_all(manifest)
+    assert (deployment["kind"], service["kind"]) == ("Deployment", "Service")
+    pod = deployment["spec"]["template"]
+    assert pod["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"]
+    assert service["spec"]["selector"] == pod["metadata"]["labels"]
+    (container,) = pod["spec"]["containers"]
+    assert {volume["name"] for volume in pod["spec"]["volumes"]} == {
+        mount["name"] for mount in container["volumeMounts"]
+    }
+    ports = {port["name"] for port in container["ports"]}
+    for name in ("startupProbe", "readinessProbe"):
+        assert container[name]["httpGet"]["path"] == "/health"
+        assert container[name]["httpGet"]["port"] in ports
+    assert container["livenessProbe"]["tcpSocket"]["port"] in ports
+    assert service["spec"]["ports"][0]["targetPort"] in ports
+    (site,) = read_blocks("nginx")
+    if (nginx := shutil.which("nginx")) is not None:
+        site = re.sub(r"(?m)^ *ssl_.*$", "", site).replace("443 ssl", f"unix:{tmp_path}/s")
+        paths = "".join(
+            f"{kind}_temp_path {tmp_path};"
+            for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        )
+        path = tmp_path / "nginx.conf"
+        path.write_text(
+            f"pid {tmp_path}/pid; events {{}} http {{ access_log off; {paths}\n{site}\n}}"
+        )
+        done = subprocess.run(
+            [nginx, "-t", "-e", "stderr", "-c", path], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
 
 
 # --- clients ---
@@ -216,3 +274,24 @@ def test_data_of_specdec_train_are_made_with_it(url: str, tmp_path: Path) -> Non
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(made.read_text().splitlines()) == 2
+
+
+def test_nothing_is_held_back_until_the_client_acknowledges(folder: Path) -> None:
+    """Nagle's algorithm is off: it delays a body behind its headers, and events, by 40 ms."""
+    with serve_here(folder) as (server, url), httpx.Client() as client:
+        assert client.get(f"{url}/health").status_code == 200
+        (connection,) = server._http.server_state.connections
+        connected = connection.transport.get_extra_info("socket")
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_the_load_generators_client(url: str) -> None:
+    body = {"prompt": "ab", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    whole = asyncio.run(ask(url, body))
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    reply, left = asyncio.run(ask(url, streamed)), asyncio.run(ask(url, streamed, leave_after=1))
+    assert (whole.text, whole.num_tokens) == (reply.text, reply.num_tokens)
+    assert (whole.finish_reason, reply.finish_reason, left.text) == ("length", "length", "")
+    assert len(whole.arrivals) == 1 < len(reply.arrivals)
+    with pytest.raises(SystemExit, match="status 400"):
+        asyncio.run(ask(url, {"prompt": ""}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -56,12 +57,12 @@ class ChatServer(LoopbackServer):
             self._num_at_once += 1
             self.most_at_once = max(self.most_at_once, self._num_at_once)
         try:
-            self._send(handler, body, self.script(number, body) or {})
-        except OSError:  # the client has gone
-            pass
-        finally:
+            reply = self.script(number, body) or {}
+        finally:  # before the reply: with it, the client may send its next request
             with self._lock:
                 self._num_at_once -= 1
+        with contextlib.suppress(OSError):  # the client has gone
+            self._send(handler, body, reply)
 
     def _send(self, handler: BaseHTTPRequestHandler, body: Any, reply: Reply) -> None:
         if "sleep" in reply:

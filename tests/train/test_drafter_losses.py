@@ -1,20 +1,24 @@
-"""Medusa's and EAGLE's losses, and soft labels, against slow ones written from the formulas."""
+"""Losses of Medusa, EAGLE and DFlash, and soft labels, against slow ones of the formulas."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from specdec.errors import SpecDecError
 from specdec.methods.eagle import Eagle3Params
 from specdec.model.config import ModelConfig
 from specdec.train import loss as loss_module
 from specdec.train.features import Features, OutputHead
 from specdec.train.loss import Teacher, compute_loss
+from specdec.train.methods import dflash
 from specdec.train.methods.base import Drafter
+from specdec.train.methods.dflash import DFlash
 from specdec.train.methods.eagle import Eagle1, Eagle3, Recipe, make_mask
 from specdec.train.methods.medusa import MedusaHeads
 
@@ -31,7 +35,7 @@ NORMS = {
     "eagle3-input-norm": {"norm_before_fc": True, "norm_output": True},
     "eagle3-fc-norm": {"fc_norm": True},
 }
-DRAFTERS = ("medusa", "medusa-2", "medusa-soft", "eagle", "eagle-2-layers", *NORMS)
+DRAFTERS = ("medusa", "medusa-2", "medusa-soft", "eagle", "eagle-2-layers", *NORMS, "dflash")
 
 
 def make_head() -> OutputHead:
@@ -48,6 +52,15 @@ def make_drafter(kind: str) -> Drafter:
             num_layers=2 if kind == "medusa-2" else 1,
             self_distillation=0.4 if kind == "medusa-soft" else 0.0,
         )
+    elif kind == "dflash":
+        drafter = DFlash(
+            ModelConfig(**{**vars(MODEL), "num_hidden_layers": 2}),
+            dflash.Recipe(
+                block_size=STEPS + 1, mask_token_id=2, embedding_scale=1.5, num_anchors=9, max_k=5,
+                loss_decay=0.8, self_distillation=0.6,
+            ),
+            num_auxiliary=NUM_AUXILIARY, mask_row=torch.linspace(-1, 1, HIDDEN),
+        )  # fmt: skip
     else:
         recipe = Recipe(
             num_steps=STEPS, max_k=5, loss_decay=0.9, token_weight=0.3, noise=0.0,
@@ -174,6 +187,44 @@ def draft_eagle(
     return guesses
 
 
+def draft_dflash(
+    weights: dict[str, Tensor], features: Features, row: int, place: int
+) -> list[Tensor]:
+    """Guesses of one block, at the token after `place`; slot by slot, head by head."""
+    context = [
+        normalize(weights["fc.weight"] @ a, weights["hidden_norm.weight"])
+        for a in features.auxiliary[row, : place + 1]
+    ]
+    mask = torch.linspace(-1, 1, HIDDEN)
+    block = [1.5 * features.embedded[row, place + 1], *[1.5 * mask] * STEPS]
+    for index in range(2):
+
+        def get(name: str, index: int = index) -> Tensor:
+            return weights[f"layers.{index}.{name}.weight"]
+
+        entered = [*context, *(normalize(x, get("input_layernorm")) for x in block)]
+        keys = [
+            rotate_by(normalize(get("self_attn.k_proj") @ e, get("self_attn.k_norm")), position)
+            for position, e in enumerate(entered)
+        ]
+        values = torch.stack([get("self_attn.v_proj") @ e for e in entered])
+        outputs = []
+        for slot, x in enumerate(block):
+            position = place + 1 + slot
+            attended = []
+            for q in (get("self_attn.q_proj") @ entered[position]).view(-1, HEAD_SIZE):
+                query = rotate_by(normalize(q, get("self_attn.q_norm")), position)
+                scores = torch.stack([query @ key for key in keys]) / HEAD_SIZE**0.5
+                attended.append(scores.softmax(0) @ values)
+            x = x + get("self_attn.o_proj") @ torch.cat(attended)
+            normed = normalize(x, get("post_attention_layernorm"))
+            gate = get("mlp.gate_proj") @ normed
+            gated = gate / (1 + torch.exp(-gate)) * (get("mlp.up_proj") @ normed)
+            outputs.append(x + get("mlp.down_proj") @ gated)
+        block = outputs
+    return [normalize(x, weights["norm.weight"]) for x in block[1:]]
+
+
 def guess_medusa(weights: dict[str, Tensor], features: Features, row: int, place: int) -> Any:
     logits = []
     for head in range(STEPS):
@@ -198,6 +249,8 @@ def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Ten
         for place in range(mask.shape[1] - 2):
             if kind.startswith("medusa"):
                 guesses = guess_medusa(weights, features, row, place)
+            elif kind == "dflash":
+                guesses = draft_dflash(weights, features, row, place)
             else:
                 guesses = draft_eagle(weights, features, row, place, norms_output=is_normed)
             for step, guess in enumerate(guesses):
@@ -220,7 +273,7 @@ def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Ten
                     smooth = torch.where(missed < 1, missed.square() / 2, missed - 0.5).mean()
                     loss = 0.3 * loss + smooth
                 terms[step].append(loss)
-    decay = 0.8 if kind.startswith("medusa") else 0.9
+    decay = 0.8 if kind.startswith(("medusa", "dflash")) else 0.9
     return sum(decay**i * torch.stack(t).mean() for i, t in enumerate(terms))  # type: ignore[return-value]
 
 
@@ -292,6 +345,43 @@ def test_gradients_flow_into_the_drafter_alone(kind: str) -> None:
         assert tensor.grad is None
         assert not tensor.requires_grad
     assert all(p.grad is not None and p.grad.any() for p in drafter.parameters())
+
+
+def test_dflash_draws_other_anchors_in_every_step() -> None:
+    """In training by chance; in an evaluation always the same ones. All count for all places."""
+    drafter = make_drafter("dflash")
+    assert isinstance(drafter, DFlash)
+    mask = torch.ones(2, 300, dtype=torch.bool)
+    mask[1, 40:] = False
+    drawn = [drafter.choose_anchors(mask) for _ in range(2)]
+    assert (drawn[0].places != drawn[1].places).any()
+    drafter.eval()
+    first, again = (drafter.choose_anchors(mask) for _ in range(2))
+    assert (first.places == again.places).all()
+    gaps = first.places[0].sort().values.diff()
+    assert gaps.min() > 298 // 9 // 2, "evenly spread"
+    for anchors in (*drawn, first):
+        assert anchors.is_real.all()
+        assert anchors.places[1].max() < 38, "a label follows each"
+        torch.testing.assert_close(anchors.shares, torch.tensor([[298 / 9], [38 / 9]]))
+    few = drafter.choose_anchors(mask[:, :6])
+    assert (few.is_real.sum(1) == 4).all()
+    assert (few.shares == 1).all()
+
+
+def test_the_mask_token_of_dflash_has_an_embedding() -> None:
+    """A row of zeros, as padding has in many targets, would make queries of zero."""
+    config: Any = SimpleNamespace(pad_token_id=1, eos_token_id=[1, 3])
+    table = torch.ones(5, HIDDEN)
+    assert dflash.choose_mask_token(None, config, table) == 1
+    assert dflash.choose_mask_token(4, config, table) == 4
+    table[1] = 0
+    assert dflash.choose_mask_token(None, config, table) == 3
+    table[3] = 0
+    assert dflash.choose_mask_token(None, SimpleNamespace(), table) == 0
+    for given in (1, 5):
+        with pytest.raises(SpecDecError, match=f"--dflash-mask-token-id is {given}: of the targ"):
+            dflash.choose_mask_token(given, config, table)
 
 
 def test_eagle_noise_is_drawn_in_training_only() -> None:

@@ -26,6 +26,7 @@ KINDS = {
     "medusa": ("--method", "medusa", "--self-distillation", 0.5),
     "eagle": ("--method", "eagle"),
     "eagle3": ("--method", "eagle", "--eagle-version", 3),
+    "dflash": ("--method", "dflash", "--dflash-block-size", 4, "--dflash-num-anchors", 3),
 }
 
 

@@ -35,6 +35,7 @@ KINDS = {
     "redrafter": ("--method", "redrafter", "--redrafter-predict-n-tokens", 3),
     "medusa": ("--method", "medusa", "--medusa-num-heads", 3),
     "eagle": ("--method", "eagle"),
+    "dflash": ("--method", "dflash", "--dflash-block-size", 4),
     "eagle-bare": ("--method", "eagle", "--no-eagle-bias"),
     "eagle3": ("--method", "eagle", "--eagle-version", 3),
     "eagle3.1": (
@@ -50,6 +51,7 @@ CONVERT_FLAGS = {
     "redrafter": ("--redrafter-draft-len-per-beam", "3", "--drafter-model-dir"),
     "medusa": ("--medusa-model-dir",),
     "eagle": ("--eagle-model-dir",),
+    "dflash": ("--dflash-model-dir",),
     "eagle3": ("--eagle-model-dir",),
     "eagle3.1": ("--eagle-model-dir",),
 }

@@ -23,6 +23,7 @@ What the real one does, and this does likewise:
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import json
 import logging
@@ -79,6 +80,11 @@ def install_runtime(folder: Path, label: str) -> None:
         f"import sys\nsys.path.append({str(root)!r})\n"
         "from tests.trtllm.runtime_double import make_runner_class\n"
         f"ModelRunnerCpp = make_runner_class({label!r})\n"
+    )
+    (package / "bindings").mkdir()
+    (package / "bindings" / "__init__.py").touch()
+    (package / "bindings" / "executor.py").write_text(
+        "from tests.real.bindings import OutputConfig, Request, SamplingConfig\n"
     )
 
 
@@ -459,14 +465,18 @@ class ResponseDouble:
 
 
 class ExecutorDouble:
-    """Computes at once what is enqueued, then answers; 1.x's in another order."""
+    """Computes at once what is enqueued, then answers; 1.x's in another order.
 
-    __slots__ = ("_engine", "_groups", "_next_id")
+    Requests that come one by one are answered step by step, whatever else there is.
+    """
+
+    __slots__ = ("_engine", "_groups", "_next_id", "_running")
 
     def __init__(self, engine: EngineDouble) -> None:
         self._engine = engine
         self._next_id = 1
         self._groups: list[list[ResponseDouble]] = []
+        self._running: dict[int, list[list[ResponseDouble]]] = {}
 
     def can_enqueue_requests(self) -> bool:
         return not self._engine.options.get("rank")
@@ -479,8 +489,40 @@ class ExecutorDouble:
         self._groups = run.answer(ids)
         return ids
 
-    def await_responses(self, ids: list[int] | None = None) -> list[Any]:
+    def enqueue_request(self, request: Any) -> int:
+        sampling, prompt = request.sampling_config, request.input_token_ids
+        refuse_if(not request.streaming or request.return_all_generated_tokens, "for a stream")
+        refuse_if(request.external_draft_tokens_config is not None, "drafts from outside")
+        refuse_if(len(self._running) >= self._engine.build["max_batch_size"], "it would wait")
+        options = {
+            "max_new_tokens": request.max_tokens, "end_id": request.end_id, "streaming": True,
+            "pad_id": request.pad_id, "num_beams": sampling.beam_width, "top_k": sampling.top_k,
+            "top_p": sampling.top_p, "temperature": sampling.temperature,
+            "random_seed": sampling.seed, "stop_words_list": [request.stop_words or []],
+            "return_dict": True, "output_sequence_lengths": True,
+        }  # fmt: skip
+        self._engine.check_call([prompt], options)
+        log_call("enqueue_request", prompt=prompt, options=options)
+        number = self._next_id
+        self._next_id += 1
+        self._running[number] = Run(self._engine, [prompt], options).answer([number])
+        return number
+
+    def cancel_request(self, number: int) -> None:
+        log_call("cancel_request", number=number)
+        refuse_if(number not in self._running, "no such request runs")
+        del self._running[number]
+
+    def await_responses(self, ids: list[int] | None = None, *, timeout: Any = None) -> list[Any]:
         """The responses that are there; of several ids, a list for each."""
+        if timeout is not None:
+            refuse_if(not isinstance(timeout, datetime.timedelta), "timeout is a duration")
+            found = []
+            for number in list(self._running)[::-1]:
+                found += self._running[number].pop(0)
+                if not self._running[number]:
+                    del self._running[number]
+            return found
         group = self._groups.pop(0)
         if ids is None:
             return group

@@ -6,26 +6,24 @@ max_tokens, temperature, top_p and seed.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import email.utils
 import json
 import os
 import random
-import ssl
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from specdec import http_client
 from specdec.chat import Message
-from specdec.errors import SpecDecError, UsageError, name_extra, shorten
+from specdec.command.settings import need
+from specdec.errors import SpecDecError, shorten
+from specdec.http_client import HttpClient, NoAnswer, Response
 from specdec.logs import get_logger
 
 from .dialogues import RowError
 from .settings import DataSettings
-
-if TYPE_CHECKING:
-    import httpx
 
 FIRST_WAIT = 1.0  # seconds before the second try; doubled for each further one
 MAX_WAIT = 60.0
@@ -33,7 +31,6 @@ MAX_RETRY_AFTER = 3600.0  # longest wait that a server may ask for
 # Most bytes of an answer: so much for a token, and so much for all the rest.
 BYTES_PER_TOKEN = 256
 OTHER_BYTES = 2**20
-ERROR_BYTES = 10_000  # read of an error's body; the rest is dropped
 KEY_VARIABLE = "OPENAI_API_KEY"
 PASSING_STATUSES = (408, 409, 425, 429)  # and all from 500 on
 FATAL_STATUSES = (401, 402, 403, 404, 405)  # the next row would fare no better
@@ -60,42 +57,23 @@ class _Passing(Exception):
 
 def check_url(url: str) -> None:
     """Raise UsageError for what cannot be a server's base, SpecDecError where httpx is missing."""
-    try:
-        import httpx
-    except ImportError:
-        raise SpecDecError("--base-url: httpx is not installed", name_extra("train")) from None
-    hint = "give the base of the server's paths, such as http://127.0.0.1:8000/v1"
-    try:
-        parts = httpx.URL(url)
-        parts.host.encode("idna")  # what the resolver does with it
-    except (httpx.InvalidURL, ValueError):
-        raise UsageError(f"--base-url is {url!r}", hint) from None
-    is_good = parts.scheme in ("http", "https") and bool(parts.host) and parts.port != 0
-    if not is_good or parts.query or parts.fragment:
-        raise UsageError(f"--base-url is {url!r}", hint)
-    if parts.userinfo:
-        raise UsageError(
-            "--base-url holds a user name or a password", f"a key is taken from {KEY_VARIABLE} only"
-        )
+    http_client.check_url(url, "--base-url", "train", KEY_VARIABLE)
 
 
 class Client:
     """Asks one server. Threads may share it."""
 
     def __init__(self, settings: DataSettings) -> None:
-        assert settings.base_url is not None
         self.settings = settings
         kind = "completions" if settings.completion else "chat/completions"
-        self.url = f"{settings.base_url.rstrip('/')}/{kind}"
-        self._key = os.environ.get(KEY_VARIABLE, "").strip()
-        if not (self._key.isascii() and self._key.isprintable()):
+        self.url = f"{need(settings.base_url).rstrip('/')}/{kind}"
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        if not (key.isascii() and key.isprintable()):
             raise SpecDecError(
                 f"{KEY_VARIABLE} holds characters that no HTTP header can carry",
                 "copy the key again: it is one line of ASCII",
             )
-        # The system's certificates, as other programs of this machine use; httpx has its own list.
-        self._tls = ssl.create_default_context()
-        self._was_reached = threading.Event()
+        self._http = HttpClient(key, settings.timeout)
         self.num_retries = 0
         self._lock = threading.Lock()
 
@@ -137,14 +115,18 @@ class Client:
         return body
 
     def _try(self, body: bytes) -> Answer:
-        import httpx
-
         try:
-            response, data = asyncio.run(self._exchange(body))
-        except (httpx.HTTPError, asyncio.TimeoutError) as error:
-            raise self._explain_loss(error) from None
+            response = self._http.exchange(self.url, body, self._max_bytes)
+        except NoAnswer as lost:
+            if lost.was_never:
+                raise SpecDecError(
+                    f"no server answers at {self.url}: {lost.reason}",
+                    "start it, or check --base-url",
+                ) from None
+            raise _Passing(lost.reason) from None
         if not response.is_success:
-            raise self._explain_status(response, data)
+            raise self._explain_status(response)
+        data = response.data
         if len(data) > self._max_bytes:
             raise _Passing(
                 f"the answer is longer than {self._max_bytes} bytes, too long for --max-tokens"
@@ -158,38 +140,6 @@ class Client:
     @property
     def _max_bytes(self) -> int:
         return OTHER_BYTES + BYTES_PER_TOKEN * self.settings.max_tokens
-
-    async def _exchange(self, body: bytes) -> tuple[httpx.Response, bytes]:
-        """Send a request; return the response and its body, cut where it is longer than allowed.
-
-        httpx alone waits anew for every byte: here the whole exchange has `timeout` seconds.
-        """
-        import httpx
-
-        headers = {
-            "Content-Type": "application/json",
-            "Accept": "application/json",
-            "Accept-Encoding": "identity",  # what is counted is what is kept
-            "Connection": "close",
-        }
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        deadline = time.monotonic() + self.settings.timeout
-        # Redirects are not followed, which would carry the key to another host.
-        async with httpx.AsyncClient(verify=self._tls, timeout=None) as client:
-            request = client.build_request("POST", self.url, content=body, headers=headers)
-            sending = client.send(request, stream=True)
-            response = await asyncio.wait_for(sending, self.settings.timeout)
-            self._was_reached.set()
-            limit = self._max_bytes if response.is_success else ERROR_BYTES
-            reading = _read_body(response, limit)
-            try:
-                data = await asyncio.wait_for(reading, max(0, deadline - time.monotonic()))
-            except (httpx.HTTPError, asyncio.TimeoutError):
-                if response.is_success:
-                    raise
-                data = b""  # the status tells enough
-        return response, data
 
     def _read_answer(self, document: Any) -> Answer:
         choice = document["choices"][0]
@@ -213,12 +163,12 @@ class Client:
         text.encode()  # half of a surrogate pair is no text
         return Answer(text, is_truncated=reason == "length")
 
-    def _explain_status(self, response: httpx.Response, detail: bytes) -> Exception:
-        status, message = response.status_code, f"HTTP {response.status_code}"
-        if text := self._hide_key(_find_message(detail)):
+    def _explain_status(self, response: Response) -> Exception:
+        status, message = response.status, f"HTTP {response.status}"
+        if text := self._http.find_message(response.data):
             message += f", {shorten(text, 300)}"
         if status in PASSING_STATUSES or status >= 500:
-            return _Passing(message, _read_wait(response.headers.get("Retry-After")))
+            return _Passing(message, _read_wait(response.retry_after))
         if status in FATAL_STATUSES or status < 400:
             hints = {
                 401: f"put the key into {KEY_VARIABLE}",
@@ -230,62 +180,6 @@ class Client:
                 hints.get(status, "check --base-url and the server"),
             )
         return RowError(message)
-
-    def _explain_loss(self, error: Exception) -> Exception:
-        import httpx
-
-        cause = _find_cause(error)
-        if isinstance(error, asyncio.TimeoutError) or isinstance(cause, TimeoutError):
-            return _Passing(f"no answer within {self.settings.timeout:g} s")
-        errno = cause.errno if isinstance(cause, ConnectionError) else None
-        text = os.strerror(errno) if errno else self._hide_key(str(cause)) or type(cause).__name__
-        is_connecting = isinstance(error, (httpx.ConnectError, httpx.ProxyError))
-        if is_connecting and not self._was_reached.is_set():
-            return SpecDecError(
-                f"no server answers at {self.url}: {text}", "start it, or check --base-url"
-            )
-        return _Passing(f"the connection failed: {text}")
-
-    def _hide_key(self, text: str) -> str:
-        return text.replace(self._key, "[key]") if self._key else text
-
-
-async def _read_body(response: httpx.Response, limit: int) -> bytes:
-    """Read a body as it was sent; stop, with more than `limit` bytes, where it is longer."""
-    data = bytearray()
-    async for chunk in response.aiter_raw():
-        data += chunk
-        if len(data) > limit:
-            break
-    await response.aclose()
-    return bytes(data)
-
-
-def _find_cause(error: BaseException) -> BaseException:
-    """The system's own error, where httpx and the libraries below it wrapped one; else `error`."""
-    inner: BaseException | None = error
-    while inner is not None:
-        if isinstance(inner, OSError):
-            error = inner
-        several = getattr(inner, "exceptions", None)  # of the attempts at several addresses
-        inner = several[0] if several else inner.__cause__ or inner.__context__
-    return error
-
-
-def _find_message(data: bytes) -> str:
-    """The text of an error's body: OpenAI's form, FastAPI's, or as it is."""
-    text = data.decode("utf-8", errors="replace").strip()
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    if isinstance(document, dict):
-        found = document.get("error", document.get("message", document.get("detail")))
-        if isinstance(found, dict):
-            found = found.get("message")
-        if isinstance(found, str):
-            return found
-    return text
 
 
 def _read_wait(value: str | None) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.chat import render_messages
+from specdec.command.settings import need
 from specdec.pretrained import load_tokenizer
 from specdec.processes import call_run
 
@@ -25,11 +26,9 @@ class EngineRunner:
     def __init__(self, settings: DataSettings) -> None:
         from specdec.engine.layout import read_engine_config
 
-        assert settings.engine_dir is not None
         self.settings = settings
-        self._limits = read_engine_config(settings.engine_dir).build
-        assert settings.tokenizer_dir is not None
-        self._tokenizer = load_tokenizer(settings.tokenizer_dir)
+        self._limits = read_engine_config(need(settings.engine_dir)).build
+        self._tokenizer = load_tokenizer(need(settings.tokenizer_dir))
 
     def answer(self, dialogues: Iterable[Dialogue]) -> Iterator[tuple[Dialogue, RowError | None]]:
         """Yield each row when it is done, or with what it failed of."""

@@ -6,7 +6,6 @@ nobody has to guess. N counts the labels of one position, V the vocabulary.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ..features import Features
-from ..loss import Teacher
+from ..loss import Teacher, measure_positions
 from ..settings import TrainSettings
 from ..target import Target
 
@@ -68,16 +67,30 @@ class ResidualBlock(torch.nn.Module):
         return x + silu(self.linear(x))
 
 
-class Drafter(torch.nn.Module, abc.ABC):
-    """A network being trained; its parameters' names are those of the written file."""
+class Drafter(torch.nn.Module):
+    """A network being trained; its parameters' names are those of the written file.
+
+    A method writes `draft` and `judge`, or a `forward` of its own.
+    """
 
     num_positions: int
+    max_k: int
+    loss_decay: float
 
     def count_labels(self, mask: Tensor) -> Tensor:
         """Count the labels of each draft position. mask [B, T] bool -> [P]."""
         return torch.stack([mask[:, 2 + i :].sum() for i in range(self.num_positions)])
 
-    @abc.abstractmethod
+    def draft(self, features: Features) -> list[Tensor]:
+        """What each position's guesses are made from at every place, [B, T-2-i, D or more]."""
+        raise NotImplementedError
+
+    def judge(
+        self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, the labels' losses and their ranks; x: what was drafted at them."""
+        raise NotImplementedError
+
     def forward(
         self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
     ) -> tuple[Tensor, Tensor]:
@@ -87,6 +100,19 @@ class Drafter(torch.nn.Module, abc.ABC):
         the positions are divided by: those of the whole optimizer step, over all of its batches and
         processes, so that how the step is cut up does not matter. `measure`: accuracies too.
         """
+        total = features.hidden.new_zeros((), dtype=torch.float32)
+        losses, ranks, masks = [], [], []
+        for position, drafted in enumerate(self.draft(features)):
+            labels = find_labels(features, mask, num_labels, position, self.loss_decay)
+            loss, own_losses, own_ranks = self.judge(
+                features, position, drafted[labels.mask], labels, measure=measure
+            )
+            total = total + loss
+            losses.append(own_losses)
+            ranks.append(own_ranks)
+            masks.append(labels.mask)
+        measures = measure_positions(torch.cat(losses), torch.cat(ranks), masks, self.max_k)
+        return total, measures.pack()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,21 +31,15 @@ from specdec.command.settings import as_options, name_flag
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import UsageError
-from specdec.methods.eagle import Eagle3Params, EagleTrain
+from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleTrain
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
 from ..features import Features, OutputHead
-from ..loss import compute_loss, measure_positions
+from ..loss import compute_loss
 from ..settings import TrainSettings
 from ..target import Target
-from .base import (
-    Drafter,
-    Labels,
-    TrainingMethod,
-    find_labels,
-    make_teacher,
-)
+from .base import Drafter, Labels, TrainingMethod, make_teacher
 
 # Rotary scalings by which a position's angles depend on the position alone.
 STEADY_SCALINGS = ("linear", "llama3", "yarn")
@@ -65,7 +59,7 @@ class RmsNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.epsilon)
 
 
-def _make_linear(num_inputs: int, num_outputs: int) -> torch.nn.Linear:
+def make_linear(num_inputs: int, num_outputs: int) -> torch.nn.Linear:
     return torch.nn.Linear(num_inputs, num_outputs, bias=False)
 
 
@@ -77,10 +71,10 @@ class Attention(torch.nn.Module):
         self.head_size = model.head_size
         num_queries = model.num_attention_heads * model.head_size
         num_keys = model.num_key_value_heads * model.head_size
-        self.q_proj = _make_linear(width, num_queries)
-        self.k_proj = _make_linear(width, num_keys)
-        self.v_proj = _make_linear(width, num_keys)
-        self.o_proj = _make_linear(num_queries, model.hidden_size)
+        self.q_proj = make_linear(width, num_queries)
+        self.k_proj = make_linear(width, num_keys)
+        self.v_proj = make_linear(width, num_keys)
+        self.o_proj = make_linear(num_queries, model.hidden_size)
 
     def forward(self, x: Tensor, history: History, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, T_i, width] of the newest step, which joins `history`; cos, sin [T_i, 1, H]."""
@@ -115,9 +109,9 @@ class GatedMlp(torch.nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = _make_linear(model.hidden_size, model.intermediate_size)
-        self.up_proj = _make_linear(model.hidden_size, model.intermediate_size)
-        self.down_proj = _make_linear(model.intermediate_size, model.hidden_size)
+        self.gate_proj = make_linear(model.hidden_size, model.intermediate_size)
+        self.up_proj = make_linear(model.hidden_size, model.intermediate_size)
+        self.down_proj = make_linear(model.intermediate_size, model.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
@@ -176,6 +170,7 @@ class Eagle(Drafter):
         self.recipe = recipe
         self.num_positions = recipe.num_steps
         self.max_k = min(recipe.max_k, model.vocab_size)
+        self.loss_decay = recipe.loss_decay
         self._table: RotaryTable | None = None
 
     def _add_layers(self, *, is_third: bool) -> None:
@@ -195,12 +190,6 @@ class Eagle(Drafter):
     def leave(self, state: Tensor) -> Tensor:
         """What comes of the layers' output: a step's guess, and the next one's state."""
         return state
-
-    def judge(
-        self, features: Features, guesses: Tensor, labels: Labels, *, measure: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, the labels' losses and their ranks for guesses [N, D] of one step."""
-        raise NotImplementedError
 
     def _find_angles(self, step: int, num_places: int, device: torch.device) -> tuple[Tensor, ...]:
         needed = step + num_places
@@ -228,23 +217,6 @@ class Eagle(Drafter):
             guesses.append(state)
         return guesses
 
-    def forward(
-        self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
-    ) -> tuple[Tensor, Tensor]:
-        total = features.hidden.new_zeros((), dtype=torch.float32)
-        losses, ranks, masks = [], [], []
-        for step, guesses in enumerate(self.draft(features)):
-            labels = find_labels(features, mask, num_labels, step, self.recipe.loss_decay)
-            loss, step_losses, step_ranks = self.judge(
-                features, guesses[labels.mask], labels, measure=measure
-            )
-            total = total + loss
-            losses.append(step_losses)
-            ranks.append(step_ranks)
-            masks.append(labels.mask)
-        measures = measure_positions(torch.cat(losses), torch.cat(ranks), masks, self.max_k)
-        return total, measures.pack()
-
 
 class Eagle1(Eagle):
     """EAGLE-1, whose weights EAGLE-2 shares: guesses are features of the target."""
@@ -267,18 +239,18 @@ class Eagle1(Eagle):
         return joined
 
     def judge(
-        self, features: Features, guesses: Tensor, labels: Labels, *, measure: bool
+        self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert features.head is not None
         loss, losses, ranks = compute_loss(
-            features.head.join_input(guesses),
+            features.head.join_input(x),
             features.head.joint_weight,
             labels.tokens,
             labels.weights * self.recipe.token_weight,
             measure=measure,
             teacher=make_teacher(features, labels.hidden, self.recipe.self_distillation),
         )
-        missed = smooth_l1_loss(guesses.float(), labels.hidden.float(), reduction="none").mean(-1)
+        missed = smooth_l1_loss(x.float(), labels.hidden.float(), reduction="none").mean(-1)
         loss = loss + (missed * labels.weights).sum()
         return loss, self.recipe.token_weight * losses + missed.detach(), ranks
 
@@ -297,10 +269,10 @@ class Eagle3(Eagle):
         if params.fc_norm:
             norms = (RmsNorm(model.hidden_size, model.norm_epsilon) for _ in params.aux_layers)
             self.fc_norm = torch.nn.ModuleList(norms)
-        self.fc = _make_linear(num_auxiliary * model.hidden_size, model.hidden_size)
+        self.fc = make_linear(num_auxiliary * model.hidden_size, model.hidden_size)
         self._add_layers(is_third=True)
         self.norm = RmsNorm(model.hidden_size, model.norm_epsilon)
-        self.lm_head = _make_linear(model.hidden_size, model.vocab_size)
+        self.lm_head = make_linear(model.hidden_size, model.vocab_size)
         self.lm_head.weight.data = head.weight.detach().float() * head.scale
 
     def begin(self, features: Features) -> Tensor:
@@ -326,10 +298,10 @@ class Eagle3(Eagle):
         return state
 
     def judge(
-        self, features: Features, guesses: Tensor, labels: Labels, *, measure: bool
+        self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         return compute_loss(
-            guesses if self.params.norm_output else self.norm(guesses),
+            x if self.params.norm_output else self.norm(x),
             self.lm_head.weight,
             labels.tokens,
             labels.weights,
@@ -341,7 +313,6 @@ class Eagle3(Eagle):
 def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
     """Make a drafter of the target's sizes; an output layer of its own begins as the target's."""
     assert target.head is not None
-    assert settings.self_distillation is not None
     options = as_options(settings, EagleTrain)
     model = describe_layers(target, options.eagle_num_layers)
     is_third = options.eagle_version == "3"
@@ -454,12 +425,7 @@ def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
         **{name: getattr(drafter.params, name) for name in Eagle3Params.NEWER},
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(target.aux_layers),
-            "use_aux_hidden_state": True,
-            "use_input_layernorm_in_first_layer": True,
-            "use_last_layernorm": True,
-            "use_mtp_layernorm": False,
-            "next_layer_regular": True,
-            "parallel_draft_step": 1,
+            **EAGLE3_FIXED,
             "parallel_draft_heads_num_layers": 1,
         },
     }

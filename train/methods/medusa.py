@@ -22,16 +22,10 @@ from specdec.command.settings import as_options
 from specdec.methods.medusa import MedusaTrain
 
 from ..features import Features, OutputHead
-from ..loss import compute_loss, measure_positions
+from ..loss import compute_loss
 from ..settings import TrainSettings
 from ..target import Target
-from .base import (
-    Drafter,
-    ResidualBlock,
-    TrainingMethod,
-    find_labels,
-    make_teacher,
-)
+from .base import Drafter, Labels, ResidualBlock, TrainingMethod, make_teacher
 
 
 class MedusaHeads(Drafter):
@@ -63,39 +57,33 @@ class MedusaHeads(Drafter):
             output.weight.data = head.weight.detach().float() * head.scale
             self.add_module(str(number), torch.nn.Sequential(*blocks, output))
 
-    def forward(
-        self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
-    ) -> tuple[Tensor, Tensor]:
-        total = features.hidden.new_zeros((), dtype=torch.float32)
-        losses, ranks, masks = [], [], []
-        for number, (_, head) in enumerate(self.named_children()):
-            assert isinstance(head, torch.nn.Sequential)
-            labels = find_labels(features, mask, num_labels, number, self.loss_decay)
-            x = features.hidden[:, : labels.mask.shape[1]][labels.mask]  # [N, D]
-            for block in list(head)[: self.num_layers]:
-                x = block(x)
-            output = head[self.num_layers].weight  # [V, D]
-            assert isinstance(output, Tensor)
-            loss, head_losses, head_ranks = compute_loss(
-                x,
-                output,
-                labels.tokens,
-                labels.weights,
-                measure=measure,
-                teacher=make_teacher(features, labels.hidden, self.self_distillation),
-            )
-            total = total + loss
-            losses.append(head_losses)
-            ranks.append(head_ranks)
-            masks.append(labels.mask)
-        measures = measure_positions(torch.cat(losses), torch.cat(ranks), masks, self.max_k)
-        return total, measures.pack()
+    def draft(self, features: Features) -> list[Tensor]:
+        """The target's states, from which every head makes its own guess."""
+        num_places = features.hidden.shape[1] - 2
+        return [features.hidden[:, : max(0, num_places - i)] for i in range(self.num_positions)]
+
+    def judge(
+        self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head = self.get_submodule(str(position))
+        assert isinstance(head, torch.nn.Sequential)
+        for block in list(head)[: self.num_layers]:
+            x = block(x)
+        output = head[self.num_layers].weight  # [V, D]
+        assert isinstance(output, Tensor)
+        return compute_loss(
+            x,
+            output,
+            labels.tokens,
+            labels.weights,
+            measure=measure,
+            teacher=make_teacher(features, labels.hidden, self.self_distillation),
+        )
 
 
 def build_medusa(settings: TrainSettings, target: Target) -> MedusaHeads:
     """Make heads that predict as the target does."""
     assert target.head is not None
-    assert settings.self_distillation is not None
     options = as_options(settings, MedusaTrain)
     return MedusaHeads(
         target.head,

@@ -26,13 +26,7 @@ from ..features import Features, TargetShape
 from ..loss import compute_loss, measure_positions
 from ..settings import TrainSettings
 from ..target import Target
-from .base import (
-    Drafter,
-    ResidualBlock,
-    TrainingMethod,
-    find_labels,
-    make_teacher,
-)
+from .base import Drafter, ResidualBlock, TrainingMethod, find_labels, make_teacher
 
 
 class ReDrafter(Drafter):
@@ -121,7 +115,6 @@ class ReDrafter(Drafter):
 
 def build_redrafter(settings: TrainSettings, target: Target) -> ReDrafter:
     """Make a drafter with fresh weights."""
-    assert settings.self_distillation is not None
     options = as_options(settings, ReDrafterTrain)
     return ReDrafter(
         target.shape,

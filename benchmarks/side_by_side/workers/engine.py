@@ -33,6 +33,7 @@ class Engine:
             engine_dir=Path(engine_dir), tokenizer_dir=tokenizer_dir,
             draft_engine_dir=Path(draft_engine_dir) if draft_engine_dir else None,
             draft_len="auto" if is_draft_target else None, device="cpu",
+            draft_budget=None if is_draft_target else "fixed",
         )  # fmt: skip
         self.bench = open_bench(settings)
         self._proposers: dict[tuple[str, ...], Proposer] = {("plain",): self.bench.plain}

@@ -255,15 +255,11 @@ def find_tensor_problems(checkpoint: CheckpointConfig, files: list[TensorFile]) 
         found = compare_tensors(
             file.tensors, describe_rank(checkpoint, rank), checkpoint.quantization
         )
-        for what, names in (
-            ("lacks", found.missing), ("is at odds with config.json:", found.wrong),
-            ("holds what config.json does not describe:", found.unread),
-        ):  # fmt: skip
-            if names:
-                problems.add(
-                    f"{file.path} {what} {join_names(names)}",
-                    "config.json and the tensors must come from one run: convert again",
-                )
+        for fault in found.list_faults():
+            problems.add(
+                f"{file.path} {fault}",
+                "config.json and the tensors must come from one run: convert again",
+            )
     return problems
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import get_flags
+from specdec.command.settings import get_flags, name_flag
 from specdec.errors import UsageError, suggest
 from specdec.trtllm.facts import Facts, list_lines_with
 
@@ -57,13 +57,13 @@ def collect_flags(settings: BuildSettings, facts: Facts) -> dict[str, Any]:
             raise _explain_unknown(name, facts)
         if flag.name in REFUSED:
             raise UsageError(
-                f"--{flag.name.replace('_', '-')} is not passed on: {REFUSED[flag.name]}",
+                f"{name_flag(flag.name)} is not passed on: {REFUSED[flag.name]}",
                 "leave it out",
             )
         if flag.name in fields:
             raise UsageError(
-                f"--{name.replace('_', '-')} is another name of --{flag.name.replace('_', '-')}",
-                f"give --{flag.name.replace('_', '-')}",
+                f"{name_flag(name)} is another name of {name_flag(flag.name)}",
+                f"give {name_flag(flag.name)}",
             )
         value = flag.parse(other.words)
         if flag.name in PATHS:
@@ -97,6 +97,6 @@ def _explain_unknown(name: str, facts: Facts) -> UsageError:
         hint = f"leave it out: only the line {', '.join(elsewhere)} has it"
     return UsageError(
         f"neither specdec-build nor trtllm-build of TensorRT-LLM {facts.label} has"
-        f" --{name.replace('_', '-')}{nearest}",
+        f" {name_flag(name)}{nearest}",
         hint,
     )

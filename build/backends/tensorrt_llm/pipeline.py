@@ -31,7 +31,6 @@ LOG_NAME = "build.log"
 
 def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
     """Build an engine, or write down how; with `dry_run`, only check and describe it."""
-    assert settings.checkpoint_dir is not None
     began = time.monotonic()
     builds = not settings.dry_run and settings.emit_script is None
     here = read_environment()

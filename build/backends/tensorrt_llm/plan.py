@@ -141,7 +141,6 @@ def make_plan(
 
     here: this machine, where it is to build; None where another will.
     """
-    assert settings.checkpoint_dir is not None
     given = collect_flags(settings, facts)
     mode = checkpoint.mode or settings.speculative_decoding_mode
     problems = checks.find_checkpoint_problems(facts, checkpoint)

@@ -13,12 +13,14 @@ from specdec.command.settings import list_given, name_flag
 from specdec.engine.layout import EngineConfig
 from specdec.errors import UsageError
 from specdec.methods import METHODS, Method, find_mode
+from specdec.methods.budget import DraftBudget, read_budget
 from specdec.methods.chain import Chain, read_chain
-from specdec.methods.draft_target import adapts_drafts
 
 from .base import DraftContext, EngineHandle, PlainProposer, Proposer
+from .budget import bind
 from .chain import join_proposers
-from .switch import adapt
+
+MANY_ROWS = 4  # of a step whose drafts go by what they cost, if nothing else is said
 
 # Those that draft by turns, of each those that share a tree.
 Methods = tuple[tuple[Method, ...], ...]
@@ -29,13 +31,13 @@ class Drafting:
     """Who is to draft, and how.
 
     options: by method, what `Method.read` made of the settings. flags: by method, the first of its
-    flags that was given. pauses: draft only while that pays. chain: the methods that draft
+    flags that was given. budget: whether to draft only what pays. chain: the methods that draft
     together, None for one alone. tokenizer: as in `DraftContext`.
     """
 
     options: Mapping[str, Any]
     flags: Mapping[str, str]
-    pauses: bool
+    budget: DraftBudget = DraftBudget()
     chain: Chain | None = None
     tokenizer: Any = None
 
@@ -60,7 +62,7 @@ def read_drafting(settings: Any, tokenizer: Any) -> Drafting:
     return Drafting(
         options={name: options for name, options in found.items() if options is not None},
         flags={name: name_flag(flags[0]) for name, flags in given.items() if flags},
-        pauses=adapts_drafts(settings),
+        budget=read_budget(settings),
         chain=read_chain(settings, [m.name for m in METHODS.values() if m.can_pause]),
         tokenizer=tokenizer,
     )
@@ -141,10 +143,13 @@ def refuse_others(drafting: Drafting, chosen: Methods, *, speculates: bool = Tru
                 f"{drafting.flags[other]} has no effect with an engine that runs {name}",
                 "leave it out",
             )
-    if drafting.pauses and not (drafters and all(method.can_pause for method in drafters)):
+    budget = drafting.budget
+    if budget.mode == "fixed" and not drafters:
+        raise UsageError(f"{budget.flag} has no effect with {name} decoding", "leave it out")
+    if budget.mode == "auto" and not (drafters and all(method.can_pause for method in drafters)):
         titles = [method.title for method in METHODS.values() if method.can_pause]
         raise UsageError(
-            f"--draft-len auto has no effect with"
+            f"{budget.flag} has no effect with"
             f" {f'{name} decoding' if speculates else '--no-speculation'}",
             f"leave it out; it is for {', '.join(titles[:-1])} and {titles[-1]}",
         )
@@ -170,6 +175,7 @@ def make_proposer(
     if not methods:
         return PlainProposer()
     is_chain = drafting is not None and drafting.chain is not None
+    has_budget = drafting is not None and drafting.budget.mode == "auto"
     groups: list[list[Proposer]] = [
         [
             load_module(method).make_proposer(
@@ -181,6 +187,7 @@ def make_proposer(
                     engine=engine,
                     tokenizer=drafting.tokenizer if drafting is not None else None,
                     is_in_chain=is_chain,
+                    has_budget=has_budget,
                 )
             )
             for method in group
@@ -188,4 +195,12 @@ def make_proposer(
         for group in methods
     ]
     proposer = join_proposers(groups) if is_chain else groups[0][0]
-    return adapt(proposer) if drafting is not None and drafting.pauses else proposer
+    paces_itself = not is_chain and methods[0][0].source == "engine"
+    if drafting is None or paces_itself:
+        return proposer
+    if has_budget:
+        return bind(proposer)
+    can_pause = all(method.can_pause for group in methods for method in group)
+    if drafting.budget.mode is None and can_pause and engine.device.type == "cpu":
+        return bind(proposer, min_rows=MANY_ROWS)
+    return proposer

@@ -17,7 +17,7 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import Graphs
 from specdec.engine.layout import EngineConfig
 from specdec.engine.transfers import Array, to_device, to_host
-from specdec.engine.tree import Tree, make_root
+from specdec.engine.tree import IntArray, Tree, make_root
 from specdec.errors import SpecDecError
 from specdec.methods import DrafterParams, Method
 
@@ -73,6 +73,14 @@ class PromptLatecomer(Protocol):
 
 
 @runtime_checkable
+class Keeper(Protocol):
+    """A proposer that may have a file of what it has seen."""
+
+    def keep(self) -> None:
+        """Write what is new."""
+
+
+@runtime_checkable
 class TreeReader(Protocol):
     """A proposer that reads the states of nodes that it has placed itself: none may be left out."""
 
@@ -103,7 +111,8 @@ class DraftContext:
     name, the target's own beside them. options: what `Method.read` made of the settings, None where
     nothing is asked for. engine: the target's, for drafters without weights in its checkpoint.
     tokenizer: the target's, to be compared with a draft model's; None where there is none.
-    is_in_chain: whether others draft for the engine too.
+    is_in_chain: whether others draft for the engine too. has_budget: whether of what is drafted
+    only that is verified which pays.
     """
 
     decoder: Decoder
@@ -113,23 +122,36 @@ class DraftContext:
     engine: EngineHandle | None = None
     tokenizer: Any = None
     is_in_chain: bool = False
+    has_budget: bool = False
+
+    def check_room(self, method: Method, num_tokens: int) -> None:
+        """Raise SpecDecError where the engine has no room for drafts of so many tokens.
+
+        In a chain with another drafter, what a step of all requests has room for counts: the cache
+        is as large as the longest draft needs.
+        """
+        assert self.engine is not None
+        build = self.engine.config.build
+        if not self.is_in_chain or build.speculative_decoding_mode == method.mode:
+            check_room(method, num_tokens, build.speculative_decoding_mode, build.max_draft_len)
+            return
+        room = max(build.max_draft_len, build.max_num_tokens // build.max_batch_size - 1)
+        if num_tokens > room:
+            raise SpecDecError(
+                f"{method.title.lower()} drafts {num_tokens} tokens a step, the engine has room for"
+                f" {room}: max_num_tokens {build.max_num_tokens} over max_batch_size"
+                f" {build.max_batch_size}",
+                f"draft {room} or fewer, or build with a larger --max-num-tokens",
+            )
 
 
-def check_room(
-    method: Method,
-    num_tokens: int,
-    mode: str | None,
-    max_draft_len: int,
-    *,
-    is_in_chain: bool = False,
-) -> None:
+def check_room(method: Method, num_tokens: int, mode: str | None, max_draft_len: int) -> None:
     """Raise SpecDecError where an engine was not built for a method's drafts of so many tokens.
 
-    mode, max_draft_len: the engine's. is_in_chain: that of another drafter has room for its drafts,
-    and for others as long.
+    mode, max_draft_len: the engine's.
     """
     drafts = f"{method.title.lower()} drafts {num_tokens} tokens a step"
-    if mode != method.mode and not is_in_chain:
+    if mode != method.mode:
         raise SpecDecError(
             f"{drafts}, and the engine was built with speculative_decoding_mode {mode}",
             f"build it from a plain checkpoint with --speculative-decoding-mode {method.mode}"
@@ -138,8 +160,7 @@ def check_room(
     if num_tokens > max_draft_len:
         raise SpecDecError(
             f"{drafts}, the engine was built with max_draft_len {max_draft_len}",
-            f"draft {max_draft_len} or fewer"
-            + (f", or build with --max-draft-len {num_tokens}" if mode == method.mode else ""),
+            f"draft {max_draft_len} or fewer, or build with --max-draft-len {num_tokens}",
         )
 
 
@@ -163,6 +184,69 @@ def keep_newest(
     last = to_device([path[-1] for path in paths], kept.device)
     newest = states[torch.arange(len(paths), device=kept.device), last]
     kept[to_device(list_rows(requests), kept.device)] = newest
+
+
+class StateKeeper:
+    """Part of a drafter that keeps something of the target's states at every committed token.
+
+    `_num_known`: tokens of each row that it is known of, [R]. A prompt's states come by `follow`,
+    so what `observe` then brings of its last token is nothing new.
+    """
+
+    _num_known: IntArray
+
+    def __init__(self, decoder: Decoder, layers: tuple[int, ...] | None, title: str) -> None:
+        """layers: the target's whose outputs are read; None for its last hidden state."""
+        self._decoder, self._reads_layers = decoder, layers is not None
+        self._fresh: set[int] = set()  # rows whose prompts have just been run
+        if layers is None:
+            return
+        num_layers = decoder.model.num_hidden_layers
+        if layers[-1] >= num_layers:
+            raise SpecDecError(
+                f"the {title} drafter reads the target's layer {layers[-1]}, of {num_layers}"
+                " from 0",
+                "convert again with the drafter that was trained for this target",
+            )
+        decoder.observed_layers = layers
+
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        """The prompts' states are known; what `observe` brings of them is nothing new."""
+        self._fresh |= {request.row for request in requests}
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
+        """Keep what is made of the states of the accepted tokens."""
+        rows = [request.row for request in requests]
+        if self._fresh.issuperset(rows):  # the prompts' own pass
+            self._fresh.difference_update(rows)
+            return
+        self._append(rows, paths, states)
+
+    def _append(self, rows: Sequence[int], paths: Sequence[Sequence[int]], states: Tensor) -> None:
+        """Keep the states of some nodes of a step behind those that are known of each row."""
+        if self._reads_layers:
+            assert self._decoder.observed is not None
+            states = self._decoder.observed
+        counts = [len(path) for path in paths]
+        lines = np.repeat(np.arange(len(rows)), counts)
+        nodes = np.array([node for path in paths for node in path], np.int64)
+        starts = self._num_known[list(rows)]
+        places = np.concatenate(
+            [start + np.arange(count) for start, count in zip(starts, counts, strict=True)]
+        )
+        device = self._decoder.device
+        self._keep(
+            to_device(np.array(rows, np.int64)[lines], device),
+            to_device(places, device),
+            states[to_device(lines, device), to_device(nodes, device)],
+        )
+        self._num_known[list(rows)] += counts
+
+    def _keep(self, rows: Tensor, places: Tensor, states: Tensor) -> None:
+        """Keep states [N, F] of the tokens at `places` of `rows`, [N]."""
+        raise NotImplementedError
 
 
 class StateProposer:

@@ -8,15 +8,18 @@ Whoever drafts, the target's own choices are emitted: docs/exactness.md, theorem
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import PromptFollower, PromptLatecomer, Proposer
+from specdec.decode.drafters.base import Keeper, PromptFollower, PromptLatecomer, Proposer
+from specdec.decode.drafters.budget import read_confidence
 from specdec.decode.requests import ActiveRequest
-from specdec.engine.tree import Tree, TreeBuilder
+from specdec.engine.tree import TreeBuilder
 
 KEEP = 0.99  # weight of what was known before the newest step
 FIRST_STEPS = 1.5  # that a belief weighs as much as
@@ -24,15 +27,21 @@ FIRST_RATE = 0.7  # believed: of the drafted tokens that are reached, those that
 MAX_DEPTH = 16  # deeper drafts are counted as these
 
 
-def merge_trees(trees: Sequence[Tree]) -> Tree:
-    """One tree of all paths of trees with the same root; equal beginnings are one."""
-    builder = TreeBuilder(int(trees[0].tokens[0]))
-    for tree in trees:
-        nodes = [0]
+def merge_candidates(found: Sequence[Candidates]) -> Candidates:
+    """One tree of all paths of trees with the same root; equal beginnings are one.
+
+    Who is surer of a token is believed.
+    """
+    builder, confidence = TreeBuilder(int(found[0].tree.tokens[0])), [1.0]
+    for candidates in found:
+        tree, nodes, own = candidates.tree, [0], read_confidence(candidates).tolist()
         for node in range(1, tree.num_nodes):
-            parent = nodes[int(tree.parents[node])]
-            nodes.append(builder.add(parent, int(tree.tokens[node])))
-    return builder.build()
+            merged = builder.add(nodes[int(tree.parents[node])], int(tree.tokens[node]))
+            nodes.append(merged)
+            if merged == len(confidence):
+                confidence.append(0.0)
+            confidence[merged] = max(confidence[merged], own[node])
+    return Candidates(builder.build(), None, np.array(confidence))
 
 
 def join_candidates(found: Sequence[Candidates]) -> Candidates:
@@ -44,7 +53,7 @@ def join_candidates(found: Sequence[Candidates]) -> Candidates:
     if len(drafted) < 2:
         return drafted[0] if drafted else found[0]
     assert all(candidates.draft_probs is None for candidates in drafted)
-    return Candidates(merge_trees([candidates.tree for candidates in drafted]))
+    return merge_candidates(drafted)
 
 
 class Average:
@@ -148,6 +157,12 @@ class ChainProposer:
             if isinstance(member, PromptLatecomer):
                 member.max_catch_up = limit
 
+    def keep(self) -> None:
+        """See Keeper."""
+        for member in self._members:
+            if isinstance(member, Keeper):
+                member.keep()
+
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget everything, what was brought too."""
         self._account.reset()
@@ -189,7 +204,8 @@ class ChainProposer:
         began = self._clock()
         found = [proposer.propose(requests) for proposer in self._groups[group]]
         self._account.record_draft(group, self._clock() - began)
-        return [join_candidates(each) for each in zip(*found, strict=True)]
+        joined = (join_candidates(each) for each in zip(*found, strict=True))
+        return [dataclasses.replace(candidates, source=group) for candidates in joined]
 
     def _is_best(self, group: int, depth: int) -> bool:
         """Whether a draft promises more than those that come later in the chain would."""

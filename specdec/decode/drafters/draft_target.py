@@ -6,7 +6,6 @@ Leviathan et al., "Fast inference from transformers via speculative decoding", 2
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -18,7 +17,8 @@ from specdec import logs
 from specdec.decode.accept import Candidates
 from specdec.decode.devices import check_devices
 from specdec.decode.drafters.base import DraftContext, EngineHandle
-from specdec.decode.drafters.pacing import DraftLength, DraftPlan
+from specdec.decode.drafters.budget import Calibration
+from specdec.decode.drafters.pacing import DraftLength, bound_catch_up
 from specdec.decode.engine import TorchEngine
 from specdec.decode.plain_ahead import run_tokens
 from specdec.decode.prefill import fill_cache
@@ -59,16 +59,18 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer:
         )  # fmt: skip
         check_vocabularies(target_tokens, draft_tokens, context.tokenizer, options.tokenizer_dir)
         return attach_draft(
-            target, draft, draft_len=options.draft_len, use_logits=options.use_logits
-        )
+            target, draft, draft_len=options.draft_len, use_logits=options.use_logits,
+            adapts=context.has_budget and not context.is_in_chain,
+        )  # fmt: skip
     except BaseException:
         draft.close()
         raise
 
 
 def attach_draft(
-    target: EngineHandle, draft: EngineHandle, *, draft_len: int | None, use_logits: bool
-) -> DraftTargetProposer:
+    target: EngineHandle, draft: EngineHandle, *, draft_len: int | None, use_logits: bool,
+    adapts: bool = False,
+) -> DraftTargetProposer:  # fmt: skip
     """Let one engine draft for another; raise SpecDecError where they do not match.
 
     draft_len: tokens a step; None adapts it, up to what the engine was built for.
@@ -104,30 +106,13 @@ def attach_draft(
     problems.raise_all()
     proposer = DraftTargetProposer(
         draft.decoder,
-        DraftLength(draft_len or longest, is_auto=draft_len is None),
+        DraftLength(draft_len or longest, is_auto=adapts or draft_len is None),
         use_logits=use_logits,
         target_vocab_size=own.checkpoint.model.vocab_size,
         max_num_tokens=theirs.build.max_num_tokens,
     )
     target.use_method(METHOD.name, proposer, draft)
     return proposer
-
-
-def bound_catch_up(plan: DraftPlan, lags: Sequence[int], limit: int) -> DraftPlan:
-    """A plan by which the draft model reads at most `limit` tokens that it lags behind.
-
-    It catches up with one request after another; nothing is drafted for those it lags behind still.
-    """
-    read, counts, catch_up = 0, list(plan.counts), {}
-    for at, lag in enumerate(lags):
-        wanted = lag if counts[at] else plan.catch_up.get(at, 0)
-        taken = min(wanted, limit - read)
-        read += taken
-        if taken < lag:
-            counts[at] = 0
-        if taken and not counts[at]:
-            catch_up[at] = taken
-    return dataclasses.replace(plan, counts=counts, catch_up=catch_up)
 
 
 class DraftTargetProposer:
@@ -155,8 +140,10 @@ class DraftTargetProposer:
         self._vocab_size = target_vocab_size
         self._max_num_tokens = max_num_tokens
         self._cache: KVCache | None = None
-        # By row, of the last draft: tokens of the request when it began, and tokens drafted.
-        self._drafts: dict[int, tuple[int, int]] = {}
+        # By row, of the last draft: tokens of the request when it began, and what was drafted.
+        self._drafts: dict[int, tuple[int, Candidates]] = {}
+        self._num_passes = 0  # in the last draft
+        self._calibration = Calibration()
         self.max_catch_up: int | None = None
         self._num_caught_up = 0  # tokens, in the last draft
         self._draft_seconds = self._began_verify = 0.0
@@ -167,6 +154,7 @@ class DraftTargetProposer:
         self._cache = self.decoder.make_cache(num_rows, num_positions)
         self._drafts = {}
         self.draft_length.reset()
+        self._calibration.reset()
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Empty the rows; their prompts are run when the first draft is asked for."""
@@ -194,20 +182,34 @@ class DraftTargetProposer:
             min(count, request.remaining - 1) if count and max(text) < vocab_size else 0
             for count, request, text in zip(plan.counts, requests, texts, strict=True)
         ]
+        # Drafts may go on beyond what was planned, and end before, as the draft model is sure; not
+        # where that would follow from what was drawn: docs/exactness.md.
+        is_open = plan.most > 0 and not (
+            self.use_logits and any(not r.sampler.params.is_greedy for r in requests)
+        )
+        if is_open:
+            counts = [
+                min(plan.most, r.remaining - 1) if n else 0
+                for n, r in zip(counts, requests, strict=True)
+            ]
         self._num_caught_up = sum(lag for lag, n in zip(lags, counts, strict=True) if n)
         for at, count in plan.catch_up.items():
             if max(texts[at]) < vocab_size:
                 self._catch_up(requests[at].row, texts[at], count)
                 self._num_caught_up += count
-        for request, text, count in zip(requests, texts, counts, strict=True):
-            self._drafts[request.row] = len(text), count
+        known = [len(text) for text in texts]
         draft_probs: list[list[Tensor]] = [[] for _ in requests]
+        confidence: list[list[float]] = [[1.0] for _ in requests]
+        chances = np.ones(len(requests))  # that all of a request's draft is right
         is_greedy = all(request.sampler.params.is_greedy for request in requests)
         runs_ahead = is_greedy and self.decoder.graphs is not None
         if runs_ahead:
-            self._draft_ahead(requests, texts, counts)
+            self._draft_ahead(requests, texts, counts if not is_open else plan.counts)
+        self._num_passes = 0
         for depth in range(0 if runs_ahead else max(counts)):
             active = [at for at, count in enumerate(counts) if count > depth]
+            if is_open and depth and not self.draft_length.goes_on(depth, chances[active]):
+                break
             hidden = fill_cache(
                 self.decoder,
                 self._cache,
@@ -216,18 +218,31 @@ class DraftTargetProposer:
                 self._max_num_tokens,
             )
             logits = self.decoder.compute_logits(hidden)[:, : self._vocab_size]
+            self._num_passes += 1
+            if self.draft_length.is_auto:
+                (sure,) = to_host(logits.float().softmax(-1).amax(-1).double())
+                chances[active] *= self._calibration.rate(np.full(len(active), depth + 1), sure)
+                if is_open and depth and not self.draft_length.keeps(depth + 1, chances[active]):
+                    break
+                for at, value in zip(active, sure.tolist(), strict=True):
+                    confidence[at].append(value)
             drafted = self._choose(logits, [requests[at] for at in active], depth)
             for at, (token, probs) in zip(active, drafted, strict=True):
                 texts[at].append(token)
                 if probs is not None:
                     draft_probs[at].append(probs)
         candidates = []
-        for request, text, count, probs_list in zip(
-            requests, texts, counts, draft_probs, strict=True
+        for request, text, length, probs_list, sure_list in zip(
+            requests, texts, known, draft_probs, confidence, strict=True
         ):
-            root = request.output_ids[-1]
-            tree = pack_beams(root, np.array([text[-count:]])) if count else make_root(root)
-            candidates.append(Candidates(tree, probs_list or None))
+            root, drafted_ids = request.output_ids[-1], text[length:]
+            tree = pack_beams(root, np.array([drafted_ids])) if drafted_ids else make_root(root)
+            is_told = len(sure_list) == len(drafted_ids) + 1
+            own = Candidates(tree, probs_list or None, np.array(sure_list) if is_told else None)
+            self._drafts[request.row] = length, own
+            candidates.append(own)
+        if runs_ahead:
+            self._num_passes = max(c.tree.num_draft_tokens for c in candidates)
         self._began_verify = time.perf_counter()
         self._draft_seconds = self._began_verify - began
         return candidates
@@ -270,15 +285,18 @@ class DraftTargetProposer:
         for request, path in zip(requests, paths, strict=True):
             if request.row not in self._drafts:
                 continue
-            num_known, num_drafted = self._drafts.pop(request.row)
+            num_known, drafted = self._drafts.pop(request.row)
             kept = num_known + len(path) - 1
             past = int(self._cache.past_lens[request.row])
             self._cache.copy_prefix(request.row, request.row, min(past, kept))
-            drafts.append((num_drafted, len(path) - 1))
+            drafts.append((drafted.tree.num_draft_tokens, len(path) - 1))
+            if drafted.confidence is not None:
+                emitted = request.output_ids[num_known - len(request.request.input_ids) :]
+                self._calibration.record(drafted, emitted)
         self.draft_length.record_step(
             num_rows=len(requests),
             num_tokens=states.shape[1],
-            num_passes=max(drafted for drafted, _ in drafts),
+            num_passes=self._num_passes,
             num_caught_up=self._num_caught_up,
             draft_seconds=self._draft_seconds,
             verify_seconds=seconds,

@@ -8,15 +8,21 @@ of a tree are written after them and are dropped with it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, get_graphs, list_rows
-from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, check_paths, grow_choices
+from specdec.decode.drafters.base import DraftContext, StateKeeper, get_graphs, list_rows
+from specdec.decode.drafters.pacing import DraftPlan, bound_catch_up
+from specdec.decode.drafters.trees import (
+    BUDGET_CPU_TOKENS,
+    DEFAULT_CPU_TOKENS,
+    check_paths,
+    grow_choices,
+)
 from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
@@ -25,7 +31,7 @@ from specdec.engine.graphs import StepGraphs
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device, to_host
-from specdec.engine.tree import BoolArray, IntArray, Tree
+from specdec.engine.tree import BoolArray, IntArray, Tree, make_root
 from specdec.errors import SpecDecError
 from specdec.methods.base import Choices
 from specdec.methods.eagle import EagleOptions, EagleParams
@@ -135,14 +141,15 @@ class StaticTree:
         self._children = [[p for p in paths if len(p) == d] for d in range(1, self.depth + 1)]
         self.num_run = sum(map(len, inner[1:]))
 
-    def grow(self, draft: TreeDraft) -> list[Tree]:
+    def grow(self, draft: TreeDraft) -> list[Candidates]:
         """Draft every level of the tree for all rows."""
         levels: list[IntArray] = []
+        scores: list[np.ndarray] = []
         for depth, children in enumerate(self._children):
             inner = self._inner[depth]
             width = 1 + max(path[-1] for path in children)
             if depth == 0:
-                ranked, _ = draft.rank_root(width)
+                ranked, own = draft.rank_root(width)
             else:
                 above = self._children[depth - 1]
                 places = np.array([above.index(path) for path in inner])
@@ -151,11 +158,17 @@ class StaticTree:
                 tokens = levels[-1][:, places]
                 shape = tokens.shape
                 level = Level(tokens, np.broadcast_to(parents, shape), width)
-                ranked, _ = draft.rank_level(level)
+                ranked, own = draft.rank_level(level)
             parents = np.array([inner.index(path[:-1]) for path in children])
-            levels.append(ranked[:, parents, [path[-1] for path in children]])
+            ranks = [path[-1] for path in children]
+            levels.append(ranked[:, parents, ranks])
+            scores.append(own[:, parents, ranks])
         tokens = np.concatenate([draft.roots[:, None], *levels], axis=1)
-        return [Tree(row, self.parents, self.depths) for row in tokens]
+        confidence = np.exp(np.concatenate([np.zeros((len(tokens), 1)), *scores], axis=1))
+        return [
+            Candidates(Tree(row, self.parents, self.depths), None, sure)
+            for row, sure in zip(tokens, confidence, strict=True)
+        ]
 
 
 class DynamicTree:
@@ -172,8 +185,8 @@ class DynamicTree:
         self.num_tokens = min(num_tokens, num_drafted)
         self.num_run = (depth - 1) * top_k
 
-    def grow(self, draft: TreeDraft) -> list[Tree]:
-        """Draft all levels for all rows, then choose."""
+    def grow(self, draft: TreeDraft) -> list[Candidates]:
+        """Draft all levels for all rows, or those that are worth their price; then choose."""
         top_k = self.top_k
         ranked, scores = draft.rank_root(top_k)  # [B, 1, K]
         tokens, scores = ranked[:, 0], scores[:, 0]
@@ -186,6 +199,8 @@ class DynamicTree:
         for _ in range(1, self.depth):
             chosen = np.take_along_axis(tokens, run, axis=1)
             totals = np.take_along_axis(scores, run, axis=1)
+            if draft.goes_on is not None and not draft.goes_on(np.exp(totals).sum(1)):
+                break
             ranked, own = draft.rank_level(Level(chosen, places, top_k))  # [B, K, K]
             parents = np.repeat(first + run, top_k, axis=1)
             first += tokens.shape[1]
@@ -203,8 +218,8 @@ class DynamicTree:
 
     def _choose(
         self, roots: IntArray, tokens: IntArray, scores: np.ndarray, parents: IntArray
-    ) -> list[Tree]:
-        trees = []
+    ) -> list[Candidates]:
+        found = []
         best = np.sort(_find_best(scores, self.num_tokens), axis=1)
         for row, kept in enumerate(best):
             # A parent is at least as probable as its child, and comes first where they tie.
@@ -215,8 +230,11 @@ class DynamicTree:
             for node, parent in enumerate(nodes, 1):
                 depths[node] = depths[parent] + 1
             all_tokens = np.concatenate(([roots[row]], tokens[row, kept]))
-            trees.append(Tree(all_tokens, np.concatenate(([-1], nodes)), depths))
-        return trees
+            totals = np.concatenate(([0.0], scores[row, kept]))
+            own = totals - totals[np.concatenate(([0], nodes))]
+            tree = Tree(all_tokens, np.concatenate(([-1], nodes)), depths)
+            found.append(Candidates(tree, None, np.exp(own)))
+        return found
 
 
 def _find_best(scores: np.ndarray, count: int) -> IntArray:
@@ -229,9 +247,12 @@ class TreeDraft:
     """One draft of all rows: the drafter, their roots, and where the next level goes."""
 
     def __init__(
-        self, net: EagleNet, cache: KVCache, rows: IntArray, roots: IntArray, hidden: Tensor
-    ) -> None:
-        self.roots = roots
+        self, net: EagleNet, cache: KVCache, rows: IntArray, roots: IntArray, hidden: Tensor,
+        goes_on: Callable[[np.ndarray], bool] | None = None,
+    ) -> None:  # fmt: skip
+        """goes_on: as in `LevelDrafter`."""
+        self.roots, self.goes_on = roots, goes_on
+        self.num_levels = 0  # that were drafted
         self._net, self._cache, self._rows = net, cache, rows
         self._hidden = hidden[:, None]  # [B, n, D], of the newest level
         self._positions = cache.past_lens[rows]
@@ -260,6 +281,7 @@ class TreeDraft:
         return self._rank(level.width)
 
     def _rank(self, width: int) -> tuple[IntArray, np.ndarray]:
+        self.num_levels += 1
         tokens, scores = self._net.rank_tokens(self._hidden, width)
         ranked, likelihoods = to_host(tokens, scores)
         return ranked, likelihoods
@@ -301,30 +323,27 @@ def make_proposer(context: DraftContext) -> EagleProposer:
     )
     if (graphs := get_graphs(decoder)) is not None:
         net.decoder.graphs = StepGraphs(graphs)
-    return EagleProposer(net, decoder, context.options)
+    return EagleProposer(net, decoder, context.options, has_budget=context.has_budget)
 
 
-class EagleProposer:
+class EagleProposer(StateKeeper):
     """Proposes a static or a dynamic tree; keeps the target's features of all committed tokens."""
 
+    goes_on: Callable[[np.ndarray], bool] | None  # as in `LevelDrafter`
+
     def __init__(
-        self, net: EagleNet, decoder: Decoder, options: EagleOptions | None = None
-    ) -> None:
+        self, net: EagleNet, decoder: Decoder, options: EagleOptions | None = None, *,
+        has_budget: bool = False,
+    ) -> None:  # fmt: skip
+        """has_budget: only what pays of a tree is verified, so it may be larger on a CPU."""
         self.net = net
         self.params = net.params
-        self._decoder = decoder
         self._is_small = decoder.device.type == "cpu"
-        self._fresh: set[int] = set()  # rows whose prompts have just been run
+        self.max_catch_up: int | None = None
+        self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
+        self.num_levels, self.goes_on = 1, None
         eagle3 = self.params.eagle3
-        if eagle3 is not None:
-            num_layers = decoder.model.num_hidden_layers
-            if eagle3.aux_layers[-1] >= num_layers:
-                raise SpecDecError(
-                    f"the EAGLE-3 drafter reads the target's layer {eagle3.aux_layers[-1]}, of"
-                    f" {num_layers} from 0",
-                    "convert again with the drafter that was trained for this target",
-                )
-            decoder.observed_layers = eagle3.aux_layers
+        super().__init__(decoder, None if eagle3 is None else eagle3.aux_layers, "EAGLE-3")
         if options is None:
             choices = None if eagle3 is not None else self._choose_static()
             options = EagleOptions(choices=choices)
@@ -346,7 +365,7 @@ class EagleProposer:
             top_k = min(most, DEFAULT_CPU_TOP_K) if self._is_small else most
         if num_tokens is None:
             num_tokens = params.max_draft_len
-            num_tokens = min(num_tokens, DEFAULT_CPU_TOKENS) if self._is_small else num_tokens
+            num_tokens = min(num_tokens, self._most_tokens) if self._is_small else num_tokens
         check_top_k(top_k, params)
         if num_tokens > params.max_draft_len:
             raise SpecDecError(
@@ -359,7 +378,7 @@ class EagleProposer:
     def _choose_static(self) -> Choices:
         params = self.params
         if self._is_small:
-            num_tokens = min(DEFAULT_CPU_TOKENS, params.max_draft_len)
+            num_tokens = min(self._most_tokens, params.max_draft_len)
             return grow_choices(params.num_eagle_layers, num_tokens, params.draft_vocab_size)
         fitting = [
             path for path in PUBLISHED_CHOICES
@@ -399,54 +418,50 @@ class EagleProposer:
             past = int(self._cache.past_lens[row])
             self._cache.copy_prefix(row, row, min(past, max(0, start - 1)))
             self._num_known[row] = start
-        self._keep(rows, [range(count) for count in counts], states)
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """The prompts' features are known; what `observe` brings of them is nothing new."""
-        self._fresh |= {request.row for request in requests}
+        self._append(rows, [range(count) for count in counts], states)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        """Run the pairs of all tokens that are new, then draft the tree's levels from the last."""
+        """Run the pairs of all tokens that are new, then draft the tree's levels from the last.
+
+        Nothing is drafted for those of whose prompts a part is left for later steps.
+        """
         rows = list_rows(requests)
         texts = [[*r.request.input_ids, *r.output_ids] for r in requests]
         roots = np.array([text[-1] for text in texts], np.int64)
-        hidden = fill_cache(
-            _TrueFeatures(self.net, self._features),
-            self._cache,
-            rows.tolist(),
-            [text[1:] for text in texts],
-            MAX_PASS_TOKENS,
-        )
-        draft = TreeDraft(self.net, self._cache, rows, roots, hidden)
-        return [Candidates(tree) for tree in self.tree.grow(draft)]
+        pairs = _TrueFeatures(self.net, self._features)
+        ready = self._read_prompts(pairs, rows, [text[1:] for text in texts])
+        candidates = [Candidates(make_root(text[-1])) for text in texts]
+        if ready:
+            hidden = fill_cache(
+                pairs, self._cache, rows[ready].tolist(), [texts[at][1:] for at in ready],
+                MAX_PASS_TOKENS,
+            )  # fmt: skip
+            draft = TreeDraft(
+                self.net, self._cache, rows[ready], roots[ready], hidden, self.goes_on
+            )
+            for at, found in zip(ready, self.tree.grow(draft), strict=True):
+                candidates[at] = found
+            self.num_levels = draft.num_levels
+        return candidates
 
-    def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
-    ) -> None:
-        """Keep the features of the accepted tokens."""
-        rows = [request.row for request in requests]
-        if self._fresh.issuperset(rows):  # the prompts' own pass
-            self._fresh.difference_update(rows)
-            return
-        self._keep(rows, paths, states)
+    def _read_prompts(
+        self, pairs: _TrueFeatures, rows: IntArray, texts: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Run pairs of prompts up to `max_catch_up`; return the places of those all of whose are.
 
-    def _keep(self, rows: Sequence[int], paths: Sequence[Sequence[int]], states: Tensor) -> None:
-        """Append the features of some nodes of a step to what is known of each row."""
-        if self.params.eagle3 is not None:
-            assert self._decoder.observed is not None
-            states = self._decoder.observed
-        counts = [len(path) for path in paths]
-        lines = np.repeat(np.arange(len(rows)), counts)
-        nodes = np.array([node for path in paths for node in path], np.int64)
-        places = np.concatenate(
-            [
-                self._num_known[row] + np.arange(count)
-                for row, count in zip(rows, counts, strict=True)
-            ]
-        )
-        device = self._features.device
-        chosen = states[to_device(lines, device), to_device(nodes, device)]
-        kept_rows = to_device(np.array(rows, np.int64)[lines], device)
-        self._features[kept_rows, to_device(places, device)] = self.net.make_features(chosen)
-        for row, count in zip(rows, counts, strict=True):
-            self._num_known[row] += count
+        What a step has brought a row itself is left for its draft.
+        """
+        past = self._cache.past_lens[rows]
+        own = self.max_draft_depth + 1
+        lags = [max(0, len(text) - int(n) - own) for text, n in zip(texts, past, strict=True)]
+        if self.max_catch_up is None or len(texts) == 1:
+            return list(range(len(texts)))
+        plan = bound_catch_up(DraftPlan([1] * len(texts)), lags, self.max_catch_up)
+        for at, count in plan.catch_up.items():
+            known = texts[at][: int(past[at]) + count]
+            fill_cache(pairs, self._cache, [int(rows[at])], [known], MAX_PASS_TOKENS)
+        return [at for at, count in enumerate(plan.counts) if count]
+
+    def _keep(self, rows: Tensor, places: Tensor, states: Tensor) -> None:
+        """Keep the features of some tokens."""
+        self._features[rows, places] = self.net.make_features(states)

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs
-from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, check_paths, grow_choices
+from specdec.decode.drafters.trees import (
+    BUDGET_CPU_TOKENS,
+    DEFAULT_CPU_TOKENS,
+    check_paths,
+    grow_choices,
+)
 from specdec.engine.graphs import Graphs
 from specdec.engine.medusa import MedusaHeads
 from specdec.engine.transfers import Array
@@ -75,7 +80,8 @@ def make_proposer(context: DraftContext) -> MedusaProposer:
     if choices is None:
         num_tokens = params.max_draft_len
         if decoder.device.type == "cpu":
-            num_tokens = min(num_tokens, DEFAULT_CPU_TOKENS)
+            most = BUDGET_CPU_TOKENS if context.has_budget else DEFAULT_CPU_TOKENS
+            num_tokens = min(num_tokens, most)
         choices = grow_choices(params.num_heads, num_tokens, heads.vocab_size)
     return MedusaProposer(heads, choices, get_graphs(decoder))
 

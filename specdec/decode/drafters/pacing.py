@@ -8,13 +8,22 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
+from specdec.engine.transfers import Array
+
 PLAIN_STEPS = 2  # at the start: what there is to win is not known without them
 MAX_REFRESH = 128  # after so many drafted steps the cost of a plain one is measured again
 REFRESH_GROWTH = 4  # times the plain steps so far, while those are few
 TRIAL_TOKENS = 4  # drafted for one request before the others' draft caches are filled
-LOSS_SHARE = 0.04  # of the time that plain decoding would take, that drafts may lose
+# Of the time that plain decoding would take, what drafts may lose: at most, and at least for many
+# requests, for whom a machine that is busy already has less to win.
+LOSS_SHARE, LEAST_LOSS_SHARE = 0.04, 0.01
+# The same for two requests, and a half, a third ... of it for twice, three times as many: of a
+# draft model, which has their prompts to read, and of all other drafters.
+MODEL_LOSS, DRAFTER_LOSS = 0.15, 0.02
 HORIZON = 128  # of the steps to come, those that the share is taken of: the text may end before
-PROBE_SHARE = 0.015  # of the time so far, that may be lost to drafts known not to pay
+PROBE_SHARE = 3 / 8  # of that, of the time so far, for drafts that are known not to pay
 REST_STEPS = 8  # plain ones after one that drafts nothing, so that not even planning costs time
 FIRST_CHUNK = 16  # tokens by which it is learnt what running a prompt costs the draft model
 KEEP = 0.98  # weight of what was known of acceptance before the newest draft
@@ -69,6 +78,24 @@ class Costs:
         slope = (seconds[upper] - seconds[lower]) / (upper - lower)
         return seconds[lower] + slope * (size - lower)
 
+    def predict(self, sizes: Array) -> Array:
+        """What `estimate` says of many sizes, where something was measured."""
+        known = np.array(self._sizes)
+        seconds = np.array([self._seconds[size] for size in self._sizes])
+        found = np.interp(sizes, known, seconds)
+        if len(known) > 1:
+            slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])
+            found = found + slope * np.maximum(0, sizes - known[-1])
+        return np.asarray(found)
+
+
+def bound_loss(num_rows: int, of_two: float = DRAFTER_LOSS) -> float:
+    """The share of plain decoding's time that drafts for so many requests may lose.
+
+    of_two: that for two requests.
+    """
+    return min(LOSS_SHARE, max(LEAST_LOSS_SHARE, 2 * of_two / num_rows))
+
 
 def is_plain_due(num_plain: int, since_plain: int) -> bool:
     """Whether to measure a plain step, after so many of them and of drafted ones since the last."""
@@ -80,12 +107,33 @@ def is_plain_due(num_plain: int, since_plain: int) -> bool:
 class DraftPlan:
     """What the draft model is to do in a step.
 
+    most: up to how many tokens the drafts may have, as long as `DraftLength.goes_on` says so; 0
+    where `counts` is final.
+
     counts: tokens to draft for each of the active requests. catch_up: for requests that nothing is
     drafted for, by their place, how many of the tokens that the draft model lacks it is to run.
     """
 
     counts: list[int]
     catch_up: dict[int, int] = dataclasses.field(default_factory=dict)
+    most: int = 0
+
+
+def bound_catch_up(plan: DraftPlan, lags: Sequence[int], limit: int) -> DraftPlan:
+    """A plan by which a drafter reads at most `limit` tokens that it lags behind.
+
+    It catches up with one request after another; nothing is drafted for those it lags behind still.
+    """
+    read, counts, catch_up = 0, list(plan.counts), {}
+    for at, lag in enumerate(lags):
+        wanted = lag if counts[at] else plan.catch_up.get(at, 0)
+        taken = min(wanted, limit - read)
+        read += taken
+        if taken < lag:
+            counts[at] = 0
+        if taken and not counts[at]:
+            catch_up[at] = taken
+    return dataclasses.replace(plan, counts=counts, catch_up=catch_up)
 
 
 class DraftLength:
@@ -98,7 +146,7 @@ class DraftLength:
 
     So that drafts which do not pay cost next to nothing, an account is kept of what was lost
     against plain decoding: the seconds of every drafted step, less those of plain steps for as many
-    tokens. Nothing is drafted that would lose more than `LOSS_SHARE` in all, if nothing of it were
+    tokens. Nothing is drafted that would lose more than `bound_loss` in all, if nothing of it were
     accepted; what was won before may be lost again. The first steps are plain; the draft model runs
     a prompt by pieces, the first of which is small and the one cost that no account foresees;
     drafting is tried on one request, and on others only as the account allows. Where drafts are
@@ -118,6 +166,8 @@ class DraftLength:
         self._num_plain = self._num_drafted = self._since_plain = 0
         self._spent = self._lost = 0.0
         self._gain_share = 1.0  # of the step that was planned last
+        self._rate = 0.0  # tokens a second that it promised
+        self._num_planned = 0, 0  # requests in it, and of those the ones to draft for
         self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
 
     def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> DraftPlan:
@@ -140,7 +190,8 @@ class DraftLength:
             return nothing
         usable.sort(key=lambda row: lags[row])
         ahead = min(max(remaining), HORIZON) * self._predict_step(0, num_rows)
-        allowance = LOSS_SHARE * (self._spent + ahead) - self._lost
+        bound = bound_loss(num_rows, MODEL_LOSS)
+        allowance = bound * (self._spent + ahead) - self._lost
         best, gain = self._find_best(num_rows)
         if self._draft.largest == 0 or (best and num_rows > 1 and self._num_drafted < TRIAL_TOKENS):
             return self._try_one(usable[0], lags, remaining, allowance)
@@ -157,12 +208,41 @@ class DraftLength:
                 would_pay = True
                 if self._risk(best, rows, lags) <= allowance:
                     self._gain_share = share
-                    return DraftPlan([best if row in rows else 0 for row in range(num_rows)])
-        allowance = PROBE_SHARE * self._spent - self._lost
+                    most = best
+                    while most < self.maximum and self._risk(most + 1, rows, lags) <= allowance:
+                        most += 1
+                    emitted = num_rows * (1 + share * (self._predict_emitted(best) - 1))
+                    self._rate = emitted / self._predict_step(best, num_rows, len(rows))
+                    self._num_planned = num_rows, len(rows)
+                    counts = [best if row in rows else 0 for row in range(num_rows)]
+                    return DraftPlan(counts, most=most)
+        allowance = PROBE_SHARE * bound * self._spent - self._lost
         plan = nothing if would_pay else self._try_one(usable[0], lags, remaining, allowance)
         if not any(plan.counts):
             self._rest = num_rows, self._spent + REST_STEPS * self._predict_step(0, num_rows)
         return plan
+
+    def goes_on(self, length: int, chances: Array) -> bool:
+        """Whether another token is worth its price behind `length` tokens, by the newest plan.
+
+        chances: of each request that is drafted for, that all of its draft is right.
+        """
+        price = self._price_token(length) + (self._draft.estimate(self._num_planned[1]) or 0.0)
+        gain = self._gain_share * float(chances.sum()) * self._accepted / self._reached
+        return gain > self._rate * price
+
+    def keeps(self, length: int, chances: Array) -> bool:
+        """Whether the newest of `length` tokens are worth verifying, if they are right so often."""
+        gain = self._gain_share * float(chances.sum())
+        return gain > self._rate * self._price_token(length - 1)
+
+    def _price_token(self, length: int) -> float:
+        """Seconds by which a verify step takes longer with one token more than so many."""
+        num_rows = self._num_planned[0]
+        before, after = (self._verify.estimate(num_rows * n) for n in (length + 1, length + 2))
+        assert before is not None
+        assert after is not None
+        return after - before
 
     def _share_gain(self, rows: Sequence[int], remaining: Sequence[int]) -> float:
         """The share of what drafts win for these requests that is not spent waiting for others.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.devices import check_devices
-from specdec.decode.drafters.base import DraftContext, check_room
+from specdec.decode.drafters.base import DraftContext
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import make_root, pack_beams
 from specdec.methods.prompt_lookup import METHOD, LookupOptions
@@ -24,13 +24,12 @@ def make_proposer(context: DraftContext) -> PromptLookupProposer:
     engine, options = context.engine, context.options
     assert engine is not None
     assert isinstance(options, LookupOptions)
-    build = engine.config.build
-    check_room(
-        METHOD, options.num_tokens, build.speculative_decoding_mode, build.max_draft_len,
-        is_in_chain=context.is_in_chain,
-    )  # fmt: skip
+    context.check_room(METHOD, options.num_tokens)
     check_devices("target", options.target_devices, engine)
     return PromptLookupProposer(options)
+
+
+FIRST_MISS = 0.6  # of ends of one token that are found again, twice those that go on differently
 
 
 class NgramIndex:
@@ -43,6 +42,7 @@ class NgramIndex:
         self.max_size = max_size
         self._text: list[int] = []
         self._following: dict[tuple[int, ...], int] = {}  # place of what last followed it
+        self.num_found = 0  # tokens of the end that the newest draft found again
 
     def __len__(self) -> int:
         return len(self._text)
@@ -65,7 +65,7 @@ class NgramIndex:
         for size in range(min(self.max_size, end), 0, -1):
             place = self._following.get(tuple(self._text[end - size :]))
             if place is not None:
-                period = end - place
+                self.num_found, period = size, end - place
                 return [self._text[place + at % period] for at in range(num_tokens)]
         return []
 
@@ -97,8 +97,12 @@ class PromptLookupProposer:
             # The last token that may be emitted is the bonus token's.
             draft = index.draft(min(self.options.num_tokens, request.remaining - 1))
             root = output[-1]
-            tree = pack_beams(root, np.array([draft])) if draft else make_root(root)
-            candidates.append(Candidates(tree))
+            if not draft:
+                candidates.append(Candidates(make_root(root)))
+                continue
+            # A longer end is found again by chance more seldom; how seldom is counted.
+            confidence = np.full(len(draft) + 1, 1 - FIRST_MISS / (1 + index.num_found))
+            candidates.append(Candidates(pack_beams(root, np.array([draft])), None, confidence))
         return candidates
 
     def observe(

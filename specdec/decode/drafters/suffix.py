@@ -14,19 +14,24 @@ on by every token that is appended; so what follows them is found without a sear
 
 from __future__ import annotations
 
+import gc
 import heapq
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from specdec import logs
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, check_room
+from specdec.decode.drafters.base import DraftContext
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import Tree, make_root
+from specdec.errors import SpecDecError
+from specdec.files.texts import add_texts, check_writable, read_texts
 from specdec.methods.suffix import METHOD, SuffixOptions
 
+logger = logs.get_logger(__name__)
 NUM_BRANCHES = 4  # of the tokens that followed a place, the most frequent: no more are drafted
 # That a text which followed another so far goes on to do so, for each token: counts of one or two
 # would promise more than they keep.
@@ -41,12 +46,9 @@ def make_proposer(context: DraftContext) -> SuffixProposer:
     engine, options = context.engine, context.options
     assert engine is not None
     assert isinstance(options, SuffixOptions)
-    build = engine.config.build
-    check_room(
-        METHOD, options.max_tokens, build.speculative_decoding_mode, build.max_draft_len,
-        is_in_chain=context.is_in_chain,
-    )  # fmt: skip
-    return SuffixProposer(options)
+    context.check_room(METHOD, options.max_tokens)
+    vocabulary = {"vocab_size": engine.config.checkpoint.model.vocab_size}
+    return SuffixProposer(options, vocabulary | (engine.config.vocabulary or {}))
 
 
 class Node:
@@ -178,12 +180,24 @@ class SuffixTree:
 
 
 class Draft(NamedTuple):
-    """A tree of drafts; score: the tokens of it that are expected to be accepted."""
+    """A tree of drafts; score: the tokens of it that are expected to be accepted.
+
+    shares: by node, how often the text went on in that way, from the root on.
+    """
 
     score: float
     tokens: list[int]
     parents: list[int]
     depths: list[int]
+    shares: list[float]
+
+    def to_candidates(self) -> Candidates:
+        """The same with the share of each node below its parent."""
+        tree = Tree(*(np.array(column, np.int64) for column in self[1:4]))
+        shares = np.array(self.shares)
+        return Candidates(
+            tree, None, shares / np.where(tree.parents < 0, 1.0, shares[tree.parents])
+        )
 
 
 def grow(
@@ -196,7 +210,7 @@ def grow(
     """
     text, (node, offset) = tree.text, place
     end = len(text)
-    tokens, parents, depths = [root], [-1], [0]
+    tokens, parents, depths, shares = [root], [-1], [0], [1.0]
     probability, parent, depth, score = 1.0, 0, 0, 0.0
     waiting: list[tuple[float, int, Node, int, int, int]] = []
     number = 0
@@ -219,6 +233,7 @@ def grow(
             depth += 1
             tokens.append(token)
             depths.append(depth)
+            shares.append(probability)
             score += probability
             probability *= CONTINUATION
             offset += 1
@@ -234,7 +249,7 @@ def grow(
             break
         share, _, node, parent, depth, offset = heapq.heappop(waiting)
         probability = -share
-    return Draft(score, tokens, parents, depths)
+    return Draft(score, tokens, parents, depths, shares)
 
 
 def _sum_certain(size: int) -> float:
@@ -299,21 +314,36 @@ class Text:
 class SuffixProposer:
     """Proposes the tree of what followed the end of each request's text elsewhere."""
 
-    def __init__(self, options: SuffixOptions) -> None:
+    def __init__(self, options: SuffixOptions, vocabulary: Mapping[str, Any] | None = None) -> None:
+        """vocabulary: what tokens are of, as a cache file tells it; of use with one."""
         self.options = options
         self.max_draft_tokens = self.max_draft_depth = options.max_tokens
         self._texts: dict[int, Text] = {}  # by row
         self._finished: Finished | None = None
+        self._vocabulary = dict(vocabulary or {})
+        self._unwritten: list[list[int]] = []
+        if options.cache is not None:
+            self._finished = Finished(options.max_cached_tokens, options.max_depth)
+            check_writable(options.cache)
+            for text in read_texts(options.cache, self._vocabulary, options.max_cached_tokens):
+                self._finished.add(text)
+            # A search for garbage among all these objects takes 0.3 s, in the middle of some step.
+            gc.freeze()
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Forget the texts, those of finished requests too: another run begins."""
+        """Forget the texts, those of finished requests too, unless a file keeps them."""
         options = self.options
+        if options.cache is not None:
+            self._finish_all()
         self._texts = {}
-        self._finished = (
-            Finished(options.max_cached_tokens, options.max_depth)
-            if options.max_cached_tokens
-            else None
-        )
+        if options.cache is None and options.max_cached_tokens:
+            self._finished = Finished(options.max_cached_tokens, options.max_depth)
+
+    def keep(self) -> None:
+        """Add the texts of finished requests to the cache file, where there is one."""
+        if self.options.cache is not None:
+            self._finish_all()
+            self._write()
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Read each request's prompt."""
@@ -323,22 +353,43 @@ class SuffixProposer:
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Add the newest tokens to each text and draft what followed its end before."""
-        for row in [row for row, text in self._texts.items() if text.request.finish_reason]:
-            self._finish(row)
-        return [Candidates(self._draft(request)) for request in requests]
+        self._finish_all()
+        return [self._draft(request) for request in requests]
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
     ) -> None:
         """Nothing: the emitted tokens are all that is needed."""
 
+    def _finish_all(self) -> None:
+        for row in [row for row, text in self._texts.items() if text.request.finish_reason]:
+            self._finish(row)
+
     def _finish(self, row: int) -> None:
         text = self._texts.pop(row, None)
         if text is not None and self._finished is not None:
             request = text.request
-            self._finished.add([*request.request.input_ids, *request.output_ids])
+            tokens = [*request.request.input_ids, *request.output_ids]
+            self._finished.add(tokens)
+            if self.options.cache is not None:
+                self._unwritten.append(tokens)
+                # A server may be killed, and what is unwritten takes memory.
+                if 8 * sum(map(len, self._unwritten)) > self.options.max_cached_tokens:
+                    self._write()
 
-    def _draft(self, request: ActiveRequest) -> Tree:
+    def _write(self) -> None:
+        """Add what is new to the file. That it fails costs speed in later runs, and no text."""
+        assert self.options.cache is not None
+        unwritten, self._unwritten = self._unwritten, []
+        if unwritten:
+            try:
+                add_texts(
+                    self.options.cache, unwritten, self._vocabulary, self.options.max_cached_tokens
+                )
+            except SpecDecError as error:
+                logger.warning("--suffix-cache: %s; %s", error.message, error.hint)
+
+    def _draft(self, request: ActiveRequest) -> Candidates:
         """The draft of which most is expected to be accepted, of all ends and all trees.
 
         No more is drafted than `max_factor` times the tokens that were found, so the longest ends
@@ -358,5 +409,5 @@ class SuffixProposer:
                 if best is None or draft.score > best.score:
                     best = draft
         if best is None or len(best.tokens) == 1:
-            return make_root(root)
-        return Tree(*(np.array(column, np.int64) for column in best[1:]))
+            return Candidates(make_root(root))
+        return best.to_candidates()

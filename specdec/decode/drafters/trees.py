@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
+from typing import Any
 
 from specdec.errors import Problems
 from specdec.methods.base import Choices
@@ -15,6 +16,7 @@ from specdec.methods.base import Choices
 # Draft tokens of a tree that nobody chose, on a CPU: there a verify step over 8 tokens costs half
 # as much again as over one, over 32 three times as much (benchmarks/RESULTS.md).
 DEFAULT_CPU_TOKENS = 7
+BUDGET_CPU_TOKENS = 20  # the same where only those of them are verified that pay
 # The prior by which that tree grows: the best token at depth i (from 0) is the target's with
 # probability 0.6 * 0.8 ** i, and that of rank r (from 0) is so 1 / (r + 1) ** 2 times as often.
 FIRST_ACCURACY = 0.6
@@ -65,8 +67,11 @@ def check_paths(
     problems.raise_all()
 
 
-def estimate_accuracy(depth: int, rank: int) -> float:
-    """The prior above: how often a token of that rank is right below a right path."""
+def estimate_accuracy(depth: Any, rank: Any) -> Any:
+    """The prior above: how often a token of that rank is right below a right path.
+
+    Of numbers, or of arrays of them.
+    """
     return FIRST_ACCURACY * ACCURACY_DECAY**depth / (rank + 1) ** 2
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import logs
 from specdec.command.stages import print_error
-from specdec.errors import SpecDecError, summarize
+from specdec.errors import EngineLostError, SpecDecError, summarize
 from specdec.mpi import check_meeting_place, find_launch
 from specdec.processes import make_environment
 
@@ -204,7 +204,9 @@ class Ranks:
         from specdec.engine.group import PeerLost
 
         if self.is_ended:
-            raise SpecDecError("the other ranks of this engine have ended", "load the engine again")
+            raise EngineLostError(
+                "the other ranks of this engine have ended", "load the engine again"
+            )
         self._check_children()
         self._entered = time.monotonic()
         try:

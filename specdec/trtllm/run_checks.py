@@ -6,6 +6,7 @@ Its runtime refuses some of it after minutes, and silently bends or ignores the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from specdec import logs
 from specdec.command.settings import list_given, name_flag
@@ -20,9 +21,24 @@ from specdec.trtllm.defects import list_defects
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder
 from specdec.trtllm.environment import compare_environments, read_environment
 
-from ..settings import RunSettings
-
 logger = logs.get_logger(__name__)
+
+
+class RuntimeSettings(Protocol):
+    """What is read here of the settings of specdec-run, or of a server."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def no_speculation(self) -> bool: ...
+
+    @property
+    def kv_cache_enable_block_reuse(self) -> bool: ...
+
+    @property
+    def kv_cache_free_gpu_memory_fraction(self) -> float | None: ...
+
 
 MAX_TOP_K = 1024  # the sampling kernels' own limit, to which they cut a larger one
 # Drafted by its runtime, or by our loop around it.
@@ -96,7 +112,7 @@ def find_growth_problems(
 
 
 def find_engine_problems(
-    settings: RunSettings,
+    settings: RuntimeSettings,
     options: DraftOptions | None,
     folder: EngineFolder,
     draft: EngineFolder | None,
@@ -173,19 +189,13 @@ def find_build_problems(engine: EngineFolder) -> Problems:
     return problems
 
 
-def find_flag_problems(settings: RunSettings, folder: EngineFolder) -> Problems:
+def find_flag_problems(settings: RuntimeSettings, folder: EngineFolder) -> Problems:
     """List the flags that an engine of this mode ignores or cannot honour."""
     problems = Problems()
     if settings.no_speculation and folder.mode not in (None, EXTERNAL):
         problems.add(
             f"--no-speculation: a TensorRT-LLM engine of mode {folder.mode} always speculates",
             "build a plain engine from the base model's checkpoint for the comparison",
-        )
-    if settings.writes_logits and settings.streaming:
-        problems.add(
-            "--output-generation-logits with --streaming: TensorRT-LLM's stream has no whole"
-            " rows of logits",
-            "leave one of them out",
         )
     return problems
 
@@ -209,7 +219,7 @@ def find_logits_problems(folder: EngineFolder, draft: EngineFolder) -> Problems:
     return problems
 
 
-def check_settings(settings: RunSettings) -> None:
+def check_settings(settings: RuntimeSettings) -> None:
     """Raise UsageError for flags that have no meaning with any TensorRT-LLM engine."""
     if settings.device == "cpu":
         raise UsageError(

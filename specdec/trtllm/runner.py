@@ -121,20 +121,20 @@ class IterationCounter:
     """
 
     def __init__(self, executor: Any) -> None:
-        self._executor = executor
+        self.executor = executor
         self._ids: list[int] = []
         self._iterations: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
+        return getattr(self.executor, name)
 
     def enqueue_requests(self, requests: Any) -> Any:
-        self._ids = self._executor.enqueue_requests(requests)
+        self._ids = self.executor.enqueue_requests(requests)
         self._iterations = {}
         return self._ids
 
     def await_responses(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._executor.await_responses(*args, **kwargs)
+        found = self.executor.await_responses(*args, **kwargs)
         # Of several ids, as 0.14's runner asks, they come as a list for each.
         responses = [one for part in found for one in (part if isinstance(part, list) else [part])]
         for response in responses:
@@ -173,6 +173,16 @@ class TensorRTRunner:
                 setattr(self._runner, name, self._counter)
                 break
 
+    @property
+    def executor(self) -> Any:
+        """The runtime's own executor, for requests that come and go."""
+        if self._counter is None:
+            raise SpecDecError(
+                "this TensorRT-LLM's runner has its executor under no name that is known",
+                "install a release up to 1.2",
+            )
+        return self._counter.executor
+
     def generate(
         self,
         texts: Sequence[Sequence[int]],
@@ -209,7 +219,7 @@ class TensorRTRunner:
             found = self._runner.generate(**arguments)
         tokens = self._read_tokens(found, texts)
         logits = self._read_logits(found, tokens) if keep_logits else [None] * len(texts)
-        iterations = self._list_iterations(len(texts))
+        iterations = self.list_iterations(len(texts))
         return [Output(*row) for row in zip(tokens, logits, iterations, strict=True)]
 
     def stream(self, texts: Sequence[Sequence[int]], **call: Any) -> Iterator[list[list[int]]]:
@@ -230,9 +240,6 @@ class TensorRTRunner:
 
     def list_iterations(self, num_rows: int) -> list[int | None]:
         """The decoding steps of the last call's rows; None where the runtime does not tell."""
-        return self._list_iterations(num_rows)
-
-    def _list_iterations(self, num_rows: int) -> list[int | None]:
         found = self._counter.list_iterations() if self._counter is not None else []
         return found if len(found) == num_rows else [None] * num_rows
 

@@ -19,19 +19,17 @@ from specdec.methods.lookahead import read_options as read_lookahead_config
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.medusa import read_options as read_medusa_choices
 from specdec.trtllm.engine_folder import EngineFolder
-
-from ..settings import RunSettings
-from .tensorrt_checks import EAGLE, MEDUSA
-from .tensorrt_runner import has_orchestrator
+from specdec.trtllm.run_checks import EAGLE, MEDUSA, RuntimeSettings
+from specdec.trtllm.runner import has_orchestrator
 
 
-def make_shared_options(settings: RunSettings) -> dict[str, Any]:
+def make_shared_options(settings: RuntimeSettings) -> dict[str, Any]:
     """Arguments of from_dir that every engine of a run has in common."""
     fraction = settings.kv_cache_free_gpu_memory_fraction
     return {} if fraction is None else {"kv_cache_free_gpu_memory_fraction": fraction}
 
 
-def make_method_options(settings: RunSettings, folder: EngineFolder) -> dict[str, Any]:
+def make_method_options(settings: RuntimeSettings, folder: EngineFolder) -> dict[str, Any]:
     """Arguments of from_dir that the engine's own method needs."""
     options: dict[str, Any] = {}
     chosen = read_medusa_choices(settings)
@@ -62,7 +60,7 @@ def make_method_options(settings: RunSettings, folder: EngineFolder) -> dict[str
     return options
 
 
-def make_window(settings: RunSettings, folder: EngineFolder) -> LookaheadConfig | None:
+def make_window(settings: RuntimeSettings, folder: EngineFolder) -> LookaheadConfig | None:
     """The window of a lookahead engine, None of another: it must fill the engine's drafts."""
     config = read_lookahead_config(settings)
     if config is None and folder.mode == METHODS["lookahead"].mode:
@@ -78,7 +76,7 @@ def make_window(settings: RunSettings, folder: EngineFolder) -> LookaheadConfig 
     return window
 
 
-def make_eagle_options(settings: RunSettings, folder: EngineFolder) -> dict[str, Any]:
+def make_eagle_options(settings: RuntimeSettings, folder: EngineFolder) -> dict[str, Any]:
     """Arguments of from_dir for the tree of an EAGLE engine: static, or dynamic as EAGLE-2's.
 
     The runtime drops choices where a dynamic tree is on, needs its width then, and wants a static
@@ -136,11 +134,8 @@ def _make_idle_error(flag: str, folder: EngineFolder) -> UsageError:
     )
 
 
-def choose_logits(
-    settings: RunSettings, options: DraftOptions | None, runtime: Any
-) -> dict[str, Any]:
+def choose_logits(is_wanted: bool, runtime: Any) -> dict[str, Any]:
     """The argument of from_dir by which 1.x returns logits; before, the build alone decides."""
-    is_wanted = settings.writes_logits or (options is not None and options.use_logits)
     name = "gather_generation_logits"
     is_known = name in inspect.signature(runtime.from_dir).parameters
     return {name: True} if is_wanted and is_known else {}

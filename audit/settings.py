@@ -1,0 +1,103 @@
+"""Settings of specdec audit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from specdec.command.settings import require, setting
+from specdec.errors import UsageError, suggest
+from specdec.http_client import SERVER_KEY_VARIABLE, check_url
+
+# In the order in which they are told; `usage` and `acceptance` look at what the others did.
+CHECKS = (
+    "greedy", "repeat", "own_choice", "narrow_sampling", "seeds", "stops", "limits", "stream",
+    "usage", "acceptance",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditSettings:
+    """One field is one flag."""
+
+    base_url: str = setting(
+        required=True, metavar="URL",
+        help="The server that is audited, such as http://127.0.0.1:8000/v1.",
+    )  # fmt: skip
+    model: str = setting(required=True, metavar="NAME", help="The model's name at the server.")
+    reference_engine: Path | None = setting(
+        kind="path", metavar="ENGINE",
+        help="Engine of ours with the same weights; its plain decoding is the reference.",
+    )  # fmt: skip
+    reference_url: str | None = setting(
+        metavar="URL", help="Another server of the same model without speculation, as reference."
+    )
+    reference_model: str | None = setting(
+        metavar="NAME", help="The model's name at --reference-url; --model if not given."
+    )
+    tokenizer_dir: str | None = setting(
+        metavar="DIR", help="Tokenizer of --reference-engine; the one it holds if not given."
+    )
+    device: str = setting(
+        "auto", choices=("auto", "cpu", "cuda"), help="Device of --reference-engine."
+    )
+    metrics_url: str | None = setting(
+        metavar="URL", help="The server's counters; /metrics beside /v1 if not given."
+    )
+    api_key_file: Path | None = setting(
+        kind="path", help="File that holds the server's key; if not given, SPECDEC_API_KEY."
+    )
+    reference_api_key_file: Path | None = setting(
+        kind="path", help="File that holds the key of --reference-url; none if not given."
+    )
+    prompts: Path | None = setting(
+        kind="path", metavar="FILE",
+        help="Prompts, a line each of FILE.txt or FILE.jsonl; a few built-in ones if not given.",
+    )  # fmt: skip
+    max_tokens: int = setting(
+        64, kind="int", minimum=8, metavar="N", help="New tokens of each prompt."
+    )
+    near_tie: float = setting(
+        0.5, kind="float", minimum=0, metavar="X",
+        help="Tokens whose logits differ by at most X at the reference tie: what half precision"
+        " may swap.",
+    )  # fmt: skip
+    min_acceptance_length: float | None = setting(
+        kind="float",
+        minimum=1,
+        metavar="X",
+        help="Fail where fewer tokens come per draft and its verify step, e.g. 2.5.",
+    )
+    checks: list[str] = setting(
+        [], kind="list", metavar="NAME...", help=f"Only these checks, of {', '.join(CHECKS)}."
+    )
+    timeout: float = setting(
+        120.0, kind="float", minimum=0.1, metavar="S", help="Seconds that an answer may take."
+    )
+    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+
+
+def check_settings(settings: AuditSettings) -> None:
+    """Raise for what can be seen to be wrong before anything is asked."""
+    require(settings)
+    if settings.reference_engine is not None and settings.reference_url is not None:
+        raise UsageError(
+            "--reference-engine and --reference-url are both given", "one reference is enough"
+        )
+    for names, needed in (
+        (("tokenizer_dir",), "reference_engine"),
+        (("reference_model", "reference_api_key_file"), "reference_url"),
+    ):
+        for name in names:
+            if getattr(settings, name) is not None and getattr(settings, needed) is None:
+                raise UsageError(f"--{name} without --{needed}".replace("_", "-"), "leave it out")
+    for flag in ("base_url", "reference_url", "metrics_url"):
+        if (url := getattr(settings, flag)) is not None:
+            source = f"--api-key-file or {SERVER_KEY_VARIABLE}"
+            check_url(url, "--" + flag.replace("_", "-"), "audit", source)
+    for name in settings.checks:
+        if name not in CHECKS:
+            raise UsageError(
+                f"--checks: there is no check {name!r}{suggest(name, CHECKS)}",
+                f"the checks are {', '.join(CHECKS)}",
+            )

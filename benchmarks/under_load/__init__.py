@@ -1,0 +1,1 @@
+"""What benchmarks/serve.py measures: servers under load, costs, memory, texts."""

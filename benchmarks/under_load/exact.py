@@ -1,0 +1,160 @@
+"""Texts under load beside those that each request has alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec import Engine, Prompt
+from specdec.processes import call_run
+
+from .client import Body, Reply, ask
+from .ours import PYCODE, make_engine, serve
+
+CONCURRENCY = 32  # twice as many as there are rows: half of them wait
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    {"type": "object", "properties": {"name": {"type": "string"}, "count": {"type": "integer"}},
+     "required": ["name"]},
+    {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 5},
+)  # fmt: skip
+# What a line of specdec-run's .jsonl can say, by the names of the two.
+PLAIN_KEYS = {
+    "prompt": "prompt", "max_tokens": "max_output_len", "temperature": "temperature",
+    "top_k": "top_k", "top_p": "top_p", "seed": "seed", "stop": "stop",
+}  # fmt: skip
+FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
+Text = tuple[str, str, int]  # with why it ended, and of how many tokens
+
+
+def mix_bodies(number: int, seed: int = 3) -> list[Body]:
+    """Short and long prompts and outputs, greedy, sampled, shaped, stopped and to a schema."""
+    lines = (PYCODE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    dice = random.Random(seed)
+    bodies = []
+    for index in range(number):
+        text = dice.choice(prompts)
+        if index % 11 == 0:
+            text = "\n\n".join(dice.sample(prompts, 4))  # several chunks of a prompt
+        body: Body = {
+            "prompt": text[: dice.randint(4, 900)], "max_tokens": dice.randint(1, 48),
+            "seed": dice.randrange(2**64), "temperature": 0.0, "stream": index % 4 != 3,
+        }  # fmt: skip
+        if index % 2:
+            body |= {"temperature": dice.choice([0.6, 1.0, 1.4]), "top_p": dice.choice([0.8, 1.0])}
+            body |= {"top_k": dice.choice([0, 20])}
+        if index % 3 == 0:
+            body["stop"] = dice.choice(["\n\n", "self", ":", ["return", "def"]])
+        if index % 7 == 0:
+            body |= {"frequency_penalty": 0.5, "min_p": 0.02}
+        if index % 13 == 0:
+            body |= {"guided_json": dice.choice(SCHEMAS)}
+        if index % 17 == 0:
+            body |= {"guided_regex": "[a-z_]{3,9}\\([a-z]*\\)"}
+            body.pop("guided_json", None)
+        if body["stream"]:
+            body["stream_options"] = {"include_usage": True}
+        bodies.append(body)
+    return bodies
+
+
+async def ask_under_load(address: str, bodies: Sequence[Body]) -> list[Text]:
+    """All of them, CONCURRENCY at a time; every fifth client leaves first, and asks again."""
+    left = iter(enumerate(bodies))
+    found: dict[int, Text] = {}
+    dice = random.Random(5)
+
+    async def work() -> None:
+        for at, body in left:
+            if at % 5 == 0:
+                leaving = body | {"stream": True}
+                await ask(address, leaving, leave_after=dice.randint(0, 6))
+            found[at] = describe(await ask(address, body))
+
+    await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
+    return [found[at] for at in range(len(bodies))]
+
+
+def describe(reply: Reply) -> Text:
+    return reply.text, str(reply.finish_reason), reply.num_tokens
+
+
+def run_alone(folder: Path, dtype: str, bodies: Sequence[Body]) -> dict[int, Text]:
+    """What specdec-run gives for those that its file can say, on an engine of one row."""
+    chosen = {at: body for at, body in enumerate(bodies) if is_plain(body)}
+    path = folder / "alone.jsonl"
+    lines = [
+        json.dumps({name: body[key] for key, name in PLAIN_KEYS.items() if key in body})
+        for body in chosen.values()
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    engine = make_engine(folder, dtype, max_batch_size=1)
+    outputs = call_run(["--engine-dir", str(engine), "--input-file", str(path)])["outputs"]
+    return {
+        at: (out["output_text"], FINISHED[out["finish_reason"]], len(out["output_ids"]))
+        for at, out in zip(chosen, outputs, strict=True)
+    }
+
+
+def is_plain(body: Body) -> bool:
+    return not set(body) - {*PLAIN_KEYS, "stream", "stream_options"}
+
+
+def generate_alone(engine_dir: Path, bodies: Sequence[Body]) -> list[Text]:
+    """What the Python API gives one after another, nothing drafted."""
+    found = []
+    with Engine.load(engine_dir, speculation=False, device="cpu") as engine:
+        for body in bodies:
+            given = {key: body[key] for key in body if key not in ("stream", "stream_options")}
+            given["text"], given["max_output_len"] = given.pop("prompt"), given.pop("max_tokens")
+            for key, kind in (("guided_json", "json_schema"), ("guided_regex", "regex")):
+                if key in given:
+                    given["grammar"] = {kind: given.pop(key)}
+            (output,) = engine.generate(Prompt(**given))
+            reason = FINISHED[str(output.finish_reason)]
+            found.append((output.text, reason, len(output.token_ids)))
+    return found
+
+
+def measure(number: int, dtype: str) -> dict[str, Any]:
+    """How many of the texts under load are others than those alone."""
+    bodies = mix_bodies(number)
+    seconds: dict[str, float] = {}
+
+    def note(name: str, began: float) -> None:
+        seconds[name] = round(time.perf_counter() - began, 1)
+        print(f"{dtype}: {name}, {seconds[name]} s", file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        engine = make_engine(folder, dtype)
+        with serve(engine) as (address, _):
+            began = time.perf_counter()
+            loaded = asyncio.run(ask_under_load(address, bodies))
+            note("under load", began)
+        began = time.perf_counter()
+        by_command = run_alone(folder, dtype, bodies)
+        note("alone, by specdec-run", began)
+        began = time.perf_counter()
+        alone = generate_alone(engine, bodies)
+        note("alone, by the API without drafts", began)
+    different = [at for at, text in enumerate(loaded) if text != alone[at]]
+    for at in different[:5]:
+        print(f"{dtype}, request {at}: {bodies[at]}\n  {loaded[at]}\n  {alone[at]}", flush=True)
+    return {
+        "requests": number, "dtype": dtype, "concurrency": CONCURRENCY,
+        "schemas": sum("guided_json" in b or "guided_regex" in b for b in bodies),
+        "left_and_asked_again": len(range(0, number, 5)),
+        "tokens": sum(count for *_, count in alone),
+        "different_from_the_api": len(different),
+        "compared_with_specdec_run": len(by_command),
+        "different_from_specdec_run": sum(loaded[at] != text for at, text in by_command.items()),
+        "seconds": seconds,
+    }  # fmt: skip

@@ -1,0 +1,245 @@
+"""DFlash: a drafter folder -> the `dflash.*` tensors and DFlash's keys of a checkpoint.
+
+What is published: z-lab's folders, which SpecForge and specdec-train write too, and speculators'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specdec.command.settings import as_options
+from specdec.errors import SpecDecError, join_names
+from specdec.methods.dflash import ARCHITECTURE, METHOD, DFlashConvert, DFlashParams, make_net
+from specdec.model.bounds import MAX_DRAFT_TOKENS
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import DFLASH_NET, EMBEDDING, HEAD, HEAD_BIAS, OFFSETS
+
+from ..families import qwen2, qwen3
+from ..families.base import ROTARY_BUFFERS, read_decoder
+from ..hf import ConfigReader, HfFolder
+from ..plan import Part, check_num_layers
+from .base import choose_pair, exclude_modules
+from .eagle import IS_DRAFTED, check_fixed, check_offsets, read_layers
+
+if TYPE_CHECKING:
+    from ..settings import ConvertSettings
+
+WEIGHT_FILES: tuple[str, ...] = ()
+IN_TARGET: tuple[str, ...] = ()
+
+# Of the drafter's layers; z-lab's for any target are a Qwen3's.
+FIXED_NET = {"model_type": "qwen3", "hidden_act": "silu", "mlp_bias": False}
+# What `dflash_config` may tell; the scale is ours, of the rows of the target's embedding.
+KNOWN = ("target_layer_ids", "mask_token_id", "block_size", "embedding_scale")
+
+
+def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> DFlashParams:
+    """Read the drafter's config.json; raise SpecDecError where tensors or target disagree."""
+    if "fc.weight" not in folder.tensors or "hidden_norm.weight" not in folder.tensors:
+        raise SpecDecError(
+            f"{folder.path} lacks fc.weight or hidden_norm.weight, which every DFlash drafter has;"
+            f" it holds {join_names(sorted(folder.tensors)) if folder.tensors else 'no tensors'}",
+            "give the folder of a DFlash drafter",
+        )
+    reader = ConfigReader(folder.config, folder.path)
+    is_speculators = folder.config.get("speculators_model_type") is not None
+    net_reader = reader
+    if is_speculators:
+        check_fixed(reader, {"speculators_model_type": "dflash"}, "speculators' DFlash")
+        net_reader = reader.enter(reader.get_object("transformer_layer_config"))
+    check_fixed(net_reader, FIXED_NET, "layers of a Qwen3")
+    values = read_decoder(
+        net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=32,
+        head_dim=None if "head_dim" in net_reader.config else 128,
+    )  # fmt: skip
+    values |= {"sliding_window": None, "layer_types": None, "embedding_multiplier": 1.0}
+    values |= qwen2.read_window(net_reader, values)
+    values["attn_bias"] = net_reader.get_bool("attention_bias", False)
+    if is_speculators:
+        _check_speculators(reader, values, model)
+        place, layers = reader, _find_entered(reader)
+    else:
+        place = reader.enter(reader.get_object("dflash_config"))
+        values["embedding_multiplier"] = _read_scale(reader, place, model)
+        layers = _find_outputs(reader, place, values["num_hidden_layers"], model)
+    block_size = _read_block_size(reader, place)
+    mask_token_id = place.get_int("mask_token_id", minimum=0)
+    samples = is_speculators and reader.get_bool("sample_from_anchor", False)
+    if not 2 - samples <= block_size <= MAX_DRAFT_TOKENS:
+        reader.refuse(f"block_size is {block_size}", f"give 2 to {MAX_DRAFT_TOKENS}")
+    _check_layers(reader, folder, layers, model)
+    draft_vocab_size = reader.get_int("draft_vocab_size", values["vocab_size"])
+    if not reader.problems:
+        check_offsets(reader, folder, draft_vocab_size, model.vocab_size)
+    reader.finish()
+    check_num_layers(values["num_hidden_layers"], folder)
+    net = make_net(values, model.dtype)
+    for fact, remedy in net.find_problems():
+        reader.refuse(fact, remedy)
+    reader.finish()
+    return DFlashParams(
+        net=net,
+        aux_layers=tuple(layers),
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        draft_vocab_size=draft_vocab_size,
+        max_draft_len=as_options(settings, DFlashConvert).dflash_max_draft_len or 63,
+        sample_from_anchor=samples,
+    )
+
+
+def _read_block_size(reader: ConfigReader, place: ConfigReader) -> int:
+    """The tokens of a block, which newer folders of z-lab's tell in `dflash_config`."""
+    inner, outer = place.config.get("block_size"), reader.config.get("block_size")
+    if inner is not None and outer is not None and inner != outer:
+        reader.refuse(
+            f"block_size is {outer!r} at the top and {inner!r} in dflash_config"[:120],
+            "remove the wrong one",
+        )
+    return (reader if inner is None else place).get_int("block_size")
+
+
+def _check_speculators(reader: ConfigReader, values: Mapping[str, Any], model: ModelConfig) -> None:
+    """Note what speculators' folders may ask for and no engine of ours computes."""
+    is_causal = not reader.get_bool("sliding_window_non_causal", False)
+    if is_causal and values["sliding_window"] is not None:
+        reader.refuse(
+            "sliding_window_non_causal is false: in layers with a window the tokens of a block"
+            " would not see those after them",
+            "use a drafter whose blocks see all of themselves in every layer",
+        )
+    size = reader.get_int("target_hidden_size", model.hidden_size)
+    if size != model.hidden_size:
+        reader.refuse(
+            f"target_hidden_size is {size}, the target's hidden_size {model.hidden_size}",
+            "use the drafter that was trained for this target",
+        )
+
+
+def _read_scale(reader: ConfigReader, place: ConfigReader, model: ModelConfig) -> float:
+    """What the rows of the target's embedding are multiplied by; note fields that are unknown."""
+    if unknown := [key for key, value in place.config.items() if key not in KNOWN and value]:
+        reader.refuse(
+            f"dflash_config has {join_names(sorted(unknown))}, which is not known here",
+            f"only {', '.join(KNOWN)} are; if it changes nothing, remove it",
+        )
+    if model.arithmetic.scales_embedding and "embedding_scale" not in place.config:
+        reader.refuse(
+            "the target multiplies its embedding, and dflash_config does not say whether the"
+            " drafter was trained on multiplied rows",
+            f"add embedding_scale to dflash_config: {model.hidden_size**0.5:g} if it was, else 1",
+        )
+    return place.get_float("embedding_scale", 1.0)
+
+
+def _find_entered(reader: ConfigReader) -> list[int]:
+    """The layers whose outputs speculators' drafters read: the numbers are of those entered."""
+    layers = read_layers(reader, "aux_hidden_state_layer_ids")
+    if layers is None:
+        reader.refuse(
+            "aux_hidden_state_layer_ids is missing", "give the list that it was trained with"
+        )
+    return [layer - 1 for layer in layers or ()]
+
+
+def _find_outputs(
+    reader: ConfigReader, place: ConfigReader, num_layers: int, model: ModelConfig
+) -> list[int]:
+    """The layers whose outputs z-lab's drafters read; by default as many as they have layers."""
+    depth = model.num_hidden_layers
+    number = reader.get_int("num_target_layers", depth)
+    if number != depth:
+        reader.refuse(
+            f"num_target_layers is {number}, the target has {depth} layers",
+            "use the drafter that was trained for this target",
+        )
+    layers = read_layers(place, "target_layer_ids")
+    if layers is not None:
+        if layers[-1] == depth - 1:
+            reader.refuse(
+                f"target_layer_ids names the last layer, {depth - 1}, whose output z-lab's code"
+                " takes behind the final norm",
+                "use a drafter that reads inner layers",
+            )
+        return layers
+    if num_layers == 1:
+        return [depth // 2]
+    span = (depth - 4) / (num_layers - 1)
+    return [round(1 + span * index) for index in range(num_layers)]
+
+
+def _check_layers(
+    reader: ConfigReader, folder: HfFolder, layers: list[int], model: ModelConfig
+) -> None:
+    """Note layers that the target has not, and an `fc` of others."""
+    depth = model.num_hidden_layers
+    if layers != sorted(set(layers)) or (layers and not 0 <= layers[0] <= layers[-1] < depth):
+        reader.refuse(
+            f"the outputs of layers {layers} would be read, the target has {depth} layers",
+            "use the drafter that was trained for this target; its layers must rise",
+        )
+    width = folder.tensors["fc.weight"].shape[-1:]
+    if layers and width != (len(layers) * model.hidden_size,):
+        reader.refuse(
+            f"fc.weight has shape {list(folder.tensors['fc.weight'].shape)}, for the outputs of"
+            f" {len(layers)} layers of {model.hidden_size} it would have"
+            f" {len(layers) * model.hidden_size} columns",
+            "use the drafter that was trained for this target",
+        )
+
+
+def share_tensors(
+    folder: HfFolder, params: DFlashParams, canonical: Sequence[str]
+) -> dict[str, str | None]:
+    """What the folder does not hold: the target's embedding and head."""
+    absent = {"drafter.vocab_embedding.weight": ("embed_tokens.weight", EMBEDDING)}
+    if params.draft_vocab_size == params.net.vocab_size:
+        absent |= {name: (name, name) for name in (HEAD, HEAD_BIAS)}
+    own = {name: absent.get(name.removeprefix(DFLASH_NET)) for name in canonical}
+    return {
+        name: found[1]
+        for name, found in own.items()
+        if found is not None and found[0] not in folder.tensors
+    }
+
+
+def find_sources(
+    folder: HfFolder, params: DFlashParams, canonical: Sequence[str]
+) -> dict[str, tuple[Part, ...]]:
+    """Map canonical tensor names to the folder's."""
+    beside: dict[str, tuple[Part, ...]] = {
+        f"{DFLASH_NET}{name}": (Part(name.removeprefix("drafter.")),)
+        for name in ("drafter.fc.weight", "drafter.hidden_norm.weight", HEAD, HEAD_BIAS, OFFSETS)
+    }
+    names = {
+        name: name.removeprefix(DFLASH_NET).replace("drafter.", "transformer.", 1)
+        for name in canonical
+        if name not in beside
+    }
+    found = qwen3.FAMILY.find_sources(names.values())
+    sources = {name: beside[name] for name in canonical if name in beside}
+    for name, other in names.items():
+        parts = found[other]
+        sources[name] = tuple(
+            dataclasses.replace(part, name=part.name.removeprefix("model.")) for part in parts
+        )
+    return sources
+
+
+def list_ignored(folder: HfFolder, params: DFlashParams) -> Sequence[str]:
+    """What follows from the rest: rotary tables, and maps of the vocabulary that were checked."""
+    is_reduced = params.draft_vocab_size < params.net.vocab_size
+    return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)))
+
+
+def add_to_config(
+    config: Mapping[str, Any], params: DFlashParams, version: str, *, is_head_quantized: bool
+) -> dict[str, Any]:
+    """Return a target's config.json with the drafter added."""
+    target = config["architecture"]
+    choose_pair(METHOD.name, METHOD.title, target, version)
+    combined = dict(config) | params.to_checkpoint()
+    combined |= {"architecture": ARCHITECTURE, "base_architecture": target}
+    return exclude_modules(combined, [f"{DFLASH_NET}*"], is_head_quantized=is_head_quantized)

@@ -1,0 +1,121 @@
+"""ReDrafter (https://arxiv.org/abs/2403.09919) as a proposer class of vLLM 0.32.
+
+specdec-export writes this file beside a drafter's config.json and model.safetensors; it needs
+nothing of specdec:
+
+    PYTHONPATH=FOLDER vllm serve TARGET --enforce-eager --speculative-config
+        '{"method": "custom_class", "model": "redrafter_proposer.ReDrafter",
+          "num_speculative_tokens": 5}'
+
+vLLM hands a proposer the tokens alone, and its target once, when it is loaded. The target's hidden
+states are taken by a hook on that module. Legend: T tokens of a step, B requests, D hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+FOLDER = Path(__file__).parent
+
+
+class ReDrafter:
+    """Drafts the most probable chain of tokens; vLLM makes one for each worker."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        if vllm_config.parallel_config.world_size > 1:
+            raise ValueError("ReDrafter drafts on one device: leave out tensor and pipeline sizes")
+        if not vllm_config.model_config.enforce_eager:
+            raise ValueError("a captured graph would hide the target's steps: give --enforce-eager")
+        self.length: int = vllm_config.speculative_config.num_speculative_tokens
+        self.config = json.loads((FOLDER / "config.json").read_text())
+        self.step: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Read the weights in the target's type, and see what the target computes from now on."""
+        self.embedding = target_model.get_submodule("model.embed_tokens")
+        like = next(self.embedding.parameters())
+        hidden_size = self.config["hidden_size"]
+        if like.shape[-1] != hidden_size:
+            raise ValueError(
+                f"the drafter's hidden size is {hidden_size}, the target's {like.shape[-1]}:"
+                " use the drafter that was trained for this target"
+            )
+        tensors = load_file(FOLDER / "model.safetensors")
+        self.weights = {name: tensor.to(like) for name, tensor in tensors.items()}
+        target_model.register_forward_hook(self.take_step, with_kwargs=True)
+
+    def take_step(self, module: Any, inputs: Any, options: Mapping[str, Any], output: Any) -> None:
+        """Keep hidden states [T, D], positions [T], and where requests start among them [B + 1]."""
+        from vllm.forward_context import get_forward_context
+
+        metadata = get_forward_context().attn_metadata
+        if isinstance(metadata, dict) and metadata:  # there is none when memory is measured
+            if not isinstance(output, Tensor):
+                raise TypeError(f"the target yields a {type(output).__name__}, not hidden states")
+            starts = next(iter(metadata.values())).query_start_loc
+            self.step = (output, options["positions"], starts)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft for each request that has a new token; one amid its prompt has none."""
+        if self.step is None:
+            raise RuntimeError("no step of the target was seen since the last drafts")
+        (hidden, positions, starts), self.step = self.step, None
+        rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if not rows:
+            return drafts
+        firsts = starts.tolist()
+        # The newest token follows the hidden state one position before its own.
+        places = [
+            firsts[row] + int(num_tokens_no_spec[row]) - 2 - int(positions[firsts[row]])
+            for row in rows
+        ]
+        assert all(
+            firsts[row] <= place < firsts[row + 1] for row, place in zip(rows, places, strict=True)
+        ), "the steps that vLLM computes and drafts for do not belong together"
+        newest = torch.tensor([sampled_token_ids[row][-1] for row in rows], device=hidden.device)
+        found = self.draft(hidden[places], newest).tolist()
+        for row, chain in zip(rows, found, strict=True):
+            drafts[row] = chain
+        return drafts
+
+    def draft(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """The chain after `tokens` [B], which follow `hidden` [B, D]: [B, length]."""
+        state, chain = torch.zeros_like(hidden), []
+        for _ in range(self.length):
+            embedded = self.embedding(tokens)
+            if self.config["rnn"]:
+                state = silu(self.apply("rnn_w", embedded) + self.apply("rnn_u", state))
+            else:
+                state = embedded + state
+            tokens = self.compute_logits(hidden, state).argmax(-1)
+            chain.append(tokens)
+        return torch.stack(chain, dim=1)
+
+    def compute_logits(self, hidden: Tensor, state: Tensor) -> Tensor:
+        """Next-token logits [B, V] from the target's hidden state and the recurrent state."""
+        x, num_layers = torch.cat((hidden, state), dim=-1), self.config["num_draft_layers"]
+        if "input_proj.weight" in self.weights:
+            x = self.apply("input_proj", x)
+        for layer in range(num_layers):
+            x = x + silu(self.apply(f"lm_head.{layer}.linear", x))
+        return self.apply(f"lm_head.{num_layers}", x)
+
+    def apply(self, name: str, x: Tensor) -> Tensor:
+        """A linear layer."""
+        return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))

@@ -1,0 +1,77 @@
+"""HTTP on one connection: uvicorn's, but clients that stall are left, and errors are JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from http import HTTPStatus
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .errors import make_error
+
+HEAD_SECONDS = 30.0  # in which the headers of a request must have come
+STALL_SECONDS = 60.0  # after which a client is left that takes nothing of its answer
+
+
+class Connection(H11Protocol):
+    """A connection that ends where its client neither asks nor listens."""
+
+    _ending: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._end_in(HEAD_SECONDS)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_answering:
+            self._end_in(None)
+        elif self._ending is None:
+            self._end_in(HEAD_SECONDS)
+
+    def pause_writing(self) -> None:
+        """What is sent piles up."""
+        super().pause_writing()
+        self._end_in(STALL_SECONDS)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_in(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_in(None)
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer to what is not HTTP; called where the error is handled."""
+        if self._is_answering and self.cycle.response_started:
+            self.transport.close()
+            return
+        status = HTTPStatus(getattr(sys.exc_info()[1], "error_status_hint", 400))
+        told = {400: "this is not a valid HTTP request", 431: "the headers are too large"}
+        answer = make_error(told.get(status, status.phrase), status)
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=status, headers=headers, reason=status.phrase.encode()),
+            h11.Data(data=bytes(answer.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        return False  # there are no WebSockets, and uvicorn would log how to install them
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _end_in(self, seconds: float | None) -> None:
+        """End the connection after so many seconds, instead of what was said before."""
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = None
+        if seconds is not None:
+            self._ending = self.loop.call_later(seconds, self.transport.abort)

@@ -1,0 +1,434 @@
+"""How much of a draft is verified, and whether to draft: as long as the gain exceeds the price.
+
+A drafter says how sure it is of each token. How often such tokens have been right turns that into
+the chance that a token is accepted. A row's best nodes are those of the greatest chance from the
+root on, as in EAGLE-2 (https://arxiv.org/abs/2406.16858, section 4.2); how many of them a step
+verifies depends on what it costs here, for so many rows, as in Sequoia
+(https://arxiv.org/abs/2402.12374, section 3.3), by times that are measured as the run goes on.
+
+Legend: B rows, T nodes of a row's tree, the root among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor
+
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import (
+    Keeper,
+    PlainProposer,
+    PromptFollower,
+    PromptLatecomer,
+    Proposer,
+)
+from specdec.decode.drafters.pacing import (
+    HORIZON,
+    KEEP,
+    PROBE_SHARE,
+    REST_STEPS,
+    Costs,
+    bound_loss,
+    is_plain_due,
+)
+from specdec.decode.drafters.trees import estimate_accuracy
+from specdec.decode.requests import ActiveRequest
+from specdec.engine.transfers import Array
+from specdec.engine.tree import Tree
+
+MAX_DEPTH = 12  # deeper tokens are counted as these
+NUM_BUCKETS = 10  # of a drafter's confidence
+FIRST_TRIALS = 4.0  # that what the drafter says of itself weighs as much as
+FIRST_RATE = 0.7  # believed: of the drafted tokens that are reached, those that are accepted
+FIRST_ROWS = 3.0  # that this belief weighs as much as
+SURE = 0.999  # no more than this is believed of a token
+# Of what is won for a batch, what counts: its requests win unequally, and the last one to end
+# decides when it ends.
+BATCH_WIN = 0.85
+
+
+class Calibration:
+    """How often drafted tokens were right, by drafter, depth and the drafter's own confidence.
+
+    Where little is known of a depth, what is known of all depths counts, and where that is little,
+    the drafter's word. Newer steps count more.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was counted: another run begins."""
+        self._counts: dict[int, Array] = {}  # by source: [2, depth, bucket], right ones and all
+
+    def estimate(self, candidates: Candidates) -> Array:
+        """[T], the chance that a node is accepted where its parent is; 1 for the root."""
+        confidence = read_confidence(candidates)
+        chances = self.rate(candidates.tree.depths, confidence, candidates.source)
+        chances[0] = 1.0
+        return chances
+
+    def rate(self, tree_depths: Array, confidence: Array, source: int = 0) -> Array:
+        """The chances of tokens at these depths, from 1, of which the drafter is so sure."""
+        depths, buckets = _place(tree_depths, confidence)
+        counts = self._get(source)
+        all_right, all_seen = counts.sum(1)[:, buckets]
+        anywhere = (all_right + FIRST_TRIALS * confidence) / (all_seen + FIRST_TRIALS)
+        right, seen = counts[:, depths, buckets]
+        chances = (right + FIRST_TRIALS * anywhere) / (seen + FIRST_TRIALS)
+        return np.asarray(np.minimum(chances, SURE))
+
+    def record(self, candidates: Candidates, emitted: Sequence[int]) -> None:
+        """Take what was emitted after the root: on the way through the tree, what was right."""
+        tree = candidates.tree
+        if tree.num_nodes == 1:
+            return
+        depths, buckets = _place(tree.depths, read_confidence(candidates))
+        counts = self._get(candidates.source)
+        counts *= KEEP
+        node = 0
+        for token in emitted:
+            children = np.flatnonzero(tree.parents == node)
+            if not len(children):
+                break
+            counts[1, depths[children], buckets[children]] += 1
+            entered = children[tree.tokens[children] == token]
+            if not len(entered):
+                break
+            node = int(entered[0])
+            counts[0, depths[node], buckets[node]] += 1
+
+    def _get(self, source: int) -> Array:
+        if source not in self._counts:
+            self._counts[source] = np.zeros((2, MAX_DEPTH, NUM_BUCKETS))
+        return self._counts[source]
+
+
+def _place(tree_depths: Array, confidence: Array) -> tuple[Array, Array]:
+    """By which depth and bucket each node is counted; the root's are of no use."""
+    depths = np.minimum(tree_depths, MAX_DEPTH) - 1
+    buckets = np.minimum((confidence * NUM_BUCKETS).astype(np.int64), NUM_BUCKETS - 1)
+    return depths, buckets
+
+
+def read_confidence(candidates: Candidates) -> Array:
+    """[T], the drafter's confidence in each node; by its place among its siblings if not told."""
+    if candidates.confidence is not None:
+        return candidates.confidence
+    tree = candidates.tree
+    order = np.argsort(tree.parents, kind="stable")
+    _, first, counts = np.unique(tree.parents[order], return_index=True, return_counts=True)
+    ranks = np.empty(tree.num_nodes, np.int64)
+    ranks[order] = np.arange(tree.num_nodes) - np.repeat(first, counts)
+    return np.asarray(estimate_accuracy(np.maximum(tree.depths - 1, 0), ranks))
+
+
+def follow_chances(tree: Tree, chances: Array) -> Array:
+    """[T], the chance that the whole path to a node is accepted, by that of each node on it."""
+    found = chances.copy()
+    for depth in range(2, tree.depth + 1):
+        level = tree.depths == depth
+        found[level] *= found[tree.parents[level]]
+    return found
+
+
+@runtime_checkable
+class LevelDrafter(Protocol):
+    """A proposer that drafts a level of its tree at a time, and may be told to stop.
+
+    num_levels: of the newest draft. goes_on: given the tokens per row that are expected to be
+    accepted at the newest level [B], whether to draft another; None drafts all.
+    """
+
+    num_levels: int
+    goes_on: Callable[[Array], bool] | None
+
+
+class Budget:
+    """Decides for each step whether to draft, and how many nodes of each row's tree to verify.
+
+    A step of T nodes a row costs a draft and one verify step of B x T tokens, since rows are padded
+    to the largest tree. It emits a token a row, and what is accepted of the T - 1 best nodes. What
+    those promise is kept as a mean over the newest drafts, by their number; so the best number and
+    the tokens a second that it promises are known for any B before anything is drafted. Those
+    tokens a second are the price of a second: of the drafts that then come, as many nodes are kept
+    as promise more tokens than the time that verifying them takes would emit.
+
+    Sizes that no step had are tried by doubling, and the first steps are plain. An account is kept
+    of what drafted steps lost against plain ones for as many tokens: nothing is drafted that could
+    lose more than `bound_loss` of plain decoding's time in all, if none of it were accepted; what
+    was won before may be lost again. Where drafts are known not to pay, they are tried again for
+    `PROBE_SHARE` of that. What a draft costs is not foreseen the first time.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        """max_tokens: of a row's draft."""
+        self.max_tokens = max_tokens
+        self.calibration = Calibration()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was measured: another run begins."""
+        self.calibration.reset()
+        # By tokens in the step; of a level of drafts, by requests.
+        self._verify, self._draft = Costs(), Costs()
+        self._num_levels = 1.0  # a mean
+        self._known: set[int] = set()  # numbers of requests that plain steps had
+        self._num_plain = self._since_plain = 0
+        self._spent = self._lost = 0.0
+        self._gains = FIRST_ROWS * np.cumsum(FIRST_RATE ** np.arange(1, self.max_tokens + 1))
+        self._weight = FIRST_ROWS
+        self._num_rows = 0  # of the step that was planned last
+        self._rate = self._allowance = 0.0  # tokens a second; seconds that it may lose
+        self._is_probe = False
+        self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
+
+    def plan(self, remaining: Sequence[int]) -> bool:
+        """Whether to draft; remaining: tokens that each request of the step may still emit."""
+        num_rows = len(remaining)
+        if is_plain_due(self._num_plain, self._since_plain):
+            return False
+        # With fewer requests a plain step costs no more; much less, perhaps.
+        is_known = any(num_rows <= known < 2 * num_rows for known in self._known)
+        rows_at_rest, end_of_rest = self._rest
+        is_at_rest = num_rows == rows_at_rest and self._spent < end_of_rest
+        if not is_known or is_at_rest or max(remaining) <= 1:
+            return False
+        self._num_rows = num_rows
+        seconds = self._predict_verify()
+        plain, least = seconds[0], seconds[1]
+        draft = self._num_levels * (self._draft.estimate(num_rows) or 0.0)
+        gains = self._gains[: len(seconds) - 1] / self._weight
+        won = _count_won(num_rows) * gains
+        best = float((num_rows * (1 + won) / (draft + seconds[1:])).max())
+        self._rate = max(best, num_rows / plain)
+        self._is_probe = best <= num_rows / plain
+        if self._is_probe:
+            stake = PROBE_SHARE * self._spent
+        else:
+            stake = self._spent + min(max(remaining), HORIZON) * plain
+        self._allowance = bound_loss(num_rows) * stake - self._lost - draft
+        if float(least - plain) <= self._allowance:
+            return True
+        self._rest = num_rows, self._spent + REST_STEPS * plain
+        return False
+
+    def goes_on(self, promised: Array) -> bool:
+        """Whether another level of a draft is worth its price.
+
+        promised: tokens of the newest level that are expected to be accepted, of each row [B].
+        """
+        level = self._draft.estimate(self._num_rows)
+        if level is None:
+            return True
+        verify = self._predict_verify()
+        gain = self._gains[0] / self._weight * float(np.minimum(promised, 1.0).sum())
+        gain *= _count_won(self._num_rows)
+        return bool(gain > self._rate * (level + verify[1] - verify[0]))
+
+    def choose(self, chances: Sequence[Array]) -> int:
+        """How many nodes of each row to verify beside the root, by their chances, best first."""
+        seconds = self._predict_verify()
+        most = len(seconds) - 1
+        gains = np.zeros(len(seconds))
+        for row in chances:
+            found = np.cumsum(row)
+            size = min(len(found), self.max_tokens)
+            if len(found):
+                gains[1:] += np.pad(found[:most], (0, max(0, most - len(found))), mode="edge")
+            # What a draft of this kind promises, whatever is verified of it.
+            self._gains *= KEEP
+            self._weight = KEEP * self._weight + 1
+            if size:
+                self._gains[:size] += found[:size]
+                self._gains[size:] += found[size - 1]
+        worth = _count_won(self._num_rows) * gains - self._rate * seconds
+        worth[seconds - seconds[0] > self._allowance] = -np.inf
+        best = int(worth.argmax())
+        return max(best, 1) if self._is_probe else best
+
+    def record(
+        self,
+        draft_seconds: float | None,
+        verify_seconds: float,
+        size: int,
+        emitted: Sequence[int],
+        num_levels: int = 1,
+    ) -> None:
+        """Take what a step cost, and how many tokens it emitted for each request.
+
+        draft_seconds: None where nothing was drafted. size: T of the verify step. num_levels: of
+        the drafts, where they are drafted one by one.
+        """
+        num_rows = len(emitted)
+        self._spent += (draft_seconds or 0.0) + verify_seconds
+        self._verify.record(num_rows * size, verify_seconds)
+        self._since_plain += 1
+        if size == 1:
+            self._known.add(num_rows)
+            self._num_plain += 1
+            self._since_plain = 0
+        if draft_seconds is None:
+            return
+        self._draft.record(num_rows, draft_seconds / num_levels)
+        self._num_levels += (num_levels - self._num_levels) / FIRST_TRIALS
+        plain = self._verify.estimate(num_rows) or 0.0
+        step = self._verify.estimate(num_rows * size) or 0.0
+        # What others delay is nobody's loss: costs of the same kind are compared.
+        draft = num_levels * (self._draft.estimate(num_rows) or 0.0)
+        won = _count_won(num_rows) * (sum(emitted) / num_rows - 1)
+        self._lost += draft + step - (1 + won) * plain
+
+    def _predict_verify(self) -> Array:
+        """Seconds of a verify step by nodes a row, from 1 on to twice the tokens that were tried.
+
+        The first is a plain step's.
+        """
+        num_rows = self._num_rows
+        most = max(2, min(2 * self._verify.largest // num_rows, self.max_tokens + 1))
+        return self._verify.predict(num_rows * np.arange(1, most + 1))
+
+
+def _count_won(num_rows: int) -> float:
+    return BATCH_WIN if num_rows > 1 else 1.0
+
+
+class BudgetProposer:
+    """Lets another proposer draft within a budget; what it watches, it watches at every step.
+
+    Drafts that were drawn from what the accept rule is told are left as they are: to keep or to
+    leave a token for its own sake would change the distribution.
+    """
+
+    def __init__(
+        self, proposer: Proposer, *, min_rows: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        """min_rows: steps of fewer requests are left as they are."""
+        self.proposer = proposer
+        self.min_rows = min_rows
+        self.max_draft_tokens = proposer.max_draft_tokens
+        self.max_draft_depth = proposer.max_draft_depth
+        self.budget = Budget(proposer.max_draft_tokens)
+        self._plain = PlainProposer()
+        self._clock = clock
+        self._began: float | None = None  # of the verify step that is under way
+        self._draft_seconds: float | None = None
+        self._drafts: list[Candidates] = []
+        self._lengths: list[int] = []  # of the outputs when they were drafted
+
+    @property
+    def max_catch_up(self) -> int | None:
+        """See PromptLatecomer; for a proposer that is one."""
+        late = self.proposer
+        return late.max_catch_up if isinstance(late, PromptLatecomer) else None
+
+    @max_catch_up.setter
+    def max_catch_up(self, limit: int | None) -> None:
+        if isinstance(self.proposer, PromptLatecomer):
+            self.proposer.max_catch_up = limit
+
+    def keep(self) -> None:
+        """See Keeper."""
+        if isinstance(self.proposer, Keeper):
+            self.proposer.keep()
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Forget everything, costs too."""
+        self.budget.reset()
+        self._began = None
+        self.proposer.allocate(num_rows, num_positions)
+
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        """Begin requests."""
+        self.proposer.start(requests)
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Return what pays of the other's drafts, or nothing but roots."""
+        self._draft_seconds = None
+        is_bound = len(requests) >= self.min_rows
+        if isinstance(self.proposer, LevelDrafter):
+            self.proposer.goes_on = self.budget.goes_on if is_bound else None
+        if not is_bound:
+            self._began = None
+            return self.proposer.propose(requests)
+        if self.budget.plan([request.remaining for request in requests]):
+            began = self._clock()
+            self._drafts = self._cut(self.proposer.propose(requests))
+            self._draft_seconds = self._clock() - began
+        else:
+            self._drafts = self._plain.propose(requests)
+        self._lengths = [len(request.output_ids) for request in requests]
+        self._began = self._clock()
+        return self._drafts
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
+        """Let the other see the step; note what it cost, unless it was one over prompts."""
+        self.proposer.observe(requests, states, paths)
+        if self._began is None:
+            return
+        seconds, self._began = self._clock() - self._began, None
+        emitted = [len(path) for path in paths]
+        drafter = self.proposer
+        num_levels = drafter.num_levels if isinstance(drafter, LevelDrafter) else 1
+        self.budget.record(self._draft_seconds, seconds, states.shape[1], emitted, num_levels)
+        for request, candidates, length in zip(requests, self._drafts, self._lengths, strict=True):
+            self.budget.calibration.record(candidates, request.output_ids[length:])
+
+    def _cut(self, drafted: Sequence[Candidates]) -> list[Candidates]:
+        """Keep as many nodes of each tree as pay, the likeliest."""
+        chances = [
+            follow_chances(c.tree, self.budget.calibration.estimate(c)) for c in drafted
+        ]  # fmt: skip
+        orders = [np.argsort(-row[1:], kind="stable") + 1 for row in chances]
+        most = self.budget.choose([row[o] for row, o in zip(chances, orders, strict=True)])
+        return [
+            candidates
+            if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= most
+            else _keep(candidates, order[:most])
+            for candidates, order in zip(drafted, orders, strict=True)
+        ]
+
+
+def _keep(candidates: Candidates, nodes: Array) -> Candidates:
+    """Candidates of the root and these nodes alone: a parent's chance is never the smaller."""
+    kept = np.concatenate(([0], np.sort(nodes)))
+    confidence = candidates.confidence
+    return dataclasses.replace(
+        candidates,
+        tree=candidates.tree.keep(kept),
+        confidence=None if confidence is None else confidence[kept],
+    )
+
+
+class _Follower(Proposer, PromptFollower, Protocol):
+    """Both at once."""
+
+
+class BudgetFollower(BudgetProposer):
+    """The same for one that wants the states of the prompts, too."""
+
+    proposer: _Follower
+
+    def follow(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+    ) -> None:
+        """Hand on the states of a pass over prompts."""
+        self.proposer.follow(rows, starts, counts, states)
+
+    def copy_prefix(self, source: int, row: int, length: int) -> None:
+        """Let a row start over."""
+        self.proposer.copy_prefix(source, row, length)
+
+
+def bind(proposer: Proposer, *, min_rows: int = 1) -> BudgetProposer:
+    """Let a proposer draft within a budget; steps of fewer requests than `min_rows` as ever."""
+    kind = BudgetFollower if isinstance(proposer, PromptFollower) else BudgetProposer
+    return kind(proposer, min_rows=min_rows)

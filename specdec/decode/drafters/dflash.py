@@ -1,0 +1,144 @@
+"""DFlash: one pass drafts a block; its likeliest tokens of every place become a tree.
+
+The tokens of a block are drafted each by itself, so any token of a place may follow any of the
+place before, and a path is as probable as its tokens' probabilities multiplied. A step's tree is
+made of the most probable paths; with one token a place it is a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import DraftContext, StateKeeper, get_graphs, list_rows
+from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS, DEFAULT_CPU_TOKENS, grow_choices
+from specdec.decode.requests import ActiveRequest
+from specdec.engine.decoder import Decoder
+from specdec.engine.dflash import DFlashNet
+from specdec.engine.graphs import StepGraphs
+from specdec.engine.kv_cache import POSITION_BLOCK
+from specdec.engine.transfers import to_host
+from specdec.engine.tree import IntArray, TreeBuilder
+from specdec.errors import SpecDecError
+from specdec.methods.dflash import DFlashOptions, DFlashParams
+
+DEFAULT_TOP_K = 4
+
+
+def grow_tree(
+    root: int, tokens: IntArray, probabilities: np.ndarray, num_tokens: int
+) -> Candidates:
+    """The most probable paths of tokens [P, K], best first, with these probabilities."""
+    num_places, width = tokens.shape
+    choices = grow_choices(
+        num_places, num_tokens, width, lambda depth, rank: float(probabilities[depth, rank])
+    )
+    builder = TreeBuilder(root)
+    nodes: dict[tuple[int, ...], int] = {(): 0}
+    for path in choices:  # a path's beginning is at least as probable, and comes first
+        token = int(tokens[len(path) - 1, path[-1]])
+        nodes[path] = builder.add(nodes[path[:-1]], token)
+    confidence = [1.0, *(probabilities[len(path) - 1, path[-1]] for path in choices)]
+    return Candidates(builder.build(), confidence=np.array(confidence))
+
+
+def make_proposer(context: DraftContext) -> DFlashProposer:
+    """Lay out the drafter, with the trees that are asked for, or others that are small on a CPU."""
+    params, decoder = context.params, context.decoder
+    assert isinstance(params, DFlashParams)
+    net = DFlashNet(
+        params,
+        context.weights,
+        decoder.model,
+        num_positions=decoder.num_positions + params.block_size + POSITION_BLOCK,
+        device=decoder.device,
+        prepack=decoder.is_prepacked,
+        kernels=decoder.kernels,
+        head=decoder.lm_head if decoder.group is None else None,
+    )
+    if (graphs := get_graphs(decoder)) is not None:
+        net.decoder.graphs = StepGraphs(graphs)
+    return DFlashProposer(net, decoder, context.options, has_budget=context.has_budget)
+
+
+class DFlashProposer(StateKeeper):
+    """Proposes the likeliest paths of a block; its cache holds the context of committed tokens."""
+
+    def __init__(
+        self, net: DFlashNet, decoder: Decoder, options: DFlashOptions | None = None, *,
+        has_budget: bool = False,
+    ) -> None:  # fmt: skip
+        """has_budget: only what pays of a tree is verified, so it may be larger on a CPU."""
+        super().__init__(decoder, net.params.aux_layers, "DFlash")
+        self.net = net
+        self.params = net.params
+        self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
+        options = options or DFlashOptions()
+        self.use_tree(options.num_tokens, options.top_k)
+
+    def use_tree(self, num_tokens: int | None = None, top_k: int | None = None) -> None:
+        """Propose so many tokens from now on, of `top_k` a place; raise SpecDecError beyond limits.
+
+        None: as many as pay on the device.
+        """
+        params = self.params
+        if top_k is None:
+            top_k = min(DEFAULT_TOP_K, params.draft_vocab_size)
+        depth = params.max_draft_depth
+        if num_tokens is None:
+            num_tokens = params.max_draft_len
+            if top_k == 1 or self._decoder.device.type == "cpu":
+                num_tokens = min(num_tokens, max(self._most_tokens, depth))
+        if num_tokens > params.max_draft_len:
+            raise SpecDecError(
+                f"--dflash-tokens is {num_tokens}, the engine's max_draft_len is"
+                f" {params.max_draft_len}",
+                f"give at most {params.max_draft_len}, or convert with a larger"
+                " --dflash-max-draft-len",
+            )
+        if top_k > params.draft_vocab_size:
+            raise SpecDecError(
+                f"--dflash-top-k is {top_k}, the drafter has {params.draft_vocab_size} tokens",
+                f"give at most {params.draft_vocab_size}",
+            )
+        self.top_k = top_k
+        # Fewer paths than that there may be.
+        most = depth if top_k == 1 else sum(top_k**d for d in range(1, min(depth, 16) + 1))
+        self.max_draft_tokens = min(num_tokens, most)
+        self.max_draft_depth = min(depth, self.max_draft_tokens)
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Make a cache of the drafter's own, with room for a block."""
+        vars(self).pop("_cache", None)  # what it has is free for the next
+        self._cache = self.net.decoder.make_cache(num_rows, num_positions + self.params.block_size)
+        self._num_known = self._cache.past_lens
+        self._fresh = set()
+
+    def copy_prefix(self, source: int, row: int, length: int) -> None:
+        """Let `row` start over with the context of the first tokens of `source`."""
+        self._cache.copy_prefix(source, row, length)
+
+    def follow(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+    ) -> None:
+        """Keep the context of a pass over prompts."""
+        self._num_known[list(rows)] = starts
+        self._append(rows, [range(count) for count in counts], states)
+
+    def _keep(self, rows: Tensor, places: Tensor, states: Tensor) -> None:
+        """Write the keys and values that the context has in every layer."""
+        self.net.write_context(self._cache, rows, places, states)
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Fill a block for every request, and make a tree of each."""
+        roots = np.array([request.output_ids[-1] for request in requests], np.int64)
+        hidden = self.net.run_blocks(self._cache, list_rows(requests), roots)
+        hidden = hidden[:, : self.max_draft_depth]
+        tokens, scores = to_host(*self.net.rank_tokens(hidden, self.top_k))  # [B, P, K]
+        return [
+            grow_tree(int(root), own, probabilities, self.max_draft_tokens)
+            for root, own, probabilities in zip(roots, tokens, np.exp(scores), strict=True)
+        ]

@@ -1,0 +1,116 @@
+"""The DFlash drafter: decoder layers that fill a whole block of tokens in one pass.
+
+DFlash, https://arxiv.org/abs/2602.06036. What `fc` makes of the outputs of some of the target's
+layers, normed, is the context: every layer computes keys and values of it, by the weights that it
+has for its own tokens. A pass runs the last emitted token and mask tokens after it; each sees the
+context of all tokens before the block, and all of the block. The target's head reads what comes of
+the mask tokens' places: the tokens there.
+
+    text       t0 t1 t2 t3        context    c0 c1 c2     of the target's states at t0 t1 t2
+                                  block      t3 m  m  m   at positions 3 4 5 6, drafts 4 5 6
+
+Legend: B rows, N tokens of any rows, S tokens of a block, P drafted places of it, L layers, K K/V
+heads, H head size, D hidden, F width of what is read of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.draft_net import make_decoder, rank_tokens, take_offsets, take_own
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.layers import Norm
+from specdec.engine.linear import Linear
+from specdec.engine.native import NativeKernels
+from specdec.engine.rotary import rotate
+from specdec.engine.step import Step
+from specdec.engine.tree import IntArray
+from specdec.methods.dflash import DFlashParams
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import DFLASH_NET
+
+
+class DFlashNet:
+    """The drafter's network. `weights` are an engine's, the target's embedding and head included.
+
+    What equals one of the target's is not held twice; head: the target's, where it is whole.
+    """
+
+    def __init__(
+        self,
+        params: DFlashParams,
+        weights: Mapping[str, Tensor],
+        model: ModelConfig,
+        *,
+        num_positions: int,
+        device: torch.device,
+        prepack: bool = True,
+        kernels: NativeKernels | None = None,
+        head: Linear | None = None,
+    ) -> None:
+        self.params = params
+        own = take_own(weights, DFLASH_NET)
+        net = params.make_net_model(model)
+        self.decoder = make_decoder(
+            own, weights, net, head, num_positions=num_positions, device=device, prepack=prepack,
+            kernels=kernels,
+        )  # fmt: skip
+        prepack = self.decoder.is_prepacked
+        self.fc = Linear(own["drafter.fc.weight"], prepack=prepack, kernels=kernels)
+        self.hidden_norm = Norm(own["drafter.hidden_norm.weight"], None, net.norm_epsilon)
+        # Of every layer's projections the rows that make keys and values, as one matrix.
+        first = net.num_attention_heads * net.head_size
+        names = [f"drafter.layers.{n}.attention.qkv" for n in range(net.num_hidden_layers)]
+        bias = None
+        if net.has_qkv_bias:
+            bias = torch.cat([own[f"{name}.bias"][first:] for name in names])
+        self.context = Linear(
+            torch.cat([own[f"{name}.weight"][first:] for name in names]), bias, prepack=prepack,
+            kernels=kernels,
+        )  # fmt: skip
+        # Tokens are multiplied alike wherever the target's head has a scale, which is one.
+        self.head_scale = model.output_multiplier_scale
+        self.offsets = take_offsets(own, model.vocab_size)
+
+    def write_context(self, cache: KVCache, rows: Tensor, places: Tensor, states: Tensor) -> None:
+        """Write keys and values of what the target's layers yielded: states [N, F].
+
+        rows, places: [N], of the cache, on its device. A token's place is its position.
+        """
+        stack = self.decoder.stack
+        made = self.context(self.hidden_norm(self.fc(states)))
+        made = made.view(len(states), len(stack.layers), 2, stack.num_kv_heads, stack.head_size)
+        for index, layer in enumerate(stack.layers):
+            keys, values = made[:, index].unbind(1)  # [N, K, H]
+            how = layer.attention
+            assert how.k_norm is not None
+            assert how.rotary is not None
+            angles = how.rotary.cos[places].unsqueeze(1), how.rotary.sin[places].unsqueeze(1)
+            cache.blocks[index, 0][rows, :, places] = rotate(how.k_norm(keys), *angles)
+            cache.blocks[index, 1][rows, :, places] = values
+
+    def run_blocks(self, cache: KVCache, rows: IntArray, roots: IntArray) -> Tensor:
+        """Fill a block after the context of each row; roots [B]: their last emitted tokens.
+
+        Returns what the head is to read of the drafted places, [B, P, D]. What the block writes
+        into the cache counts for nothing afterwards.
+        """
+        size = self.params.block_size
+        tokens = np.full((len(rows), size), self.params.mask_token_id, np.int64)
+        tokens[:, 0] = roots
+        step = Step(
+            rows=rows,
+            tokens=tokens,
+            positions=cache.past_lens[rows][:, None] + np.arange(size),
+            tree_mask=np.ones((len(rows), size, size), np.bool_),
+        )
+        hidden = self.decoder.forward(step, cache)[:, size - self.params.num_positions :]
+        return hidden if self.head_scale == 1 else hidden * self.head_scale
+
+    def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The `width` most probable tokens of places [..., D], best first, and their logarithms."""
+        return rank_tokens(self.decoder, hidden, width, self.offsets)

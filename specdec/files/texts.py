@@ -1,0 +1,132 @@
+"""A file of tokenized texts that several processes read and add to, such as `--suffix-cache`.
+
+One line of JSON, then the tokens as little-endian int32, each text followed by -1. The file is
+replaced as a whole, so that who reads it needs no lock; who adds to it holds one on the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import SpecDecError
+from specdec.files.reading import Array, open_file, parse_json
+
+FORMAT, VERSION = "specdec texts", 1
+END = -1  # of a text
+MAX_HEADER_BYTES = 10_000
+MAX_TOKENS = 1 << 28  # 1 GiB
+
+
+def read_texts(path: Path, vocabulary: dict[str, Any], max_tokens: int) -> list[list[int]]:
+    """The newest texts of a file, `max_tokens` in all at most; none where there is no file.
+
+    vocabulary: what the tokens are of, with `vocab_size`. Raises SpecDecError for a file of another
+    vocabulary, or one that is damaged.
+    """
+    if not path.exists():
+        return []
+    advice = "give another name, or remove the file: it only holds earlier texts"
+    with open_file(path) as file:
+        line = file.readline(MAX_HEADER_BYTES)
+        data = file.read(4 * MAX_TOKENS + 1)
+    try:
+        header = parse_json(line)
+    except (SpecDecError, ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise SpecDecError(f"{path} is not a file of texts that specdec wrote", advice)
+    if header.get("version") != VERSION:
+        raise SpecDecError(
+            f"{path} is of version {header.get('version')}, this is for {VERSION}", advice
+        )
+    if header.get("vocabulary") != vocabulary:
+        raise SpecDecError(f"{path} holds texts of another tokenizer or model", advice)
+    if len(data) > 4 * MAX_TOKENS or hashlib.sha256(data).hexdigest() != header.get("sha256"):
+        raise SpecDecError(f"{path} is damaged: its checksum is another", advice)
+    tokens = np.frombuffer(data[: len(data) // 4 * 4], "<i4")
+    is_token = (tokens >= END) & (tokens < vocabulary["vocab_size"])
+    if len(data) % 4 or not is_token.all() or (len(tokens) and tokens[-1] != END):
+        raise SpecDecError(f"{path} holds {len(data)} bytes that are not texts", advice)
+    return _take_newest(_split(tokens), max_tokens)
+
+
+def check_writable(path: Path) -> None:
+    """Raise SpecDecError where texts could not be added to a file."""
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise SpecDecError(
+            f"{path} cannot be written: {path.parent} is not a folder that can be",
+            "check the path and its permissions",
+        )
+
+
+def add_texts(
+    path: Path, texts: Sequence[Sequence[int]], vocabulary: dict[str, Any], max_tokens: int
+) -> None:
+    """Put texts behind those of a file, whose oldest leave it beyond `max_tokens`.
+
+    Raises SpecDecError where the file is of another kind or cannot be written.
+    """
+    try:
+        with _hold(path.parent):
+            known = read_texts(path, vocabulary, max_tokens)
+            _replace(path, _take_newest([*known, *texts], max_tokens), vocabulary)
+    except OSError as error:
+        raise SpecDecError(
+            f"{path} cannot be written: {error.strerror}", "check the folder and its permissions"
+        ) from None
+
+
+def _split(tokens: Array) -> list[list[int]]:
+    ends = np.flatnonzero(tokens == END)
+    return [part[:-1].tolist() for part in np.split(tokens, ends + 1)[:-1]]
+
+
+def _take_newest(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """The last texts of at most so many tokens, their ends counted; of one too long, its end."""
+    taken: list[list[int]] = []
+    room = max_tokens
+    for text in reversed(texts):
+        if taken and len(text) + 1 > room:
+            break
+        taken.append(list(text[max(0, len(text) - room + 1) :]))
+        room -= len(taken[-1]) + 1
+    return taken[::-1]
+
+
+def _replace(path: Path, texts: Sequence[Sequence[int]], vocabulary: dict[str, Any]) -> None:
+    data = np.array([t for text in texts for t in (*text, END)], "<i4").tobytes()
+    header = {
+        "format": FORMAT, "version": VERSION, "vocabulary": vocabulary,
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }  # fmt: skip
+    # For its owner alone, as `mkstemp` makes it: the texts are what people asked.
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(json.dumps(header).encode() + b"\n" + data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _hold(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

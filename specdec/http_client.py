@@ -1,0 +1,206 @@
+"""Requests to somebody's HTTP server: a deadline for the whole, a bound on its size, a hidden key.
+
+For commands that ask an OpenAI-compatible server. httpx is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import ssl
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.errors import SpecDecError, UsageError, name_extra, summarize
+
+if TYPE_CHECKING:
+    import httpx
+
+ERROR_BYTES = 10_000  # read of an error's body; the rest is dropped
+SERVER_KEY_VARIABLE = "SPECDEC_API_KEY"
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """What a server answered. retry_after: of its header. data: cut a little beyond the limit."""
+
+    status: int
+    data: bytes
+    retry_after: str | None = None
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+
+class NoAnswer(Exception):
+    """No answer came. was_never: nothing has ever answered there. is_late: the time is over."""
+
+    def __init__(self, reason: str, *, was_never: bool = False, is_late: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.was_never, self.is_late = reason, was_never, is_late
+
+
+def check_url(url: str, flag: str, extra: str, key_source: str) -> None:
+    """Raise UsageError for what cannot be a server's base, SpecDecError where httpx is missing.
+
+    flag: that the URL was given with. extra: what installs httpx for it. key_source: where a key is
+    taken from, for who writes one into the URL.
+    """
+    try:
+        import httpx
+    except ImportError:
+        raise SpecDecError(f"{flag}: httpx is not installed", name_extra(extra)) from None
+    hint = "give the base of the server's paths, such as http://127.0.0.1:8000/v1"
+    try:
+        parts = httpx.URL(url)
+        parts.host.encode("idna")  # what the resolver does with it
+    except (httpx.InvalidURL, ValueError):
+        raise UsageError(f"{flag} is {url!r}", hint) from None
+    is_good = parts.scheme in ("http", "https") and bool(parts.host) and parts.port != 0
+    if not is_good or parts.query or parts.fragment:
+        raise UsageError(f"{flag} is {url!r}", hint)
+    if parts.userinfo:
+        raise UsageError(
+            f"{flag} holds a user name or a password", f"a key is taken from {key_source} only"
+        )
+
+
+def read_key(path: Path | None, flag: str = "--api-key-file") -> str | None:
+    """A server's key from a file or SPECDEC_API_KEY; None where there is none.
+
+    It must be one line of printable ASCII, as a header can hold.
+    """
+    key, source = os.environ.get(SERVER_KEY_VARIABLE), SERVER_KEY_VARIABLE
+    if path is not None:
+        source = f"{flag} {path}"
+        try:
+            key = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecDecError(
+                f"{source} cannot be read: {summarize(error)}", "give a file that holds the key"
+            ) from None
+    if key is None:
+        return None
+    key = key.strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise SpecDecError(
+            f"{source} holds no key", "write one word of ASCII characters, such as a random one"
+        )
+    return key
+
+
+class HttpClient:
+    """Asks one server. Threads may share it."""
+
+    def __init__(self, key: str | None, timeout: float) -> None:
+        """timeout: seconds that one exchange may take as a whole."""
+        self.timeout = timeout
+        self._key = key
+        # The system's certificates, as other programs of this machine use; httpx has its own list.
+        self._tls = ssl.create_default_context()
+        self._was_reached = threading.Event()
+
+    def exchange(self, url: str, body: bytes | None, max_bytes: int) -> Response:
+        """POST a JSON body, or GET without one; NoAnswer where none comes in time.
+
+        Of a body that is longer than max_bytes a little more is returned.
+        """
+        import httpx
+
+        try:
+            return asyncio.run(self._exchange(url, body, max_bytes))
+        except (httpx.HTTPError, asyncio.TimeoutError) as error:
+            raise self._explain(error) from None
+
+    async def _exchange(self, url: str, body: bytes | None, max_bytes: int) -> Response:
+        # httpx alone waits anew for every byte: here the whole exchange has `timeout` seconds.
+        import httpx
+
+        headers = {
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",  # what is counted is what is kept
+            "Connection": "close",
+        }
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        deadline = time.monotonic() + self.timeout
+        # Redirects are not followed, which would carry the key to another host.
+        async with httpx.AsyncClient(verify=self._tls, timeout=None) as client:
+            method = "GET" if body is None else "POST"
+            request = client.build_request(method, url, content=body, headers=headers)
+            sending = client.send(request, stream=True)
+            response = await asyncio.wait_for(sending, self.timeout)
+            self._was_reached.set()
+            reading = _read_body(response, max_bytes if response.is_success else ERROR_BYTES)
+            try:
+                data = await asyncio.wait_for(reading, max(0, deadline - time.monotonic()))
+            except (httpx.HTTPError, asyncio.TimeoutError):
+                if response.is_success:
+                    raise
+                data = b""  # the status tells enough
+        return Response(response.status_code, data, response.headers.get("Retry-After"))
+
+    def _explain(self, error: Exception) -> NoAnswer:
+        import httpx
+
+        cause = _find_cause(error)
+        if isinstance(error, asyncio.TimeoutError) or isinstance(cause, TimeoutError):
+            return NoAnswer(f"no answer within {self.timeout:g} s", is_late=True)
+        errno = cause.errno if isinstance(cause, ConnectionError) else None
+        text = os.strerror(errno) if errno else self.hide_key(str(cause)) or type(cause).__name__
+        is_connecting = isinstance(error, (httpx.ConnectError, httpx.ProxyError))
+        if is_connecting and not self._was_reached.is_set():
+            return NoAnswer(text, was_never=True)
+        return NoAnswer(f"the connection failed: {text}")
+
+    def find_message(self, data: bytes) -> str:
+        """The text of an error's body: OpenAI's form, FastAPI's, or as it is; without the key."""
+        return self.hide_key(_find_message(data))
+
+    def hide_key(self, text: str) -> str:
+        """The text without the key."""
+        return text.replace(self._key, "[key]") if self._key else text
+
+
+async def _read_body(response: httpx.Response, limit: int) -> bytes:
+    """Read a body as it was sent; stop, with more than `limit` bytes, where it is longer."""
+    data = bytearray()
+    async for chunk in response.aiter_raw():
+        data += chunk
+        if len(data) > limit:
+            break
+    await response.aclose()
+    return bytes(data)
+
+
+def _find_cause(error: BaseException) -> BaseException:
+    """The system's own error, where httpx and the libraries below it wrapped one; else `error`."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError):
+            error = inner
+        several = getattr(inner, "exceptions", None)  # of the attempts at several addresses
+        inner = several[0] if several else inner.__cause__ or inner.__context__
+    return error
+
+
+def _find_message(data: bytes) -> str:
+    text = data.decode("utf-8", errors="replace").strip()
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(document, dict):
+        found = document.get("error", document.get("message", document.get("detail")))
+        if isinstance(found, dict):
+            found = found.get("message")
+        if isinstance(found, str):
+            return found
+    return text

@@ -1,0 +1,50 @@
+"""`--draft-budget`: whether drafts are as long as the options say, or as what they cost allows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from specdec.command.settings import as_options, setting
+from specdec.errors import UsageError
+
+from .draft_target import DraftTargetDraft
+
+Mode = Literal["auto", "fixed"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetDraft:
+    """Options of every command that decodes."""
+
+    draft_budget: str | None = setting(
+        choices=("auto", "fixed"),
+        help="auto: draft only while that is faster, and verify of each draft only what is worth"
+        " its time. fixed: draft as the other options say. If not given, auto for steps of four"
+        " requests or more on a CPU.",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftBudget:
+    """What was asked for, and by which flag; mode: None where nothing was."""
+
+    mode: Mode | None = None
+    flag: str = ""
+
+
+def read_budget(settings: Any) -> DraftBudget:
+    """Return what is asked for; raise UsageError where two options contradict one another."""
+    text = as_options(settings, BudgetDraft).draft_budget
+    pair = as_options(settings, DraftTargetDraft)
+    mode: Mode | None = None if text is None else "auto" if text == "auto" else "fixed"
+    if mode == "fixed" and pair.draft_len == "auto":
+        raise UsageError("--draft-budget fixed and --draft-len auto are both given", "give one")
+    if mode == "fixed" and pair.draft_engine_dir is not None:
+        if pair.draft_len is None and pair.draft_target_model_config is None:
+            raise UsageError("--draft-budget fixed without --draft-len", "give --draft-len N")
+    if mode is not None:
+        return DraftBudget(mode, f"--draft-budget {mode}")
+    if pair.draft_len == "auto":
+        return DraftBudget("auto", "--draft-len auto")
+    return DraftBudget()

@@ -1,0 +1,271 @@
+"""DFlash: layers of the drafter's own that draft a whole block of tokens in one pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from specdec.command.settings import as_options, list_given, setting
+from specdec.errors import Problems
+from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import (
+    DFLASH_NET,
+    EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
+    Shard,
+    TensorSpec,
+    list_layer_tensors,
+    list_norm,
+    list_target_tensors,
+)
+
+from .base import Method, SizedTree, check, check_count, check_unknown, fit_net
+from .eagle import NET_FIELDS, check_layers, find_uneven, read_net
+
+ARCHITECTURE = "SpecDecDFlashForCausalLM"
+# Of the layers, beside a Llama's fields.
+OWN_FIELDS = ("attn_bias", "sliding_window", "layer_types", "embedding_multiplier")
+
+
+def make_net(config: Mapping[str, Any], dtype: str) -> ModelConfig:
+    """The layers that draft, of a drafter's config: a Qwen3's, for the target's vocabulary."""
+    fields = {name: config[name] for name in (*NET_FIELDS, *OWN_FIELDS)}
+    if fields["layer_types"] is not None:
+        fields["layer_types"] = tuple(fields["layer_types"])
+    return ModelConfig(architecture="Qwen3ForCausalLM", dtype=dtype, **fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlashParams(SizedTree):
+    """DFlash (https://arxiv.org/abs/2602.06036): a block of mask tokens, filled in one pass.
+
+    net: the layers, with the target's vocabulary; its embedding_multiplier is of the rows of the
+    embedding. aux_layers: the target's layers, from 0, whose outputs are read, rising. block_size:
+    tokens of a pass, the last emitted one first. mask_token_id: the others. sample_from_anchor:
+    each place of a block drafts the token after it; if false, all but the first their own.
+    draft_vocab_size: tokens that can be drafted. max_draft_len: most draft tokens of a tree.
+    """
+
+    net: ModelConfig
+    aux_layers: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    draft_vocab_size: int
+    max_draft_len: int
+    sample_from_anchor: bool = False
+
+    KEY: ClassVar[str] = "dflash"
+    NET: ClassVar[str] = "dflash_net_config"
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that a pass drafts, one after another."""
+        return self.block_size - (not self.sample_from_anchor)
+
+    @property
+    def max_draft_depth(self) -> int:
+        """Most draft tokens that one verify step can accept."""
+        return min(self.num_positions, self.max_draft_len)
+
+    def find_problems(self, *, hidden_size: int, vocab_size: int, tp_size: int) -> Problems:
+        """List what does not suit a target of these sizes, each with a remedy."""
+        problems = Problems()
+        remedy = "use the DFlash drafter that was trained for this target"
+        for name, ours, targets in (
+            ("vocab_size", self.net.vocab_size, vocab_size),
+            ("hidden_size", self.net.hidden_size, hidden_size),
+        ):
+            if ours != targets:
+                problems.add(
+                    f"the DFlash drafter's {name} is {ours}, the target's {targets}", remedy
+                )
+        for name, number, most in (
+            ("mask_token_id", self.mask_token_id, vocab_size - 1),
+            ("draft_vocab_size", self.draft_vocab_size, vocab_size),
+        ):
+            if number > most and self.net.vocab_size == vocab_size:
+                problems.add(
+                    f"the DFlash drafter's {name} is {number}, the target's vocab_size"
+                    f" {vocab_size}",
+                    remedy,
+                )
+        if uneven := find_uneven(self.net, tp_size):
+            problems.add(
+                f"the DFlash drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
+                "use a tp_size that divides them",
+            )
+        return problems
+
+    def make_net_model(self, model: ModelConfig) -> ModelConfig:
+        """The net for `model` as a model of its own, with the drafted vocabulary."""
+        return fit_net(self.net, model, self.draft_vocab_size)
+
+    def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
+        """Every tensor of the drafter for `model`, whole, by canonical name."""
+        net = self.make_net_model(model)
+        hidden, width = net.hidden_size, len(self.aux_layers) * model.hidden_size
+        tensors = {
+            "drafter.vocab_embedding.weight": TensorSpec(
+                (model.vocab_size, hidden), list_target_tensors(model)[EMBEDDING].shard
+            ),
+            "drafter.fc.weight": TensorSpec((hidden, width), Shard.ROWS),
+            **list_norm(net, "drafter.hidden_norm"),
+        }
+        for layer in range(net.num_hidden_layers):
+            for name, spec in list_layer_tensors(net).items():
+                if spec.shard is Shard.QKV:
+                    spec = dataclasses.replace(spec, owner=net)
+                tensors[f"drafter.layers.{layer}.{name}"] = spec
+        tensors |= list_norm(net, "drafter.ln_f")
+        tensors[HEAD] = TensorSpec((self.draft_vocab_size, hidden), Shard.VOCAB)
+        if self.draft_vocab_size < model.vocab_size:
+            tensors["d2t"] = TensorSpec((self.draft_vocab_size,), Shard.WHOLE)
+        elif model.arithmetic.head_bias:
+            tensors[HEAD_BIAS] = TensorSpec((self.draft_vocab_size,), Shard.VOCAB)
+        return {f"{DFLASH_NET}{name}": spec for name, spec in tensors.items()}
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Return the keys of a checkpoint's config.json."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        net, number = own.pop("net"), own.pop("max_draft_len")
+        config = {name: getattr(net, name) for name in (*NET_FIELDS, *OWN_FIELDS)}
+        types = config["layer_types"]
+        config["layer_types"] = None if types is None else list(types)
+        own["aux_layers"] = list(self.aux_layers)
+        return {self.KEY: own, self.NET: config, "max_draft_len": number}
+
+    @classmethod
+    def from_checkpoint(cls, config: Mapping[str, Any]) -> DFlashParams:
+        """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
+        key, own = cls.KEY, config.get(cls.KEY)
+        check(key, own, "an object", is_good=isinstance(own, dict))
+        assert isinstance(own, dict)
+        check_unknown((k for k in config if "dflash" in k), {cls.KEY, cls.NET})
+        fields = {field.name for field in dataclasses.fields(cls)} - {"net", "max_draft_len"}
+        check_unknown(own, fields)
+        check_layers(f"{key}.aux_layers", own.get("aux_layers"))
+        samples = own.get("sample_from_anchor")
+        is_bool = isinstance(samples, bool)
+        check(f"{key}.sample_from_anchor", samples, "true or false", is_good=is_bool)
+        least = 1 if samples else 2
+        check_count(f"{key}.block_size", own.get("block_size"), least, MAX_DRAFT_TOKENS)
+        check_count(f"{key}.mask_token_id", own.get("mask_token_id"), 0, MAX_SIZE)
+        check_count(f"{key}.draft_vocab_size", own.get("draft_vocab_size"), 1, MAX_SIZE)
+        check_count("max_draft_len", config.get("max_draft_len"), 1, MAX_DRAFT_TOKENS)
+        net = cls._read_net(config)
+        return cls(
+            net=net,
+            max_draft_len=config["max_draft_len"],
+            **own | {"aux_layers": tuple(own["aux_layers"])},
+        )
+
+    @classmethod
+    def _read_net(cls, config: Mapping[str, Any]) -> ModelConfig:
+        dtype, found = config.get("dtype", "float32"), config.get(cls.NET)
+        read_net(cls.NET, found, dtype)
+        assert isinstance(found, dict)
+        bias, scale = found.get("attn_bias"), found.get("embedding_multiplier")
+        check(f"{cls.NET}.attn_bias", bias, "true or false", is_good=isinstance(bias, bool))
+        is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        is_good = is_number and 0 < float(str(scale)) < math.inf
+        check(f"{cls.NET}.embedding_multiplier", scale, "a positive number", is_good=is_good)
+        window, types = found.get("sliding_window"), found.get("layer_types")
+        if window is not None:
+            check_count(f"{cls.NET}.sliding_window", window, 1, MAX_SIZE)
+        is_list = types is None or isinstance(types, list)
+        check(f"{cls.NET}.layer_types", types, "a list or null", is_good=is_list)
+        net = make_net({name: found.get(name) for name in (*NET_FIELDS, *OWN_FIELDS)}, dtype)
+        Problems((f"{cls.NET}: {fact}", hint) for fact, hint in net.find_problems()).raise_all()
+        return net
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlashConvert:
+    """Options of specdec-convert."""
+
+    dflash_model_dir: str | None = setting(
+        metavar="DRAFTER", help="A DFlash drafter: a folder or Hub id."
+    )
+    dflash_max_draft_len: int | None = setting(
+        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        help="Most draft tokens in a step of a DFlash engine; 63 if not given.",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlashDraft:
+    """Options of every command that decodes."""
+
+    dflash_tokens: int | None = setting(
+        kind="int", minimum=1, metavar="N", help="Draft tokens in a step of a DFlash engine."
+    )
+    dflash_top_k: int | None = setting(
+        kind="int", minimum=1, metavar="K",
+        help="How many tokens a DFlash engine considers for each place of a block; 1: a chain.",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlashTrain:
+    """Options of specdec-train."""
+
+    dflash_num_layers: int = setting(
+        1, help="Decoder layers of the DFlash drafter.", kind="int", minimum=1, maximum=MAX_MODULES
+    )
+    dflash_block_size: int = setting(
+        8, help="Tokens of a DFlash block: the last one emitted and those drafted after it.",
+        kind="int", minimum=2, maximum=MAX_DRAFT_TOKENS,
+    )  # fmt: skip
+    dflash_num_target_layers: int = setting(
+        5, help="How many of the target's layers a DFlash drafter reads, evenly spread.",
+        kind="int", minimum=1, maximum=MAX_MODULES,
+    )  # fmt: skip
+    dflash_num_anchors: int = setting(
+        64, help="Blocks of each row that are trained on, begun at places drawn at random.",
+        kind="int", minimum=1,
+    )  # fmt: skip
+    dflash_loss_decay: float = setting(
+        0.8, help="Weight of each place of a DFlash block relative to the one before.",
+        kind="float", minimum=0,
+    )  # fmt: skip
+    dflash_mask_token_id: int | None = setting(
+        kind="int", minimum=0, metavar="N",
+        help="The token that stands where a DFlash block is to be filled; if not given, the"
+        " target's padding token, or its end token where that has no embedding.",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlashOptions:
+    """How trees grow; None where the engine is to choose."""
+
+    num_tokens: int | None = None
+    top_k: int | None = None
+
+
+def read_options(settings: Any) -> DFlashOptions | None:
+    """Return how trees are to grow, None where nothing is asked for."""
+    if not list_given(settings, DFlashDraft):
+        return None
+    draft = as_options(settings, DFlashDraft)
+    return DFlashOptions(num_tokens=draft.dflash_tokens, top_k=draft.dflash_top_k)
+
+
+METHOD = Method(
+    name="dflash",
+    title="DFlash",
+    paper="https://arxiv.org/abs/2602.06036",
+    mode="dflash",
+    source="checkpoint",
+    params=DFlashParams,
+    architectures=(ARCHITECTURE,),
+    own_architectures={ARCHITECTURE: "DFlash"},
+    folder="dflash_model_dir",
+    read=read_options,
+    options={"convert": DFlashConvert, "draft": DFlashDraft, "train": DFlashTrain},
+    training={"learning_rate": 1e-3, "self_distillation": 1.0},
+)

@@ -1,0 +1,272 @@
+"""The audit of our own server: clean runs say nothing, and each planted fault is seen.
+
+SPECDEC_AUDIT_RUNS=20 also audits the pycode engines so often, with other methods, prompts and
+lengths each time, and once more with drafters that were made for another base; docs/audit.md has
+the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.audit import server as audited
+from specdec.audit.pipeline import audit_server
+from specdec.audit.settings import CHECKS, AuditSettings
+from tests.audit.faults import FAULTS
+from tests.audit.test_doubles import find_wrong, get
+from tests.conftest import ROOT, make_tokenizer
+from tests.engines import call, make_knowing_drafter, make_tree_engine
+from tests.serve.servers import MODEL, make_served_engine, serve_here
+
+PYCODE = ROOT / "examples" / "pycode"
+NUM_RUNS = int(os.environ.get("SPECDEC_AUDIT_RUNS", "0"))
+# Way -> what is converted beside the target, and the server's options.
+WAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "medusa": (["--medusa-model-dir", "medusa"], {}),
+    "redrafter": (["--drafter-model-dir", "redrafter"], {}),
+    "eagle": (["--eagle-model-dir", "eagle"], {}),
+    "prompt lookup": ([], {"prompt_lookup_num_tokens": 6}),
+}
+EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6)
+# Of each drafter with weights, the file and the tensor that reads the target's hidden states.
+READERS = {
+    "redrafter": ("model.safetensors", "input_proj.weight"),
+    "eagle": ("model.safetensors", "fc.weight"),
+}
+TEXT_CHECKS = [name for name in CHECKS if name != "acceptance"]  # a random drafter knows nothing
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audited, "SETTLING", 0.0)
+    monkeypatch.delenv("SPECDEC_API_KEY", raising=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_served_engine(tmp_path_factory.mktemp("audit"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("hello ab\nThe\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[str]:
+    with serve_here(folder) as (_, url):
+        yield url
+
+
+def audit(url: str, **settings: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"device": "cpu", "max_tokens": 24, **settings}
+    return audit_server(AuditSettings(base_url=url, model=MODEL, **options))
+
+
+def test_nothing_is_wrong(served: str, folder: Path, prompts: Path) -> None:
+    """Against an engine of ours and against the server itself; all checks but of the drafter."""
+    report = audit(served, reference_engine=folder, checks=TEXT_CHECKS, prompts=prompts)
+    assert find_wrong(report) == {}
+    assert report["verdict"] == "ok"
+    greedy = get(report, "greedy")["evidence"]
+    assert (greedy["compared_by"], greedy["equal"], greedy["tokens"]) == ("token ids", 2, 2 * 24)
+    assert len(get(report, "stops")["evidence"]["stops"]) >= 8
+    assert get(report, "stream")["evidence"]["skipped"] == []
+    again = audit(served, reference_url=served, checks=["greedy"], prompts=prompts)
+    assert (again["verdict"], again["prompts"]) == ("ok", 2)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_the_server(
+    name: str, served: str, folder: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello ab\n")
+    plant, checks = FAULTS[name]
+    needed = ["stops", "limits"] if checks == ("usage",) else []
+    with plant():
+        report = audit(
+            served, reference_engine=folder if "greedy" in checks else None, prompts=prompts,
+            checks=[*checks, *needed], max_tokens=16,
+        )  # fmt: skip
+    wrong = find_wrong(report)
+    assert set(checks) <= set(wrong), report["checks"]
+    assert report["verdict"] == "failed"
+
+
+# --- drafters: a target that counts upwards, and an EAGLE-3 drafter that knows it ---
+
+
+@pytest.fixture(scope="module")
+def knowing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str]]:
+    parent = tmp_path_factory.mktemp("knowing")
+    drafter = make_knowing_drafter(parent, "layers", size=128)
+    engine = make_tree_engine("eagle", parent, parent / "counter", drafter, optimize="none")
+    make_tokenizer(parent / "counter")
+    with serve_here(engine, tokenizer_dir=str(parent / "counter")) as served:
+        yield served
+
+
+def audit_drafter(url: str, max_tokens: int = 32) -> dict[str, Any]:
+    return get(audit(url, checks=["acceptance"], max_tokens=max_tokens), "acceptance")
+
+
+def test_a_drafter_that_knows(knowing: tuple[Any, str]) -> None:
+    check = audit_drafter(knowing[1])
+    assert check["verdict"] == "ok", check
+    assert check["evidence"]["acceptance_length"] > 3
+
+
+def find_drafter(server: Any) -> Any:
+    """The drafter itself, behind what the server's budget puts before it."""
+    proposer = server.scheduler.engine._core.proposer
+    return getattr(proposer, "proposer", proposer)
+
+
+@contextlib.contextmanager
+def swap(thing: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(thing, name)
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        setattr(thing, name, before)
+
+
+def test_drafters_that_know_nothing(knowing: tuple[Any, str]) -> None:
+    """A d2t one off, features of another base: the text is right, and slow."""
+    server, url = knowing
+    proposer = find_drafter(server)
+    net = proposer.net
+    off = torch.ones(128, dtype=torch.int64)
+    off[-1] = -127
+    original = net.make_features
+    mixed = torch.randperm(256, generator=torch.Generator().manual_seed(3))
+    faults: dict[str, Any] = {
+        "d2t": (net, "offsets", off),
+        "another base": (net, "make_features", lambda states: original(states[..., mixed])),
+    }
+    for name, fault in faults.items():
+        with swap(*fault):
+            check = audit_drafter(url)
+        assert check["verdict"] in ("failed", "suspect"), (name, check)
+        assert "accept" in check["faults"][0], name
+    assert audit_drafter(url)["verdict"] == "ok"
+
+
+def test_a_drafter_that_forgets(knowing: tuple[Any, str]) -> None:
+    """Acceptance that collapses under way, and a position of the draft that is never right."""
+    server, url = knowing
+    proposer = find_drafter(server)
+    propose, num_calls = proposer.propose, 0
+
+    def spoil(trees: list[Any], depth: int) -> list[Any]:
+        for candidates in trees:
+            tree = candidates.tree
+            deep = np.array([tree.depths[node] >= depth for node in range(tree.num_nodes)])
+            tree.tokens[deep] = (tree.tokens[deep] + 7) % 128
+        return trees
+
+    def forget(requests: Any) -> list[Any]:
+        nonlocal num_calls
+        num_calls += 1
+        return spoil(propose(requests), 1 if num_calls > 80 else 99)
+
+    with swap(proposer, "propose", forget):
+        check = audit_drafter(url)
+    assert (check["verdict"], "collapses" in check["faults"][0]) == ("suspect", True), check
+    with swap(proposer, "propose", lambda requests: spoil(propose(requests), 2)):
+        check = audit_drafter(url)
+    assert check["verdict"] == "suspect", check
+    assert "position 1 accepts nothing" in check["faults"][0]
+
+
+def test_a_server_without_speculation(folder: Path) -> None:
+    with serve_here(folder, no_speculation=True) as (_, url):
+        check = audit_drafter(url, 8)
+    assert check["verdict"] == "failed"
+    assert "the server does not speculate" in check["faults"][0]
+
+
+# --- real drafters, when asked for ---
+
+when_asked = pytest.mark.skipif(NUM_RUNS == 0, reason="SPECDEC_AUDIT_RUNS says how many runs")
+
+
+def make_pycode_engine(
+    folder: Path, options: list[str], parent: Path = PYCODE, build: tuple[object, ...] = ()
+) -> Path:
+    words = [parent / word if at % 2 else word for at, word in enumerate(options)]
+    call(
+        "convert", "--model-dir", PYCODE / "target", "--dtype", "float32", "--output-dir",
+        folder / "checkpoint", *words,
+    )  # fmt: skip
+    call(
+        "build", "--checkpoint-dir", folder / "checkpoint", "--output-dir", folder / "engine",
+        "--max-batch-size", 4, "--max-seq-len", 512, "--tokenizer-dir", PYCODE / "target",
+        *build,
+    )  # fmt: skip
+    return folder / "engine"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pycode_engine(tmp_path_factory.mktemp("plain"), [])
+
+
+def choose_prompts(path: Path, seed: int) -> Path:
+    lines = (PYCODE / "prompts.jsonl").read_text().splitlines()
+    chosen = random.Random(seed).sample(lines, 6)
+    texts = [{"prompt": json.loads(line)["prompt"]} for line in chosen]
+    path.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    return path
+
+
+@when_asked
+@pytest.mark.parametrize("way", WAYS)
+def test_clean_runs(way: str, plain: Path, tmp_path: Path) -> None:
+    """No false alarm: nothing but ok, in all checks of all runs."""
+    options, settings = WAYS[way]
+    engine = make_pycode_engine(tmp_path, options, build=() if options else EXTERNAL)
+    own = list(WAYS).index(way)
+    with serve_here(engine, **settings) as (_, url):
+        for run in range(own, NUM_RUNS, len(WAYS)):
+            chosen = choose_prompts(tmp_path / "prompts.jsonl", run)
+            length = (32, 48, 64)[run % 3]
+            report = audit(url, reference_engine=plain, prompts=chosen, max_tokens=length)
+            found = get(report, "acceptance")["evidence"]
+            print(way, run, length, report["verdict"], report["requests"], found)
+            assert find_wrong(report) == {}, report["checks"]
+
+
+@when_asked
+@pytest.mark.parametrize("way", READERS)
+def test_drafters_of_another_base(way: str, plain: Path, tmp_path: Path) -> None:
+    """Another base has its features in other places: the text stays right, acceptance does not."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(PYCODE / way, tmp_path / way)
+    file, name = READERS[way]
+    tensors = load_file(tmp_path / way / file)
+    found = next(key for key in tensors if key.endswith(name))
+    places = torch.randperm(tensors[found].shape[1], generator=torch.Generator().manual_seed(1))
+    tensors[found] = tensors[found][:, places].contiguous()
+    save_file(tensors, tmp_path / way / file, metadata={"format": "pt"})
+    engine = make_pycode_engine(tmp_path, WAYS[way][0], tmp_path)
+    with serve_here(engine) as (_, url):
+        report = audit(url, reference_engine=plain, max_tokens=48)
+    print(way, find_wrong(report), get(report, "acceptance"))
+    assert set(find_wrong(report)) == {"acceptance"}

@@ -1,0 +1,268 @@
+"""The audit of servers in vLLM's and llama-server's form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.audit import server as audited
+from specdec.audit.answers import Counts
+from specdec.audit.events import find_broken_characters, find_faults, read_events
+from specdec.audit.server import read_counters
+from tests.audit.doubles import MODEL, Double
+from tests.conftest import read_error_lines
+from tests.engines import run_cli_here
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audited, "SETTLING", 0.0)
+    monkeypatch.delenv("SPECDEC_API_KEY", raising=False)
+
+
+def audit(url: str, *flags: object) -> tuple[int, dict[str, Any], str]:
+    """Status, report and stderr of a command."""
+    done = run_cli_here(
+        "audit", "--base-url", url, "--model", MODEL, "--max-tokens", 24, "--json", *flags
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+
+
+def find_wrong(report: dict[str, Any]) -> dict[str, str]:
+    return {
+        check["name"]: check["verdict"]
+        for check in report["checks"]
+        if check["verdict"] not in ("ok", "skipped")
+    }
+
+
+def get(report: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(c for c in report["checks"] if c["name"] == name)
+    return found
+
+
+@pytest.mark.parametrize("style", ["vllm", "llama", "bare"])
+def test_a_sound_server(style: str) -> None:
+    with Double(style) as server, Double(style, has_metrics=False) as plain:
+        status, report, err = audit(f"{server.url}/v1", "--reference-url", plain.url)
+    assert find_wrong(report) == {}
+    assert (status, report["verdict"]) == (0, "ok")
+    greedy, counted = get(report, "greedy"), get(report, "acceptance")["evidence"]
+    by = "characters" if style == "bare" else "token ids"
+    assert greedy["evidence"]["compared_by"] == by
+    assert counted["source"] == ("events" if style == "bare" else "metrics")
+    if style != "bare":
+        assert counted["acceptance_length"] == 3.0
+        assert counted["per_position"] == [counted["drafts"]] * 2
+    assert "greedy: ok" in err
+
+
+def test_differences_and_near_ties() -> None:
+    """The reference's margin tells them apart; behind a near-tie the rest is compared."""
+    with Double("vllm", other_at=5) as server:
+        with Double("vllm") as plain:
+            status, report, err = audit(server.url, "--reference-url", plain.url)
+        found = get(report, "greedy")["evidence"]["differences"]
+        assert status == 1
+        assert find_wrong(report) == {"greedy": "failed"}
+        assert [d["position"] for d in found] == [5] * 6
+        assert {d["cause"] for d in found} == {"differs"}
+        assert found[0]["margin"] == pytest.approx(3.0, abs=0.1)
+        assert found[0]["server_token"] == found[0]["reference_token"] + 1
+        fact, hint = read_error_lines(err)
+        assert "is failed in greedy: prompt 0, token 5:" in fact
+        assert "accept rule" in hint
+        with Double("vllm", margin=0.2) as plain:
+            _, report, _ = audit(server.url, "--reference-url", plain.url, "--checks", "greedy")
+        found = get(report, "greedy")["evidence"]["differences"]
+        assert {d["cause"] for d in found if d["position"] == 5} == {"near-tie"}
+        with Double("bare") as plain:
+            _, report, _ = audit(server.url, "--reference-url", plain.url, "--checks", "greedy")
+        check = get(report, "greedy")
+        assert (check["verdict"], check["evidence"]["compared_by"]) == ("suspect", "characters")
+        assert "margin not known" in check["faults"][0]
+
+
+@pytest.mark.parametrize("style", ["vllm", "llama", "llama-answers", "bare"])
+def test_nothing_is_accepted(style: str) -> None:
+    """By the metrics, by the answers, and by how tokens come."""
+    kind, _, answers = style.partition("-")
+    with Double(kind, accepted=0, block=1, has_metrics=not answers) as server:
+        status, report, _ = audit(server.url)
+    check = get(report, "acceptance")
+    assert (status, find_wrong(report)) == (1, {"acceptance": check["verdict"]})
+    if style == "bare":
+        assert check["verdict"] == "suspect"
+        assert "no sign of speculation" in check["faults"][0]
+    else:
+        assert check["verdict"] == "failed"
+        assert "drafted tokens was accepted" in check["faults"][0]
+        assert check["evidence"]["source"] == ("answers" if answers else "metrics")
+
+
+def test_dead_positions_collapse_and_counters() -> None:
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"accepted": 1}, "suspect", "position 1 accepts nothing, position 0 "),
+        ({"accepted_later": 0, "later": 12}, "suspect", "acceptance collapses: 2 at first, 0"),
+        ({"positions": (5, 9)}, "failed", "add up to 0, not to the"),
+    ]
+    for options, verdict, fact in cases:
+        with Double("vllm", **options) as server:
+            status, report, _ = audit(server.url, "--checks", "acceptance")
+        check = get(report, "acceptance")
+        assert (status, check["verdict"]) == (1, verdict)
+        assert fact in check["faults"][0]
+    with Double("vllm") as server:
+        flags = ("--checks", "acceptance", "--min-acceptance-length")
+        assert audit(server.url, *flags, 3)[0] == 0
+        status, report, _ = audit(server.url, *flags, 3.1)
+    assert status == 1
+    assert get(report, "acceptance")["faults"] == ["the acceptance length is 3.00, less than 3.1"]
+
+
+def test_counters_of_several_models_and_names() -> None:
+    page = (
+        'a:spec_decode_num_draft_tokens_total{model_name="x\\"y"} 5\n'
+        "a:spec_decode_num_accepted_tokens_total 2.0\n"
+        'a:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 1\n'
+        'a:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 1e0\n'
+        "a:spec_decode_num_drafts NaN\na:other 7\n"
+    )
+    assert read_counters(page, "z") == Counts(None, 5, 2, (1, 1))
+    assert read_counters(page, 'x\\"y') == Counts(None, 5, 0, None)
+    assert read_counters("up 1\n", "z") is None
+
+
+def chunk(text: str = "", **choice: Any) -> dict[str, Any]:
+    return {
+        "id": "a", "model": "m", "created": 1, "object": "text_completion",
+        "choices": [{"index": 0, "text": text, "finish_reason": None, **choice}],
+    }  # fmt: skip
+
+
+def test_the_form_of_events() -> None:
+    """Each fault of a stream is seen, and told once."""
+    end = chunk(finish_reason="stop")
+    usage = {**chunk(), "choices": [], "usage": {"completion_tokens": 1}}
+    cases: list[tuple[list[dict[str, Any]], bool, list[str]]] = [
+        ([chunk("a"), end], False, []),
+        ([chunk("a"), end, usage], True, []),
+        ([chunk("a"), end, usage], False, ["usage is told that was not asked for"]),
+        ([chunk("a"), usage, end], True, ["chunks come after that with the usage"]),
+        ([chunk("a"), end], True, ["0 chunks have a usage"]),
+        ([chunk("a"), {**end, "usage": {"x": 1}}], True, ["the chunk with the usage has choices"]),
+        ([chunk("a"), end, end], False, ["2 finish_reasons"]),
+        ([chunk("a")], False, ["0 finish_reasons"]),
+        ([chunk("a"), end, chunk("b")], False, ["text comes after the finish_reason"]),
+        ([chunk("a"), {**end, "id": "b"}], False, ["id changes: 'a', 'b'"]),
+        ([chunk("a"), {**end, "created": 2}], False, ["created changes"]),
+        ([{"error": {"message": "oh"}}, chunk("a"), end], False, ["an event is an error"]),
+    ]
+    for chunks, has_usage, expected in cases:
+        found = [f.text for f in find_faults(chunks, is_chat=False, has_usage=has_usage)]
+        if "error" in chunks[0]:
+            found = found[:1]
+        assert len(found) == len(expected), found
+        assert all(known in text for known, text in zip(expected, found, strict=True))
+    assert find_faults([chunk("a"), {**end, "created": 2}], is_chat=False, has_usage=False)[
+        0
+    ].is_mild
+    roleless = [{**chunk(), "object": "chat.completion.chunk",
+                 "choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}]  # fmt: skip
+    found = [f.text for f in find_faults(roleless, is_chat=True, has_usage=False)]
+    assert found == ["the first chunk has no role"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "fault"),
+    [
+        ("data: {}\n\n", "0 times [DONE]"),
+        ("data: {}\n\ndata: [DONE]\n\ndata: [DONE]\n\n", "2 times [DONE]"),
+        ("data: [DONE]\n\ndata: {}\n\n", "the first after 0 events; it must be the last"),
+        ("data: {\n\ndata: [DONE]\n\n", "an event is no JSON object"),
+        ("{}\n\ndata: [DONE]\n\n", "a line is neither data nor a comment"),
+        (b"data: {}\n\ndata: \"\xc3\"\n\ndata: [DONE]\n\n", "is not UTF-8"),
+        (": ping\r\n\r\ndata: {}\r\n\r\ndata: [DONE]\r\n\r\n", None),
+    ],
+)  # fmt: skip
+def test_the_form_of_lines(sent: str | bytes, fault: str | None) -> None:
+    _, faults = read_events(sent if isinstance(sent, bytes) else sent.encode())
+    assert (fault in faults[0].text) if fault else not faults
+
+
+def test_halves_of_characters() -> None:
+    pieces = [chunk("a\ufffd"), chunk("\ufffdb")]
+    assert "2 halves" in find_broken_characters(pieces, "aäb")[0].text
+    assert not find_broken_characters(pieces, "a\ufffd\ufffdb")
+
+
+# --- what keeps an audit from its work ---
+
+
+def test_errors_have_facts_and_remedies(tmp_path: Path) -> None:
+    with Double("vllm", key="secret") as server:
+        url = server.url
+        path = tmp_path / "key"
+        path.write_text("secret\n")
+        assert audit(url, "--api-key-file", path, "--checks", "limits")[0] == 0
+        status, report, err = audit(url)
+        assert (status, report) == (1, {})
+        fact, hint = read_error_lines(err)
+        assert "HTTP 401, 'Unauthorized'" in fact
+        assert "--api-key-file or SPECDEC_API_KEY" in hint
+        path.write_text("wrong")
+        assert "HTTP 401" in read_error_lines(audit(url, "--api-key-file", path)[2])[0]
+    fact, hint = read_error_lines(audit(url)[2])
+    assert f"no server answers at {url}/v1/models: Connection refused" in fact
+    assert "check --base-url" in hint
+    with Double("vllm") as server:
+        done = run_cli_here("audit", "--base-url", server.url, "--model", "other")
+        fact, hint = read_error_lines(done.stderr)
+        assert (done.returncode, "has no model 'other'; it has 'double'" in fact) == (1, True)
+        assert "--model" in hint
+        metrics = audit(server.url, "--metrics-url", f"{server.url}/none")
+        assert "has no metrics: HTTP 404" in read_error_lines(metrics[2])[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "fact"),
+    [
+        (["--model", "m"], "missing --base-url"),
+        (["--base-url", "ftp://x", "--model", "m"], "--base-url is 'ftp://x'"),
+        (["--base-url", "http://x", "--model", "m", "--checks", "gredy"], "no check 'gredy' (did"),
+        (["--base-url", "http://x", "--model", "m", "--tokenizer-dir", "t"],
+         "--tokenizer-dir without --reference-engine"),
+        (["--base-url", "http://x", "--model", "m", "--reference-model", "t"],
+         "--reference-model without --reference-url"),
+        (["--base-url", "http://x", "--model", "m", "--reference-url", "http://y",
+          "--reference-engine", "e"], "are both given"),
+    ],
+)  # fmt: skip
+def test_wrong_usage(flags: list[str], fact: str) -> None:
+    done = run_cli_here("audit", *flags)
+    assert done.returncode == 2
+    assert fact in read_error_lines(done.stderr)[0]
+
+
+def test_a_server_that_dies_is_reported() -> None:
+    with Double("vllm", fail_after=16) as server:
+        status, report, err = audit(server.url, "--checks", "limits", "acceptance")
+    assert (status, report["verdict"]) == (1, "failed")
+    assert get(report, "repeat")["faults"] == ["HTTP 500, 'the engine is dead'"]
+    assert get(report, "limits")["verdict"] == "failed"
+
+
+def test_a_slow_server_is_told() -> None:
+    class Slow(Double):
+        def _complete(self, *args: Any, **options: Any) -> None:
+            import threading
+
+            threading.Event().wait(0.5)
+
+    with Slow("vllm") as server:
+        fact, hint = read_error_lines(audit(server.url, "--timeout", 0.2)[2])
+    assert "no answer within 0.2 s" in fact
+    assert "--timeout" in hint

@@ -1,0 +1,121 @@
+"""benchmarks/serve.py without any peer: figures of replies, settings chosen, goals, the table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks import serve
+from benchmarks.side_by_side.processes import PeerError
+from benchmarks.under_load import compare
+from benchmarks.under_load.client import Body, Reply
+from benchmarks.under_load.exact import mix_bodies
+from benchmarks.under_load.figures import count_tokens, describe, join_bursts
+from benchmarks.under_load.servers import LLAMA_CPP, OURS, VLLM, Setting
+
+
+class Words:
+    """A tokenizer whose tokens are single letters, of two together where the first is a capital."""
+
+    def encode(self, text: str) -> Any:
+        ends, at = [], 0
+        while at < len(text):
+            at = min(len(text), at + 1 + text[at].isupper())
+            ends.append((0, at))
+        return argparse.Namespace(offsets=ends, ids=ends)
+
+
+def test_what_one_step_gives_is_one_arrival() -> None:
+    arrivals = [(1.0, "a"), (1.0004, "b"), (1.0009, "c"), (1.5, "d")]
+    assert join_bursts(arrivals) == [(1.0009, "abc"), (1.5, "d")]
+    assert count_tokens(["aB", "cd", "e"], Words()) == [1, 2, 1], "Bc ends within the second"
+
+
+def test_tokens_of_a_step_share_its_time() -> None:
+    reply = Reply(1.0, [(1.25, "a"), (1.75, "bc"), (2.0, "d")], "length", 4)
+    found = describe([reply, Reply(1.0)], 2.0, Words())
+    assert found["tokens_per_second"] == 2.0
+    assert found["ttft"] == {"median": 250.0, "p99": 250.0}
+    assert found["itl"] == {"median": 250.0, "p99": 250.0}
+    assert found["gap"] == {"median": 375.0, "p99": 500.0}
+
+
+class FakeField:
+    """Servers whose speed depends on the setting and how many ask."""
+
+    def __init__(self) -> None:
+        self.kept: list[set[str]] = []
+        self.groups: list[int] = []
+
+    def start(self, setting: Setting) -> None:
+        if setting.name == "broken":
+            raise PeerError("ended with status 1: no such model")
+
+    def end(self, kept: Collection[str] = ()) -> None:
+        self.kept.append(set(kept))
+
+    def run(self, key: str, bodies: Sequence[Body], concurrency: int) -> dict[str, Any]:
+        fast = "draft" in key if concurrency == 1 else "plain" in key
+        rate = (30.0 if fast else 20.0) * (2 if key.startswith(OURS) else 1)
+        times = {"median": 120 / rate, "p99": 240 / rate}
+        return {
+            "tokens_per_second": rate, "tokens": 8, "seconds": 1.0, "texts": ["x"] * len(bodies),
+            **dict.fromkeys(compare.FIGURES, times),
+        }  # fmt: skip
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    args = argparse.Namespace(concurrency=[1, 4], rounds=2)
+    names = ((OURS, "plain"), (OURS, "draft 4"), (LLAMA_CPP, "plain"), (LLAMA_CPP, "draft 4"),
+             (VLLM, "broken"))  # fmt: skip
+    settings = [Setting(server, name, ()) for server, name in names]
+    field: Any = FakeField()
+    errors: dict[str, str] = {}
+    prompts = compare.Prompts(0, 16)
+    tried = compare.try_settings(args, field, prompts, settings, errors)
+    assert errors == {"vLLM: broken": "ended with status 1: no such model"}
+    assert field.kept[-1] == {setting.key for setting in settings[:4]}, "each is best somewhere"
+    made = {
+        "load": compare.run_rounds(args, field, prompts, tried), "errors": errors,
+        "processors_used_by_others": 0.0, "warnings": [], "size": "full", "date": "d",
+        "processor": "p", "usable_cores": 2, "specdec": "0", "commit": "c", "threads": 2,
+        "target_gb": 2.0, "dtype": "bfloat16", "max_tokens": 16, "rounds": 2,
+    }  # fmt: skip
+    return made | {"goals": compare.list_goals(made)}
+
+
+def test_each_server_is_measured_at_its_best(report: dict[str, Any]) -> None:
+    assert [row["setting"] for row in report["load"]] == [
+        "specdec: draft 4", "llama.cpp: draft 4", "specdec: plain", "llama.cpp: plain",
+    ]  # fmt: skip
+    assert [goal["verdict"] for goal in report["goals"]] == ["met"] * 10
+    assert {goal["measured"] for goal in report["goals"]} == {2.0, 0.5}
+    section = compare.format_markdown(report)
+    assert section.startswith("## Servers under load, full: `serve.py load`\n")
+    assert "| 1 | specdec: draft 4 | 60.0 (60.0-60.0) | 2.0 / 4.0 |" in section
+    assert "Not measured: vLLM: broken: ended with status 1: no such model." in section
+
+
+def test_prompts_are_recorded_ones_in_an_order_of_the_seed() -> None:
+    first, again, other = (compare.Prompts(seed, 8).make_bodies(5) for seed in (0, 0, 1))
+    assert first == again != other
+    assert len({body["prompt"] for body in first}) == 5, "none is in a cache already"
+
+
+def test_mixed_requests_have_all_kinds() -> None:
+    bodies = mix_bodies(60)
+    assert bodies == mix_bodies(60)
+    for key in ("stop", "guided_json", "guided_regex", "top_k", "min_p"):
+        assert any(key in body for body in bodies), key
+    assert {body["stream"] for body in bodies} == {True, False}
+
+
+def test_options_of_each_mode() -> None:
+    assert serve.parse_args(["load", "--size", "pycode"]).concurrency == [1, 4, 16]
+    assert serve.parse_args(["costs"]).health == 200
+    assert serve.parse_args(["memory"]).requests == 10000
+    assert serve.parse_args(["exact"]).dtypes == ["bfloat16", "float32"]

@@ -1,0 +1,135 @@
+"""DFlash drafters computed straightforwardly: one query after another, in float64, no cache."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+
+class DFlashReference:
+    """A drafter as its folder has it, beside its target; every call computes everything anew."""
+
+    def __init__(self, target: Path, drafter: Path) -> None:
+        document = json.loads((drafter / "config.json").read_text())
+        self.net: dict[str, Any] = document.get("transformer_layer_config", document)
+        own = document.get("dflash_config", document)
+        self.layers = own.get("target_layer_ids") or [
+            layer - 1 for layer in document["aux_hidden_state_layer_ids"]
+        ]
+        self.mask = own["mask_token_id"]
+        self.size = own.get("block_size") or document["block_size"]
+        self.scale = own.get("embedding_scale", 1.0)
+        self.samples_anchor = document.get("sample_from_anchor", False)
+        self.target = AutoModelForCausalLM.from_pretrained(target).to(torch.float32).eval()
+        self.tensors = {
+            name: t.double() for name, t in load_file(drafter / "model.safetensors").items()
+        }
+        rows = self.target.get_input_embeddings().weight.detach()
+        self.embedding = self.tensors.get("embed_tokens.weight", rows.double())
+        head = self.target.lm_head.weight.detach().double()
+        self.head = self.tensors.get("lm_head.weight", head)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """Root-mean-square norm of the last dimension."""
+        root = (x.square().mean(-1, keepdim=True) + self.net["rms_norm_eps"]).sqrt()
+        return x / root * self.tensors[name]
+
+    def multiply(self, x: Tensor, name: str) -> Tensor:
+        """x [..., D] by a matrix of the folder, with its bias if it has one."""
+        return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0)
+
+    def turn(self, x: Tensor, position: int) -> Tensor:
+        """Rotate the heads [N, H] of one token, pair by pair as complex numbers."""
+        half = x.shape[-1] // 2
+        steps = torch.arange(half, dtype=torch.float64) / half
+        angles = position * self.net["rope_theta"] ** -steps
+        turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(
+            torch.ones_like(angles), angles
+        )
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    def project(self, x: Tensor, prefix: str, part: str, position: int | None) -> Tensor:
+        """Queries, keys or values [N, H] of one token's state [D]."""
+        heads = self.multiply(x, f"{prefix}{part}_proj").view(-1, self.net["head_dim"])
+        if position is None:
+            return heads
+        return self.turn(self.norm(heads, f"{prefix}{part}_norm.weight"), position)
+
+    @torch.no_grad()
+    def read_context(self, text: Sequence[int]) -> Tensor:
+        """What the drafter makes of the target's layers at every token, [T, D]."""
+        outputs: list[Tensor] = []
+        hooks = [
+            self.target.model.layers[layer].register_forward_hook(
+                lambda module, args, out: outputs.append(out[0] if isinstance(out, tuple) else out)
+            )
+            for layer in self.layers
+        ]
+        self.target.model(torch.tensor([list(text)]))
+        for hook in hooks:
+            hook.remove()
+        read = torch.cat([out.reshape(len(text), -1) for out in outputs], dim=-1).double()
+        return self.norm(self.multiply(read, "fc"), "hidden_norm.weight")
+
+    def sees(self, layer: int, query: int, key: int) -> bool:
+        """Whether a layer's window reaches from one position to another before it."""
+        types = self.net.get("layer_types") or ["full_attention"] * (layer + 1)
+        return types[layer] == "full_attention" or key > query - self.net["sliding_window"]
+
+    @torch.no_grad()
+    def compute_logits(self, text: Sequence[int]) -> Tensor:
+        """Logits [P, V] of the places after `text`, whose last token is the anchor."""
+        context, start = self.read_context(text[:-1]), len(text) - 1
+        block = [text[-1], *[self.mask] * (self.size - 1)]
+        x = self.embedding[torch.tensor(block)] * self.scale
+        group = self.net["num_attention_heads"] // self.net["num_key_value_heads"]
+        for layer in range(self.net["num_hidden_layers"]):
+            prefix = f"layers.{layer}."
+            attention = f"{prefix}self_attn."
+            states = [*context, *self.norm(x, f"{prefix}input_layernorm.weight")]
+            keys = [self.project(s, attention, "k", p) for p, s in enumerate(states)]
+            values = [self.project(s, attention, "v", None) for s in states]
+            mixed = []
+            for position in range(start, start + self.size):
+                query = self.project(states[position], attention, "q", position)
+                seen = [p for p in range(len(states)) if self.sees(layer, position, p)]
+                out = []
+                for head, own in enumerate(query):
+                    scores = torch.stack([own @ keys[p][head // group] for p in seen])
+                    weights = (scores / math.sqrt(len(own))).softmax(0)
+                    out.append(weights @ torch.stack([values[p][head // group] for p in seen]))
+                mixed.append(torch.cat(out))
+            x = x + self.multiply(torch.stack(mixed), f"{attention}o_proj")
+            read = self.norm(x, f"{prefix}post_attention_layernorm.weight")
+            gate = torch.nn.functional.silu(self.multiply(read, f"{prefix}mlp.gate_proj"))
+            inner = gate * self.multiply(read, f"{prefix}mlp.up_proj")
+            x = x + self.multiply(inner, f"{prefix}mlp.down_proj")
+        logits = self.norm(x, "norm.weight")[0 if self.samples_anchor else 1 :] @ self.head.T
+        if "d2t" not in self.tensors:
+            return logits
+        own = torch.arange(logits.shape[1]) + self.tensors["d2t"].long()
+        whole = torch.full((len(logits), self.net["vocab_size"]), -torch.inf).double()
+        whole[:, own] = logits
+        return whole
+
+    def draft(self, text: Sequence[int], num_tokens: int, top_k: int) -> set[tuple[int, ...]]:
+        """The most probable paths, found among all there are of `top_k` tokens a place."""
+        scores, tokens = self.compute_logits(text).log_softmax(-1).topk(top_k, dim=-1)
+        paths: dict[tuple[int, ...], float] = {(): 0.0}
+        everything: dict[tuple[int, ...], float] = {}
+        for own, names in zip(scores.tolist(), tokens.tolist(), strict=True):
+            paths = {
+                (*path, token): total + score
+                for path, total in paths.items()
+                for token, score in zip(names, own, strict=True)
+            }
+            everything |= paths
+        return set(sorted(everything, key=lambda path: -everything[path])[:num_tokens])

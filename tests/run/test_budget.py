@@ -1,0 +1,334 @@
+"""`--draft-budget auto`: of what is drafted that is verified which pays, whatever the text."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.budget import (
+    Budget,
+    BudgetFollower,
+    BudgetProposer,
+    Calibration,
+    bind,
+    follow_chances,
+)
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Options
+from specdec.decode.requests import Request
+from specdec.decode.sampling import SamplingParams
+from specdec.engine.tree import pack_beams
+from specdec.errors import UsageError
+from specdec.methods.prompt_lookup import LookupOptions
+from specdec.methods.suffix import SuffixOptions
+from tests.conftest import (
+    make_dflash_drafter,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+)
+from tests.engines import call, list_paths, make_engine, make_tree_engine, run_here
+
+METHODS = ("redrafter", "medusa", "eagle", "eagle3", "dflash", "prompt_lookup", "suffix")
+LIMIT = 128
+
+
+# ---- What it costs, on simulated clocks.
+
+Cost = Callable[[int], float]
+# Seconds of a verify step by its tokens: bound by memory for a while, or by arithmetic at once.
+FLAT: Cost = lambda tokens: 1.0 + 0.02 * tokens  # noqa: E731
+STEEP: Cost = lambda tokens: 0.3 + 0.2 * tokens  # noqa: E731
+ROOF: Cost = lambda tokens: max(1.0 + 0.006 * tokens, 0.085 * tokens)  # noqa: E731
+CHEAP: Cost = lambda requests: 0.06  # noqa: E731
+DEAR: Cost = lambda requests: 0.2 + 0.05 * requests  # noqa: E731
+
+
+@dataclasses.dataclass
+class Machine:
+    """What steps cost; drafts are chains of `length` tokens, each right at a rate.
+
+    verify: seconds of a step by its tokens; draft: by requests. noise: the most by which a step is
+    slower than it would be alone. sure: what the drafter says of its tokens, by their place.
+    """
+
+    verify: Cost
+    draft: Cost
+    rate: float
+    noise: float = 0.0
+    length: int = 8
+    sure: float = 0.7
+
+    def run(self, num_rows: int, limit: int = LIMIT) -> tuple[float, list[int]]:
+        """Time relative to plain decoding, and the tokens that steps verified for a request."""
+        chance = random.Random(f"{num_rows} {self.rate} {self.noise}")
+        budget, left, seconds = Budget(self.length), [limit] * num_rows, 0.0
+        confidence = np.array([1.0, *[self.sure] * self.length])
+        chain = Candidates(pack_beams(0, np.arange(1, self.length + 1)[None]), None, confidence)
+        sizes = []
+        while any(left):
+            active = [row for row, count in enumerate(left) if count]
+            size, drafting = 1, None
+            if budget.plan([left[row] for row in active]):
+                drafting = self.draft(len(active)) * (1 + self.noise * chance.random())
+                chances = np.cumprod(budget.calibration.estimate(chain))[1:]
+                size += budget.choose([chances] * len(active))
+            took = self.verify(len(active) * size) * (1 + self.noise * chance.random())
+            counts = []
+            for row in active:
+                accepted = 0
+                while accepted < size - 1 and chance.random() < self.rate:
+                    accepted += 1
+                if size > 1:
+                    kept = Candidates(chain.tree.keep(range(size)), None, confidence[:size])
+                    budget.calibration.record(kept, [*range(1, accepted + 1), 99])
+                counts.append(min(left[row], accepted + 1))
+                left[row] -= counts[-1]
+            budget.record(drafting, took, size, counts)
+            seconds += took + (drafting or 0.0)
+            sizes.append(size if drafting is not None else 0)
+        return seconds / (limit * self.verify(num_rows) * (1 + self.noise / 2)), sizes
+
+    def find_best(self, num_rows: int) -> float:
+        """The same for the best fixed length, with as many tokens as there are on average."""
+        found = [1.0]
+        for length in range(1, self.length + 1):
+            emitted = sum(self.rate**depth for depth in range(length + 1))
+            step = self.draft(num_rows) + self.verify(num_rows * (length + 1))
+            found.append(step / emitted / self.verify(num_rows))
+        return min(found)
+
+
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 1.045), (4, 1.03), (16, 1.02)])
+@pytest.mark.parametrize("verify", [FLAT, STEEP, ROOF])
+@pytest.mark.parametrize("draft", [CHEAP, DEAR])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_it_loses_little_where_drafts_do_not_pay(
+    num_rows: int, most: float, verify: Cost, draft: Cost, noise: float
+) -> None:
+    for rate in (0.0, 0.3, 0.6, 0.9):
+        for sure in (0.2, 0.7, 1.0):  # also a drafter that is always sure
+            machine = Machine(verify, draft, rate, noise, sure=sure)
+            ratio, _ = machine.run(num_rows)
+            if machine.find_best(num_rows) > 0.9:
+                assert ratio <= most + noise / 10, (rate, sure)
+            assert ratio <= 1.045 + noise / 10, (rate, sure)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("rate", [0.6, 0.9])
+def test_it_is_nearly_as_fast_as_the_best_fixed_length(num_rows: int, rate: float) -> None:
+    for verify in (FLAT, ROOF):
+        machine = Machine(verify, CHEAP, rate)
+        if machine.find_best(num_rows) < 0.9:
+            assert machine.run(num_rows, 400)[0] <= 1.15 * machine.find_best(num_rows)
+
+
+def test_fewer_nodes_are_verified_where_they_cost_more() -> None:
+    means = [statistics.mean(Machine(ROOF, CHEAP, 0.8).run(n, 400)[1][40:]) for n in (1, 4, 8)]
+    assert means[0] > 1.5 * means[1]
+    assert means[1] > 1.2 * means[2]
+
+
+def test_the_first_steps_are_plain_and_so_is_the_first_of_half_as_many_requests() -> None:
+    budget = Budget(4)
+    for _ in range(2):
+        assert not budget.plan([50, 50])
+        budget.record(None, 1.0, 1, [1, 1])
+    assert budget.plan([50, 50])
+    budget.record(0.1, 1.1, 2, [2, 2])
+    assert budget.plan([50, 50])
+    assert not budget.plan([50, 50, 50])
+    assert not budget.plan([50])
+    budget.record(None, 1.0, 1, [1])
+    assert budget.plan([50])
+    assert not budget.plan([1])
+    budget.reset()
+    assert not budget.plan([50, 50])
+
+
+def test_what_a_drafter_is_sure_of_is_held_against_what_was_accepted() -> None:
+    """Tokens that it calls certain are right half the time, those it doubts always."""
+    calibration = Calibration()
+    sure = Candidates(pack_beams(0, np.array([[1, 2, 3]])), None, np.array([1.0, 0.95, 0.35, 0.95]))
+    assert np.allclose(calibration.estimate(sure), [1, 0.95, 0.35, 0.95])
+    for step in range(200):
+        calibration.record(sure, [1, 2, 3, 9] if step % 2 else [8])
+    chances = calibration.estimate(sure)
+    assert chances[1] == pytest.approx(0.5, abs=0.05)
+    assert chances[2] > 0.9
+    assert chances[3] > 0.9
+    other = Candidates(sure.tree, None, sure.confidence, source=1)
+    assert np.allclose(calibration.estimate(other), [1, 0.95, 0.35, 0.95])
+
+
+def test_a_tree_is_cut_to_its_likeliest_nodes() -> None:
+    """By their whole paths; siblings count as the drafter ranks them where it tells no more."""
+    tree = pack_beams(7, np.array([[4, 5, 6], [4, 5, 8], [3, 5, 8]]))
+    chances = follow_chances(tree, Calibration().estimate(Candidates(tree)))
+    kept = tree.keep(np.sort(np.argsort(-chances, kind="stable")[:4]))
+    assert list_paths(kept) == [[0, 2], [0, 1, 3]]
+    assert kept.tokens.tolist() == [7, 4, 3, 5]
+    everything = tree.keep(range(tree.num_nodes))
+    assert everything.parents.tolist() == tree.parents.tolist()
+
+
+def test_levels_end_where_another_is_not_worth_its_price() -> None:
+    budget = Budget(8)
+    for _ in range(2):
+        budget.record(None, 1.0, 1, [1])
+    assert budget.plan([100])
+    assert budget.goes_on(np.array([0.0]))  # what a level costs is not known yet
+    budget.record(0.4, 1.1, 2, [2], num_levels=2)
+    assert budget.plan([100])
+    assert budget.goes_on(np.array([1.0]))
+    assert not budget.goes_on(np.array([0.3]))
+
+
+# ---- The text.
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("adaptive")
+    target = make_llama(parent, layers=3, seed=3)
+    found = {"redrafter": make_engine(parent / "r", target, make_drafter(parent, scale=3.0))}
+    heads = make_medusa_heads(parent, scale=3.0)
+    found["medusa"] = make_tree_engine("medusa", parent / "m", target, heads)
+    eagles: dict[str, dict[str, Any]] = {
+        "eagle": {}, "eagle3": {"version": 3, "aux_layers": (0, 2)},
+    }  # fmt: skip
+    for name, options in eagles.items():
+        drafter = make_eagle_drafter(parent, scale=2.0, name=f"d-{name}", **options)
+        found[name] = make_tree_engine("eagle", parent / name, target, drafter)
+    dflash = make_dflash_drafter(parent, scale=2.0)
+    found["dflash"] = make_tree_engine("dflash", parent / "dflash-engine", target, dflash)
+    found["prompt_lookup"] = found["suffix"] = found["redrafter"]
+    return found
+
+
+def load(folders: dict[str, Path], method: str) -> TorchEngine:
+    if method == "prompt_lookup":
+        engine = TorchEngine(folders[method], device="cpu", speculate=False)
+        lookup = LookupOptions(num_tokens=4, max_ngram_size=2, target_devices=None)
+        engine.use_method(method, PromptLookupProposer(lookup))
+        return engine
+    if method == "suffix":
+        engine = TorchEngine(folders[method], device="cpu", speculate=False)
+        engine.use_method(method, SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)))
+        return engine
+    return TorchEngine(folders[method], device="cpu")
+
+
+def make_requests(**sampling: Any) -> list[Request]:
+    return [
+        Request(
+            index=i, input_ids=list(range(3 + i, 8 + 13 * i)), max_output_len=30 - 9 * (i % 3),
+            end_ids=frozenset(), sampling=SamplingParams(seed=i, **sampling),
+        )
+        for i in range(5)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95}])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_text_is_that_of_plain_decoding(
+    folders: dict[str, Path], method: str, sampling: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Drafted and plain steps in any order, rows that are refilled and that share prefixes."""
+    plain = TorchEngine(folders[method], device="cpu", speculate=False)
+    requests = make_requests(**sampling)
+    expected = [r.output_ids for r in plain.generate(requests)]
+    engine = load(folders, method)
+    engine.proposer = bind(engine.proposer)
+    chance = random.Random(method)
+    chosen: list[bool] = []
+
+    def plan(self: Budget, remaining: Sequence[int]) -> bool:
+        chosen.append(chance.random() < 0.5)
+        return chosen[-1]
+
+    monkeypatch.setattr(Budget, "plan", plan)
+    monkeypatch.setattr(Budget, "choose", lambda self, chances: chance.randrange(4))
+    monkeypatch.setattr(Budget, "goes_on", lambda self, promised: chance.random() < 0.7)
+    for options in (Options(), Options(reuse_blocks=True)):
+        results = engine.generate(requests, options)
+        assert [r.output_ids for r in results] == expected
+        drafted = sum(r.stats.num_draft_tokens for r in results)
+        assert drafted > 0 or method in ("prompt_lookup", "suffix")
+    assert 0.2 < sum(chosen) / len(chosen) < 0.8
+    kind = BudgetFollower if method.startswith(("eagle", "dflash")) else BudgetProposer
+    assert type(engine.proposer) is kind
+
+
+def test_steps_are_timed_and_prompts_are_not(folders: dict[str, Path]) -> None:
+    engine = load(folders, "redrafter")
+    ticks = iter(range(10_000))
+    engine.proposer = bound = BudgetProposer(engine.proposer, clock=lambda: float(next(ticks)))
+    (result,) = engine.generate(make_requests()[:1])
+    # Two readings for a verify step, two for a draft, one apart.
+    assert next(ticks) == 2 * bound.budget._spent
+    assert bound.budget._spent >= result.stats.num_verify_steps
+
+
+def test_steps_of_few_requests_are_left_as_they_are(folders: dict[str, Path]) -> None:
+    engine = load(folders, "redrafter")
+    alone = make_requests()[:1]
+    expected = engine.generate(alone)[0].stats
+    engine.proposer = bound = bind(engine.proposer, min_rows=2)
+    assert engine.generate(alone)[0].stats == expected
+    assert bound.budget._spent == 0
+    engine.generate(make_requests())
+    assert bound.budget._spent > 0
+
+
+# ---- The flag.
+
+
+def write_prompt(folder: Path) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text('{"input_ids": [5, 6, 7]}\n', encoding="utf-8")
+    return path
+
+
+def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
+    flags = ["--engine-dir", str(folders["redrafter"]), "--max-output-len", "12"]
+    flags += ["--input-file", str(write_prompt(tmp_path))]
+    plain = run_here([*flags, "--no-speculation"])
+    found = run_here([*flags, "--draft-len", "auto"])
+    assert found["outputs"][0]["output_ids"] == plain["outputs"][0]["output_ids"]
+    assert found["stats"]["method"] == "redrafter"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draft-len", "auto", "--no-speculation"], "no effect with --no-speculation"),
+        (["--draft-len", "auto", "--lookahead-config", "[2,2,2]"], "no effect with lookahead"),
+        (["--draft-len", "3"], "--draft-len without --draft-engine-dir"),
+        (["--draft-len", "auto", "--use-logits"], "--use-logits without --draft-engine-dir"),
+    ],
+)
+def test_flags_that_have_no_effect(
+    tmp_path: Path, folders: dict[str, Path], flags: list[str], message: str
+) -> None:
+    folder = folders["redrafter"]
+    if "--lookahead-config" in flags:
+        folder = make_engine(
+            tmp_path, make_llama(tmp_path, layers=1),
+            build=["--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 5],
+        )  # fmt: skip
+    with pytest.raises(UsageError, match=message):
+        call("run", "--engine-dir", folder, "--input-file", write_prompt(tmp_path), *flags)

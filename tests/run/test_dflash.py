@@ -1,0 +1,210 @@
+"""DFlash on the torch engine: the drafts are the paper's, the text is the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.dflash import DFlashProposer
+from specdec.decode.engine import TorchEngine
+from specdec.decode.loop import Options, generate
+from specdec.decode.requests import ActiveRequest, Request
+from specdec.errors import SpecDecError
+from tests.conftest import make_dflash_drafter, make_llama
+from tests.engine.dflash_reference import DFlashReference
+from tests.engine.eagle_reference import list_token_paths
+from tests.engines import continue_greedily, make_constant_pair, make_tree_engine
+
+PROMPTS = ([5, 9, 77], [3] * 20, [100], [8, 60])
+LIMIT = 24
+TREES = {"default": (None, None), "chain": (None, 1), "short": (2, 1), "wide": (30, 5)}
+WINDOW = {
+    "use_sliding_window": True, "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "z-lab": {},
+    "biased": {"bias": True, "layers": 1, "kv_heads": 4, "block_size": 2},
+    "window": {"net": WINDOW, "block_size": 4},
+    "scaled": {
+        "dflash_config": {
+            "mask_token_id": 1, "target_layer_ids": [1], "block_size": 6, "embedding_scale": 3.0,
+        },
+        "aux_layers": (1,), "block_size": None,
+    },
+    "speculators": {"form": "speculators", "draft_vocab": 70, "aux_layers": (0, 2)},
+    "anchored": {"form": "speculators", "sample_from_anchor": True, "block_size": 3},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("target"), layers=3, seed=3)
+
+
+class Case:
+    """A drafter's folder, its engine with or without kernels, and the reference."""
+
+    def __init__(self, name: str, parent: Path, target: Path) -> None:
+        drafter = make_dflash_drafter(parent, scale=2.0, **DRAFTERS[name])
+        optimize = "none" if name in ("biased", "anchored") else "auto"
+        folder = make_tree_engine("dflash", parent, target, drafter, optimize=optimize)
+        self.engine = TorchEngine(folder, device="cpu")
+        assert isinstance(self.engine.proposer, DFlashProposer)
+        self.proposer: DFlashProposer = self.engine.proposer
+        self.reference = DFlashReference(target, drafter)
+
+
+@pytest.fixture(scope="module", params=list(DRAFTERS))
+def case(
+    request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp(request.param), target)
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[list[int]]:
+    """What transformers continues the prompts with, no end token."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target).to(torch.float32).eval()
+    return continue_greedily(model, PROMPTS, LIMIT)
+
+
+def make_requests(prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = LIMIT) -> list[Request]:
+    return [
+        Request(index=i, input_ids=list(p), max_output_len=limit, end_ids=frozenset())
+        for i, p in enumerate(prompts)
+    ]
+
+
+Drafts = dict[int, list[tuple[list[int], set[tuple[int, ...]]]]]
+
+
+def record(case: Case, requests: Sequence[Request], **options: Any) -> Drafts:
+    """What is proposed: by request, (text so far, paths) of every step."""
+    drafts: Drafts = {}
+    propose = case.proposer.propose
+
+    def keep(active: Sequence[ActiveRequest]) -> list[Candidates]:
+        candidates = propose(active)
+        for request, one in zip(active, candidates, strict=True):
+            text = [*request.request.input_ids, *request.output_ids]
+            own = drafts.setdefault(request.request.index, [])
+            own.append((text, list_token_paths(one.tree)))
+        return candidates
+
+    case.proposer.propose = keep  # type: ignore[assignment,method-assign]
+    try:
+        with torch.inference_mode():
+            generate(case.engine.decoder, case.proposer, requests, Options(**options))
+    finally:
+        del case.proposer.propose
+    return drafts
+
+
+def test_logits_are_the_reference_s(case: Case) -> None:
+    """After a prompt, and after accepted tokens have joined the context."""
+    proposer, text = case.proposer, PROMPTS[1] + [5, 88, 17, 4, 60]
+    net, decoder = proposer.net, case.engine.decoder
+    proposer.allocate(1, 64)
+    cache = decoder.make_cache(1, 64)
+    from specdec.decode.prefill import fill_cache
+
+    with torch.inference_mode():
+        for end in (20, 25):
+            fill_cache(decoder, cache, [0], [text[: end - 1]], 7, proposer.follow)
+            hidden = net.run_blocks(proposer._cache, np.array([0]), np.array([text[end - 1]]))
+            found = net.decoder.compute_logits(hidden)[0].double()
+            wanted = case.reference.compute_logits(text[:end])
+            if net.offsets is not None:
+                wanted = wanted[:, torch.arange(found.shape[1]) + net.offsets]
+            assert found.shape == wanted.shape
+            torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
+
+
+def test_drafts_are_the_reference_s(case: Case) -> None:
+    """The paths of a whole generation; chains and trees."""
+    for num_tokens, top_k in ((None, 1), (9, 3)):
+        case.proposer.use_tree(num_tokens, top_k)
+        for drafts in record(case, make_requests(PROMPTS[:2], limit=6)).values():
+            for text, paths in drafts[:1] + drafts[-1:]:
+                wanted = case.reference.draft(text, case.proposer.max_draft_tokens, top_k)
+                if top_k == 1:  # a chain goes on to its end
+                    wanted = {path[:n] for path in wanted for n in range(1, len(path) + 1)}
+                assert paths == wanted
+
+
+def test_drafts_depend_on_the_text_alone(case: Case) -> None:
+    """Not on the batch, a row's last request, chunks of prompts, or a prefix from the cache."""
+    case.proposer.use_tree()
+    stem = [7, 3, 9, 22, 41, 13, 6, 80]
+    prompts = [*PROMPTS, [*stem, 5, 5], [*stem, 9], stem, [*stem[:4], 90, 91]]
+    requests = make_requests(prompts, limit=8)
+    alone = [record(case, [request])[request.index] for request in requests]
+    for options in (
+        {"max_batch_size": 3}, {"max_batch_size": 3, "max_num_tokens": 9},
+        {"max_batch_size": 2, "reuse_blocks": True},
+    ):  # fmt: skip
+        drafts = record(case, requests, **options)
+        assert [drafts[request.index] for request in requests] == alone, options
+
+
+@pytest.mark.parametrize("tree", list(TREES))
+def test_random_drafters_leave_the_text_unchanged(
+    case: Case, tree: str, expected: list[list[int]]
+) -> None:
+    case.proposer.use_tree(*TREES[tree])
+    results = case.engine.generate(make_requests())
+    assert [r.output_ids for r in results] == expected
+    for result in results:
+        stats = result.stats
+        assert len(stats.accepted_histogram) == 1 + case.proposer.max_draft_depth
+        assert stats.num_draft_tokens == stats.num_verify_steps * case.proposer.max_draft_tokens
+
+
+@pytest.mark.parametrize("token", [7, None])
+def test_perfect_and_hostile_drafters(token: int | None, tmp_path: Path) -> None:
+    """All of a block is accepted, or nothing is; either costs steps only."""
+    drafter = make_constant_pair(tmp_path, token)
+    folder = make_tree_engine("dflash", tmp_path, tmp_path / "target", drafter)
+    engine = TorchEngine(folder, device="cpu")
+    proposer = engine.proposer
+    assert isinstance(proposer, DFlashProposer)
+    for (num_tokens, top_k), depth in (((None, 1), 4), ((2, 1), 2), ((30, 2), 4)):
+        proposer.use_tree(num_tokens, top_k)
+        for result in engine.generate(make_requests([[14], [10, 12]], limit=11)):
+            start = result.request.input_ids[-1] + 1
+            if token is None:
+                assert result.output_ids == [(start + n) % 32 for n in range(11)]
+                assert result.stats.num_verify_steps == 10
+                assert result.stats.num_accepted == 0 or top_k == 2
+            else:
+                assert result.output_ids == [token] * 11
+                assert result.stats.num_verify_steps == -(-10 // (depth + 1))
+
+
+def test_trees_beyond_the_limits(case: Case) -> None:
+    with pytest.raises(SpecDecError, match="--dflash-tokens is 64, the engine's max_draft_len is"):
+        case.proposer.use_tree(64)
+    with pytest.raises(SpecDecError, match="--dflash-top-k is 200, the drafter has"):
+        case.proposer.use_tree(None, 200)
+
+
+def test_a_layer_that_the_target_has_not(target: Path, case: Case) -> None:
+    import dataclasses
+
+    net = case.proposer.net
+    before = net.params
+    net.params = dataclasses.replace(before, aux_layers=(0, 3))
+    try:
+        with pytest.raises(SpecDecError, match="reads the target's layer 3, of 3 from 0"):
+            DFlashProposer(net, case.engine.decoder)
+    finally:
+        net.params = before
