@@ -107,22 +107,28 @@ def test_what_the_executor_is_not_asked_for_is_refused(world: World) -> None:
 
 
 def test_who_leaves_is_cancelled_in_the_executor(world: World) -> None:
+    """The request behind it gets the one row, for the executor has nothing more for the first."""
     with serve(world, make_served(world, "plain"), max_batch_size=1) as (server, url):
         core: Any = server.scheduler.engine._core
-        answers, hold, await_responses = [], threading.Event(), core.await_responses
+        await_responses, cancel = core.await_responses, core.cancel
+        is_read, is_cancelled = threading.Event(), threading.Event()
 
         def wait() -> list[Any]:
-            hold.wait(0.05)
+            if is_read.wait(0.05) and not is_cancelled.wait(0.05):
+                return []
             return await_responses()
 
-        core.await_responses = wait
+        def note(number: int) -> None:
+            is_cancelled.set()
+            cancel(number)
+
+        core.await_responses, core.cancel = wait, note
         body = {"prompt": PROMPTS[0], "max_tokens": 100, "temperature": 0, "ignore_eos": True}
         with CLIENT.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as answer:
             next(answer.iter_lines())
-        hold.set()
-        core.await_responses = await_responses
-        answers.append(post(url, "/v1/completions", **(body | {"max_tokens": 3})))
-        assert answers[0]["usage"]["completion_tokens"] == 3
+            is_read.set()
+        after = post(url, "/v1/completions", **(body | {"max_tokens": 3}))
+        assert after["usage"]["completion_tokens"] == 3
     assert len(world.calls("cancel_request")) == 1
     assert len(world.calls("enqueue_request")) == 3
 
