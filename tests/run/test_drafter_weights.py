@@ -33,7 +33,7 @@ PYCODE = Path(__file__).resolve().parents[2] / "examples/pycode"
 METHODS = {"redrafter": "drafter", "medusa": "medusa", "eagle": "eagle", "dflash": "dflash"}
 # Least draft tokens accepted, of those of the same drafter in bfloat16.
 LEAST = {"int8": 0.98, "int4": 0.95}
-NUM_PROMPTS, LIMIT = 8, 32
+NUM_PROMPTS, LIMIT = 6, 32
 
 
 def generate(folder: Path, *, samples: bool = False, speculate: bool = True) -> tuple[Any, int]:
@@ -129,12 +129,14 @@ def test_what_is_stored(method: str, weights: str, tmp_path: Path) -> None:
     assert all(torch.equal(ranks[name], tensors[name]) for name in ranks)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_text_without_kernels(
-    method: str, weights: str, tp_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("method", "weights", "tp_size"),
+    [
+        ("redrafter", "int8", 1), ("medusa", "int4", 1), ("eagle", "int4", 1),
+        ("dflash", "int4", 1), ("redrafter", "int4", 2), ("eagle", "int8", 2),
+    ],
+)  # fmt: skip
+def test_text_without_kernels(method: str, weights: str, tp_size: int, tmp_path: Path) -> None:
     """Torch's operators multiply with what the integers stand for."""
     split = ("--tp-size", 2) if tp_size > 1 else ()
     checkpoint = make_checkpoints(tmp_path, method, "--dtype", "float32", *split)
