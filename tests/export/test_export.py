@@ -409,7 +409,7 @@ def test_gguf_without_its_package(
     ("change", "message"),
     [
         ({"pre_tokenizer": {"type": "Whitespace"}}, "splits texts in a way without a known name"),
-        ({"model": {"type": "Unigram"}}, "no byte-level BPE tokenizer"),
+        ({"model": {"type": "Unigram"}}, "has no BPE tokenizer"),
     ],
 )
 def test_tokenizers_that_a_gguf_file_cannot_hold(
