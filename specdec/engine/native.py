@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,9 +28,6 @@ from specdec.engine.tree import BoolArray, IntArray
 from specdec.errors import SpecDecError
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import ENGINE_GROUPS
-
-if TYPE_CHECKING:
-    from specdec.engine.linear import Linear
 
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -728,6 +725,14 @@ class PackedLayers:
         self.experts = np.stack([each.record for each in experts]) if experts else None
 
 
+class Part(Protocol):
+    """A linear that is laid out for the kernels."""
+
+    packed: Tensor | None
+    bias: Tensor | None
+    num_outputs: int
+
+
 class PackedDrafter:
     """A ReDrafter drafter's weights as `NativeKernels.search_beams` takes them.
 
@@ -737,7 +742,7 @@ class PackedDrafter:
     """
 
     def __init__(
-        self, parts: Mapping[str, Linear], embedding: Tensor, *, num_layers: int, exit_dim: int,
+        self, parts: Mapping[str, Part], embedding: Tensor, *, num_layers: int, exit_dim: int,
         num_candidates: int, kernels: NativeKernels, tokens: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.dtype = kernels.dtype
