@@ -268,15 +268,15 @@ PAGES: Mapping[str, Page] = {
     ),
     "audit": Page(
         (
-            "specdec audit --base-url URL --model NAME --reference-engine engine",
+            "specdec audit --base-url URL --model NAME --reference-engine engine --same-drafter",
             "specdec audit --base-url URL --model NAME --reference-url URL2 --json",
         ),
         "docs/audit.md",
         {
             "Server": ("base_url", "model", "api_key_file", "metrics_url", "timeout"),
             "Reference": (
-                "reference_engine", "tokenizer_dir", "device", "reference_url", "reference_model",
-                "reference_api_key_file",
+                "reference_engine", "same_drafter", "tokenizer_dir", "device", "reference_url",
+                "reference_model", "reference_api_key_file",
             ),
             "What is checked": (
                 "checks", "prompts", "max_tokens", "near_tie", "min_acceptance_length",
