@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,9 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     sources = [describe_file(folder / "config.json")]
     sources += [describe_file(source.path) for source in plan.sources]
     sums = [source["sha256"] for source in sources]
-    build_id = make_build_id(sums, plan.quantization, plan.drafter_weights)
+    tokens = plan.draft_tokens
+    drafted = None if tokens is None else hashlib.sha256(tokens.tobytes()).hexdigest()
+    build_id = make_build_id(sums, plan.quantization, plan.drafter_weights, drafted)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
         hashes, report["native_kernels"] = write_engine(plan, checkpoint, limits, staged, build_id)
         if tokenizer:

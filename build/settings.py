@@ -73,6 +73,15 @@ class BuildSettings:
         help="Store the drafter's matrices as int8 or int4: it drafts faster on a CPU, nearly as"
         " well, and the text stays the target's own. Torch backend only.",
     )  # fmt: skip
+    draft_vocab_file: Path | None = setting(
+        kind="path", metavar="FILE",
+        help="Draft these tokens only, which reads less of the drafter's head: a JSON list, or"
+        " .txt or .jsonl texts, of which the most frequent tokens are taken. Torch backend only.",
+    )  # fmt: skip
+    draft_vocab_size: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="How many tokens to take of --draft-vocab-file; of a list, all if not given.",
+    )  # fmt: skip
     gemm_plugin: str | None = setting(
         help="TensorRT-LLM only: the type of its matrix products' plugin, auto or disable."
     )

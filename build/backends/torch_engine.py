@@ -22,6 +22,7 @@ from specdec.engine.layout import (
     list_engine_files,
     list_integers,
     make_metadata,
+    name_offsets,
     name_weight_file,
     plan_drafter,
     plan_int4,
@@ -53,6 +54,9 @@ from specdec.model.quantization import (
 )
 from specdec.model.sharding import join
 from specdec.model.tensors import (
+    HEAD,
+    HEAD_BIAS,
+    OFFSETS,
     Shard,
     find_first_copy,
     get_rank_shape,
@@ -60,6 +64,7 @@ from specdec.model.tensors import (
     list_linears,
 )
 
+from ..draft_vocabulary import choose_tokens
 from ..settings import SAME, BuildSettings
 
 if TYPE_CHECKING:
@@ -83,6 +88,12 @@ class TorchPlan:
     needs_kernels: bool
     quantization: str | None
     drafter_weights: str | None
+    draft_tokens: Array | None
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """How many tokens are drafted, where these are chosen."""
+        return None if self.draft_tokens is None else len(self.draft_tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -171,16 +182,25 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         size = settings.group_size or DEFAULT_GROUP_SIZE
         files = {file: plan_layers_int4(tensors, model, size) for file, tensors in files.items()}
     drafter_weights = settings.drafter_weights if settings.drafter_weights != SAME else None
-    if drafter_weights is not None:
+    draft_tokens = choose_tokens(settings, model, drafter)
+    draft_vocab_size = None if draft_tokens is None else len(draft_tokens)
+    if drafter_weights is not None or draft_tokens is not None:
         own = list_drafter_tensors(model, drafter)
         if float8 := sorted(quantized & set(own)):
             raise SpecDecError(
-                f"--drafter-weights {drafter_weights}: {join_names(float8)} are quantized already",
-                "leave it out, or convert the drafter again",
+                f"the drafter's {join_names(float8)} are quantized already",
+                "leave --drafter-weights and --draft-vocab-file out, or convert it again",
+            )
+        if draft_tokens is not None and (name := name_offsets(own)) in own:
+            raise SpecDecError(
+                f"--draft-vocab-file: the drafter drafts {own[name][0]} tokens of"
+                f" {model.vocab_size} already",
+                "leave it out",
             )
         for file, tensors in files.items():
             drafters = {name: info for name, info in tensors.items() if name in own}
-            files[file] = tensors | plan_drafter(drafters, drafter_weights)
+            if drafters:
+                files[file] = tensors | plan_drafter(drafters, drafter_weights, draft_vocab_size)
     if algorithm in int4.INT4_ALGORITHMS:
         for rank, source in enumerate(sources):
             files[name_weight_file(model, rank)] |= plan_four_bits(source, quantized, model)
@@ -198,6 +218,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         needs_kernels=settings.optimize == "native",
         quantization=settings.quantization,
         drafter_weights=drafter_weights,
+        draft_tokens=draft_tokens,
     )
 
 
@@ -471,6 +492,7 @@ def write_engine(
         kernels=kernels,
         quantization=plan.quantization,
         drafter_weights=plan.drafter_weights,
+        draft_vocab_size=plan.draft_vocab_size,
     )
     write_json(folder / "config.json", encode_engine_config(config))
     return hashes, kernels is not None
@@ -528,7 +550,9 @@ def make_reader(
     def stack(name: str, source: TensorFile = own) -> Array:
         module, _, kind = name.rpartition(".")
         names = [f"{part}.{kind}" for part in name_parts(module, model)]
-        return stack_parts([read(part, source) for part in names], model, names[0])
+        array = stack_parts([read(part, source) for part in names], model, names[0])
+        is_drafters = name.endswith((f".{HEAD}", f".{HEAD_BIAS}"))
+        return array[plan.draft_tokens] if is_drafters and plan.draft_tokens is not None else array
 
     def make_int8_scales(name: str) -> Tensor:
         """Of whole rows, also where the ranks hold parts of them: tp_size changes no weight."""
@@ -555,6 +579,9 @@ def make_reader(
 
     def produce(name: str) -> Array | Iterable[Array]:
         module, _, kind = name.rpartition(".")
+        if kind == OFFSETS and plan.draft_tokens is not None:
+            offsets: Array = plan.draft_tokens - np.arange(len(plan.draft_tokens))
+            return offsets
         parts = [int4.Int4Matrix(own, part) for part in name_parts(module, model)]
         if int4.is_int4(parts[0].module, own.tensors) and name in tensors:
             if kind == "weight":
@@ -604,6 +631,7 @@ def describe_plan(plan: TorchPlan, limits: BuildConfig) -> dict[str, Any]:
         "native_kernels": plan.compile_kernels,
         "quantization": plan.quantization,
         "drafter_weights": plan.drafter_weights,
+        "draft_vocab_size": plan.draft_vocab_size,
         "weights_bytes": plan.num_bytes,
         "num_tensors": plan.num_tensors,
         "weight_files": list(plan.files),

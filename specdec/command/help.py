@@ -99,12 +99,15 @@ PAGES: Mapping[str, Page] = {
         "docs/build.md",
         {
             "Folders": ("checkpoint_dir", "output_dir", "tokenizer_dir"),
-            "Engine": ("backend", "quantization", "group_size", "drafter_weights", "optimize"),
+            "Engine": ("backend", "quantization", "group_size", "optimize"),
             "Sizes": (
                 "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens",
                 "max_beam_width",
             ),
-            "Speculation": ("speculative_decoding_mode", "max_draft_len"),
+            "Speculation": (
+                "speculative_decoding_mode", "max_draft_len", "drafter_weights", "draft_vocab_file",
+                "draft_vocab_size",
+            ),
         },
         {
             "TensorRT-LLM": (

@@ -15,6 +15,7 @@ heads, H head size, D hidden, F width of what is read of the target.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -32,7 +33,7 @@ from specdec.engine.step import Step
 from specdec.engine.tree import IntArray
 from specdec.methods.dflash import DFlashParams
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import DFLASH_NET
+from specdec.model.tensors import DFLASH_NET, HEAD
 
 
 class DFlashNet:
@@ -53,8 +54,9 @@ class DFlashNet:
         kernels: NativeKernels | None = None,
         head: Linear | None = None,
     ) -> None:
-        self.params = params
         own = take_own(weights, DFLASH_NET)
+        # An engine's may draft fewer tokens than the checkpoint's.
+        self.params = params = dataclasses.replace(params, draft_vocab_size=len(own[HEAD]))
         net = params.make_net_model(model)
         self.decoder = make_decoder(
             own, weights, net, head, num_positions=num_positions, device=device, prepack=prepack,

@@ -31,7 +31,7 @@ from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
 from specdec.methods.eagle import EagleParams
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import EAGLE_NET
+from specdec.model.tensors import EAGLE_NET, HEAD
 
 
 class EagleNet:
@@ -52,11 +52,12 @@ class EagleNet:
         kernels: NativeKernels | None = None,
         head: Linear | None = None,
     ) -> None:
-        self.params = params
+        own = take_own(weights, EAGLE_NET)
+        # An engine's may draft fewer tokens than the checkpoint's.
+        self.params = params = params.shorten(len(own[HEAD]))
         self.is_third = params.eagle3 is not None
         # EAGLE-1 learns by the target's own head, whose logits the target may scale (Granite).
         self.head_scale = 1.0 if self.is_third else model.output_multiplier_scale
-        own = take_own(weights, EAGLE_NET)
         if not self.is_third:  # which has neither norm: they are never applied
             embedding = own["drafter.vocab_embedding.weight"]
             blank = torch.ones(embedding.shape[1], dtype=embedding.dtype, device=device)

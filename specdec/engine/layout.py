@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from specdec.model.quantization import (
 from specdec.model.rotary_scaling import get_kind
 from specdec.model.tensors import (
     HEAD,
+    HEAD_BIAS,
+    OFFSETS,
     ROUTER,
     find_first_copy,
     get_rank_shape,
@@ -73,7 +75,7 @@ class EngineConfig:
     build_id: of what the weights were made from; each of their files has it too. kernels: what they
     were compiled with, None where torch's own operators are to run. quantization: what the build
     made of an unquantized checkpoint's linears, INT8, INT4 or nothing. drafter_weights: the same of
-    the drafter's.
+    the drafter's. draft_vocab_size: how many tokens it drafts, where the build chose them.
     """
 
     version: str
@@ -84,6 +86,7 @@ class EngineConfig:
     kernels: dict[str, str] | None
     quantization: str | None = None
     drafter_weights: str | None = None
+    draft_vocab_size: int | None = None
     vocabulary: dict[str, Any] | None = None
 
 
@@ -181,6 +184,7 @@ def encode_engine_config(config: EngineConfig) -> dict[str, Any]:
             "kernels": config.kernels,
             "quantization": config.quantization,
             "drafter_weights": config.drafter_weights,
+            "draft_vocab_size": config.draft_vocab_size,
             "build_id": config.build_id,
         },
     }
@@ -204,6 +208,7 @@ def read_engine_config(folder: Path) -> EngineConfig:
     checkpoint = parse_checkpoint_config(_read_object(folder, document, "pretrained_config"))
     options = _read_object(folder, document, "torch_config")
     build = _read_build_config(folder, document, checkpoint)
+    size, vocab_size = options.get("draft_vocab_size"), checkpoint.model.vocab_size
     kernels = options.get("kernels")
     is_right = {
         "version": isinstance(document.get("version"), str),
@@ -213,6 +218,8 @@ def read_engine_config(folder: Path) -> EngineConfig:
         "torch_config.quantization": options.get("quantization") in (None, INT8, INT4),
         "torch_config.drafter_weights": options.get("drafter_weights") is None
         or (options["drafter_weights"] in (INT8, INT4) and checkpoint.drafter is not None),
+        "torch_config.draft_vocab_size": size is None
+        or (type(size) is int and 0 < size < vocab_size and checkpoint.drafter is not None),
         "torch_config.build_id": isinstance(options.get("build_id"), str),
     }
     _refuse(folder, document, [name for name in is_right if not is_right[name]])
@@ -225,6 +232,7 @@ def read_engine_config(folder: Path) -> EngineConfig:
         kernels=kernels,
         quantization=options.get("quantization"),
         drafter_weights=options.get("drafter_weights"),
+        draft_vocab_size=size,
         vocabulary=read_recorded(folder),
     )
 
@@ -388,16 +396,14 @@ def describe_tensors(
     if name in (WEIGHTS_NAME, DRAFTER_NAME):
         shapes |= drafters
     tensors = _describe_quantized(config, shapes, stored)
+    if config.drafter_weights is None is config.draft_vocab_size:
+        return tensors
     own = {
         n: TensorInfo(get_stored_dtype(n, model.dtype), drafters[n])
-        for n in drafters
-        if n in shapes
-    }
-    return (
-        tensors
-        if config.drafter_weights is None
-        else tensors | plan_drafter(own, config.drafter_weights)
-    )
+        for n in drafters if n in shapes
+    }  # fmt: skip
+    planned = plan_drafter(own, config.drafter_weights, config.draft_vocab_size)
+    return tensors | planned
 
 
 def _describe_quantized(
@@ -463,22 +469,38 @@ def plan_int4(
     }
 
 
-def plan_drafter(tensors: Mapping[str, TensorInfo], weights: str) -> dict[str, TensorInfo]:
-    """A drafter's tensors where its matrices are INT8 or INT4.
+def plan_drafter(
+    tensors: Mapping[str, TensorInfo], weights: str | None, vocab_size: int | None
+) -> dict[str, TensorInfo]:
+    """A drafter's tensors where its matrices are INT8 or INT4, or its heads of fewer tokens.
 
     With INT4 heads are int8 all the same, whose errors go straight into the order of tokens, and so
     is what does not divide into groups.
     """
-    modules = list_matrices({name: info.shape for name, info in tensors.items()})
+    planned = dict(tensors)
+    if vocab_size is not None:
+        heads = [name for name in tensors if name.endswith((HEAD, HEAD_BIAS))]
+        for name in heads:
+            planned[name] = TensorInfo(tensors[name].dtype, (vocab_size, *tensors[name].shape[1:]))
+        planned[name_offsets(tensors)] = TensorInfo("int64", (vocab_size,))
+    if weights is None:
+        return planned
+    modules = list_matrices({name: info.shape for name, info in planned.items()})
     names = [f"{module}.weight" for module in modules]
     rounded = [
         name for name in names if weights == INT4 and not name.endswith(HEAD)
-        and tensors[name].shape[0] % 2 == 0 == tensors[name].shape[1] % (2 * DRAFTER_GROUP)
+        and planned[name].shape[0] % 2 == 0 == planned[name].shape[1] % (2 * DRAFTER_GROUP)
     ]  # fmt: skip
-    planned = plan_int8(tensors, set(names) - set(rounded))
+    planned = plan_int8(planned, set(names) - set(rounded))
     for name in rounded:
-        planned |= plan_int4(tensors, name, DRAFTER_GROUP)
+        planned |= plan_int4(planned, name, DRAFTER_GROUP)
     return planned
+
+
+def name_offsets(drafter: Iterable[str]) -> str:
+    """What a shortened vocabulary adds to a drafted token is called, beside the first head."""
+    head = min(name for name in drafter if name.endswith(f".{HEAD}"))
+    return head.removesuffix(HEAD) + OFFSETS
 
 
 def check_inventory(

@@ -17,6 +17,7 @@ from specdec.engine.layout import (
     list_engine_tensors,
     name_engine_files,
     name_int8_scales,
+    name_offsets,
     name_weight_file,
     open_engine_file,
 )
@@ -113,7 +114,9 @@ def load_weights(
     is_packed: linears are about to pack their matrices, which need no copy before that.
     """
     model, drafter = config.checkpoint.model, config.checkpoint.drafter
-    wanted = list_engine_tensors(model, drafter if drafts else None)
+    wanted = set(list_engine_tensors(model, drafter if drafts else None))
+    if drafts and config.draft_vocab_size is not None:
+        wanted.add(name_offsets(wanted))
     names = [name_weight_file(model, rank)] + ([DRAFTER_NAME] if rank == 0 else [])
     weights: dict[str, Tensor] = {}
     for name in name_engine_files(model, drafter):

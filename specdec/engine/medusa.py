@@ -27,8 +27,13 @@ class MedusaHeads:
         prepack: bool = True,
         kernels: NativeKernels | None = None,
         dtype: torch.dtype | None = None,
+        offsets: Tensor | None = None,
     ) -> None:
-        """dtype: of what they read; that of their matrices if None."""
+        """dtype: of what they read; that of their matrices if None.
+
+        offsets: what a shortened vocabulary adds to the number of an output, [V].
+        """
+        self.offsets = offsets
         first = weights["medusa_heads.0.lm_head.weight"]
         prepack = prepack and can_prepack(first.dtype, first.device)
 
@@ -60,4 +65,5 @@ class MedusaHeads:
             self.compute_logits(head, hidden).topk(width, dim=-1).indices
             for head, width in enumerate(widths)
         ]
-        return torch.cat(ranked, dim=-1)
+        tokens = torch.cat(ranked, dim=-1)
+        return tokens if self.offsets is None else tokens + self.offsets[tokens]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from specdec.engine.draft_net import take_offsets, take_own
 from specdec.engine.integers import IntegerMatrix, lay_out, make_linear, take_matrix
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels, PackedDrafter
@@ -37,7 +38,10 @@ class ReDrafterHead:
     ) -> None:
         self.params = params
         self.embedding = embedding
-        self.num_candidates = min(max(NUM_CANDIDATES, params.num_beams), embedding.shape[0])
+        # What a shortened vocabulary adds to the number of a head's output, [V].
+        self.offsets = take_offsets(take_own(weights, "drafter."), embedding.shape[0])
+        num_outputs = embedding.shape[0] if self.offsets is None else len(self.offsets)
+        self.num_candidates = min(max(NUM_CANDIDATES, params.num_beams), num_outputs)
         self.kernels = kernels
         prepack = prepack and can_prepack(embedding.dtype, embedding.device)
 
@@ -60,7 +64,7 @@ class ReDrafterHead:
                 parts["state_proj"] = lay_out(second, prepack=False, kernels=kernels)
             self.packed = PackedDrafter(
                 parts, embedding, num_layers=params.num_layers, exit_dim=params.exit_dim,
-                num_candidates=self.num_candidates, kernels=kernels,
+                num_candidates=self.num_candidates, kernels=kernels, tokens=self._list_tokens(),
             )  # fmt: skip
             return
         self.input_proj = linear("input_proj") if params.has_input_proj else None
@@ -68,6 +72,11 @@ class ReDrafterHead:
         self.lm_head = linear("lm_head")
         self.rnn_w = linear("rnn_w") if params.is_rnn else None
         self.rnn_u = linear("rnn_u") if params.is_rnn else None
+
+    def _list_tokens(self) -> Tensor | None:
+        """The token of each of the head's outputs; None where these are all tokens."""
+        offsets = self.offsets
+        return None if offsets is None else offsets + torch.arange(len(offsets))
 
     def update_state(self, tokens: Tensor, state: Tensor | None) -> Tensor:
         """Next recurrent state [..., D] after reading `tokens` [...]; None is the zero state."""
@@ -113,6 +122,8 @@ class ReDrafterHead:
                 totals = totals + scores[:, :, None]
             scores, flat = totals.flatten(1).topk(width, dim=-1)  # [B, W]
             chosen = best.indices.flatten(1).gather(1, flat)[:, :, None]  # [B, W, 1]
+            if self.offsets is not None:
+                chosen = chosen + self.offsets[chosen]
             if beams is None:
                 beams = chosen
                 state = state.expand(batch, width, -1)

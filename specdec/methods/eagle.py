@@ -198,6 +198,13 @@ class EagleParams(SizedTree):
         """Tokens that can be drafted."""
         return self.eagle3.draft_vocab_size if self.eagle3 else self.net.vocab_size
 
+    def shorten(self, size: int) -> EagleParams:
+        """The same drafter that drafts so many tokens."""
+        if self.eagle3 is not None:
+            eagle3 = dataclasses.replace(self.eagle3, draft_vocab_size=size)
+            return dataclasses.replace(self, eagle3=eagle3)
+        return dataclasses.replace(self, net=dataclasses.replace(self.net, vocab_size=size))
+
     @property
     def max_draft_depth(self) -> int:
         """Most draft tokens that one verify step can accept."""

@@ -237,6 +237,7 @@ def test_no_compiler_is_said_and_survived(checkpoint: Path, tmp_path: Path) -> N
     assert len(options.pop("build_id")) == 32
     assert options == {
         "prepack": True, "kernels": None, "quantization": None, "drafter_weights": None,
+        "draft_vocab_size": None,
     }  # fmt: skip
     demanded = run_cli(*args, "--force", "--optimize", "native", env={"CXX": "no-such-compiler"})
     assert demanded.returncode == 1

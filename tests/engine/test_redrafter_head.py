@@ -189,7 +189,7 @@ def test_search_with_integers(kernels: native.NativeKernels, weights: str, rnn: 
     generator = torch.Generator().manual_seed(1)
     stored: dict[str, torch.Tensor] = {}
     shapes = {name: spec.shape for name, spec in params.list_tensors(model).items()}
-    plan = plan_drafter({n: TensorInfo("float32", s) for n, s in shapes.items()}, weights)
+    plan = plan_drafter({n: TensorInfo("float32", s) for n, s in shapes.items()}, weights, None)
     for name, shape in shapes.items():
         weight = torch.randn(shape, generator=generator) * 0.4
         module = name.removesuffix(".weight")

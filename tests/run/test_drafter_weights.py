@@ -77,8 +77,113 @@ def test_pycode_drafters_draft_nearly_as_well(method: str, tmp_path: Path) -> No
         assert size < whole
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("method", "weights"),
+    [("redrafter", "int8"), ("medusa", "same"), ("eagle", "int8"), ("dflash", "same")],
+)
+def test_a_shortened_vocabulary(method: str, weights: str, tmp_path: Path) -> None:
+    """The tokens of the texts are all that is drafted with success; a few others do for some."""
+    checkpoint = convert(
+        PYCODE / "target", tmp_path / "ckpt", f"--{METHODS[method]}-model-dir", PYCODE / method
+    )
+    flags = ("--drafter-weights", weights)
+    texts, num_accepted = generate(build(checkpoint, "all", *flags))
+    tokens = sorted({token for text in texts for token in text})
+    spare = [token for token in range(300) if token not in tokens]
+    listed = tmp_path / "list.json"
+    listed.write_text(json.dumps([*tokens, *spare]))
+    engine = build(
+        checkpoint, "list", *flags, "--draft-vocab-file", listed, "--draft-vocab-size", 256
+    )
+    found, number = generate(engine)
+    assert found == texts
+    assert number >= 0.98 * num_accepted
+    options = read_json(engine / "config.json")["torch_config"]
+    assert options["draft_vocab_size"] == 256
+    stored = load_file(engine / WEIGHTS_NAME)
+    (offsets,) = (tensor for name, tensor in stored.items() if name.endswith("d2t"))
+    assert (offsets + torch.arange(256)).tolist() == sorted([*tokens, *spare][:256])
+    heads = [name for name in stored if name.endswith(".lm_head.weight")]
+    assert heads
+    assert all(len(stored[name]) == 256 for name in heads)
+    data = tmp_path / "data.jsonl"
+    prompts = [json.loads(line) for line in (PYCODE / "prompts.jsonl").read_text().splitlines()]
+    data.write_text("".join(json.dumps({"text": row["prompt"]}) + "\n" for row in prompts))
+    engine = build(
+        checkpoint, "few", *flags, "--draft-vocab-file", data, "--draft-vocab-size", 128,
+        "--tokenizer-dir", PYCODE / "target",
+    )  # fmt: skip
+    found, number = generate(engine)
+    assert found == texts
+    assert number > num_accepted / 2
+    assert generate(engine, samples=True)[0] == generate(engine, samples=True, speculate=False)[0]
+
+
+def test_tokens_that_are_refused(tmp_path: Path) -> None:
+    checkpoint = make_checkpoints(tmp_path, "medusa")
+    tokens, texts = tmp_path / "tokens.json", tmp_path / "texts.txt"
+    texts.write_text("some text\n")
+
+    def refuse(words: str, listed: Any, *flags: object, path: Path = tokens) -> None:
+        tokens.write_text(json.dumps(listed))
+        with pytest.raises(SpecDecError, match=words):
+            build(checkpoint, "engine", "--draft-vocab-file", path, *flags)
+
+    refuse("makes 3 tokens of 128; the drafter needs 64 at least", [1, 2, 3])
+    refuse("makes 63 tokens of 128", list(range(127)), "--draft-vocab-size", 63)
+    refuse("makes 128 tokens of 128; the drafter needs 64 at least, and fewer", list(range(128)))
+    refuse("1 tokens are outside the vocabulary of 128, the first is 128", [5, 128])
+    refuse("lists 3 tokens, 2 of them different", [1, 2, 2])
+    refuse("is not a JSON list of tokens", {"tokens": [1]})
+    refuse("holds texts", [], path=texts)
+    refuse("a tokenizer is needed", [], "--draft-vocab-size", 70, path=texts)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [1, 2]}\n{"input_ids": [1, 128]}\n')
+    refuse("holds what is no token below 128", [], "--draft-vocab-size", 70, path=rows)
+    with pytest.raises(SpecDecError, match="--draft-vocab-size 70 without --draft-vocab-file"):
+        build(checkpoint, "engine", "--draft-vocab-size", 70)
+    tokens.write_text(json.dumps(list(range(70))))
+    plain = convert(tmp_path / "target", tmp_path / "plain")
+    with pytest.raises(SpecDecError, match="the checkpoint has no drafter"):
+        build(plain, "engine", "--draft-vocab-file", tokens)
+    engine = build(checkpoint, "good", "--draft-vocab-file", tokens, "--optimize", "none")
+    for size in (69, 128, True, "70"):
+        change_config(engine, partial(set_option, name="draft_vocab_size", value=size))
+        with pytest.raises(SpecDecError, match="draft_vocab_size is|expected"):
+            TorchEngine(engine, device="cpu")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_shortened_vocabulary_without_kernels(method: str, tp_size: int, tmp_path: Path) -> None:
+    """As it is stored for one rank and for two, and drafted from by torch's operators."""
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps(list(range(127, 20, -1))))
+    split = ("--tp-size", 2) if tp_size > 1 else ()
+    checkpoint = make_checkpoints(tmp_path, method, "--dtype", "float32", *split)
+    flags = ("--optimize", "none", "--draft-vocab-file", tokens)
+    engine = build(checkpoint, "engine", *flags)
+    stored = load_file(engine / (WEIGHTS_NAME if tp_size == 1 else DRAFTER_NAME))
+    whole = load_file(
+        build(checkpoint, "whole", *flags[:2]) / (WEIGHTS_NAME if tp_size == 1 else DRAFTER_NAME)
+    )
+    for name in stored:
+        rows = slice(21, 128) if name.endswith(".lm_head.weight") else slice(None)
+        if not name.endswith("d2t"):
+            assert torch.equal(stored[name], whole[name][rows]), name
+    if tp_size > 1:
+        return
+    requests = [Request(index=0, input_ids=[5, 17, 30], max_output_len=12, end_ids=frozenset())]
+    texts = [
+        TorchEngine(engine, device="cpu", speculate=speculate).generate(requests)[0].output_ids
+        for speculate in (True, False)
+    ]
+    assert texts[0] == texts[1]
+
+
 def make_checkpoints(parent: Path, method: str, *flags: object) -> Path:
-    target = make_llama(parent, seed=5)
+    target = make_llama(parent, seed=5, intermediate=128)
     drafters = {
         "redrafter": lambda: make_drafter(parent, exit_dim=96, scale=3.0),
         "medusa": lambda: make_medusa_heads(parent, scale=3.0),
@@ -166,20 +271,26 @@ def test_what_is_lost_without_kernels_is_said(tmp_path: Path) -> None:
     assert (stats["method"], stats["quantization"]) == ("medusa", None)
 
 
-def test_with_a_quantized_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "kind"), [("int8", "per_channel_scale"), ("int4", "weights_scaling_factor")]
+)
+def test_with_a_quantized_target(quantization: str, kind: str, tmp_path: Path) -> None:
     """Each has its own kind."""
     checkpoint = make_checkpoints(tmp_path, "medusa")
-    flags = ("--quantization", "int8", "--drafter-weights", "int4", "--optimize", "none")
+    flags = (
+        "--quantization", quantization, "--drafter-weights", "int4", "--optimize", "none",
+        *(("--group-size", 64) if quantization == "int4" else ()),
+    )  # fmt: skip
     tensors = load_file(build(checkpoint, "engine", *flags) / WEIGHTS_NAME)
     kinds = {name.rpartition(".")[2] for name in tensors if name.startswith("transformer.layers")}
-    assert kinds == {"weight", "per_channel_scale"}
+    assert kinds == {"weight", kind}
     assert "medusa_heads.0.medusa_layers.0.linear.weights_scaling_factor" in tensors
     assert "medusa_heads.0.lm_head.per_channel_scale" in tensors
     assert TorchEngine(tmp_path / "engine", device="cpu").method == "medusa"
 
 
-def set_weights(config: dict[str, Any], value: str | None) -> None:
-    config["torch_config"]["drafter_weights"] = value
+def set_option(config: dict[str, Any], name: str, value: object) -> None:
+    config["torch_config"][name] = value
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -191,7 +302,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     name = "medusa_heads.0.lm_head.per_channel_scale"
     for value, words in ((None, "does not hold the engine"), ("int3", "drafter_weights is 'int3'")):
         other = shutil.copytree(engine, tmp_path / f"config-{value}")
-        change_config(other, partial(set_weights, value=value))
+        change_config(other, partial(set_option, name="drafter_weights", value=value))
         with pytest.raises(SpecDecError, match=words):
             TorchEngine(other, device="cpu")
     tensors = load_file(engine / WEIGHTS_NAME)

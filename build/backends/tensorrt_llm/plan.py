@@ -174,6 +174,11 @@ def make_plan(
             f"--drafter-weights {settings.drafter_weights} is of the torch backend",
             "leave it out, or build with --backend torch",
         )
+    if settings.draft_vocab_file is not None or settings.draft_vocab_size is not None:
+        problems.add(
+            "--draft-vocab-file and --draft-vocab-size are of the torch backend",
+            "leave them out, or build with --backend torch",
+        )
     because = f"tp_size {checkpoint.model.tp_size}"
     if checkpoint.model.pp_size > 1:
         because += f" x pp_size {checkpoint.model.pp_size}"

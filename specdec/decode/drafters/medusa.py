@@ -17,6 +17,7 @@ from specdec.decode.drafters.trees import (
     check_paths,
     grow_choices,
 )
+from specdec.engine.draft_net import take_offsets, take_own
 from specdec.engine.graphs import Graphs
 from specdec.engine.medusa import MedusaHeads
 from specdec.engine.transfers import Array
@@ -77,6 +78,9 @@ def make_proposer(context: DraftContext) -> MedusaProposer:
     heads = MedusaHeads(
         params, context.weights, prepack=decoder.is_prepacked, kernels=decoder.kernels,
         dtype=decoder.dtype,
+        offsets=take_offsets(
+            take_own(context.weights, "medusa_heads.0."), decoder.model.vocab_size
+        ),
     )  # fmt: skip
     if choices is None:
         num_tokens = params.max_draft_len
