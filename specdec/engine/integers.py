@@ -11,13 +11,15 @@ difference in the last bit into one of half a percent.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
-from specdec.model.int4 import ENGINE_GROUPS
+from specdec.model.int4 import ENGINE_GROUPS, INPUT_SCALE, PERMUTATION, ZERO_POINT
+from specdec.model.quantization import INT8_SCALES, WEIGHT_SCALE
 
 # Inputs that share a scale where the weight has one a row.
 ROW_GROUP = 64
@@ -52,6 +54,13 @@ class IntegerMatrix:
         size = self.codes.shape[1] // num_groups
         return ROW_GROUP if num_groups == 1 else min(size, max(ENGINE_GROUPS))
 
+    def list_sizes(self) -> tuple[int, ...]:
+        """What a packed one begins with, see `Integers` in kernels.cpp."""
+        given = (t is not None for t in (self.zeros, self.input_scales, self.order))
+        has_row_scales = self.scales.shape[1] == 1
+        depth = self.codes.shape[1]
+        return self.num_outputs, depth, self.bits, self.group, has_row_scales, *given
+
     def pack(self, kernels: NativeKernels) -> Tensor:
         """Lay out for the kernels, which scale by their own groups."""
         scales, zeros = self.scales, self.zeros
@@ -76,6 +85,19 @@ class IntegerMatrix:
         if self.zeros is not None:
             groups = groups + 8 - self.zeros[start:stop, :, None]
         return (groups * scales).reshape(signed.shape)
+
+
+def take_integers(weights: Mapping[str, Tensor], name: str) -> list[IntegerMatrix]:
+    """The matrix of a tensor of integers, or those of its experts, out of an engine's weights."""
+    module, codes = name.removesuffix(".weight"), weights[name]
+    if (scales := weights.get(f"{module}.{INT8_SCALES}")) is None:
+        kinds = (ZERO_POINT, INPUT_SCALE, PERMUTATION)
+        zeros, input_scales, order = (weights.get(f"{module}.{kind}") for kind in kinds)
+        scales = weights[f"{module}.{WEIGHT_SCALE}"]
+        return [IntegerMatrix(4, codes, scales, zeros, input_scales, order)]
+    if codes.dim() == 2:
+        codes, scales = codes[None], scales[None]
+    return [IntegerMatrix(8, *each) for each in zip(codes, scales[..., None], strict=True)]
 
 
 class IntegerLinear(Linear):
