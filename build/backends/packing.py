@@ -12,8 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.integers import take_integers
-from specdec.engine.layout import PACKED_FOLDER, EngineConfig, make_metadata, open_engine_file
+from specdec.engine.integers import IntegerMatrix, take_matrix
+from specdec.engine.layout import (
+    PACKED_FOLDER,
+    EngineConfig,
+    make_metadata,
+    name_int8_scales,
+    open_engine_file,
+)
 from specdec.engine.loading import load_tensors
 from specdec.engine.native import NativeKernels, get_packed_shape
 from specdec.engine.packed import identify_packing
@@ -49,28 +55,32 @@ def write_packed(folder: Path, config: EngineConfig, name: str, kernels: NativeK
     model = config.checkpoint.model
     dtype = TORCH_DTYPES[model.dtype]
 
-    def load(tensor: str) -> dict[str, Tensor]:
-        return load_tensors(source, [tensor], device, dtype, mapped={tensor})
+    def list_matrices(tensor: str) -> list[Tensor] | list[IntegerMatrix]:
+        """What linears multiply with, of all experts where the tensor is theirs."""
+        weights = load_tensors(source, [tensor], device, dtype, mapped={tensor})
+        whole = weights[tensor]
+        if whole.dim() < 3:
+            weight = take_matrix(weights, tensor.removesuffix(".weight"))
+            return [weight] if isinstance(weight, Tensor) else [weight]
+        if whole.dtype is dtype:
+            return list(whole)
+        scales = weights[name_int8_scales(tensor)][..., None]
+        return [IntegerMatrix(8, *each) for each in zip(whole, scales, strict=True)]
 
     def plan(tensor: str) -> TensorInfo:
-        info = source.tensors[tensor]
-        experts, (rows, depth) = info.shape[:-2], info.shape[-2:]
-        if info.dtype == model.dtype:
-            return TensorInfo(info.dtype, (*experts, *get_packed_shape(rows, depth, dtype)))
-        sizes = {
-            kernels.measure_integers(m.list_sizes()) for m in take_integers(load(tensor), tensor)
-        }
-        return TensorInfo("uint8", (*experts, round_up(sizes.pop())))
+        first, experts = list_matrices(tensor)[0], source.tensors[tensor].shape[:-2]
+        if isinstance(first, IntegerMatrix):
+            size = round_up(kernels.measure_integers(first.list_sizes()))
+            return TensorInfo("uint8", (*experts, size))
+        rows, depth = first.shape
+        return TensorInfo(model.dtype, (*experts, *get_packed_shape(rows, depth, dtype)))
 
     def produce(tensor: str) -> Iterator[Array]:
-        weights = load(tensor)
-        if source.tensors[tensor].dtype == model.dtype:
-            weight = weights[tensor]
-            for matrix in weight if weight.dim() == 3 else [weight]:
+        for matrix in list_matrices(tensor):
+            if isinstance(matrix, Tensor):
                 yield to_array(kernels.pack_matrix(matrix))
-            return
-        for integers in take_integers(weights, tensor):
-            packed = to_array(integers.pack(kernels))
+                continue
+            packed = to_array(matrix.pack(kernels))
             yield np.pad(packed, (0, round_up(len(packed)) - len(packed)))
 
     tensors = {tensor: plan(tensor) for tensor in list_packed(source.tensors, model)}

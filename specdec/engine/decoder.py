@@ -16,7 +16,7 @@ from specdec.engine.experts import ExpertLayer
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
-from specdec.engine.integers import IntegerLinear, take_integers
+from specdec.engine.integers import IntegerLinear, IntegerMatrix, lay_out, take_matrix
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import Attention, Norm, cap, name_activation
 from specdec.engine.linear import Linear, can_prepack
@@ -29,7 +29,7 @@ from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
-from specdec.model.quantization import SCALES
+from specdec.model.quantization import INT8_SCALES, SCALES
 from specdec.model.tensors import ROUTER
 
 # Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native
@@ -288,10 +288,7 @@ class _Parts:
         if weight.dtype is torch.float8_e4m3fn:
             weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
             return Float8Linear(weight, weight_scales, input_scale, bias)
-        if weight.dtype is torch.int8:
-            [matrix] = take_integers(weights, name + ".weight")
-            return IntegerLinear(matrix, bias, kernels)
-        return Linear(weight, bias, prepack=prepack, kernels=kernels)
+        return lay_out(take_matrix(weights, name), bias, prepack=prepack, kernels=kernels)
 
     def make_norm(self, name: str) -> Norm:
         has_bias = self._model.arithmetic.norm == "layer"
@@ -352,6 +349,9 @@ class _Parts:
         """Those of experts, which lie in one tensor."""
         matrices = self._weights[f"{name}.weight"]
         if matrices.dtype is torch.int8:
-            found = take_integers(self._weights, f"{name}.weight")
-            return [IntegerLinear(matrix, None, self._kernels) for matrix in found]
+            scales = self._weights[f"{name}.{INT8_SCALES}"]
+            return [
+                IntegerLinear(IntegerMatrix(8, codes, own[:, None]), None, self._kernels)
+                for codes, own in zip(matrices, scales, strict=True)
+            ]
         return [Linear(matrix, prepack=self._prepack, kernels=self._kernels) for matrix in matrices]
