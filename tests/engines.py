@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,10 +19,11 @@ import torch
 
 from specdec.decode.accept import Candidates
 from specdec.decode.requests import ActiveRequest
-from specdec.engine.layout import make_metadata
+from specdec.engine.layout import PACKED_FOLDER, make_metadata
 from specdec.engine.tree import Tree, pack_beams
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import to_array
+from tests.conftest import ROOT
 
 
 def call(stage: str, *args: object) -> None:
@@ -55,6 +58,43 @@ def run_here(arguments: Sequence[str]) -> dict[str, Any]:
         call("run", "--json", *arguments)
     report: dict[str, Any] = json.loads(out.getvalue())
     return report
+
+
+# `specdec`, which says when it has taken twenty steps and then, if told so, waits for a line.
+AT_WORK = """
+import sys
+from specdec.command.stages import main
+from specdec.decode import loop
+pauses, step, num_steps = sys.argv.pop(1) == "pause", loop.Batch.step, 0
+
+def count_steps(self):
+    global num_steps
+    num_steps += 1
+    if num_steps == 20:
+        print("at work", file=sys.stderr, flush=True)
+        if pauses:
+            sys.stdin.readline()
+    return step(self)
+
+loop.Batch.step = count_steps
+main()
+"""
+
+
+def start_cli(*args: object, pauses: bool = False) -> subprocess.Popen[str]:
+    """Start `specdec ARGS...` and return it when it has taken twenty steps."""
+    words = [sys.executable, "-c", AT_WORK, "pause" if pauses else "go on", *map(str, args)]
+    process = subprocess.Popen(
+        words, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line == "at work\n":
+            return process
+    raise AssertionError(f"ended before it was at work: {lines}")
 
 
 def make_engine(
@@ -111,7 +151,11 @@ def make_tree_engine(
 
 
 def save_weights(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Give a weight file of an engine other tensors, with all that a build writes about them."""
+    """Give a weight file of an engine other tensors, with all that a build writes about them.
+
+    What it was packed into is removed.
+    """
+    shutil.rmtree(path.parent / PACKED_FOLDER, ignore_errors=True)
     build_id = TensorFile(path).metadata["build_id"]
     arrays = {name: to_array(tensor) for name, tensor in tensors.items()}
     infos = {
