@@ -19,6 +19,7 @@ from specdec.decode.drafters.chain import (
     ChainFollower,
     ChainProposer,
     join_candidates,
+    join_proposers,
     merge_candidates,
 )
 from specdec.decode.engine import TorchEngine
@@ -260,4 +261,4 @@ def test_who_takes_the_time_of_steps_is_told_of_those_that_read_prompts_too() ->
     assert isinstance(outer, StepTimer)
     for is_shared in (True, False):
         outer.is_shared = is_shared
-        assert timer.is_shared is outer.proposer.is_shared is outer.is_shared is is_shared
+        assert timer.is_shared is outer.is_shared is is_shared
