@@ -250,7 +250,8 @@ def test_what_steps_take_that_read_prompts_too_is_no_price_of_drafts() -> None:
     """Their drafts count; their time does not, nor are they the plain steps that it starts with."""
     found = []
     for shared in ([], [3, 5, 6, 9, 14]):
-        length, step, plans = DraftLength(4, is_auto=True), 0, []
+        length, step = DraftLength(4, is_auto=True), 0
+        plans: list[int] = []
         while len(plans) < 20:
             (count,) = length.plan([0], [100]).counts
             is_shared = step in shared
