@@ -16,7 +16,7 @@ from specdec.engine.experts import ExpertLayer
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
-from specdec.engine.integers import IntegerLinear, IntegerMatrix
+from specdec.engine.integers import IntegerLinear, IntegerMatrix, lay_out, take_matrix
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import Attention, Norm, cap, name_activation
 from specdec.engine.linear import Linear, can_prepack
@@ -24,18 +24,20 @@ from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.step import Step
-from specdec.engine.torch_layers import Layer, Stack, TorchLayers
+from specdec.engine.torch_layers import Layer, Stack, TorchLayers, find_past
 from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
-from specdec.model.int4 import INPUT_SCALE, PERMUTATION, ZERO_POINT
-from specdec.model.quantization import INT8_SCALES, SCALES, WEIGHT_SCALE
+from specdec.model.quantization import INT8_SCALES, SCALES
 from specdec.model.tensors import ROUTER
 
-# Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native
-# products no faster, and every pass then takes the way of verify steps, to the last bit.
+# Tokens of a row in a prompt pass; bounds the memory of its mask and scores. With 64 every native
+# pass takes the way of verify steps, to the last bit.
 MAX_CHUNK_TOKENS, NATIVE_CHUNK_TOKENS = 512, 64
+# Tokens of all rows of a native prompt pass. More make it no faster: reading the weights takes a
+# small part of its time.
+NATIVE_PASS_TOKENS = 512
 # Of a row in one step. The native attention compares all of them with one another.
 MAX_NATIVE_TOKENS = 256
 
@@ -159,8 +161,16 @@ class Decoder:
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Tokens of a prompt that one pass should run at most."""
+        """Tokens of a prompt that a row of a step should have at most."""
         return MAX_CHUNK_TOKENS if self.kernels is None else NATIVE_CHUNK_TOKENS
+
+    @property
+    def max_joined_tokens(self) -> int | None:
+        """Prompt tokens of a step whose rows may go on in each other; None where they may not.
+
+        Attention by torch copies a row's keys for each part of its text.
+        """
+        return None if self.kernels is None else NATIVE_PASS_TOKENS
 
     def count_experts(self) -> tuple[float, ...]:
         """Steps so far, tokens of them, and experts that each layer read for them, on average.
@@ -256,7 +266,7 @@ class Decoder:
         if switch is None:
             return
         is_short = cache.rotary_starts[step.rows] == 0
-        past = cache.past_lens[step.rows]
+        past = find_past(step, cache)
         if (is_short & (past >= switch)).any():
             raise SpecDecError(
                 f"a sequence of more than {switch} tokens began with a prompt of fewer: longrope"
@@ -289,19 +299,7 @@ class _Parts:
         if weight.dtype is torch.float8_e4m3fn:
             weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
             return Float8Linear(weight, weight_scales, input_scale, bias)
-        if weight.dtype is torch.int8:
-            return IntegerLinear(self._make_integers(name), bias, kernels)
-        return Linear(weight, bias, prepack=prepack, kernels=kernels)
-
-    def _make_integers(self, name: str) -> IntegerMatrix:
-        weights = self._weights
-        codes = weights[name + ".weight"]
-        if (scales := weights.get(f"{name}.{INT8_SCALES}")) is not None:
-            return IntegerMatrix(8, codes, scales[:, None])
-        kinds = (ZERO_POINT, INPUT_SCALE, PERMUTATION)
-        zeros, input_scales, order = (weights.get(f"{name}.{kind}") for kind in kinds)
-        scales = weights[f"{name}.{WEIGHT_SCALE}"]
-        return IntegerMatrix(4, codes, scales, zeros, input_scales, order)
+        return lay_out(take_matrix(weights, name), bias, prepack=prepack, kernels=kernels)
 
     def make_norm(self, name: str) -> Norm:
         has_bias = self._model.arithmetic.norm == "layer"
