@@ -33,9 +33,9 @@ from specdec.model.int4 import INPUT_SCALE, PERMUTATION, ZERO_POINT
 from specdec.model.quantization import INT8_SCALES, SCALES, WEIGHT_SCALE
 from specdec.model.tensors import ROUTER
 
-# Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native
-# products no faster, and every pass then takes the way of verify steps, to the last bit.
-MAX_CHUNK_TOKENS, NATIVE_CHUNK_TOKENS = 512, 64
+# Tokens of one prompt pass; bounds the memory of its mask and scores. With native kernels they say
+# how many, so few that every pass takes the way of verify steps, to the last bit.
+MAX_CHUNK_TOKENS = 512
 # Of a row in one step. The native attention compares all of them with one another.
 MAX_NATIVE_TOKENS = 256
 
@@ -160,7 +160,7 @@ class Decoder:
     @property
     def max_chunk_tokens(self) -> int:
         """Tokens of a prompt that one pass should run at most."""
-        return MAX_CHUNK_TOKENS if self.kernels is None else NATIVE_CHUNK_TOKENS
+        return MAX_CHUNK_TOKENS if self.kernels is None else self.kernels.chunk_tokens
 
     def count_experts(self) -> tuple[float, ...]:
         """Steps so far, tokens of them, and experts that each layer read for them, on average.

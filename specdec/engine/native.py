@@ -32,7 +32,7 @@ from specdec.model.int4 import ENGINE_GROUPS
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 13
+ABI_VERSION = 14
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
 # -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
@@ -226,6 +226,14 @@ class NativeKernels:
             )
         suffix = _SUFFIXES[dtype]
         self.dtype = dtype
+        use_amx = self._bind("specdec_use_amx", [], _INT)() if dtype is torch.bfloat16 else -1
+        # Of a prompt in one pass: more make products no faster, and make others wait.
+        self.chunk_tokens = 256 if use_amx == 1 else 64
+        if use_amx == 0:
+            logger.warning(
+                "this system lets no process use the processor's AMX (bfloat16 products): the same"
+                " bits are computed without it, at up to 8 times the cost for 8 tokens and more"
+            )
         self._add_norm = self._bind(
             f"specdec_add_norm_{suffix}",
             [_POINTER] * 4 + [_FLOAT] + [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],

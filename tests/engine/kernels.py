@@ -19,6 +19,8 @@ if platform.machine() in ("x86_64", "AMD64"):
     # That, and products of integers in pairs, though the processor may have instructions for both.
     FORMS["pairs"] += ("-mno-avx512bf16", "-mno-avx512vnni")
     FORMS |= {"avx2": ("-mno-avx512f",), "sse2": ("-march=x86-64",)}
+    # The sums of processors with AMX, in plain code.
+    FORMS["bands"] = ("-DSPECDEC_BANDS",)
     # Where GCC fuses products and sums in some copies of a template and in others not, if it may.
     FORMS["znver3"] = ("-mno-avx512f", "-mtune=znver3")
 
