@@ -1542,6 +1542,7 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
   struct Line {
     alignas(kLine) bf16 numbers[2 * kBand];
   };
+  if (M == 0) return;
   const int64_t steps = count_steps<bf16>(depth), bands = (steps + kBand - 1) / kBand;
   const int64_t blocks = (M + kAmxRows - 1) / kAmxRows, rows = (M + blocks - 1) / blocks;
   const int64_t tiles = (N + kTile - 1) / kTile, tile_bytes = steps * kStepBytes;

@@ -226,13 +226,12 @@ class NativeKernels:
             )
         suffix = _SUFFIXES[dtype]
         self.dtype = dtype
-        use_amx = self._bind("specdec_use_amx", [], _INT)() if dtype is torch.bfloat16 else -1
-        # Of a prompt in one pass: more make products no faster, and make others wait.
-        self.chunk_tokens = 256 if use_amx == 1 else 64
+        use_amx = self._ask_for_amx() if dtype is torch.bfloat16 else -1
+        self.uses_amx = use_amx == 1
         if use_amx == 0:
             logger.warning(
                 "this system lets no process use the processor's AMX (bfloat16 products): the same"
-                " bits are computed without it, at up to 8 times the cost for 8 tokens and more"
+                " bits are computed without it, long steps at several times the cost"
             )
         self._add_norm = self._bind(
             f"specdec_add_norm_{suffix}",
@@ -275,6 +274,15 @@ class NativeKernels:
             f"specdec_search_beams_{suffix}",
             [_POINTER] * 10 + [_INT] + [_POINTER] * 2 + [_INT] * 7,
         )
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a prompt that one pass should run: more make products no faster."""
+        return 256 if self.uses_amx else 64
+
+    def _ask_for_amx(self) -> int:
+        """1 where products use AMX, 0 where the system refuses it, else -1."""
+        return int(self._bind("specdec_use_amx", [], _INT)())
 
     def _bind(self, name: str, types: list[Any], result: Any = None) -> Any:
         function = getattr(self._library, name)
