@@ -1469,6 +1469,8 @@ inline void multiply_registers() {
 
 constexpr int64_t kAmxRows = 16, kBandBytes = kBand * kStepBytes;
 constexpr int64_t kChunk = 16;  // bands that stay in the nearest cache for all rows of many
+// From here on a matrix is read from memory, for one row a little faster by plain code.
+constexpr int64_t kCachedNumbers = 1 << 20;
 
 // Bands `begin` to `end` of tiles of tile_bytes that follow each other; of these bands `whole` ones
 // are whole, and the one after them is in `rest`, filled up with zeros.
@@ -1612,7 +1614,8 @@ void multiply(const X *x, int64_t M, int64_t depth, const W *packed, const B *bi
               O *y) {
 #if SPECDEC_AMX
   if constexpr (std::is_same<W, bf16>::value)
-    if (can_use_amx()) return multiply_amx(x, M, depth, packed, bias, N, y);
+    if ((M > 1 || N * depth < kCachedNumbers) && can_use_amx())
+      return multiply_amx(x, M, depth, packed, bias, N, y);
 #endif
   if constexpr (!std::is_same<W, Integers>::value)
     multiply_matrix(x, M, FloatMatrix<W>(packed, depth), bias, N, y);

@@ -23,6 +23,8 @@ from tests.engine.models import make_model
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 DTYPES = list(TOLERANCE)
 Array = np.ndarray[Any, np.dtype[Any]]
+# The forms that may have the sums of AMX.
+PLAIN_AND_OWN = [form for form in ("own", "bands") if form in FORMS]
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -321,9 +323,7 @@ def multiply_in_bands(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "library", [form for form in ("own", "bands") if form in FORMS], indirect=True
-)
+@pytest.mark.parametrize("library", PLAIN_AND_OWN, indirect=True)
 @pytest.mark.parametrize(
     "exponents", [(120, 130), (40, 90), (60, 68), (0, 4), (170, 200), (0, 256)]
 )
@@ -354,6 +354,22 @@ def test_products_in_the_order_of_amx(
         for count in (40, 33, 17, 5, 1):
             actual = kernels.multiply(x[:count], packed, None, num_outputs)
             torch.testing.assert_close(actual, expected[:count], rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("library", PLAIN_AND_OWN, indirect=True)
+def test_a_row_of_a_large_matrix_has_the_same_bits(library: Path) -> None:
+    """One row goes another way there than several do."""
+    kernels = native.NativeKernels(library, torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 1100, generator=generator).bfloat16()
+    weight = torch.randn(1000, 1100, generator=generator).bfloat16()
+    x[:, 550:], weight[:, 550:] = -x[:, :550], weight[:, :550]  # all but roundings cancels out
+    packed = kernels.pack_matrix(weight)
+    whole = kernels.multiply(x, packed, None, 1000)
+    assert whole.count_nonzero() > 100
+    for row in range(3):
+        assert torch.equal(kernels.multiply(x[row : row + 1], packed, None, 1000)[0], whole[row])
 
 
 @needs_compiler
