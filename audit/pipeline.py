@@ -14,7 +14,8 @@ from specdec.texts import TEXTS
 from .acceptance import Round, check_acceptance
 from .answers import AnyPrompt, BadAnswer
 from .checks import FAILED, OK, SKIPPED, SUSPECT, TEXT_CHECKS, Audit, Check
-from .reference import open_reference
+from .drafter import check_drafter
+from .reference import EngineReference, open_reference
 from .server import Counters, Refused, Server
 from .settings import CHECKS, AuditSettings, check_settings
 
@@ -104,7 +105,16 @@ def run_checks(settings: AuditSettings, audit: Audit, counters: Counters) -> lis
         found["acceptance"] = _guard(
             "acceptance", lambda: check_acceptance(audit, rounds, settings.min_acceptance_length)
         )
+    if "drafter" in wanted:
+        found["drafter"] = _guard("drafter", lambda: compare_drafters(settings, audit, counters))
     return [found[name] for name in CHECKS if name in found]
+
+
+def compare_drafters(settings: AuditSettings, audit: Audit, counters: Counters) -> Check:
+    """The drafter against the reference's, where that is said to be the same one."""
+    if not settings.same_drafter or not isinstance(audit.reference, EngineReference):
+        return Check("drafter", SKIPPED, "no --reference-engine was given with --same-drafter")
+    return check_drafter(audit, audit.reference, counters.read)
 
 
 def _guard(name: str, check: Callable[[], Check]) -> Check:

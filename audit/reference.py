@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from specdec.errors import SpecDecError
 from specdec.http_client import read_key
 
-from .answers import Answer, AnyPrompt, Token
+from .answers import Answer, AnyPrompt, Counts, Token
 from .server import Server
 from .settings import AuditSettings
 
@@ -26,18 +29,8 @@ class Reference(Protocol):
 def open_reference(settings: AuditSettings) -> Iterator[Reference | None]:
     """The reference that the settings name; None where they name none."""
     if settings.reference_engine is not None:
-        from specdec import Engine
-
-        with Engine.load(
-            settings.reference_engine, tokenizer=settings.tokenizer_dir, device=settings.device,
-            speculation=False,
-        ) as engine:  # fmt: skip
-            if engine.tokenizer is None:
-                raise SpecDecError(
-                    f"{settings.reference_engine} holds no tokenizer",
-                    "give the base model's folder as --tokenizer-dir",
-                )
-            yield EngineReference(engine, str(settings.reference_engine))
+        with EngineReference(settings) as reference:
+            yield reference
     elif settings.reference_url is not None:
         key = None
         if settings.reference_api_key_file is not None:
@@ -51,27 +44,104 @@ def open_reference(settings: AuditSettings) -> Iterator[Reference | None]:
         yield None
 
 
-class EngineReference:
-    """An engine in this process, decoding one token a step."""
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """What an engine wrote while it drafted, and in how many verify steps."""
 
-    def __init__(self, engine: Any, name: str) -> None:
-        self.name = name
-        self._engine = engine
+    prompt_ids: list[int]
+    ids: list[int]
+    text: str
+    is_cut: bool  # by the number of tokens, not by their end
+    counts: Counts  # of all verify steps
+
+    @property
+    def num_steps(self) -> int:
+        assert self.counts.drafts is not None
+        return self.counts.drafts
+
+
+class EngineReference:
+    """An engine in this process, decoding one token a step until it is told to draft."""
+
+    def __init__(self, settings: AuditSettings) -> None:
+        self.name = str(settings.reference_engine)
+        self._settings = settings
+        self._engine = self._load(speculation=False)
+
+    def __enter__(self) -> EngineReference:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+    def _load(self, **options: Any) -> Any:
+        from specdec import Engine
+
+        settings = self._settings
+        assert settings.reference_engine is not None
+        engine = Engine.load(
+            settings.reference_engine, tokenizer=settings.tokenizer_dir, device=settings.device,
+            **options,
+        )  # fmt: skip
+        if engine.tokenizer is None:
+            engine.close()
+            raise SpecDecError(
+                f"{self.name} holds no tokenizer", "give the base model's folder as --tokenizer-dir"
+            )
+        return engine
+
+    def start_drafting(self, length: int | None) -> None:
+        """Draft from now on: chains of so many tokens, None for what the engine does by itself."""
+        from specdec.engine.layout import read_engine_config
+
+        method = read_engine_config(Path(self.name)).checkpoint.method
+        if method is None:
+            raise SpecDecError(
+                f"{self.name} holds no drafter, which --same-drafter says it does",
+                "convert the server's drafter with the base model and build that, or leave out"
+                " --same-drafter",
+            )
+        options: dict[str, Any] = {}
+        if length is not None:
+            path = json.dumps([[0] * depth for depth in range(1, length + 1)])
+            chains: dict[str, dict[str, Any]] = {
+                "medusa": {"medusa_choices": path}, "eagle": {"eagle_choices": path},
+                "dflash": {"dflash_tokens": length, "dflash_top_k": 1},
+            }  # fmt: skip
+            options = chains.get(method.name, {})
+        self._engine.close()
+        self._engine = self._load(draft_budget="fixed", **options)
+
+    def can_continue(self, ids: Sequence[int], max_tokens: int) -> bool:
+        """Whether a prompt is short enough."""
+        engine = self._engine
+        is_long = len(ids) > engine.max_input_len or len(ids) + max_tokens > engine.max_seq_len
+        return not is_long
+
+    def draft(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Drafted]:
+        """Continue prompts greedily, several at once."""
+        asked = [_make_prompt(prompt) for prompt in prompts]
+        outputs = self._engine.generate(asked, max_output_len=max_tokens)
+        return [
+            Drafted(
+                output.prompt_ids, output.token_ids, output.text, output.finish_reason == "length",
+                Counts(
+                    output.stats.num_verify_steps, output.stats.num_draft_tokens,
+                    output.stats.num_accepted,
+                    tuple(
+                        sum(output.stats.accepted_histogram[at:])
+                        for at in range(1, len(output.stats.accepted_histogram))
+                    ),
+                ),
+            )
+            for output in outputs
+        ]  # fmt: skip
 
     def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Answer]:
         """Continue prompts, several at once."""
-        from specdec import Prompt
         from specdec.decode.prompts import MAX_LOGPROBS
 
-        def make(prompt: AnyPrompt) -> Prompt:
-            if isinstance(prompt, str):
-                kind = "text"
-            else:
-                kind = "messages" if prompt and isinstance(prompt[0], dict) else "token_ids"
-            given: dict[str, Any] = {kind: prompt}
-            return Prompt(**given, temperature=0.0, logprobs=MAX_LOGPROBS)
-
-        asked = [make(prompt) for prompt in prompts]
+        asked = [_make_prompt(prompt, logprobs=MAX_LOGPROBS) for prompt in prompts]
         outputs = self._engine.generate(asked, max_output_len=max_tokens)
         pairs = zip(prompts, outputs, strict=True)
         return [self._describe(prompt, output, max_tokens) for prompt, output in pairs]
@@ -100,6 +170,17 @@ class EngineReference:
             tokens=tokens, ends=ends, finish_reason=output.finish_reason,
             prompt_ids=output.prompt_ids,
         )  # fmt: skip
+
+
+def _make_prompt(prompt: AnyPrompt, **options: Any) -> Any:
+    from specdec import Prompt
+
+    if isinstance(prompt, str):
+        kind = "text"
+    else:
+        kind = "messages" if prompt and isinstance(prompt[0], dict) else "token_ids"
+    given: dict[str, Any] = {kind: prompt, **options}
+    return Prompt(**given, temperature=0.0)
 
 
 class ServerReference:

@@ -22,6 +22,8 @@ HINTS = {
     "usage": "clients are billed by these counts",
     "acceptance": "check that the drafter was trained for this model, its aux layers and d2t"
     " (specdec-export writes both as each runtime wants them), and that speculation is on",
+    "drafter": "the same drafter accepts more in the reference: check its aux layers, norms and"
+    " d2t at the server, and that the reference was made of the same two folders",
 }
 
 

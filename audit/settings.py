@@ -12,7 +12,7 @@ from specdec.http_client import SERVER_KEY_VARIABLE, check_url
 # In the order in which they are told; `usage` and `acceptance` look at what the others did.
 CHECKS = (
     "greedy", "repeat", "own_choice", "narrow_sampling", "seeds", "stops", "limits", "stream",
-    "usage", "acceptance",
+    "usage", "acceptance", "drafter",
 )  # fmt: skip
 
 
@@ -28,6 +28,10 @@ class AuditSettings:
     reference_engine: Path | None = setting(
         kind="path", metavar="ENGINE",
         help="Engine of ours with the same weights; its plain decoding is the reference.",
+    )  # fmt: skip
+    same_drafter: bool = setting(
+        False, kind="flag",
+        help="--reference-engine holds the server's drafter: the server's must do as well.",
     )  # fmt: skip
     reference_url: str | None = setting(
         metavar="URL", help="Another server of the same model without speculation, as reference."
@@ -85,11 +89,11 @@ def check_settings(settings: AuditSettings) -> None:
             "--reference-engine and --reference-url are both given", "one reference is enough"
         )
     for names, needed in (
-        (("tokenizer_dir",), "reference_engine"),
+        (("tokenizer_dir", "same_drafter"), "reference_engine"),
         (("reference_model", "reference_api_key_file"), "reference_url"),
     ):
         for name in names:
-            if getattr(settings, name) is not None and getattr(settings, needed) is None:
+            if getattr(settings, name) and getattr(settings, needed) is None:
                 raise UsageError(f"--{name} without --{needed}".replace("_", "-"), "leave it out")
     for flag in ("base_url", "reference_url", "metrics_url"):
         if (url := getattr(settings, flag)) is not None:

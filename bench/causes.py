@@ -123,7 +123,8 @@ def find_slow_drafter(facts: BatchFacts) -> Cause | None:
     return Cause(
         "the drafter takes long",
         f"drafting takes {draft:.3f} of {total:.3f} ms, {draft / total:.0%} of a step",
-        "use a smaller drafter, fewer beams or a shorter draft",
+        "use a smaller drafter, fewer beams or a shorter draft"
+        + ("; on a CPU build with --drafter-weights int8" if facts.is_trained else ""),
         total / max(1e-9, total - draft),
     )
 

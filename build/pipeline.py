@@ -122,7 +122,8 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
         return {"dry_run": True, **report}
     sources = [describe_file(folder / "config.json")]
     sources += [describe_file(source.path) for source in plan.sources]
-    build_id = make_build_id([source["sha256"] for source in sources], plan.quantization)
+    sums = [source["sha256"] for source in sources]
+    build_id = make_build_id(sums, plan.quantization, plan.drafter_weights)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
         hashes, report["native_kernels"] = write_engine(plan, checkpoint, limits, staged, build_id)
         if tokenizer:

@@ -12,6 +12,7 @@ from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.trtllm.facts import LABELS
 
 LAUNCHERS = ("local", "mpirun", "srun")
+SAME = "same"  # of a drafter's weights: as the checkpoint has them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,11 @@ class BuildSettings:
     group_size: int | None = setting(
         kind="int", metavar="[32|64|128]",
         help="With --quantization int4: weights that share a scale.  [default: 128]",
+    )  # fmt: skip
+    drafter_weights: str = setting(
+        SAME, choices=(SAME, "int8", "int4"),
+        help="Store the drafter's matrices as int8 or int4: it drafts faster on a CPU, nearly as"
+        " well, and the text stays the target's own. Torch backend only.",
     )  # fmt: skip
     gemm_plugin: str | None = setting(
         help="TensorRT-LLM only: the type of its matrix products' plugin, auto or disable."

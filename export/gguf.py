@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import re
 from collections.abc import Callable
@@ -20,13 +19,14 @@ import numpy as np
 from specdec.engine.rotary import compute_frequencies
 from specdec.errors import SpecDecError, name_extra, shorten
 from specdec.files.casts import cast
-from specdec.files.reading import Array, read_json
+from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
 from .layouts import Contents, Order, get_eagle, list_entered
 from .source import Part, Source
+from .tokenizers import Vocabulary, read_tokenizer
 
 # Hugging Face's module -> GGUF's.
 NAMES = {
@@ -50,25 +50,6 @@ ARCHITECTURES = {
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 Q8_BLOCK = 32
 
-# How a byte-level tokenizer splits a text into words -> llama.cpp's name for it. The first is what
-# transformers' ByteLevel does by itself.
-_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {"": "gpt-2", _LETTERS + r"\p{N}{1,3}" + _REST: "llama-bpe",
-          _LETTERS + r"\p{N}" + _REST: "qwen2"}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """Tokens by id, their kinds, the merges, and the name of the way that texts are split."""
-
-    tokens: list[str]
-    kinds: list[int]
-    merges: list[str]
-    split: str
-    special: dict[str, int]
-    adds_bos: bool
-
 
 def write_gguf(order: Order) -> Contents:
     """Plan the file; everything that may be refused is refused here."""
@@ -83,7 +64,7 @@ def write_gguf(order: Order) -> Contents:
             f" window of {net.sliding_window}",
             "give it to a runtime that reads the Hugging Face folder",
         )
-    read_tokenizer(order)
+    read_words(order)
     for name, part in tensors.items() if order.settings.gguf_type == "Q8_0" else ():
         shape = source.get_info(part).shape
         if len(shape) > 1 and shape[-1] % Q8_BLOCK:
@@ -148,69 +129,16 @@ def plan_rotary(net: ModelConfig) -> Array | None:
     return factors
 
 
-def read_tokenizer(order: Order) -> Vocabulary:
-    """The tokenizer of --model-dir, a byte-level BPE, as llama.cpp needs it."""
-    folder, size = Path(order.settings.model_dir or ""), order.source.model.vocab_size
-    if order.settings.model_dir is None or not (folder / "tokenizer.json").is_file():
-        raise SpecDecError(
-            "a GGUF file holds the tokenizer, and --model-dir has no tokenizer.json",
-            "give the target's own folder as --model-dir",
-        )
-    described = read_json(folder / "tokenizer.json")
-    model = described.get("model") or {}
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise SpecDecError(
-            f"{folder} has no byte-level BPE tokenizer", "llama.cpp's convert_hf_to_gguf.py reads"
-            " others: convert the target with it, and the drafter with its --target-model-dir",
-        )  # fmt: skip
-    pattern = find_split(described.get("pre_tokenizer") or {})
-    if pattern not in SPLITS:
-        raise SpecDecError(
-            f"{folder} splits texts in a way without a known name: {shorten(pattern)}",
-            "convert it with llama.cpp's convert_hf_to_gguf.py",
-        )
-    kinds = import_gguf().TokenType
-    tokens = [f"[PAD{number}]" for number in range(size)]
-    found = [int(kinds.UNUSED)] * size
-    for text, number in model["vocab"].items():
-        tokens[number], found[number] = text, int(kinds.NORMAL)
-    for added in described.get("added_tokens") or ():
-        kind = kinds.CONTROL if added.get("special") else kinds.USER_DEFINED
-        tokens[added["id"]], found[added["id"]] = added["content"], int(kind)
-    config = read_json(folder / "config.json")
-    special = {}
-    for name in ("bos", "eos", "pad"):
-        value = config.get(f"{name}_token_id")
-        value = value[0] if isinstance(value, list) else value
-        if isinstance(value, int):
-            special[name] = value
-    path = folder / "tokenizer_config.json"
-    settings = read_json(path) if path.is_file() else {}
-    adds_bos = bool(settings.get("add_bos_token", SPLITS[pattern] == "llama-bpe"))
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    return Vocabulary(
-        tokens=tokens, kinds=found, merges=merges, split=SPLITS[pattern], special=special,
-        adds_bos=adds_bos,
-    )  # fmt: skip
-
-
-def find_split(described: dict[str, Any]) -> str:
-    """The regular expression of a pre-tokenizer; empty for ByteLevel's own."""
-    steps = described.get("pretokenizers") or [described]
-    own = [step for step in steps if step.get("type") == "ByteLevel"]
-    splits = [step["pattern"].get("Regex", "?") for step in steps if step.get("type") == "Split"]
-    if len(own) != 1 or len(splits) + 1 != len(steps) or len(splits) > 1:
-        return json.dumps(described)
-    if bool(own[0].get("use_regex", True)) == bool(splits) or own[0].get("add_prefix_space"):
-        return json.dumps(described)
-    return splits[0] if splits else ""
+def read_words(order: Order) -> Vocabulary:
+    """The tokenizer of --model-dir."""
+    return read_tokenizer(order.settings.model_dir, order.source.model.vocab_size)
 
 
 def write_file(path: Path, order: Order, contents: Contents) -> None:
     """Write the file, reading one tensor at a time."""
     gguf = import_gguf()
     source = order.source
-    net, words = get_net(source), read_tokenizer(order)
+    net, words = get_net(source), read_words(order)
     is_drafter = source.kind != "plain"
     architecture = "eagle3" if is_drafter else ARCHITECTURES[net.architecture]
     writer = gguf.GGUFWriter(path, architecture)
@@ -250,11 +178,16 @@ def add_values(
     writer.add_layer_norm_rms_eps(net.norm_epsilon)
     writer.add_rope_dimension_count(net.rotary_size)
     writer.add_rope_freq_base(net.rotary_base)
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model("gpt2" if words.scores is None else "llama")
     writer.add_tokenizer_pre(words.split)
     writer.add_token_list(words.tokens)
     writer.add_token_types(words.kinds)
-    writer.add_token_merges(words.merges)
+    if words.scores is None:
+        writer.add_token_merges(words.merges)
+    else:
+        writer.add_token_scores(words.scores)
+        writer.add_add_space_prefix(words.adds_space)
+        writer.add_add_eos_token(False)
     for name, number in words.special.items():
         getattr(writer, f"add_{name}_token_id")(number)
     writer.add_add_bos_token(words.adds_bos)

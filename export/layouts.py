@@ -1,8 +1,9 @@
 """What each runtime reads: one writer for a kind of drafter, and what each runtime lacks.
 
 Facts, as the runtimes' own loaders have them: vLLM 0.32.0 (model_executor/models/{medusa,
-llama_eagle, llama_eagle3}.py, transformers_utils/configs/), SGLang 03d5a77 and 034b3be
-(srt/models/llama_eagle{3,}.py), speculators c05b95b, TensorRT-LLM's llmapi/llm_args.py.
+llama_eagle, llama_eagle3, qwen3_dflash}.py, transformers_utils/configs/), SGLang 03d5a77 and
+034b3be (srt/models/llama_eagle{3,}.py), 0.5.23 (srt/models/dflash.py, srt/speculative/
+dflash_utils.py), speculators c05b95b and 0.9.0, TensorRT-LLM's llmapi/llm_args.py.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from specdec.errors import Problems, SpecDecError
+from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import Array
+from specdec.methods.dflash import DFlashParams
 from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleParams
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
-from specdec.model.config import FULL, ModelConfig
+from specdec.model.config import FULL, SLIDING, ModelConfig
+from specdec.model.tensors import HEAD, OFFSETS
 
 from .settings import ExportSettings
 from .source import MODEL_TYPES, TITLES, Part, Source
@@ -58,6 +61,8 @@ class Order:
             return drafter.num_heads
         if isinstance(drafter, ReDrafterParams):
             return drafter.draft_len_per_beam
+        if isinstance(drafter, DFlashParams):
+            return drafter.num_positions
         return DEFAULT_DRAFT_TOKENS
 
 
@@ -112,16 +117,16 @@ def get_eagle(source: Source) -> EagleParams:
     return source.drafter
 
 
-def list_entered(eagle3: Eagle3Params) -> list[int]:
+def list_entered(params: Eagle3Params | DFlashParams) -> list[int]:
     """The layers that are entered by what is read; it comes out of the ones before them."""
-    return [layer + 1 for layer in eagle3.aux_layers]
+    return [layer + 1 for layer in params.aux_layers]
 
 
 def add_drafted(source: Source, tensors: dict[str, Part | Array]) -> dict[str, Part | Array]:
     """Add `t2d` [target's vocabulary] of a reduced vocabulary: which tokens are drafted."""
-    if "d2t" not in tensors:
+    if OFFSETS not in tensors:
         return tensors
-    offsets = source.read(source.parts["d2t"])
+    offsets = source.read(source.parts[OFFSETS])
     drafted = np.zeros(source.model.vocab_size, np.uint8)
     drafted[offsets + np.arange(len(offsets))] = 1
     return tensors | {"t2d": drafted}
@@ -246,28 +251,75 @@ def write_eagle3_trtllm(order: Order) -> Contents:
     return contents
 
 
+def write_dflash(order: Order) -> Contents:
+    """z-lab's: it counts the layers whose outputs are read.
+
+    is_causal is told, as are the types of the layers: absent, it is true for layers with a window.
+    """
+    source, params = order.source, get_dflash(order.source)
+    told = {"mask_token_id": params.mask_token_id, "target_layer_ids": list(params.aux_layers)}
+    if params.net.embedding_multiplier != 1:
+        told["input_embedding_scale"] = params.net.embedding_multiplier
+    config = describe_dflash_net(params, source.model.dtype, "DFlashDraftModel") | {
+        "is_causal": False,
+        "num_target_layers": source.model.num_hidden_layers,
+        "block_size": params.block_size,
+        "draft_vocab_size": params.draft_vocab_size,
+        "dflash_config": told,
+    }
+    tensors = add_drafted(source, dict(source.parts))
+    return Contents(config=config, tensors=tensors, command=serve(order, "dflash"))
+
+
+def get_dflash(source: Source) -> DFlashParams:
+    """The drafter's parameters."""
+    assert isinstance(source.drafter, DFlashParams)
+    return source.drafter
+
+
+def describe_dflash_net(params: DFlashParams, dtype: str, architecture: str) -> dict[str, Any]:
+    """The layers' config.json; runtimes see a window in `layer_types` alone."""
+    net = params.net
+    types = net.layer_types or (FULL if net.sliding_window is None else SLIDING,) * (
+        net.num_hidden_layers
+    )
+    return describe_net(net, dtype, architecture) | {"layer_types": list(types)}
+
+
 def write_speculators(order: Order) -> Contents:
     """speculators' own: layers count as those that are entered, the layer has a config inside."""
-    source, params = order.source, get_eagle(order.source)
-    eagle3 = params.eagle3
-    assert eagle3 is not None
+    source, drafter = order.source, order.source.drafter
     method = {
         "proposal_type": "greedy", "speculative_tokens": order.num_draft_tokens,
         "verifier_accept_k": 1, "accept_tolerance": 0.0,
     }  # fmt: skip
+    if isinstance(drafter, DFlashParams):
+        name, architecture = "dflash", "DFlashSpeculator"
+        net = describe_dflash_net(drafter, source.model.dtype, "Qwen3ForCausalLM")
+        own = {
+            "block_size": drafter.block_size, "mask_token_id": drafter.mask_token_id,
+            "aux_hidden_state_layer_ids": list_entered(drafter), "sample_from_anchor": False,
+            "sliding_window_non_causal": True,  # else vLLM hides a block's later tokens everywhere
+        }  # fmt: skip
+    else:
+        drafter = get_eagle(source)
+        assert drafter.eagle3 is not None
+        name, architecture = "eagle3", "Eagle3Speculator"
+        net = describe_net(drafter.net, source.model.dtype, "LlamaForCausalLM")
+        own = {
+            "eagle_aux_hidden_state_layer_ids": list_entered(drafter.eagle3),
+            **describe_norms(drafter.eagle3),
+        }
     config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": [architecture],
+        "speculators_model_type": name,
         "speculators_version": "0.9.0",
-        "draft_vocab_size": params.draft_vocab_size,
+        "draft_vocab_size": drafter.draft_vocab_size,
         "target_hidden_size": source.model.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list_entered(eagle3),
-        **describe_norms(eagle3),
-        "transformer_layer_config": describe_net(
-            params.net, source.model.dtype, "LlamaForCausalLM"
-        ),
+        **own,
+        "transformer_layer_config": net,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": name,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": {
@@ -305,11 +357,13 @@ def serve(order: Order, method: str) -> str:
             words = f"PYTHONPATH={place} vllm serve {target} --enforce-eager --speculative-config"
         return f"{words} '{json.dumps(speculative)}'"
     if order.settings.to == "sglang":
-        name = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}[method]
+        name = {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH",
+                "draft_model": "STANDALONE"}[method]  # fmt: skip
+        steps = f" --speculative-num-steps {number} --speculative-eagle-topk 1"
         return (
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {name}"
-            f" --speculative-draft-model-path {place} --speculative-num-steps {number}"
-            f" --speculative-eagle-topk 1 --speculative-num-draft-tokens {number + 1}"
+            f" --speculative-draft-model-path {place}{'' if method == 'dflash' else steps}"
+            f" --speculative-num-draft-tokens {number + 1}"
         )
     if order.settings.to == "trtllm-pytorch":
         return (
@@ -318,6 +372,7 @@ def serve(order: Order, method: str) -> str:
         )
     flags = {"eagle": "--eagle-model-dir", "eagle3": "--eagle-model-dir",
              "medusa": "--medusa-model-dir", "redrafter": "--drafter-model-dir",
+             "dflash": "--dflash-model-dir",
              "draft_model": "--draft-model-dir"}  # fmt: skip
     return f'specdec generate --model-dir {target} {flags[method]} {place} "def main():"'
 
@@ -345,7 +400,7 @@ class Runtime:
 
 EVERY = {
     "medusa": write_medusa, "redrafter": write_redrafter, "eagle1": write_eagle1,
-    "eagle3": write_eagle3, "plain": write_model,
+    "eagle3": write_eagle3, "dflash": write_dflash, "plain": write_model,
 }  # fmt: skip
 
 
@@ -356,6 +411,7 @@ def write_gguf(order: Order) -> Contents:
     return write(order)
 
 
+AUX_KINDS = ("eagle3", "dflash")  # those that read the target's inner layers
 # The classes that say so: vLLM's SupportsEagle3, llama.cpp's with t_layer_inp.
 READ_BY_VLLM = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
@@ -369,12 +425,14 @@ READ_BY_LLAMA_CPP = (
 RUNTIMES: Mapping[str, Runtime] = {
     "vllm": Runtime(title="vLLM", writers=EVERY, targets=READ_BY_VLLM),
     "speculators": Runtime(
-        title="speculators", writers={"eagle3": write_speculators}, targets=READ_BY_VLLM
+        title="speculators", writers={"eagle3": write_speculators, "dflash": write_speculators},
+        targets=READ_BY_VLLM,
     ),
     "sglang": Runtime(
         title="SGLang",
         writers={
-            "eagle1": write_eagle1_sglang, "eagle3": write_eagle3_sglang, "plain": write_model,
+            "eagle1": write_eagle1_sglang, "eagle3": write_eagle3_sglang, "dflash": write_dflash,
+            "plain": write_model,
         },
         norms=(), is_usual=True, keeps_embedding=False,
     ),
@@ -404,13 +462,16 @@ def find_writer(order: Order) -> Writer:
             f"those that do: --to {' or '.join(takers)}, and the torch backend{engines} of"
             " specdec-build",
         )
-    find_lacks(source, name, runtime).raise_all()
+    find_lacks(order, runtime).raise_all()
     return writer
 
 
-def find_lacks(source: Source, name: str, runtime: Runtime) -> Problems:
+def find_lacks(order: Order, runtime: Runtime) -> Problems:
     """List what a runtime has no room for; it would leave that out without a word."""
-    problems = Problems()
+    source, name = order.source, order.settings.to
+    problems = find_unread(source, runtime) if source.kind in AUX_KINDS else Problems()
+    if isinstance(source.drafter, DFlashParams):
+        problems.extend(find_dflash_lacks(order, source.drafter))
     if not isinstance(source.drafter, EagleParams):
         return problems
     params, eagle3 = source.drafter, source.drafter.eagle3
@@ -433,18 +494,6 @@ def find_lacks(source: Source, name: str, runtime: Runtime) -> Problems:
                 "export it for sglang or as hf; or train one with specdec-train --no-eagle-bias",
             )
         return problems
-    target = source.model.architecture
-    if runtime.targets is not None and target not in runtime.targets:
-        takers = [
-            each
-            for each, other in RUNTIMES.items()
-            if "eagle3" in other.writers and target in (other.targets or [target])
-        ]
-        problems.add(
-            f"{runtime.title} lets no EAGLE-3 drafter read the layers of a {target}",
-            f"it does of {', '.join(runtime.targets)}; for this target there are --to"
-            f" {' and '.join(takers)}",
-        )
     lost = [key for key, value in describe_norms(eagle3).items() if value]
     if lost := [key for key in lost if key not in runtime.norms]:
         problems.add(
@@ -456,5 +505,65 @@ def find_lacks(source: Source, name: str, runtime: Runtime) -> Problems:
             f"{runtime.title} reads three layers of the target with a drafter of one layer; this"
             f" one reads {len(eagle3.aux_layers)} with {params.net.num_hidden_layers}",
             others,
+        )
+    return problems
+
+
+def find_unread(source: Source, runtime: Runtime) -> Problems:
+    """List a target whose layers the runtime hands to no drafter."""
+    problems, target = Problems(), source.model.architecture
+    if runtime.targets is not None and target not in runtime.targets:
+        takers = [
+            each
+            for each, other in RUNTIMES.items()
+            if source.kind in other.writers and target in (other.targets or [target])
+        ]
+        title = TITLES[source.kind].removeprefix("an ").removeprefix("a ")
+        problems.add(
+            f"{runtime.title} lets no {title} read the layers of a {target}",
+            f"it does of {', '.join(runtime.targets)}; for this target there are --to"
+            f" {' and '.join(takers)}",
+        )
+    return problems
+
+
+def find_dflash_lacks(order: Order, params: DFlashParams) -> Problems:
+    """List what a runtime has no room for of a DFlash drafter, or computes in another way."""
+    problems, source, to = Problems(), order.source, order.settings.to
+    title, vllm = RUNTIMES[to].title, to in ("vllm", "speculators")
+    if params.sample_from_anchor:
+        problems.add(
+            f"{title} drafts from the masks of a block, this drafter from its first token too",
+            "specdec runs it from the folder that it came in; --to hf cannot tell it either",
+        )
+    elif order.num_draft_tokens > params.num_positions:
+        problems.add(
+            f"--num-draft-tokens is {order.num_draft_tokens}, a block of this drafter drafts"
+            f" {params.num_positions}",
+            f"give 1 to {params.num_positions}; fewer than {params.num_positions} are other blocks"
+            " than it was trained with",
+        )
+    if to != "speculators" and params.aux_layers[-1] == source.model.num_hidden_layers - 1:
+        problems.add(
+            f"the drafter reads the last layer, {params.aux_layers[-1]}, whose output z-lab's"
+            " layout takes behind the final norm",
+            "export it as speculators, or as hf with a drafter that reads inner layers",
+        )
+    if not vllm and (own := {"embed_tokens.weight", HEAD, OFFSETS} & set(source.parts)):
+        problems.add(
+            f"{title} drafts with the target's embedding and head, the drafter has"
+            f" {join_names(sorted(own))} of its own",
+            "export it for vllm or speculators; hf and sglang have no room for them",
+        )
+    if to != "hf" and params.net.embedding_multiplier != 1:
+        problems.add(
+            f"{title} gives the drafter the rows of the embedding as they are, this one was trained"
+            f" with them multiplied by {params.net.embedding_multiplier:g}",
+            "export it as hf, which specdec runs",
+        )
+    if to != "hf" and source.model.arithmetic.head_bias and HEAD not in source.parts:
+        problems.add(
+            f"{title} drafts without the bias of the target's head",
+            "export it as hf, which specdec runs",
         )
     return problems

@@ -11,12 +11,14 @@ import numpy as np
 from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorFile, TensorInfo
+from specdec.methods.dflash import DFlashParams
 from specdec.methods.eagle import EagleParams
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import (
+    DFLASH_NET,
     EAGLE_NET,
     EMBEDDING,
     HEAD,
@@ -49,7 +51,7 @@ class Part:
 
 
 class Source:
-    """A whole, unquantized checkpoint. `kind`: plain, medusa, redrafter, eagle1 or eagle3.
+    """A whole, unquantized checkpoint. `kind`: a key of TITLES.
 
     parts: of the drafter, or of a plain checkpoint's model, by Hugging Face's name. left_out: what
     of a drafter need not be written, with the reason.
@@ -80,16 +82,13 @@ class Source:
             self.parts = self._list_redrafter(self.drafter)
         elif isinstance(self.drafter, EagleParams):
             self.kind = "eagle3" if self.drafter.eagle3 else "eagle1"
-            self.parts = self._list_eagle(self.drafter)
-        elif self.drafter is None:
-            self.parts = self._list_model()
+            shares_head = self.drafter.eagle3 is None
+            self.parts = self._list_net(self.drafter, EAGLE_NET, shares_head=shares_head)
+        elif isinstance(self.drafter, DFlashParams):
+            self.kind = "dflash"
+            self.parts = self._list_net(self.drafter, DFLASH_NET, shares_head=True)
         else:
-            assert checkpoint.method is not None
-            raise SpecDecError(
-                f"a {checkpoint.method.title} drafter is not exported",
-                "give its runtime the Hugging Face folder that it was converted from or trained"
-                " into; Medusa, EAGLE and ReDrafter drafters are exported, and models",
-            )
+            self.parts = self._list_model()
 
     @property
     def title(self) -> str:
@@ -156,7 +155,10 @@ class Source:
             parts[own] = Part(name)
         return parts
 
-    def _list_eagle(self, params: EagleParams) -> dict[str, Part]:
+    def _list_net(
+        self, params: EagleParams | DFlashParams, prefix: str, *, shares_head: bool
+    ) -> dict[str, Part]:
+        """The parts of a drafter with layers; what equals the target's is noted and left out."""
         names = {
             "drafter.vocab_embedding.weight": "embed_tokens.weight",
             "drafter.ln_f.weight": "norm.weight",
@@ -170,14 +172,14 @@ class Source:
                         "one drafter is exported: convert it again",
                     )
                 continue
-            own = name.removeprefix(EAGLE_NET)
+            own = name.removeprefix(prefix)
             if own.startswith("drafter.layers."):
                 parts |= name_layer(name, own.removeprefix("drafter."), params.net)
             else:
                 parts[names.get(own, own.removeprefix("drafter."))] = Part(name)
         head = HEAD if HEAD in self.file.tensors else EMBEDDING
         shared = {"embed_tokens.weight": EMBEDDING}
-        if params.eagle3 is None:
+        if shares_head:
             shared |= {"lm_head.weight": head, HEAD_BIAS: HEAD_BIAS}
         for name, targets in shared.items():
             if name in parts and self.is_same(parts[name].name, targets):
@@ -189,7 +191,7 @@ class Source:
 
 TITLES = {
     "plain": "a model", "medusa": "Medusa heads", "redrafter": "a ReDrafter drafter",
-    "eagle1": "an EAGLE-1 drafter", "eagle3": "an EAGLE-3 drafter",
+    "eagle1": "an EAGLE-1 drafter", "eagle3": "an EAGLE-3 drafter", "dflash": "a DFlash drafter",
 }  # fmt: skip
 
 

@@ -84,7 +84,9 @@ def plan_draft(settings: GenerateSettings) -> EnginePlan:
     """Plan the draft model's engine, with room for what the target's takes."""
     convert = {"model_dir": settings.draft_model_dir, "dtype": settings.dtype}
     build = settings.list_stage("build") | {"max_seq_len": settings.max_seq_len}
-    return EnginePlan(convert=convert, build=build | {"quantization": None})
+    return EnginePlan(
+        convert=convert, build=build | {"quantization": None, "drafter_weights": "same"}
+    )
 
 
 def generate(settings: GenerateSettings) -> None:

@@ -53,6 +53,7 @@ class GenerateSettings:
     redrafter_num_beams: int | None = _like("convert", "redrafter_num_beams")
     redrafter_draft_len_per_beam: int | None = _like("convert", "redrafter_draft_len_per_beam")
     quantization: str | None = _like("build", "quantization")
+    drafter_weights: str = _like("build", "drafter_weights")
     max_batch_size: int = _like("build", "max_batch_size")
     max_seq_len: int | None = setting(
         kind="int", minimum=2, metavar="N",

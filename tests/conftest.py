@@ -467,7 +467,7 @@ def run_cli(
     *args: object,
     cwd: Path = ROOT,
     env: dict[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = 1200,
     stdin: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `specdec ARGS...` as a user would and return its status, stdout and stderr."""

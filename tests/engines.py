@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from specdec.engine.layout import make_metadata
 from specdec.engine.tree import Tree, pack_beams
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import to_array
+from tests.conftest import ROOT
 
 
 def call(stage: str, *args: object) -> None:
@@ -55,6 +57,43 @@ def run_here(arguments: Sequence[str]) -> dict[str, Any]:
         call("run", "--json", *arguments)
     report: dict[str, Any] = json.loads(out.getvalue())
     return report
+
+
+# `specdec`, which says when it has taken twenty steps and then, if told so, waits for a line.
+AT_WORK = """
+import sys
+from specdec.command.stages import main
+from specdec.decode import loop
+pauses, step, num_steps = sys.argv.pop(1) == "pause", loop.Batch.step, 0
+
+def count_steps(self):
+    global num_steps
+    num_steps += 1
+    if num_steps == 20:
+        print("at work", file=sys.stderr, flush=True)
+        if pauses:
+            sys.stdin.readline()
+    return step(self)
+
+loop.Batch.step = count_steps
+main()
+"""
+
+
+def start_cli(*args: object, pauses: bool = False) -> subprocess.Popen[str]:
+    """Start `specdec ARGS...` and return it when it has taken twenty steps."""
+    words = [sys.executable, "-c", AT_WORK, "pause" if pauses else "go on", *map(str, args)]
+    process = subprocess.Popen(
+        words, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line == "at work\n":
+            return process
+    raise AssertionError(f"ended before it was at work: {lines}")
 
 
 def make_engine(

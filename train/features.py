@@ -30,6 +30,11 @@ class OutputHead:
     scale: float = 1.0
     cap: float | None = None
 
+    def take(self, tokens: Tensor) -> OutputHead:
+        """The layer of these tokens alone."""
+        bias = None if self.bias is None else self.bias[tokens]
+        return dataclasses.replace(self, weight=self.weight[tokens], bias=bias)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of states [..., D], in float32."""
         logits = (hidden @ self.weight.to(hidden.dtype).T).float()

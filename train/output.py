@@ -63,10 +63,15 @@ def write_weights(
     method, target, dtype = job.method, job.target, job.save_dtype
     tensors = {**weights, **method.list_shared(target)}
     arrays = {
-        name: to_array(tensor.detach().to("cpu", TORCH_DTYPES[dtype]))
+        name: to_array(
+            tensor.detach().to("cpu", TORCH_DTYPES[dtype] if tensor.is_floating_point() else None)
+        )
         for name, tensor in tensors.items()
+    }  # d2t is a count of places
+    infos = {
+        n: TensorInfo(dtype if tensors[n].is_floating_point() else "int64", tuple(t.shape))
+        for n, t in arrays.items()
     }
-    infos = {n: TensorInfo(dtype, tuple(t.shape)) for n, t in arrays.items()}
     sha256 = write_tensor_file(
         folder / method.weights_name, infos, arrays.__getitem__, metadata={"format": "pt"}
     )

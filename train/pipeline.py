@@ -236,7 +236,7 @@ def start_loop(job: Job) -> Loop:
     from .loop import Hooks, Loop
 
     settings, accelerator, state = job.settings, job.accelerator, job.state
-    drafter = make_drafter(settings, accelerator, job.method, job.target)
+    drafter = make_drafter(settings, accelerator, job.method, job.target, job.train)
     hooks = Hooks(is_enough=functools.partial(is_accepted, settings.stop_at_acceptance))
     if accelerator.is_main_process:
         hooks = dataclasses.replace(hooks, log=state.add_log, save=state.save_checkpoint)
@@ -265,12 +265,13 @@ def start_loop(job: Job) -> Loop:
 
 
 def make_drafter(
-    settings: TrainSettings, accelerator: Any, method: TrainingMethod, target: Target
+    settings: TrainSettings, accelerator: Any, method: TrainingMethod, target: Target, rows: Rows
 ) -> Drafter:
-    """Make the drafter with fresh weights, the same on every process."""
+    """Make the drafter with fresh weights, the same on every process; rows: what it will learn."""
     import torch
 
     torch.manual_seed(settings.seed)
+    target.token_counts = rows.count_tokens(target.shape.vocab_size)
     drafter = method.build(settings, target)
     drafter.to(accelerator.device)
     return drafter

@@ -36,6 +36,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
+    def count_tokens(self, vocab_size: int) -> Array:
+        """How often each token is a label, [V] int64."""
+        return np.bincount(np.asarray(self.tokens)[np.asarray(self.mask)], minlength=vocab_size)
+
     def take(self, start: int, stop: int) -> Rows:
         """Return the rows from `start` to before `stop`."""
         low, high = self.bounds[start], self.bounds[stop]

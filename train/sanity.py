@@ -49,7 +49,7 @@ def learn_one_row(settings: TrainSettings, split: Split) -> dict[str, Any]:
         settings,
         accelerator,
         target,
-        make_drafter(settings, accelerator, method, target),
+        make_drafter(settings, accelerator, method, target, row),
         row,
         row,
         Hooks(is_enough=is_known_by_heart),

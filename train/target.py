@@ -19,7 +19,7 @@ from specdec.files.torch_tensors import TORCH_DTYPES
 
 from .features import Features, OutputHead, TargetShape
 from .launch import Split
-from .rows import Rows
+from .rows import Array, Rows
 from .sharding import shard_layers
 
 
@@ -49,8 +49,11 @@ def make_batch(rows: Rows, indices: list[int], device: torch.device) -> Batch:
 class Target(abc.ABC):
     """What a drafter learns from, frozen; `head` is its output layer where one was asked for.
 
-    aux_layers: its layers, from 0, whose outputs are read too. Legend as in methods/base.py.
+    aux_layers: its layers, from 0, whose outputs are read too. token_counts: by token, how often
+    it is a label in the data, [V] int64. Legend as in methods/base.py.
     """
+
+    token_counts: Array | None = None
 
     def __init__(
         self, embedding: torch.nn.Module, config: Any, *, name: str, head: OutputHead | None,

@@ -18,10 +18,13 @@ from specdec.engine.layout import (
     EngineConfig,
     check_inventory,
     encode_engine_config,
+    list_drafter_tensors,
     list_engine_files,
     list_integers,
     make_metadata,
     name_weight_file,
+    plan_drafter,
+    plan_int4,
     plan_int8,
 )
 from specdec.errors import Problems, SpecDecError, join_names
@@ -57,7 +60,7 @@ from specdec.model.tensors import (
     list_linears,
 )
 
-from ..settings import BuildSettings
+from ..settings import SAME, BuildSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +82,7 @@ class TorchPlan:
     compile_kernels: bool
     needs_kernels: bool
     quantization: str | None
+    drafter_weights: str | None
 
     @property
     def num_bytes(self) -> int:
@@ -128,6 +132,11 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         )
     if settings.group_size is not None and settings.quantization != INT4:
         problems.add("--group-size without --quantization int4", "leave it out")
+    if settings.drafter_weights != SAME and drafter is None:
+        problems.add(
+            f"--drafter-weights {settings.drafter_weights}: the checkpoint has no drafter",
+            "leave it out; a draft model is built by itself, with --quantization",
+        )
     if settings.group_size not in (None, *int4.ENGINE_GROUPS):
         problems.add(f"--group-size {settings.group_size}", "use 32, 64 or 128")
     if settings.quantization == INT4 and model.experts is not None:
@@ -156,10 +165,22 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         for file, shapes in list_engine_files(model, drafter).items()
     }
     if settings.quantization == INT8:
-        files = {file: plan_int8(tensors, model) for file, tensors in files.items()}
+        names = list_integers(model)
+        files = {file: plan_int8(tensors, names) for file, tensors in files.items()}
     if settings.quantization == INT4:
-        group_size = settings.group_size or DEFAULT_GROUP_SIZE
-        files = {file: plan_int4(tensors, model, group_size) for file, tensors in files.items()}
+        size = settings.group_size or DEFAULT_GROUP_SIZE
+        files = {file: plan_layers_int4(tensors, model, size) for file, tensors in files.items()}
+    drafter_weights = settings.drafter_weights if settings.drafter_weights != SAME else None
+    if drafter_weights is not None:
+        own = list_drafter_tensors(model, drafter)
+        if float8 := sorted(quantized & set(own)):
+            raise SpecDecError(
+                f"--drafter-weights {drafter_weights}: {join_names(float8)} are quantized already",
+                "leave it out, or convert the drafter again",
+            )
+        for file, tensors in files.items():
+            drafters = {name: info for name, info in tensors.items() if name in own}
+            files[file] = tensors | plan_drafter(drafters, drafter_weights)
     if algorithm in int4.INT4_ALGORITHMS:
         for rank, source in enumerate(sources):
             files[name_weight_file(model, rank)] |= plan_four_bits(source, quantized, model)
@@ -176,6 +197,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         compile_kernels=compile_kernels,
         needs_kernels=settings.optimize == "native",
         quantization=settings.quantization,
+        drafter_weights=drafter_weights,
     )
 
 
@@ -336,7 +358,7 @@ def plan_tensors(
     return tensors
 
 
-def plan_int4(
+def plan_layers_int4(
     tensors: Mapping[str, TensorInfo], model: ModelConfig, group_size: int
 ) -> dict[str, TensorInfo]:
     """The tensors of a file in which the matrices of the layers are rounded to int4."""
@@ -353,11 +375,7 @@ def plan_int4(
                 f"use --group-size {fitting[-1]}" if fitting and num_rows % 2 == 0
                 else "use --quantization int8",
             )  # fmt: skip
-        module = name.removesuffix(".weight")
-        planned[name] = TensorInfo("int8", (num_rows // 2, num_inputs))
-        planned[f"{module}.{WEIGHT_SCALE}"] = TensorInfo(
-            "float32", (num_rows, num_inputs // group_size)
-        )
+        planned |= plan_int4(tensors, name, group_size)
     return planned
 
 
@@ -452,6 +470,7 @@ def write_engine(
         prepack=plan.prepack,
         kernels=kernels,
         quantization=plan.quantization,
+        drafter_weights=plan.drafter_weights,
     )
     write_json(folder / "config.json", encode_engine_config(config))
     return hashes, kernels is not None
@@ -542,8 +561,8 @@ def make_reader(
                 return stack(name).view(np.int8)
             if kind != "bias":
                 return read_four_bits(parts, model)[kind]
-        if kind == WEIGHT_SCALE and plan.quantization == INT4:
-            matrix = f"{module}.weight"
+        matrix = f"{module}.weight"
+        if kind == WEIGHT_SCALE and tensors[matrix].dtype != FLOAT8:
             weight = view_tensor(stack(matrix), model.dtype)
             group_size = weight.shape[1] // tensors[name].shape[1]
             int4_scales[matrix] = int4_rounding.choose_scales(weight, group_size, matrix)
@@ -554,7 +573,6 @@ def make_reader(
         if kind in SCALES:
             return read_scales(own, name)
         if kind == INT8_SCALES:
-            matrix = f"{module}.weight"
             int8_scales[matrix] = make_int8_scales(matrix)
             return to_array(int8_scales[matrix])
         if name in int8_scales:
@@ -585,6 +603,7 @@ def describe_plan(plan: TorchPlan, limits: BuildConfig) -> dict[str, Any]:
         "prepack": plan.prepack,
         "native_kernels": plan.compile_kernels,
         "quantization": plan.quantization,
+        "drafter_weights": plan.drafter_weights,
         "weights_bytes": plan.num_bytes,
         "num_tensors": plan.num_tensors,
         "weight_files": list(plan.files),

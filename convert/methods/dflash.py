@@ -31,8 +31,10 @@ IN_TARGET: tuple[str, ...] = ()
 
 # Of the drafter's layers; z-lab's for any target are a Qwen3's.
 FIXED_NET = {"model_type": "qwen3", "hidden_act": "silu", "mlp_bias": False}
-# What `dflash_config` may tell; the scale is ours, of the rows of the target's embedding.
-KNOWN = ("target_layer_ids", "mask_token_id", "block_size", "embedding_scale")
+# What `dflash_config` may tell; the scales are of the rows of the target's embedding, the first one
+# z-lab's, the other what specdec-train wrote before.
+SCALES = ("input_embedding_scale", "embedding_scale")
+KNOWN = ("target_layer_ids", "mask_token_id", "block_size", *SCALES)
 
 
 def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> DFlashParams:
@@ -57,11 +59,13 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     values |= {"sliding_window": None, "layer_types": None, "embedding_multiplier": 1.0}
     values |= qwen2.read_window(net_reader, values)
     values["attn_bias"] = net_reader.get_bool("attention_bias", False)
+    has_window = values["sliding_window"] is not None
     if is_speculators:
-        _check_speculators(reader, values, model)
+        _check_speculators(reader, model, has_window=has_window)
         place, layers = reader, _find_entered(reader)
     else:
         place = reader.enter(reader.get_object("dflash_config"))
+        _check_causal(reader, "is_causal", reader.get_bool("is_causal", has_window))
         values["embedding_multiplier"] = _read_scale(reader, place, model)
         layers = _find_outputs(reader, place, values["num_hidden_layers"], model)
     block_size = _read_block_size(reader, place)
@@ -101,15 +105,23 @@ def _read_block_size(reader: ConfigReader, place: ConfigReader) -> int:
     return (reader if inner is None else place).get_int("block_size")
 
 
-def _check_speculators(reader: ConfigReader, values: Mapping[str, Any], model: ModelConfig) -> None:
-    """Note what speculators' folders may ask for and no engine of ours computes."""
-    is_causal = not reader.get_bool("sliding_window_non_causal", False)
-    if is_causal and values["sliding_window"] is not None:
+def _check_causal(reader: ConfigReader, key: str, is_causal: bool) -> None:
+    """Note blocks whose tokens do not see those after them, which no engine of ours computes.
+
+    Of layers with a window that is so wherever the key is absent.
+    """
+    if is_causal:
+        told = str(reader.config[key]).lower() if key in reader.config else "absent"
         reader.refuse(
-            "sliding_window_non_causal is false: in layers with a window the tokens of a block"
-            " would not see those after them",
+            f"{key} is {told}: the tokens of a block would not see those after them",
             "use a drafter whose blocks see all of themselves in every layer",
         )
+
+
+def _check_speculators(reader: ConfigReader, model: ModelConfig, *, has_window: bool) -> None:
+    """Note what speculators' folders may ask for and no engine of ours computes."""
+    key = "sliding_window_non_causal"
+    _check_causal(reader, key, has_window and not reader.get_bool(key, False))
     size = reader.get_int("target_hidden_size", model.hidden_size)
     if size != model.hidden_size:
         reader.refuse(
@@ -125,13 +137,20 @@ def _read_scale(reader: ConfigReader, place: ConfigReader, model: ModelConfig) -
             f"dflash_config has {join_names(sorted(unknown))}, which is not known here",
             f"only {', '.join(KNOWN)} are; if it changes nothing, remove it",
         )
-    if model.arithmetic.scales_embedding and "embedding_scale" not in place.config:
+    places = [(place, name) for name in SCALES] + [(reader, SCALES[0])]
+    told = {p.get_float(name) for p, name in places if name in p.config}
+    if len(told) > 1:
+        reader.refuse(
+            f"{SCALES[0]} is given as {' and '.join(map(str, sorted(told)))}",
+            "remove the wrong one",
+        )
+    if model.arithmetic.scales_embedding and not told:
         reader.refuse(
             "the target multiplies its embedding, and dflash_config does not say whether the"
             " drafter was trained on multiplied rows",
-            f"add embedding_scale to dflash_config: {model.hidden_size**0.5:g} if it was, else 1",
+            f"add {SCALES[0]} to dflash_config: {model.hidden_size**0.5:g} if it was, else 1",
         )
-    return place.get_float("embedding_scale", 1.0)
+    return min(told, default=1.0)
 
 
 def _find_entered(reader: ConfigReader) -> list[int]:

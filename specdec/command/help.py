@@ -67,8 +67,8 @@ PAGES: Mapping[str, Page] = {
         {
             "More on drafting": ("draft_budget", "draft_chain"),
             "Engine": (
-                "dtype", "quantization", "dequantize", "max_batch_size", "max_seq_len", "backend",
-                "device",
+                "dtype", "quantization", "drafter_weights", "dequantize", "max_batch_size",
+                "max_seq_len", "backend", "device",
             ),
         },
     ),
@@ -99,7 +99,7 @@ PAGES: Mapping[str, Page] = {
         "docs/build.md",
         {
             "Folders": ("checkpoint_dir", "output_dir", "tokenizer_dir"),
-            "Engine": ("backend", "quantization", "group_size", "optimize"),
+            "Engine": ("backend", "quantization", "group_size", "drafter_weights", "optimize"),
             "Sizes": (
                 "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens",
                 "max_beam_width",
@@ -268,15 +268,15 @@ PAGES: Mapping[str, Page] = {
     ),
     "audit": Page(
         (
-            "specdec audit --base-url URL --model NAME --reference-engine engine",
+            "specdec audit --base-url URL --model NAME --reference-engine engine --same-drafter",
             "specdec audit --base-url URL --model NAME --reference-url URL2 --json",
         ),
         "docs/audit.md",
         {
             "Server": ("base_url", "model", "api_key_file", "metrics_url", "timeout"),
             "Reference": (
-                "reference_engine", "tokenizer_dir", "device", "reference_url", "reference_model",
-                "reference_api_key_file",
+                "reference_engine", "same_drafter", "tokenizer_dir", "device", "reference_url",
+                "reference_model", "reference_api_key_file",
             ),
             "What is checked": (
                 "checks", "prompts", "max_tokens", "near_tie", "min_acceptance_length",

@@ -16,7 +16,7 @@ from specdec.engine.experts import ExpertLayer
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
-from specdec.engine.integers import IntegerLinear, IntegerMatrix
+from specdec.engine.integers import IntegerLinear, IntegerMatrix, lay_out, take_matrix
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import Attention, Norm, cap, name_activation
 from specdec.engine.linear import Linear, can_prepack
@@ -29,8 +29,7 @@ from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
-from specdec.model.int4 import INPUT_SCALE, PERMUTATION, ZERO_POINT
-from specdec.model.quantization import INT8_SCALES, SCALES, WEIGHT_SCALE
+from specdec.model.quantization import INT8_SCALES, SCALES
 from specdec.model.tensors import ROUTER
 
 # Tokens of one prompt pass; bounds the memory of its mask and scores. With native kernels they say
@@ -289,19 +288,7 @@ class _Parts:
         if weight.dtype is torch.float8_e4m3fn:
             weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
             return Float8Linear(weight, weight_scales, input_scale, bias)
-        if weight.dtype is torch.int8:
-            return IntegerLinear(self._make_integers(name), bias, kernels)
-        return Linear(weight, bias, prepack=prepack, kernels=kernels)
-
-    def _make_integers(self, name: str) -> IntegerMatrix:
-        weights = self._weights
-        codes = weights[name + ".weight"]
-        if (scales := weights.get(f"{name}.{INT8_SCALES}")) is not None:
-            return IntegerMatrix(8, codes, scales[:, None])
-        kinds = (ZERO_POINT, INPUT_SCALE, PERMUTATION)
-        zeros, input_scales, order = (weights.get(f"{name}.{kind}") for kind in kinds)
-        scales = weights[f"{name}.{WEIGHT_SCALE}"]
-        return IntegerMatrix(4, codes, scales, zeros, input_scales, order)
+        return lay_out(take_matrix(weights, name), bias, prepack=prepack, kernels=kernels)
 
     def make_norm(self, name: str) -> Norm:
         has_bias = self._model.arithmetic.norm == "layer"

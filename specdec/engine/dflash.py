@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.draft_net import make_decoder, rank_tokens, take_offsets, take_own
+from specdec.engine.integers import join_rows, lay_out, make_linear, take_matrix
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
 from specdec.engine.linear import Linear
@@ -60,7 +61,7 @@ class DFlashNet:
             kernels=kernels,
         )  # fmt: skip
         prepack = self.decoder.is_prepacked
-        self.fc = Linear(own["drafter.fc.weight"], prepack=prepack, kernels=kernels)
+        self.fc = make_linear(own, "drafter.fc", prepack=prepack, kernels=kernels)
         self.hidden_norm = Norm(own["drafter.hidden_norm.weight"], None, net.norm_epsilon)
         # Of every layer's projections the rows that make keys and values, as one matrix.
         first = net.num_attention_heads * net.head_size
@@ -68,10 +69,8 @@ class DFlashNet:
         bias = None
         if net.has_qkv_bias:
             bias = torch.cat([own[f"{name}.bias"][first:] for name in names])
-        self.context = Linear(
-            torch.cat([own[f"{name}.weight"][first:] for name in names]), bias, prepack=prepack,
-            kernels=kernels,
-        )  # fmt: skip
+        rows = join_rows([take_matrix(own, name) for name in names], first)
+        self.context = lay_out(rows, bias, prepack=prepack, kernels=kernels)
         # Tokens are multiplied alike wherever the target's head has a scale, which is one.
         self.head_scale = model.output_multiplier_scale
         self.offsets = take_offsets(own, model.vocab_size)

@@ -46,21 +46,24 @@ def make_decoder(
         for name, weight in own.items()
         if name.startswith("drafter.")
     }
-    decoder |= {name: own[name] for name in (HEAD, HEAD_BIAS) if name in own}
+    decoder |= {name: own[name] for name in own if name.startswith("lm_head.")}
     if head is not None and not _is_head(own, weights):
         head = None
     if EMBEDDING in weights and torch.equal(decoder[EMBEDDING], weights[EMBEDDING]):
         decoder[EMBEDDING] = weights[EMBEDDING]
     for layer in range(net.num_hidden_layers):
         mlp = f"transformer.layers.{layer}.mlp."
-        stacked = (decoder.pop(f"{mlp}fc.weight"), decoder.pop(f"{mlp}gate.weight"))
-        decoder[f"{mlp}gate_up.weight"] = torch.cat(stacked)
+        for name in [name for name in decoder if name.startswith(f"{mlp}fc.")]:
+            stacked = (decoder.pop(name), decoder.pop(name.replace(".fc.", ".gate.")))
+            decoder[name.replace(".fc.", ".gate_up.")] = torch.cat(stacked)
     net = dataclasses.replace(net, tp_size=1, use_parallel_embedding=False)
     return Decoder(net, decoder, head=head, **options)
 
 
 def _is_head(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
     """Whether a drafter's head is the target's, whose own may be its embedding."""
+    if own[HEAD].dtype is torch.int8:  # rounded for drafts
+        return False
     bias, targets = own.get(HEAD_BIAS), weights.get(HEAD_BIAS)
     if bias is None or targets is None:
         same_bias = bias is targets

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.draft_net import make_decoder, rank_tokens, take_offsets, take_own
+from specdec.engine.integers import make_linear
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
 from specdec.engine.linear import Linear
@@ -69,9 +70,7 @@ class EagleNet:
         final_norm = self.decoder.stack.final_norm
         assert final_norm is not None
         self.final_norm: Norm = final_norm
-        self.fc = Linear(
-            own["drafter.fc.weight"], own.get("drafter.fc.bias"), prepack=prepack, kernels=kernels
-        )
+        self.fc = make_linear(own, "drafter.fc", prepack=prepack, kernels=kernels)
         self.hidden_norm: Norm | None = None
         # Norms of what `fc` reads: one of all of it, or one of each layer's part.
         self.read_norms: list[Norm] = []

@@ -11,13 +11,15 @@ difference in the last bit into one of half a percent.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
-from specdec.model.int4 import ENGINE_GROUPS
+from specdec.model.int4 import ENGINE_GROUPS, INPUT_SCALE, PERMUTATION, ZERO_POINT
+from specdec.model.quantization import INT8_SCALES, WEIGHT_SCALE
 
 # Inputs that share a scale where the weight has one a row.
 ROW_GROUP = 64
@@ -64,6 +66,16 @@ class IntegerMatrix:
             input_scales=self.input_scales, order=self.order,
         )  # fmt: skip
 
+    def halve(self) -> tuple[IntegerMatrix, IntegerMatrix]:
+        """The first and the second half of the columns, which groups do not cross."""
+        assert self.zeros is self.input_scales is self.order is None
+        scales = [self.scales] * 2 if self.scales.shape[1] == 1 else self.scales.chunk(2, 1)
+        first, second = (
+            IntegerMatrix(self.bits, codes.contiguous(), own.contiguous())
+            for codes, own in zip(self.codes.chunk(2, 1), scales, strict=True)
+        )
+        return first, second
+
     def widen(self, start: int, stop: int) -> Tensor:
         """Rows of the weight, float32 [rows, depth], the columns as they are stored."""
         scales = self.scales[start:stop, :, None]
@@ -76,6 +88,62 @@ class IntegerMatrix:
         if self.zeros is not None:
             groups = groups + 8 - self.zeros[start:stop, :, None]
         return (groups * scales).reshape(signed.shape)
+
+
+def take_matrix(weights: Mapping[str, Tensor], name: str) -> Tensor | IntegerMatrix:
+    """What a linear of this name multiplies with, as it lies in an engine's weights."""
+    codes = weights[name + ".weight"]
+    if codes.dtype is not torch.int8:
+        return codes
+    if (scales := weights.get(f"{name}.{INT8_SCALES}")) is not None:
+        return IntegerMatrix(8, codes, scales[:, None])
+    kinds = (ZERO_POINT, INPUT_SCALE, PERMUTATION)
+    zeros, input_scales, order = (weights.get(f"{name}.{kind}") for kind in kinds)
+    return IntegerMatrix(4, codes, weights[f"{name}.{WEIGHT_SCALE}"], zeros, input_scales, order)
+
+
+def join_rows(matrices: Sequence[Tensor | IntegerMatrix], first: int) -> Tensor | IntegerMatrix:
+    """The rows from `first` on of matrices of one kind, below each other."""
+    tensors = [matrix[first:] for matrix in matrices if isinstance(matrix, Tensor)]
+    if tensors:
+        return torch.cat(tensors)
+    parts = [matrix for matrix in matrices if isinstance(matrix, IntegerMatrix)]
+    bits = parts[0].bits
+    return IntegerMatrix(
+        bits, torch.cat([part.codes[first * bits // 8 :] for part in parts]),
+        torch.cat([part.scales[first:] for part in parts]),
+    )  # fmt: skip
+
+
+def lay_out(
+    matrix: Tensor | IntegerMatrix, bias: Tensor | None = None, *, prepack: bool,
+    kernels: NativeKernels | None,
+) -> Linear:  # fmt: skip
+    """A linear of a matrix of any kind."""
+    if isinstance(matrix, IntegerMatrix):
+        return IntegerLinear(matrix, bias, kernels)
+    return Linear(matrix, bias, prepack=prepack, kernels=kernels)
+
+
+def make_linear(
+    weights: Mapping[str, Tensor], name: str, *, prepack: bool, kernels: NativeKernels | None
+) -> Linear:
+    """The linear of this name, of weights as an engine has them."""
+    matrix, bias = take_matrix(weights, name), weights.get(f"{name}.bias")
+    return lay_out(matrix, bias, prepack=prepack, kernels=kernels)
+
+
+def widen_integers(
+    weights: Mapping[str, Tensor], names: Iterable[str], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Weights in which those of these names that are integers are of another type."""
+    widened = dict(weights)
+    for name in names:
+        if weights[name].dtype is torch.int8:
+            matrix = take_matrix(weights, name.removesuffix(".weight"))
+            assert isinstance(matrix, IntegerMatrix)
+            widened[name] = matrix.widen(0, matrix.num_outputs).to(dtype)
+    return widened
 
 
 class IntegerLinear(Linear):

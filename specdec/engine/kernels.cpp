@@ -1780,8 +1780,8 @@ void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width
 
 // The best `width` tokens and their log-probabilities, [M, width], of x [M, depth] times a packed
 // head of V outputs.
-template <typename E>
-void rank_outputs(const E *x, int64_t M, int64_t depth, const E *head, const E *bias, int64_t V,
+template <typename W, typename E>
+void rank_outputs(const E *x, int64_t M, int64_t depth, const W *head, const E *bias, int64_t V,
                   int64_t width, int64_t *tokens, float *scores) {
   std::vector<float> logits(M * V);
   multiply(x, M, depth, head, bias, V, logits.data());
@@ -1805,14 +1805,15 @@ void rank_outputs(const E *x, int64_t M, int64_t depth, const E *head, const E *
 // ReDrafter's beam search, see specdec/engine/redrafter.py. Matrices are packed for `multiply`;
 // absent ones are null. hidden: [B, H]; tokens: [B]; context_proj, state_proj: the input projection's
 // columns for the hidden and for the recurrent state, the former of which is the same at every step;
-// blocks: weight and bias of each residual block by turns; beams: [B, W, L]. X is the exit dimension,
-// V the vocabulary, C the candidates kept.
-template <typename E>
-void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, const E *rnn_w,
-                  const E *rnn_u, const E *rnn_u_bias, const E *context_proj, const E *state_proj,
-                  const E *input_bias, const E *const *blocks, int64_t num_blocks,
-                  const E *lm_head, int64_t *beams, int64_t B, int64_t W, int64_t L, int64_t V,
-                  int64_t H, int64_t X, int64_t C) {
+// blocks: weight and bias of each residual block by turns; drafted: [V], the token of each of the
+// head's outputs, null where these are all tokens; beams: [B, W, L]. X is the exit dimension, V the
+// head's outputs, C the candidates kept. Matrices are of type P, all else is of type E.
+template <typename P, typename E>
+void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, const P *rnn_w,
+                  const P *rnn_u, const E *rnn_u_bias, const P *context_proj, const P *state_proj,
+                  const E *input_bias, const void *const *blocks, int64_t num_blocks,
+                  const P *lm_head, const int64_t *drafted, int64_t *beams, int64_t B, int64_t W,
+                  int64_t L, int64_t V, int64_t H, int64_t X, int64_t C) {
   const int64_t most = B * W, wide = 2 * H > X ? 2 * H : X;
   std::vector<float> state(most * H), next(most * H), embedded(most * H), x(most * wide);
   std::vector<float> first(most * wide), second(most * wide), logits(most * V);
@@ -1852,7 +1853,8 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
       }
     }
     for (int64_t block = 0; block < num_blocks; ++block) {
-      multiply(x.data(), M, X, blocks[2 * block], blocks[2 * block + 1], X, first.data());
+      multiply(x.data(), M, X, static_cast<const P *>(blocks[2 * block]),
+               static_cast<const E *>(blocks[2 * block + 1]), X, first.data());
       for (int64_t m = 0; m < M; ++m)
 #pragma omp simd
         for (int64_t i = 0; i < X; ++i) {
@@ -1874,7 +1876,8 @@ void search_beams(const E *embedding, const E *hidden, const int64_t *tokens, co
         const int64_t source = b * width + grown[w].second / W, to = b * W + w;
         next_scores[to] = grown[w].first;
         std::memcpy(&next_paths[to * L], &paths[source * L], sizeof(int64_t) * step);
-        next_paths[to * L + step] = ranked[source][grown[w].second % W].second;
+        const int64_t output = ranked[source][grown[w].second % W].second;
+        next_paths[to * L + step] = drafted != nullptr ? drafted[output] : output;
         std::memcpy(&next[to * H], &state[source * H], sizeof(float) * H);
       }
     }
@@ -2094,7 +2097,8 @@ extern "C" {
 
 // Bumped with every change of a signature below, or of the order of packed numbers or of sums;
 // checked when an engine is loaded.
-int64_t specdec_abi_version() { return 14; }
+int64_t specdec_abi_version() { return 15; }
+<<<<<<< HEAD
 
 // Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -2105,6 +2109,8 @@ int64_t specdec_use_amx() {
   return -1;
 #endif
 }
+=======
+>>>>>>> main
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
@@ -2166,18 +2172,32 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
     const auto mix = is_integer ? mix_experts<Integers, E> : mix_experts<E, E>;                   \
     mix(x, M, D, *static_cast<const Experts *>(experts), out);                                    \
   }                                                                                               \
-  void specdec_rank_outputs_##suffix(const E *x, int64_t M, int64_t depth, const E *head,         \
+  void specdec_rank_outputs_##suffix(const E *x, int64_t M, int64_t depth, const void *head,      \
                                      const E *bias, int64_t V, int64_t width, int64_t *tokens,    \
-                                     float *scores) {                                             \
-    rank_outputs(x, M, depth, head, bias, V, width, tokens, scores);                              \
+                                     float *scores, int64_t is_integer) {                         \
+    const auto rank = [&](auto none) {                                                            \
+      rank_outputs(x, M, depth, static_cast<decltype(none)>(head), bias, V, width, tokens, scores);\
+    };                                                                                            \
+    if (is_integer)                                                                               \
+      rank(static_cast<const Integers *>(nullptr));                                               \
+    else                                                                                          \
+      rank(static_cast<const E *>(nullptr));                                                      \
   }                                                                                               \
-  void specdec_search_beams_##suffix(                                                             \
-      const E *embedding, const E *hidden, const int64_t *tokens, const E *rnn_w, const E *rnn_u, \
-      const E *rnn_u_bias, const E *context_proj, const E *state_proj, const E *input_bias,       \
-      const E *const *blocks, int64_t num_blocks, const E *lm_head, int64_t *beams, int64_t B,    \
-      int64_t W, int64_t L, int64_t V, int64_t H, int64_t X, int64_t C) {                         \
-    search_beams(embedding, hidden, tokens, rnn_w, rnn_u, rnn_u_bias, context_proj, state_proj,   \
-                 input_bias, blocks, num_blocks, lm_head, beams, B, W, L, V, H, X, C);            \
+  void specdec_search_beams_##suffix(const E *embedding, const E *hidden, const int64_t *tokens,  \
+                                     const void *const *matrices, const E *const *biases,         \
+                                     const void *const *blocks, int64_t num_blocks,               \
+                                     const int64_t *drafted, int64_t *beams,                      \
+                                     const int64_t *sizes) {                                      \
+    const auto search = [&](auto none) {                                                          \
+      const auto at = [&](int64_t i) { return static_cast<decltype(none)>(matrices[i]); };        \
+      search_beams(embedding, hidden, tokens, at(0), at(1), biases[0], at(2), at(3), biases[1],   \
+                   blocks, num_blocks, at(4), drafted, beams, sizes[0], sizes[1], sizes[2],       \
+                   sizes[3], sizes[4], sizes[5], sizes[6]);                                       \
+    };                                                                                            \
+    if (sizes[7])                                                                                 \
+      search(static_cast<const Integers *>(nullptr));                                             \
+    else                                                                                          \
+      search(static_cast<const E *>(nullptr));                                                    \
   }
 
 void specdec_ask_for_huge_pages(void *start, int64_t size) { ask_for_huge_pages(start, size); }

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from specdec.model.quantization import (
 )
 from specdec.model.rotary_scaling import get_kind
 from specdec.model.tensors import (
+    HEAD,
     ROUTER,
     find_first_copy,
     get_rank_shape,
@@ -47,6 +48,9 @@ logger = logs.get_logger(__name__)
 # Of an engine of one rank, everything; of several, each has a file, and the drafter has its own.
 WEIGHTS_NAME = "weights.safetensors"
 DRAFTER_NAME = "drafter.safetensors"
+# Weights of a drafter that share a scale in four bits; half a matrix's columns hold whole groups,
+# for a ReDrafter's projection of two states is read as two matrices.
+DRAFTER_GROUP = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,8 @@ class EngineConfig:
 
     build_id: of what the weights were made from; each of their files has it too. kernels: what they
     were compiled with, None where torch's own operators are to run. quantization: what the build
-    made of an unquantized checkpoint's linears, INT8, INT4 or nothing.
+    made of an unquantized checkpoint's linears, INT8, INT4 or nothing. drafter_weights: the same of
+    the drafter's.
     """
 
     version: str
@@ -78,6 +83,7 @@ class EngineConfig:
     prepack: bool
     kernels: dict[str, str] | None
     quantization: str | None = None
+    drafter_weights: str | None = None
     vocabulary: dict[str, Any] | None = None
 
 
@@ -133,7 +139,7 @@ def list_engine_files(
     target = list_engine_tensors(model, None)
     files = {name_weight_file(model, rank): target for rank in range(model.tp_size)}
     if drafter is not None:
-        files[DRAFTER_NAME] = {n: everything[n] for n in everything if n not in target}
+        files[DRAFTER_NAME] = list_drafter_tensors(model, drafter)
     return files
 
 
@@ -147,6 +153,15 @@ def list_integers(model: ModelConfig) -> list[str]:
         if name.startswith("transformer.layers.") and len(shape) > 1
         and not name.endswith((ROUTER, "shared_expert_gate.weight"))
     ]  # fmt: skip
+
+
+def list_drafter_tensors(
+    model: ModelConfig, drafter: DrafterParams | None
+) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of those of an engine's tensors that are the drafter's."""
+    target = list_engine_tensors(model, None)
+    everything = list_engine_tensors(model, drafter)
+    return {name: everything[name] for name in everything if name not in target}
 
 
 def name_int8_scales(name: str) -> str:
@@ -165,6 +180,7 @@ def encode_engine_config(config: EngineConfig) -> dict[str, Any]:
             "prepack": config.prepack,
             "kernels": config.kernels,
             "quantization": config.quantization,
+            "drafter_weights": config.drafter_weights,
             "build_id": config.build_id,
         },
     }
@@ -195,6 +211,8 @@ def read_engine_config(folder: Path) -> EngineConfig:
         "torch_config.kernels": kernels is None
         or (isinstance(kernels, dict) and all(isinstance(v, str) for v in kernels.values())),
         "torch_config.quantization": options.get("quantization") in (None, INT8, INT4),
+        "torch_config.drafter_weights": options.get("drafter_weights") is None
+        or (options["drafter_weights"] in (INT8, INT4) and checkpoint.drafter is not None),
         "torch_config.build_id": isinstance(options.get("build_id"), str),
     }
     _refuse(folder, document, [name for name in is_right if not is_right[name]])
@@ -206,6 +224,7 @@ def read_engine_config(folder: Path) -> EngineConfig:
         prepack=options["prepack"],
         kernels=kernels,
         quantization=options.get("quantization"),
+        drafter_weights=options.get("drafter_weights"),
         vocabulary=read_recorded(folder),
     )
 
@@ -290,9 +309,9 @@ def _refuse(folder: Path, document: Mapping[str, Any], names: Sequence[str]) -> 
     problems.raise_all()
 
 
-def make_build_id(checkpoint_sums: Sequence[str | None], quantization: str | None) -> str:
+def make_build_id(checkpoint_sums: Sequence[str | None], *kinds: str | None) -> str:
     """What tells an engine's weight files from another's: what they were made from, and how."""
-    text = json.dumps([*checkpoint_sums, quantization])
+    text = json.dumps([*checkpoint_sums, *kinds])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -364,20 +383,37 @@ def describe_tensors(
     four-bit matrices is int4, and how these are grouped.
     """
     model, drafter = config.checkpoint.model, config.checkpoint.drafter
-    shapes = list_engine_tensors(model, drafter if name in (WEIGHTS_NAME, DRAFTER_NAME) else None)
-    if name == DRAFTER_NAME:
-        target = list_engine_tensors(model, None)
-        shapes = {own: shape for own, shape in shapes.items() if own not in target}
+    drafters = list_drafter_tensors(model, drafter)
+    shapes = list_engine_tensors(model, None) if name != DRAFTER_NAME else {}
+    if name in (WEIGHTS_NAME, DRAFTER_NAME):
+        shapes |= drafters
+    tensors = _describe_quantized(config, shapes, stored)
+    own = {
+        n: TensorInfo(get_stored_dtype(n, model.dtype), drafters[n])
+        for n in drafters
+        if n in shapes
+    }
+    return (
+        tensors
+        if config.drafter_weights is None
+        else tensors | plan_drafter(own, config.drafter_weights)
+    )
+
+
+def _describe_quantized(
+    config: EngineConfig, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """The same without what a build makes of the drafter."""
+    model, algorithm = config.checkpoint.model, config.checkpoint.quantization.quant_algo
     tensors = {n: TensorInfo(get_stored_dtype(n, model.dtype), s) for n, s in shapes.items()}
     if config.quantization == INT8:
-        return plan_int8(tensors, model)
-    algorithm = config.checkpoint.quantization.quant_algo
+        return plan_int8(tensors, list_integers(model))
     if config.quantization == INT4 or algorithm in INT4_ALGORITHMS:
         integers = set(list_integers(model))
         for module in list_matrices(shapes):
             weight = f"{module}.weight"
             has_to_be = config.quantization == INT4 and weight in integers
-            if name != DRAFTER_NAME and (has_to_be or is_int4(module, stored)):
+            if has_to_be or is_int4(module, stored):
                 num_rows, num_inputs = shapes[weight]
                 tensors |= describe_int4(module, (num_rows, num_inputs), stored)
         return tensors
@@ -405,18 +441,44 @@ def list_matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     ]  # fmt: skip
 
 
-def plan_int8(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> dict[str, TensorInfo]:
-    """The tensors of a file in which the matrices of the layers are int8."""
-    integers = set(list_integers(model))
-    planned = {
-        name: TensorInfo(INT8, info.shape) if name in integers else info
-        for name, info in tensors.items()
+def plan_int8(tensors: Mapping[str, TensorInfo], names: Collection[str]) -> dict[str, TensorInfo]:
+    """The tensors of a file in which those of these matrices that it has are int8."""
+    own = {name: tensors[name].shape for name in names if name in tensors}
+    return {
+        **tensors,
+        **{name: TensorInfo(INT8, shape) for name, shape in own.items()},
+        **{name_int8_scales(name): TensorInfo("float32", s[:-1]) for name, s in own.items()},
     }
-    return planned | {
-        name_int8_scales(name): TensorInfo("float32", info.shape[:-1])
-        for name, info in tensors.items()
-        if name in integers
+
+
+def plan_int4(
+    tensors: Mapping[str, TensorInfo], name: str, group_size: int
+) -> dict[str, TensorInfo]:
+    """What a matrix that is rounded to int4 has in place of its tensor, by name."""
+    num_rows, num_inputs = tensors[name].shape
+    scales = TensorInfo("float32", (num_rows, num_inputs // group_size))
+    return {
+        name: TensorInfo("int8", (num_rows // 2, num_inputs)),
+        f"{name.removesuffix('.weight')}.{WEIGHT_SCALE}": scales,
     }
+
+
+def plan_drafter(tensors: Mapping[str, TensorInfo], weights: str) -> dict[str, TensorInfo]:
+    """A drafter's tensors where its matrices are INT8 or INT4.
+
+    With INT4 heads are int8 all the same, whose errors go straight into the order of tokens, and so
+    is what does not divide into groups.
+    """
+    modules = list_matrices({name: info.shape for name, info in tensors.items()})
+    names = [f"{module}.weight" for module in modules]
+    rounded = [
+        name for name in names if weights == INT4 and not name.endswith(HEAD)
+        and tensors[name].shape[0] % 2 == 0 == tensors[name].shape[1] % (2 * DRAFTER_GROUP)
+    ]  # fmt: skip
+    planned = plan_int8(tensors, set(names) - set(rounded))
+    for name in rounded:
+        planned |= plan_int4(tensors, name, DRAFTER_GROUP)
+    return planned
 
 
 def check_inventory(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from specdec.engine.integers import make_linear
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels
 from specdec.methods.medusa import MedusaParams
@@ -25,20 +26,18 @@ class MedusaHeads:
         *,
         prepack: bool = True,
         kernels: NativeKernels | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """dtype: of what they read; that of their matrices if None."""
         first = weights["medusa_heads.0.lm_head.weight"]
         prepack = prepack and can_prepack(first.dtype, first.device)
 
         def linear(name: str) -> Linear:
-            name = "medusa_heads." + name
-            return Linear(
-                weights[name + ".weight"], weights.get(name + ".bias"), prepack=prepack,
-                kernels=kernels,
-            )  # fmt: skip
+            return make_linear(weights, f"medusa_heads.{name}", prepack=prepack, kernels=kernels)
 
         self.params = params
         self.vocab_size, self.hidden_size = first.shape
-        self.dtype, self.device = first.dtype, first.device
+        self.dtype, self.device = dtype or first.dtype, first.device
         self.blocks = [
             [linear(f"{head}.medusa_layers.{layer}.linear") for layer in range(params.num_layers)]
             for head in range(params.num_heads)

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from specdec.model.int4 import ENGINE_GROUPS
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 14
+ABI_VERSION = 15
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
 # -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
@@ -268,11 +268,10 @@ class NativeKernels:
         )
         self._rank_outputs = self._bind(
             f"specdec_rank_outputs_{suffix}",
-            [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER],
+            [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT],
         )
         self._search_beams = self._bind(
-            f"specdec_search_beams_{suffix}",
-            [_POINTER] * 10 + [_INT] + [_POINTER] * 2 + [_INT] * 7,
+            f"specdec_search_beams_{suffix}", [_POINTER] * 6 + [_INT] + [_POINTER] * 3
         )
 
     @property
@@ -590,7 +589,7 @@ class NativeKernels:
         self._set_num_threads(torch.get_num_threads())
         self._rank_outputs(
             x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), _get_pointer(bias),
-            num_outputs, width, tokens.data_ptr(), scores.data_ptr(),
+            num_outputs, width, tokens.data_ptr(), scores.data_ptr(), packed.dtype is torch.uint8,
         )  # fmt: skip
         return tokens, scores
 
@@ -607,21 +606,18 @@ class NativeKernels:
         _check("tokens", tokens, torch.int64, batch)
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise ValueError(f"tokens {tokens.tolist()} of {vocab_size}")
-        if not 0 < width <= drafter.num_candidates <= vocab_size or length < 1:
+        if not 0 < width <= drafter.num_candidates or length < 1:
             raise ValueError(
-                f"{width} beams of {length} tokens, of {drafter.num_candidates} candidates and a"
-                f" vocabulary of {vocab_size}"
+                f"{width} beams of {length} tokens, of {drafter.num_candidates} candidates"
             )
         beams = torch.empty((batch, width, length), dtype=torch.int64)
+        sizes = np.array([batch, width, length, *drafter.sizes], np.int64)
         self._set_num_threads(torch.get_num_threads())
         self._search_beams(
             drafter.embedding.data_ptr(), hidden.data_ptr(), tokens.data_ptr(),
-            _get_pointer(drafter.rnn_w), _get_pointer(drafter.rnn_u),
-            _get_pointer(drafter.rnn_u_bias), _get_pointer(drafter.context_proj),
-            _get_pointer(drafter.state_proj), _get_pointer(drafter.input_bias),
-            ctypes.addressof(drafter.block_pointers), len(drafter.blocks),
-            drafter.lm_head.data_ptr(), beams.data_ptr(),
-            batch, width, length, vocab_size, size, drafter.exit_dim, drafter.num_candidates,
+            drafter.matrices.ctypes.data, drafter.biases.ctypes.data, drafter.blocks.ctypes.data,
+            len(drafter.blocks) // 2, _get_pointer(drafter.tokens), beams.data_ptr(),
+            sizes.ctypes.data,
         )  # fmt: skip
         return beams
 
@@ -745,51 +741,59 @@ class PackedLayers:
         self.experts = np.stack([each.record for each in experts]) if experts else None
 
 
+class Part(Protocol):
+    """A linear that is laid out for the kernels."""
+
+    packed: Tensor | None
+    bias: Tensor | None
+    num_outputs: int
+
+
 class PackedDrafter:
     """A ReDrafter drafter's weights as `NativeKernels.search_beams` takes them.
 
-    `weights` are a checkpoint's `drafter.*` tensors; absent ones are those the drafter has not.
+    parts: its linears, all packed by these kernels and of one type, integers or that of all else;
+    absent ones are those the drafter has not. tokens: int64, of the head's outputs, None where
+    these are all tokens.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], embedding: Tensor, *, num_layers: int,
-        exit_dim: int, num_candidates: int, kernels: NativeKernels,
+        self, parts: Mapping[str, Part], embedding: Tensor, *, num_layers: int, exit_dim: int,
+        num_candidates: int, kernels: NativeKernels, tokens: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.dtype = kernels.dtype
         vocab_size, size = embedding.shape
+        num_outputs = vocab_size if tokens is None else len(tokens)
+        names = ("rnn_w", "rnn_u", "context_proj", "state_proj", "lm_head")
+        blocks = [f"layers.{i}.linear" for i in range(num_layers)]
         shapes = {
-            "rnn_w.weight": (size, size), "rnn_u.weight": (size, size), "rnn_u.bias": (size,),
-            "input_proj.weight": (exit_dim, 2 * size), "input_proj.bias": (exit_dim,),
-            "lm_head.weight": (vocab_size, exit_dim),
+            "rnn_w": (size, size), "rnn_u": (size, size), "context_proj": (exit_dim, size),
+            "state_proj": (exit_dim, size), "lm_head": (num_outputs, exit_dim),
+            **dict.fromkeys(blocks, (exit_dim, exit_dim)),
         }  # fmt: skip
-        for i in range(num_layers):
-            shapes[f"layers.{i}.linear.weight"] = (exit_dim, exit_dim)
-            shapes[f"layers.{i}.linear.bias"] = (exit_dim,)
-        for name, shape in shapes.items():
-            _check(f"drafter.{name}", weights.get(f"drafter.{name}"), self.dtype, *shape)
         _check("the embedding", embedding, self.dtype, vocab_size, size)
+        _check("drafted tokens", tokens, torch.int64, num_outputs)
+        if tokens is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+            raise ValueError(f"drafted tokens beyond {vocab_size}")
+        if not 0 < num_candidates <= num_outputs:
+            raise ValueError(f"{num_candidates} candidates of {num_outputs}")
+        self._kept = dict(parts)
+        for name, part in parts.items():
+            if part.packed is None or part.num_outputs != shapes[name][0]:
+                raise ValueError(f"drafter.{name} has {part.num_outputs} outputs, or is not packed")
+            _check_packed(f"drafter.{name}", part.packed, self.dtype, *shapes[name])
+            _check(f"the bias of drafter.{name}", part.bias, self.dtype, part.num_outputs)
+        kinds = {part.packed.dtype for part in parts.values() if part.packed is not None}
+        if len(kinds) != 1:
+            raise ValueError(f"a drafter's matrices are packed as {kinds}")
 
-        def pack(name: str) -> Tensor | None:
-            weight = weights.get(f"drafter.{name}.weight")
-            return None if weight is None else kernels.pack_matrix(weight)
+        def point(names: Sequence[str], kind: str) -> list[int]:
+            tensors = [getattr(parts.get(name), kind, None) for name in names]
+            return [_get_pointer(tensor) or 0 for tensor in tensors]
 
-        self.embedding = embedding
-        self.exit_dim = exit_dim
-        self.num_candidates = num_candidates
-        self.rnn_w, self.rnn_u = pack("rnn_w"), pack("rnn_u")
-        self.rnn_u_bias = weights.get("drafter.rnn_u.bias")
-        self.context_proj = self.state_proj = None
-        if (joint := weights.get("drafter.input_proj.weight")) is not None:
-            halves = joint.chunk(2, dim=1)  # of the target's state, and of the recurrent one
-            self.context_proj, self.state_proj = map(kernels.pack_matrix, halves)
-        self.input_bias = weights.get("drafter.input_proj.bias")
-        self.lm_head = kernels.pack_matrix(weights["drafter.lm_head.weight"])
-        self.blocks = [
-            (
-                kernels.pack_matrix(weights[f"drafter.layers.{i}.linear.weight"]),
-                weights[f"drafter.layers.{i}.linear.bias"],
-            )
-            for i in range(num_layers)
-        ]
-        pointers = [tensor.data_ptr() for pair in self.blocks for tensor in pair]
-        self.block_pointers = (ctypes.c_void_p * max(1, len(pointers)))(*pointers)
+        self.embedding, self.tokens, self.num_candidates = embedding, tokens, num_candidates
+        self.matrices = np.array(point(names, "packed"), np.uint64)
+        self.biases = np.array(point(["rnn_u", "context_proj"], "bias"), np.uint64)
+        pairs = zip(point(blocks, "packed"), point(blocks, "bias"), strict=True)
+        self.blocks = np.array([pointer for pair in pairs for pointer in pair], np.uint64)
+        self.sizes = (num_outputs, size, exit_dim, num_candidates, torch.uint8 in kinds)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from specdec.engine.integers import IntegerMatrix, lay_out, make_linear, take_matrix
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels, PackedDrafter
 from specdec.methods.redrafter import ReDrafterParams
@@ -38,19 +39,30 @@ class ReDrafterHead:
         self.embedding = embedding
         self.num_candidates = min(max(NUM_CANDIDATES, params.num_beams), embedding.shape[0])
         self.kernels = kernels
-        self.packed: PackedDrafter | None = None
-        if kernels is not None:
-            self.packed = PackedDrafter(
-                weights, embedding, num_layers=params.num_layers, exit_dim=params.exit_dim,
-                num_candidates=self.num_candidates, kernels=kernels,
-            )  # fmt: skip
-            return
         prepack = prepack and can_prepack(embedding.dtype, embedding.device)
 
         def linear(name: str) -> Linear:
-            weight = weights[f"drafter.{name}.weight"]
-            return Linear(weight, weights.get(f"drafter.{name}.bias"), prepack=prepack)
+            return make_linear(weights, f"drafter.{name}", prepack=prepack, kernels=kernels)
 
+        self.packed: PackedDrafter | None = None
+        if kernels is not None:
+            names = [f"layers.{i}.linear" for i in range(params.num_layers)]
+            names += ["lm_head", *(["rnn_w", "rnn_u"] if params.is_rnn else [])]
+            parts = {name: linear(name) for name in names}
+            if params.has_input_proj:
+                joint = take_matrix(weights, "drafter.input_proj")
+                # Of the target's state, and of the recurrent one.
+                first, second = (
+                    joint.halve() if isinstance(joint, IntegerMatrix) else joint.chunk(2, 1)
+                )
+                bias = weights["drafter.input_proj.bias"]
+                parts["context_proj"] = lay_out(first, bias, prepack=False, kernels=kernels)
+                parts["state_proj"] = lay_out(second, prepack=False, kernels=kernels)
+            self.packed = PackedDrafter(
+                parts, embedding, num_layers=params.num_layers, exit_dim=params.exit_dim,
+                num_candidates=self.num_candidates, kernels=kernels,
+            )  # fmt: skip
+            return
         self.input_proj = linear("input_proj") if params.has_input_proj else None
         self.blocks = [linear(f"layers.{i}.linear") for i in range(params.num_layers)]
         self.lm_head = linear("lm_head")

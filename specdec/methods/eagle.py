@@ -390,6 +390,10 @@ class EagleTrain:
     eagle_bias: bool = setting(
         True, kind="flag", help="EAGLE-1: give `fc` a bias, which vLLM has no room for."
     )
+    eagle_draft_vocab_size: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="EAGLE-3: draft the N most frequent tokens of the data alone; all if not given.",
+    )  # fmt: skip
     eagle_norm_before_fc: bool = setting(
         False, kind="flag", help="EAGLE-3: norm what is read of the target, all layers as one."
     )

@@ -12,7 +12,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,15 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.audit import drafter
 from specdec.audit import server as audited
 from specdec.audit.pipeline import audit_server
 from specdec.audit.settings import CHECKS, AuditSettings
+from specdec.errors import SpecDecError
 from tests.audit.faults import FAULTS
 from tests.audit.test_doubles import find_wrong, get
-from tests.conftest import ROOT, make_tokenizer
-from tests.engines import call, make_knowing_drafter, make_tree_engine
+from tests.conftest import ROOT, make_llama, make_tokenizer
+from tests.engines import call, make_engine, make_knowing_drafter, make_tree_engine
 from tests.serve.servers import MODEL, make_served_engine, serve_here
 
 PYCODE = ROOT / "examples" / "pycode"
@@ -36,15 +38,44 @@ WAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "medusa": (["--medusa-model-dir", "medusa"], {}),
     "redrafter": (["--drafter-model-dir", "redrafter"], {}),
     "eagle": (["--eagle-model-dir", "eagle"], {}),
+    "eagle3": (["--eagle-model-dir", "eagle3"], {}),
     "prompt lookup": ([], {"prompt_lookup_num_tokens": 6}),
 }
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6)
-# Of each drafter with weights, the file and the tensor that reads the target's hidden states.
-READERS = {
-    "redrafter": ("model.safetensors", "input_proj.weight"),
-    "eagle": ("model.safetensors", "fc.weight"),
+
+
+def mix_columns(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Another base has its features in other places."""
+    name = next(key for key in tensors if key in ("input_proj.weight", "fc.weight"))
+    generator = torch.Generator().manual_seed(1)
+    places = torch.randperm(tensors[name].shape[1], generator=generator)
+    tensors[name] = tensors[name][:, places].contiguous()
+
+
+def shift_layers(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Other layers of the target are read: each one further, as if counted from another end."""
+    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    layers[:] = [layer + 1 for layer in layers]
+
+
+def shift_tokens(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Every drafted token is that of the place before."""
+    d2t = tensors["d2t"]
+    tokens = d2t + torch.arange(len(d2t))
+    tensors["d2t"] = tokens.roll(1) - torch.arange(len(d2t))
+
+
+# Way and what is spoiled -> how, in the drafter's config.json and tensors.
+SPOILED: dict[tuple[str, str], Callable[[dict[str, Any], dict[str, torch.Tensor]], None]] = {
+    ("redrafter", "another base"): mix_columns,
+    ("eagle", "another base"): mix_columns,
+    ("eagle3", "another base"): mix_columns,
+    ("eagle3", "wrong aux layers"): shift_layers,
+    ("eagle3", "d2t"): shift_tokens,
 }
-TEXT_CHECKS = [name for name in CHECKS if name != "acceptance"]  # a random drafter knows nothing
+TEXT_CHECKS = [
+    name for name in CHECKS if name not in ("acceptance", "drafter")
+]  # a random drafter knows nothing
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +159,46 @@ def test_a_drafter_that_knows(knowing: tuple[Any, str]) -> None:
     check = audit_drafter(knowing[1])
     assert check["verdict"] == "ok", check
     assert check["evidence"]["acceptance_length"] > 3
+
+
+def test_drafts_that_are_spoiled_now_and_then(
+    knowing: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acceptance alone looks well; the same drafter in the reference does better."""
+    monkeypatch.setattr(drafter, "NUM_PIECES", 16)
+    server, url = knowing
+    proposer = find_drafter(server)
+    propose = proposer.propose
+
+    def spoil(requests: Any) -> list[Any]:
+        trees = propose(requests)
+        for candidates in trees:
+            tokens = candidates.tree.tokens
+            tokens[1:] += (tokens[0] % 3 == 0) * 7
+            tokens %= 128
+        return trees
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"{letter}\n" for letter in "abcdefghijklmnop"))
+    given = {"reference_engine": server._settings.engine_dir, "same_drafter": True,
+             "tokenizer_dir": server._settings.tokenizer_dir, "prompts": prompts}  # fmt: skip
+    for is_spoiled in (False, True):
+        with swap(proposer, "propose", spoil if is_spoiled else propose):
+            report = audit(url, checks=["acceptance", "drafter"], max_tokens=8, **given)
+        assert get(report, "acceptance")["verdict"] == "ok", report["checks"]
+        check = get(report, "drafter")
+        assert check["verdict"] == ("failed" if is_spoiled else "ok"), check
+    found = check["evidence"]
+    assert found["tokens_per_step"] < found["least_tokens_per_step"]
+    assert f"{found['steps']} verify steps" in check["faults"][0]
+
+
+def test_a_reference_without_a_drafter(knowing: tuple[Any, str], tmp_path: Path) -> None:
+    target = make_llama(tmp_path)
+    make_tokenizer(target)
+    plain = make_engine(tmp_path, target, build=["--tokenizer-dir", target])
+    with pytest.raises(SpecDecError, match="holds no drafter"):
+        audit(knowing[1], checks=["drafter"], reference_engine=plain, same_drafter=True)
 
 
 def find_drafter(server: Any) -> Any:
@@ -241,32 +312,40 @@ def test_clean_runs(way: str, plain: Path, tmp_path: Path) -> None:
     """No false alarm: nothing but ok, in all checks of all runs."""
     options, settings = WAYS[way]
     engine = make_pycode_engine(tmp_path, options, build=() if options else EXTERNAL)
+    # An engine of the server's drafter is the reference of its drafts too.
+    reference = {"reference_engine": engine, "same_drafter": True}
     own = list(WAYS).index(way)
     with serve_here(engine, **settings) as (_, url):
         for run in range(own, NUM_RUNS, len(WAYS)):
             chosen = choose_prompts(tmp_path / "prompts.jsonl", run)
             length = (32, 48, 64)[run % 3]
-            report = audit(url, reference_engine=plain, prompts=chosen, max_tokens=length)
-            found = get(report, "acceptance")["evidence"]
-            print(way, run, length, report["verdict"], report["requests"], found)
+            given = reference if options else {"reference_engine": plain}
+            report = audit(url, prompts=chosen, max_tokens=length, **given)
+            print(way, run, length, report["verdict"], report["requests"])
+            print(*(get(report, name)["summary"] for name in ("acceptance", "drafter")), sep="\n")
             assert find_wrong(report) == {}, report["checks"]
+            assert (get(report, "drafter")["verdict"] == "ok") == bool(options)
 
 
 @when_asked
-@pytest.mark.parametrize("way", READERS)
-def test_drafters_of_another_base(way: str, plain: Path, tmp_path: Path) -> None:
-    """Another base has its features in other places: the text stays right, acceptance does not."""
+@pytest.mark.parametrize(("way", "name"), SPOILED)
+def test_spoiled_drafters(way: str, name: str, tmp_path: Path) -> None:
+    """The text stays right, acceptance does not, and the same drafter as it was tells so."""
     from safetensors.torch import load_file, save_file
 
+    option = WAYS[way][0]
+    reference = make_pycode_engine(tmp_path / "reference", option)
     shutil.copytree(PYCODE / way, tmp_path / way)
-    file, name = READERS[way]
-    tensors = load_file(tmp_path / way / file)
-    found = next(key for key in tensors if key.endswith(name))
-    places = torch.randperm(tensors[found].shape[1], generator=torch.Generator().manual_seed(1))
-    tensors[found] = tensors[found][:, places].contiguous()
-    save_file(tensors, tmp_path / way / file, metadata={"format": "pt"})
-    engine = make_pycode_engine(tmp_path, WAYS[way][0], tmp_path)
+    config = json.loads((tmp_path / way / "config.json").read_text())
+    tensors = load_file(tmp_path / way / "model.safetensors")
+    SPOILED[way, name](config, tensors)
+    save_file(tensors, tmp_path / way / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / way / "config.json").write_text(json.dumps(config))
+    engine = make_pycode_engine(tmp_path, option, tmp_path)
     with serve_here(engine) as (_, url):
-        report = audit(url, reference_engine=plain, max_tokens=48)
-    print(way, find_wrong(report), get(report, "acceptance"))
-    assert set(find_wrong(report)) == {"acceptance"}
+        report = audit(url, reference_engine=reference, same_drafter=True, max_tokens=48)
+    print(way, name, find_wrong(report))
+    print(*(get(report, name)["summary"] for name in ("acceptance", "drafter")), sep="\n")
+    wrong = find_wrong(report)
+    assert wrong["drafter"] == "failed", report["checks"]
+    assert set(wrong) <= {"acceptance", "drafter"}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specdec.audit import drafter
 from specdec.audit import server as audited
 from specdec.audit.answers import Counts
+from specdec.audit.drafter import Pair, find_length, find_margin, judge
 from specdec.audit.events import find_broken_characters, find_faults, read_events
+from specdec.audit.reference import Drafted
 from specdec.audit.server import read_counters
 from tests.audit.doubles import MODEL, Double
 from tests.conftest import read_error_lines
@@ -235,6 +240,8 @@ def test_errors_have_facts_and_remedies(tmp_path: Path) -> None:
         (["--base-url", "http://x", "--model", "m", "--checks", "gredy"], "no check 'gredy' (did"),
         (["--base-url", "http://x", "--model", "m", "--tokenizer-dir", "t"],
          "--tokenizer-dir without --reference-engine"),
+        (["--base-url", "http://x", "--model", "m", "--same-drafter", "--reference-url", "http://y"],
+         "--same-drafter without --reference-engine"),
         (["--base-url", "http://x", "--model", "m", "--reference-model", "t"],
          "--reference-model without --reference-url"),
         (["--base-url", "http://x", "--model", "m", "--reference-url", "http://y",
@@ -266,3 +273,71 @@ def test_a_slow_server_is_told() -> None:
         fact, hint = read_error_lines(audit(server.url, "--timeout", 0.2)[2])
     assert "no answer within 0.2 s" in fact
     assert "--timeout" in hint
+
+
+# --- the drafter beside the reference's ---
+
+
+def make_pairs(steps: list[tuple[int, int]], *, drafted: int = 3, cut: int = 0) -> list[Pair]:
+    """Texts of 32 tokens in so many verify steps of the server and of the reference."""
+    pairs = []
+    for own, known in steps:
+        counts = Counts(own - (cut > 0), drafted * own - cut, 31 - own)
+        reference = Counts(known, drafted * known, 31 - known)
+        pairs.append(Pair(32, counts, Drafted([1], [2] * 32, "", True, reference)))
+    return pairs
+
+
+def test_the_margin_is_that_of_signs_drawn_at_random() -> None:
+    """Against all the draws themselves; where no draw is rare enough, nothing is accused."""
+    for differences in ([1] * 12, [3, 0, 2, 2, 1, 1, 5, 1, 1, 2, 4], [2] * 9, [0] * 5, []):
+        sums = [
+            sum(sign * one for sign, one in zip(signs, differences, strict=True))
+            for signs in itertools.product((1, -1), repeat=len(differences))
+        ]
+        margin = find_margin(differences)
+        assert sum(total >= margin for total in sums) <= drafter.FALSE_ALARMS * len(sums)
+        below = max(total for total in sums if total < margin)
+        assert sum(total >= below for total in sums) > drafter.FALSE_ALARMS * len(sums)
+        assert find_margin([-one for one in differences]) == margin
+
+
+def test_equal_drafters_are_seldom_accused() -> None:
+    """Of servers that differ by rounding, at most one of a thousand; another drafter always."""
+    draw = random.Random(5)
+    accused = 0
+    for _ in range(500):
+        steps = []
+        for _ in range(36):
+            known = draw.randint(9, 16)
+            steps.append((known + draw.choice((-2, -1, 0, 0, 1, 2)), known))
+        accused += judge(make_pairs(steps), 3, 36).verdict != "ok"
+    assert accused <= 3  # half of one is expected at most
+    worse = [(known + draw.choice((0, 0, 1, 2, 3)), known) for known in [12] * 36]
+    check = judge(make_pairs(worse), 3, 36)
+    assert check.verdict == "failed"
+    assert check.evidence["reference_tokens_per_step"] == pytest.approx(31 / 12)
+
+
+def test_what_is_no_worse_drafter() -> None:
+    """Few texts, a little more than the reference, counts that end as llama-server's do."""
+    known = [12] * 36
+    assert judge(make_pairs([(12, 12)] * 36), 3, 36).verdict == "ok"
+    assert judge(make_pairs([(n - 3, n) for n in known]), 3, 36).verdict == "ok"
+    # Each of 13 texts a step longer is no chance, but within what number formats may cost.
+    assert judge(make_pairs([(13, 12)] * 12 + [(12, 12)] * 24), 3, 36).verdict == "ok"
+    assert judge(make_pairs([(13, 12)] * 14 + [(12, 12)] * 22), 3, 36).verdict == "failed"
+    cut = make_pairs([(12, 12)] * 36, cut=6)
+    assert [pair.num_steps for pair in cut] == [12] * 36
+    assert judge(cut, 3, 36).verdict == "ok"
+    less = judge(make_pairs([(20, 12)] * 36, drafted=2), 3, 36)
+    assert (less.verdict, "drafts 2.00 tokens a step" in less.summary) == ("skipped", True)
+    tree = make_pairs([(20, 12)] * 36, drafted=7)
+    assert judge(tree, None, 36).verdict == "failed"
+
+
+def test_chains_and_trees_are_told_apart() -> None:
+    assert find_length(Counts(10, 30, 12, (6, 4, 2)), 24) == 3
+    assert find_length(Counts(10, 26, 12, (6, 4, 2)), 24) == 3
+    assert find_length(Counts(10, 70, 12, (6, 4, 2)), 24) is None
+    assert find_length(Counts(None, 26, 13), 24) == 3

@@ -114,7 +114,7 @@ serve(start)
 """
 
 
-def start_worker(folder: Path, timeout: float = 30.0, **settings: Any) -> Worker:
+def start_worker(folder: Path, timeout: float = 300.0, **settings: Any) -> Worker:
     command = [sys.executable, "-c", SERVER]
     return Worker("x", command, settings, folder / "log", threads=1, timeout=timeout)
 

@@ -235,7 +235,9 @@ def test_no_compiler_is_said_and_survived(checkpoint: Path, tmp_path: Path) -> N
     assert "no C++ compiler found" in done.stderr
     options = read_json(tmp_path / "engine" / "config.json")["torch_config"]
     assert len(options.pop("build_id")) == 32
-    assert options == {"prepack": True, "kernels": None, "quantization": None}
+    assert options == {
+        "prepack": True, "kernels": None, "quantization": None, "drafter_weights": None,
+    }  # fmt: skip
     demanded = run_cli(*args, "--force", "--optimize", "native", env={"CXX": "no-such-compiler"})
     assert demanded.returncode == 1
     assert "no C++ compiler" in read_error_lines(demanded.stderr)[0]

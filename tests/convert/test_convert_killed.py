@@ -63,7 +63,7 @@ def test_killed_conversion(
     assert process.stdout is not None
     assert process.stdout.readline() == "there\n"
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=600)
     process.stdout.close()
     if is_there_an_old_one:
         after = {path.name: path.read_bytes() for path in convert.output.iterdir()}
@@ -163,7 +163,7 @@ def test_jobs_that_wait_for_a_writer_hold_nothing_up(
         assert process.stdout.readline() == "crowded\n"
         if isinstance(how, signal.Signals):
             process.send_signal(how)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=600)
     finally:
         process.kill()
         process.wait()

@@ -148,8 +148,18 @@ SPECULATORS: dict[str, Any] = {"form": "speculators"}
             {"dflash_config": {"mask_token_id": 2, "block_size": 8}},
             "block_size is 5 at the top and 8 in dflash_config",
         ),
+        ({"net": SLIDING}, "is_causal is absent"),
+        ({"net": SLIDING | {"is_causal": True}}, "is_causal is true"),
+        ({"is_causal": True}, "is_causal is true: the tokens of a block would not see"),
+        (
+            {
+                "input_embedding_scale": 3.0,
+                "dflash_config": {"mask_token_id": 2, "embedding_scale": 2.0},
+            },
+            "input_embedding_scale is given as 2.0 and 3.0",
+        ),
         (SPECULATORS | {"speculators_model_type": "dspark"}, "speculators_model_type is 'dspark'"),
-        (SPECULATORS | {"net": SLIDING}, "sliding_window_non_causal is false"),
+        (SPECULATORS | {"net": SLIDING}, "sliding_window_non_causal is absent"),
         (SPECULATORS | {"target_hidden_size": 32}, "target_hidden_size is 32"),
         (SPECULATORS | {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is miss"),
         (SPECULATORS | {"draft_vocab": 70, "draft_vocab_size": 60}, "d2t is int64 [70]"),
@@ -193,6 +203,6 @@ def test_unread_tensors_and_embeddings_that_are_multiplied(target: Path, tmp_pat
 
 def set_scale(drafter: Path) -> Path:
     config = json.loads((drafter / "config.json").read_text())
-    config["dflash_config"]["embedding_scale"] = 8.0
+    config["dflash_config"]["input_embedding_scale"] = 8.0
     (drafter / "config.json").write_text(json.dumps(config))
     return drafter

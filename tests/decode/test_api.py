@@ -356,7 +356,7 @@ def test_a_second_thread_is_refused(engine: Engine) -> None:
 
     def wait(*arguments: Any, **named: Any) -> Any:
         entered.set()
-        assert leave.wait(60)
+        assert leave.wait(600)
         return forward(*arguments, **named)
 
     stream = engine.stream(PROMPTS[1], max_output_len=5, end_ids=())
@@ -365,7 +365,7 @@ def test_a_second_thread_is_refused(engine: Engine) -> None:
         target=lambda: found.append(engine.generate(PROMPTS[0], max_output_len=5, end_ids=()))
     )
     thread.start()
-    assert entered.wait(60)
+    assert entered.wait(600)
     uses: list[Callable[[], object]] = [
         lambda: engine.generate(PROMPTS[1]), lambda: next(stream), engine.step, engine.close,
     ]  # fmt: skip
@@ -373,7 +373,7 @@ def test_a_second_thread_is_refused(engine: Engine) -> None:
         with pytest.raises(EngineBusyError, match="another thread is using this engine"):
             use()
     leave.set()
-    thread.join(60)
+    thread.join(600)
     del core.decoder.forward
     assert found == [engine.generate(PROMPTS[0], max_output_len=5, end_ids=())]
     assert len([t for e in stream for t in e.token_ids]) == 5

@@ -26,7 +26,7 @@ class DFlashReference:
         ]
         self.mask = own["mask_token_id"]
         self.size = own.get("block_size") or document["block_size"]
-        self.scale = own.get("embedding_scale", 1.0)
+        self.scale = own.get("input_embedding_scale", own.get("embedding_scale", 1.0))
         self.samples_anchor = document.get("sample_from_anchor", False)
         self.target = AutoModelForCausalLM.from_pretrained(target).to(torch.float32).eval()
         self.tensors = {

@@ -12,6 +12,7 @@ import torch
 
 from specdec.engine.compiler import call_compiler, find_compiler
 from specdec.engine.layers import Attention, Norm
+from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels, PackedDrafter, PackedLayers, get_packed_shape
 from specdec.errors import SpecDecError
 from tests.engine.kernels import needs_compiler
@@ -81,18 +82,27 @@ def attend(
     return kernels.attend(zeros(2, 3, QKV), cache, attention, step, HEADS, HEADS, SIZE)
 
 
-def make_drafter(kernels: NativeKernels, **changed: torch.Tensor) -> PackedDrafter:
+def make_drafter(
+    kernels: NativeKernels, *, embedding: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None, is_integer: bool = False, **changed: torch.Tensor,
+) -> PackedDrafter:  # fmt: skip
     weights = {
-        "drafter.input_proj.weight": zeros(12, 2 * HIDDEN), "drafter.input_proj.bias": zeros(12),
-        "drafter.lm_head.weight": zeros(50, 12), "drafter.rnn_w.weight": zeros(HIDDEN, HIDDEN),
-        "drafter.rnn_u.weight": zeros(HIDDEN, HIDDEN), "drafter.rnn_u.bias": zeros(HIDDEN),
+        "context_proj": zeros(12, HIDDEN), "context_proj.bias": zeros(12),
+        "state_proj": zeros(12, HIDDEN), "lm_head": zeros(50, 12),
+        "rnn_w": zeros(HIDDEN, HIDDEN), "rnn_u": zeros(HIDDEN, HIDDEN), "rnn_u.bias": zeros(HIDDEN),
+        **{name.replace("__", "."): value for name, value in changed.items()},
     }  # fmt: skip
-    changed = dict(changed)
-    embedding = changed.pop("embedding", zeros(50, HIDDEN))
-    weights |= {f"drafter.{name.replace('__', '.')}": value for name, value in changed.items()}
+    parts = {
+        name: Linear(weight, weights.get(f"{name}.bias"), prepack=False, kernels=kernels)
+        for name, weight in weights.items() if not name.endswith(".bias")
+    }  # fmt: skip
+    if is_integer:
+        codes = zeros(50, 12, dtype=torch.int8)
+        parts["lm_head"].packed = pack_integers(kernels, codes=codes, scales=torch.ones(50, 1))
     return PackedDrafter(
-        weights, embedding, num_layers=0, exit_dim=12, num_candidates=5, kernels=kernels
-    )
+        parts, zeros(50, HIDDEN) if embedding is None else embedding, num_layers=0, exit_dim=12,
+        num_candidates=5, kernels=kernels, tokens=tokens,
+    )  # fmt: skip
 
 
 def search(kernels: NativeKernels, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -164,7 +174,13 @@ def test_what_is_right_passes(library: Path) -> None:
         lambda k: make_layers(down_norm=zeros(HIDDEN, dtype=HALF)),
         lambda k: make_drafter(k, embedding=zeros(50, HIDDEN, dtype=HALF)),
         lambda k: make_drafter(k, rnn_u__bias=zeros(HIDDEN - 1)),
-        lambda k: make_drafter(k, lm_head__weight=zeros(49, 12)),
+        lambda k: make_drafter(k, lm_head=zeros(49, 12)),
+        lambda k: make_drafter(k, context_proj__bias=zeros(11)),
+        lambda k: make_drafter(k, is_integer=True),
+        lambda k: make_drafter(k, tokens=torch.arange(49)),
+        lambda k: make_drafter(k, tokens=torch.arange(50) + 1),
+        lambda k: make_drafter(k, tokens=torch.arange(50, dtype=torch.int32)),
+        lambda k: make_drafter(k, tokens=torch.arange(4), lm_head=zeros(4, 12)),
         lambda k: search(k, zeros(1, HIDDEN, dtype=HALF), torch.tensor([1])),
         lambda k: k.search_beams(make_drafter(k), zeros(1, HIDDEN), torch.tensor([1]), 6, 2),
         lambda k: k.search_beams(make_drafter(k), zeros(1, HIDDEN), torch.tensor([1]), 0, 2),

@@ -18,6 +18,7 @@ from specdec.engine.torch_layers import build_full_mask
 from specdec.errors import SpecDecError
 from tests.engine.kernels import FORMS, in_every_form, needs_compiler
 from tests.engine.models import make_model
+from tests.engines import round_inputs
 
 # Relative to the largest value: a few roundings of the type.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
@@ -204,6 +205,21 @@ def test_ranking(library: Path, dtype: torch.dtype, width: int) -> None:
     assert tokens.shape == scores.shape == (2, 5, width)
     logits = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
     expected = logits.log_softmax(-1).topk(width, dim=-1)
+    assert (scores - expected.values).abs().max() <= 2e-4
+    assert torch.equal(tokens, expected.indices)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranking_by_integers(library: Path, dtype: torch.dtype) -> None:
+    kernels = native.NativeKernels(library, dtype)
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(-127, 128, (50, 64), generator=generator, dtype=torch.int8)
+    packed = kernels.pack_integers(codes, torch.full((50, 1), 1e-2), bits=8, group=64)
+    x = torch.randn(3, 64, generator=generator).to(dtype)
+    tokens, scores = kernels.rank_outputs(x, packed, None, 50, 5)
+    logits = round_inputs(x, 64) @ (codes.float() * 1e-2).T
+    expected = logits.log_softmax(-1).topk(5, dim=-1)
     assert (scores - expected.values).abs().max() <= 2e-4
     assert torch.equal(tokens, expected.indices)
 

@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine import native
+from specdec.engine import int4, int8, native
+from specdec.engine.layout import plan_drafter
+from specdec.engine.linear import Linear
 from specdec.engine.redrafter import NUM_CANDIDATES, ReDrafterHead
+from specdec.files.tensor_file import TensorInfo
 from specdec.methods.redrafter import ReDrafterParams
+from specdec.model.int4 import pack
+from tests.engines import round_inputs
 
 HIDDEN, VOCAB = 16, 90
 
@@ -170,3 +175,52 @@ def test_native_search_passes_over_what_is_no_number(kernels: native.NativeKerne
     weights["drafter.lm_head.weight"][chosen] = float("nan")  # and so is its logit, always
     head = ReDrafterHead(head.params, weights, embedding, kernels=kernels)
     assert chosen not in head.search_beams(hidden, tokens)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("rnn", [True, False])
+def test_search_with_integers(kernels: native.NativeKernels, weights: str, rnn: bool) -> None:
+    """The native search is that of products with rounded weights and rounded inputs."""
+    params = ReDrafterParams(
+        num_layers=2, hidden_size=64, exit_dim=64, is_rnn=rnn, num_beams=3, draft_len_per_beam=4,
+        greedy_search=True,
+    )  # fmt: skip
+    model: Any = SimpleNamespace(vocab_size=VOCAB)
+    generator = torch.Generator().manual_seed(1)
+    stored: dict[str, torch.Tensor] = {}
+    shapes = {name: spec.shape for name, spec in params.list_tensors(model).items()}
+    plan = plan_drafter({n: TensorInfo("float32", s) for n, s in shapes.items()}, weights)
+    for name, shape in shapes.items():
+        weight = torch.randn(shape, generator=generator) * 0.4
+        module = name.removesuffix(".weight")
+        if plan[name].dtype == "float32":
+            stored[name] = weight
+        elif plan[name].shape == shape:
+            codes, scales = int8.quantize(weight, name)
+            stored |= {name: codes, f"{module}.per_channel_scale": scales}
+        else:
+            scales = int4.choose_scales(weight, 32, name)
+            codes = torch.from_numpy(pack(int4.round_weight(weight, scales).numpy()))
+            stored |= {name: codes, f"{module}.weights_scaling_factor": scales}
+    embedding = torch.randn(VOCAB, 64, generator=generator)
+    fast = ReDrafterHead(params, stored, embedding, kernels=kernels)
+    slow = ReDrafterHead(params, stored, embedding, prepack=False)
+    for name in ("input_proj", "lm_head", *(("rnn_w", "rnn_u") if rnn else ())):
+        setattr(slow, name, Rounding(getattr(slow, name)))
+    slow.blocks = [Rounding(block) for block in slow.blocks]
+    hidden, tokens = torch.randn(2, 64, generator=generator), torch.tensor([3, 7])
+    found = fast.search_beams(hidden, tokens)
+    assert torch.equal(found, slow.search_beams(hidden, tokens))
+    assert torch.equal(found[:1], fast.search_beams(hidden[:1], tokens[:1]))
+
+
+class Rounding(Linear):
+    """A linear whose inputs are rounded by groups, as those of integers are."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear: Any = linear
+        self.bias = linear.bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        matrix = self._linear.matrix
+        return self._linear(round_inputs(x, matrix.group))

@@ -45,7 +45,25 @@ DRAFTERS: dict[str, dict[str, Any]] = {
        "norm_before_fc": True, "norm_output": True},
     "eagle3-parts": {"version": 3, "aux_layers": (0, 6), "layers": 2, "fc_norm": True},
 }  # fmt: skip
-FLAGS = {"medusa": "--medusa-model-dir", "redrafter": "--drafter-model-dir"}
+WINDOW = {"use_sliding_window": True, "sliding_window": 9, "is_causal": False}
+TELLING = {"form": "speculators", "sliding_window_non_causal": True}
+DFLASH: dict[str, dict[str, Any]] = {
+    "dflash": {"bias": True, "aux_layers": (0, 3, 6)},
+    "dflash-window": {"net": WINDOW | {"layer_types": ["sliding_attention"] * 2}},
+    "dflash-mixed": {
+        "net": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+        "layers": 2, "block_size": 8,
+    },
+    "dflash-scaled": {"dflash_config": {
+        "mask_token_id": 1, "target_layer_ids": [0, 1], "input_embedding_scale": 3.5}},
+    "dflash-whole": TELLING | {"aux_layers": (0, 7), "net": {"rope_scaling": SCALING}},
+    "dflash-reduced": TELLING | {"draft_vocab": 70, "net": WINDOW | {
+        "layer_types": ["sliding_attention"] * 2}},
+}  # fmt: skip
+FLAGS = {
+    "medusa": "--medusa-model-dir", "redrafter": "--drafter-model-dir",
+    **dict.fromkeys(DFLASH, "--dflash-model-dir"),
+}  # fmt: skip
 EVERY = ("vllm", "hf")
 # What each runtime can hold.
 PAIRS = {
@@ -57,6 +75,12 @@ PAIRS = {
     "eagle3-reduced": ("sglang", "speculators", "trtllm-pytorch", "gguf", *EVERY),
     "eagle3-whole": ("speculators", *EVERY),
     "eagle3-parts": ("speculators", *EVERY),
+    "dflash": ("sglang", "speculators", *EVERY),
+    "dflash-window": ("sglang", "speculators", *EVERY),
+    "dflash-mixed": ("sglang", "speculators", *EVERY),
+    "dflash-scaled": ("hf",),
+    "dflash-whole": ("speculators",),
+    "dflash-reduced": ("speculators", "vllm"),
 }
 
 
@@ -84,6 +108,10 @@ def checkpoints(
             drafter = make_medusa_heads(parent, vocab=VOCAB, layers=2, name=kind)
         elif kind == "redrafter":
             drafter = make_drafter(parent, vocab=VOCAB, exit_dim=96, name=kind)
+        elif kind in DFLASH:
+            drafter = make_dflash_drafter(
+                parent, vocab=VOCAB, target_layers=8, name=kind, **DFLASH[kind]
+            )
         else:
             drafter = make_eagle_drafter(parent, vocab=VOCAB, name=kind, **DRAFTERS[kind])
         if kind == "eagle1":  # a head of its own would be refused by most
@@ -168,6 +196,7 @@ LAYER = (
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm",
 )  # fmt: skip
 LAYER3 = (*LAYER, "input_layernorm", "hidden_norm")
+LAYER_DFLASH = (*LAYER, "input_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 # As the loaders of docs/export.md name them: all that each one fills, and no more.
 LOADED = {
     ("medusa", "vllm"): {
@@ -191,6 +220,15 @@ LOADED = {
     ("eagle3-whole", "speculators"): {
         "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "embed_tokens.weight",
         "input_norm.weight", *(f"layers.0.{n}.weight" for n in LAYER3),
+    },
+    ("dflash", "sglang"): {
+        "fc.weight", "norm.weight", "hidden_norm.weight",
+        *(f"layers.{layer}.{n}.weight" for layer in (0, 1) for n in LAYER_DFLASH),
+        *(f"layers.{layer}.self_attn.{p}_proj.bias" for layer in (0, 1) for p in "qkvo"),
+    },
+    ("dflash-reduced", "vllm"): {
+        "fc.weight", "norm.weight", "hidden_norm.weight", "lm_head.weight", "embed_tokens.weight",
+        "d2t", "t2d", *(f"layers.{layer}.{n}.weight" for layer in (0, 1) for n in LAYER_DFLASH),
     },
     ("eagle3-parts", "vllm"): {
         "fc.weight", "norm.weight", "lm_head.weight", "embed_tokens.weight", "fc_norm.0.weight",
@@ -371,7 +409,7 @@ def test_gguf_without_its_package(
     ("change", "message"),
     [
         ({"pre_tokenizer": {"type": "Whitespace"}}, "splits texts in a way without a known name"),
-        ({"model": {"type": "Unigram"}}, "no byte-level BPE tokenizer"),
+        ({"model": {"type": "Unigram"}}, "has no BPE tokenizer"),
     ],
 )
 def test_tokenizers_that_a_gguf_file_cannot_hold(
@@ -452,11 +490,63 @@ def test_every_other_pair_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_drafter_that_is_not_exported(target: Path, tmp_path: Path) -> None:
-    drafter = make_dflash_drafter(tmp_path, vocab=VOCAB, target_layers=8)
-    with pytest.raises(SpecDecError, match="a DFlash drafter is not exported"):
-        export(tmp_path / "out", model_dir=str(target), drafter_model_dir=str(drafter), to="vllm")
+@pytest.mark.parametrize(
+    ("options", "to", "message"),
+    [
+        (TELLING | {"sample_from_anchor": True}, "hf", "this drafter from its first token too"),
+        (TELLING | {"sample_from_anchor": True}, "speculators", "from its first token too"),
+        (TELLING | {"aux_layers": (0, 7)}, "vllm", "reads the last layer, 7, whose output"),
+        (TELLING, "sglang", "has embed_tokens.weight, lm_head.weight of its own"),
+        (TELLING | {"draft_vocab": 70}, "hf", "has d2t, embed_tokens.weight, lm_head.weight"),
+        (DFLASH["dflash-scaled"], "vllm", "trained with them multiplied by 3.5"),
+        ({"num_draft_tokens": 5}, "vllm", "--num-draft-tokens is 5, .* drafts 4"),
+    ],
+)
+def test_a_dflash_drafter_that_is_refused(
+    options: dict[str, Any], to: str, message: str, target: Path, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {"model_dir": str(target), "to": to}
+    options = dict(options)
+    flags["num_draft_tokens"] = options.pop("num_draft_tokens", None)
+    drafter = make_dflash_drafter(tmp_path, vocab=VOCAB, target_layers=8, **options)
+    with pytest.raises(SpecDecError, match=message) as caught:
+        export(tmp_path / "out", drafter_model_dir=str(drafter), **flags)
+    assert caught.value.hint
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dflash_drafter_is_told_as_each_runtime_counts(
+    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Outputs 0, 3, 6 of the target are read by two layers; blocks of five draft four tokens."""
+    drafter, checkpoint = checkpoints["dflash"]
+    flags: dict[str, Any] = {"checkpoint_dir": checkpoint, "model_dir": "BASE"}
+    reports = {to: export(tmp_path / to, to=to, **flags) for to in PAIRS["dflash"]}
+    configs = {to: read_json(tmp_path / to / "config.json") for to in PAIRS["dflash"]}
+    assert configs["vllm"] == configs["sglang"] == configs["hf"]
+    config = configs["vllm"]
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["dflash_config"] == {"mask_token_id": 2, "target_layer_ids": [0, 3, 6]}
+    assert (config["block_size"], config["num_target_layers"]) == (5, 8)
+    assert config["is_causal"] is False
+    assert config["layer_types"] == ["full_attention"] * 2
+    told = configs["speculators"]
+    assert told["aux_hidden_state_layer_ids"] == [1, 4, 7]
+    assert (told["block_size"], told["mask_token_id"], told["target_hidden_size"]) == (5, 2, 64)
+    assert told["sliding_window_non_causal"] is True
+    assert told["sample_from_anchor"] is False
+    assert told["speculators_config"]["algorithm"] == "dflash"
+    assert told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    assert told["transformer_layer_config"]["layer_types"] == ["full_attention"] * 2
+    assert '"method": "dflash"' in reports["vllm"]["command"]
+    assert '"num_speculative_tokens": 4' in reports["vllm"]["command"]
+    assert "--speculative-algorithm DFLASH" in reports["sglang"]["command"]
+    assert reports["sglang"]["command"].endswith("--speculative-num-draft-tokens 5")
+    own = load_file(drafter / "model.safetensors")
+    for to in PAIRS["dflash"]:
+        written = load_file(tmp_path / to / "model.safetensors")
+        assert written.keys() == own.keys()
+        assert all(torch.equal(written[name], own[name]) for name in own)
 
 
 def test_checkpoints_that_cannot_be_exported(

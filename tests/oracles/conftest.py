@@ -42,7 +42,7 @@ def work(environments: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not trained.is_dir():
         train_eagle3(environments, trained)
     shutil.copytree(trained, folder / "eagle3")
-    for name in ("medusa", "redrafter"):
+    for name in ("medusa", "redrafter", "dflash"):
         shutil.copytree(PYCODE / name, folder / name)
     drop_bias(PYCODE / "eagle", folder / "eagle1")
     pad_heads(PYCODE / "target", folder / "target")

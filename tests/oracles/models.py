@@ -21,6 +21,8 @@ def pad_heads(source: Path, folder: Path) -> Path:
 
     vLLM's attention has no heads of 40 or 24 on a CPU. Rotated are as many dimensions as before,
     queries grow by what the larger head's scale takes from them: the same numbers but for rounding.
+    Where heads are normalized, what the zeros take from the mean is given to queries and keys, and
+    taken from keys again behind the norm; from queries the larger head's scale takes it.
     """
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -35,10 +37,14 @@ def pad_heads(source: Path, folder: Path) -> Path:
     if (size := inner.get("head_dim")) is not None and size not in HEADS:
         wide = min(head for head in HEADS if head > size)
         for name, tensor in tensors.items():
-            kind = name.split(".")[-2]
+            layer, kind = name.rsplit(".", 2)[0], name.split(".")[-2]
             if kind in ("q_proj", "k_proj", "v_proj"):
-                scale = (wide / size) ** 0.5 if kind == "q_proj" else 1.0
+                is_normed = kind == "k_proj" and f"{layer}.k_norm.weight" in tensors
+                scale = (wide / size) ** 0.5 if kind == "q_proj" or is_normed else 1.0
                 tensors[name] = _pad(tensor, size, wide) * scale
+            elif kind in ("q_norm", "k_norm"):
+                scale = (size / wide) ** 0.5 if kind == "k_norm" else 1.0
+                tensors[name] = torch.nn.functional.pad(tensor, (0, wide - size)) * scale
             elif kind == "o_proj":
                 tensors[name] = _pad(tensor.T, size, wide).T.contiguous()
         rotary = {"rope_type": "default", "rope_theta": inner.pop("rope_theta"),

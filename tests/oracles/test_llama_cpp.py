@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import shutil
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.side_by_side.workers.llama_cpp import Server
+from tests.conftest import make_llama
 from tests.engines import call
+from tests.export.sentencepiece import list_hostile, make_sentencepiece
 from tests.families import make_family_model
 from tests.oracles.conftest import MAX_TOKENS
 from tests.oracles.models import PYCODE
@@ -23,27 +28,39 @@ METRIC = re.compile(r'^llamacpp:spec_decode_(\w+?)_total(?:\{position="(\d+)"\})
 
 
 @pytest.fixture(scope="module")
-def run_server(environments: Path, work: Path, prompts: Any) -> Any:
-    """Decode with a server of its own; return texts and counters."""
+def start_server(environments: Path) -> Any:
+    """Start a server of a GGUF folder, with one thread and all in float32."""
     server = environments / "llama.cpp" / "build" / "bin" / "llama-server"
     if not server.is_file():
         pytest.skip(f"there is no llama.cpp in {environments}: docs/export.md tells how to get it")
-    export_gguf(PYCODE / "target", work / "target-gguf")
 
-    def run(*words: object, model: Path | None = None) -> tuple[list[list[int]], dict[str, Any]]:
+    @contextlib.contextmanager
+    def start(model: Path, *words: object) -> Iterator[Server]:
         common = (
-            server, "--model", (model or work / "target-gguf") / "model.gguf", "--ctx-size", 512,
+            server, "--model", model / "model.gguf", "--ctx-size", 512,
             "--parallel", 1, "--cache-ram", 0, "--fit", "off", "--metrics",
             "--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off",
             "--threads", 1, "--threads-batch", 1, "--no-repack",  # it crashed with AMX and Q8_0
         )  # fmt: skip
         running = Server([str(word) for word in (*common, *words)])
         try:
+            yield running
+        finally:
+            running.end()
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def run_server(start_server: Any, work: Path, prompts: Any) -> Any:
+    """Decode with a server of its own; return texts and counters."""
+    export_gguf(PYCODE / "target", work / "target-gguf")
+
+    def run(*words: object, model: Path | None = None) -> tuple[list[list[int]], dict[str, Any]]:
+        with start_server(model or work / "target-gguf", *words) as running:
             texts = [running.complete(ids, MAX_TOKENS)["tokens"] for ids in prompts]
             with urllib.request.urlopen(f"{running.address}/metrics") as answer:
                 text = answer.read().decode()
-        finally:
-            running.end()
         found: dict[str, Any] = {"positions": {}}
         for name, position, value in METRIC.findall(text):
             if position:
@@ -126,3 +143,37 @@ def test_models(family: str, run_server: Any, work: Path, prompts: Any) -> None:
         print(family, kind, f"{same} of {len(ours)} texts are equal")
         assert same == len(ours) or kind != "F32"
         assert sum(map(len, texts)) > len(ours) * MAX_TOKENS // 2
+
+
+@pytest.mark.parametrize("kind", ["pycode", "prefix", "bare"])
+def test_tokenizers(kind: str, start_server: Any, tmp_path: Path) -> None:
+    """A hundred hostile texts become the tokens that transformers makes of them.
+
+    pycode: its byte-level BPE; the others are SentencePiece, with a space before a text or without.
+    """
+    from tokenizers import Tokenizer
+
+    folder = tmp_path / "model"
+    if kind == "pycode":
+        shutil.copytree(PYCODE / "target", folder)
+    else:
+        size = make_sentencepiece(tmp_path, adds_space=kind == "prefix")
+        make_llama(tmp_path, layers=1, vocab=size, name="model")
+        shutil.move(tmp_path / "tokenizer.json", folder)
+    exported = export_gguf(folder, tmp_path / "gguf")
+    theirs = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    differ = []
+    with start_server(exported) as running:
+        for text in list_hostile():
+            for told in (False, True):
+                body = {"content": text, "add_special": told, "parse_special": True}
+                request = urllib.request.Request(
+                    f"{running.address}/tokenize", json.dumps(body).encode(),
+                    {"Content-Type": "application/json"},
+                )  # fmt: skip
+                with urllib.request.urlopen(request) as answer:
+                    found = json.loads(answer.read())["tokens"]
+                if found != theirs.encode(text, add_special_tokens=told).ids:
+                    differ.append((text, told, found))
+    print(kind, f"{len(differ)} of 200 differ", differ[:5])
+    assert not differ

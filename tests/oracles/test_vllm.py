@@ -24,6 +24,8 @@ WAYS: dict[str, tuple[str, str, str, str, int]] = {
     "eagle1": ("eagle1", "--eagle-model-dir", "eagle", "vllm", 3),
     "eagle3": ("eagle3", "--eagle-model-dir", "eagle3", "vllm", 3),
     "eagle3-speculators": ("eagle3", "--eagle-model-dir", "eagle3", "speculators", 3),
+    "dflash": ("dflash", "--dflash-model-dir", "dflash", "vllm", 7),
+    "dflash-speculators": ("dflash", "--dflash-model-dir", "dflash", "speculators", 7),
     "redrafter": ("redrafter", "--drafter-model-dir", "custom_class", "vllm", 5),
 }
 
@@ -82,7 +84,11 @@ def test_drafters(way: str, run_vllm: Any, plain: Any, work: Path, prompts: Any)
     place = pad_heads(exported, work / f"{way}-wide")
     speculative = {"method": method, "model": str(place), "num_speculative_tokens": length}
     own: list[object] = [option, drafter]
-    choices = {f"{'medusa' if method == 'medusa' else 'eagle'}_choices": chain(length)}
+    choices: dict[str, Any] = {
+        f"{'medusa' if method == 'medusa' else 'eagle'}_choices": chain(length)
+    }
+    if method == "dflash":
+        choices = {"dflash_tokens": length, "dflash_top_k": 1}
     if way == "redrafter":
         speculative["model"], choices = "redrafter_proposer.ReDrafter", {}
         own += ["--redrafter-num-beams", 1]

@@ -95,6 +95,21 @@ def generate_reference(
     return continue_greedily(model, make_prompts(lengths), limit)
 
 
+@torch.inference_mode()
+def check_reference(
+    target: Path, lengths: tuple[int, ...], outputs: list[list[int]]
+) -> list[list[int]]:
+    """`outputs`, if one pass over each text finds every token the best one after those before it.
+
+    Else what `generate_reference` tells, which takes a pass a token.
+    """
+    for prompt, output in zip(make_prompts(lengths), outputs, strict=True):
+        logits = compute_reference(target, prompt + output[:-1])[len(prompt) - 1 :]
+        if logits.argmax(-1).tolist() != output:
+            return generate_reference(target, lengths, len(output))
+    return outputs
+
+
 def make_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     generator = torch.Generator().manual_seed(11)
     return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
@@ -172,9 +187,9 @@ def test_greedy_text_equals_transformers(
     """Windows, and of longrope each side of its switch, are exceeded."""
     assert WINDOW < LIMIT
     lengths = (5, SWITCH - LIMIT, 1, 70)
-    expected = generate_reference(get_target(name), lengths)
-    assert sum(len(set(output)) for output in expected) > LIMIT, "the text varies"
-    assert generate(get_engine(name, optimize), lengths) == expected
+    outputs = generate(get_engine(name, optimize), lengths)
+    assert sum(len(set(output)) for output in outputs) > LIMIT, "the text varies"
+    assert outputs == check_reference(get_target(name), lengths, outputs)
 
 
 @pytest.mark.parametrize("optimize", ["none", "auto"])

@@ -60,7 +60,7 @@ DRAFTERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
         parent, vocab=VOCAB, version=3, draft_vocab=70, own_embedding=False, name="eagle3")),
     "dflash": ("dflash", lambda parent: make_dflash_drafter(
         parent, vocab=VOCAB, aux_layers=(0,), scale=2.0, num_target_layers=None,
-        dflash_config={"mask_token_id": 2, "target_layer_ids": [0], "embedding_scale": 0.5})),
+        dflash_config={"mask_token_id": 2, "target_layer_ids": [0], "input_embedding_scale": 0.5})),
 }  # fmt: skip
 TITLES = {
     "redrafter": "ReDrafter", "medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3",

@@ -25,7 +25,7 @@ PROMPTS = ([5, 9, 77], [3] * 20, [100], [8, 60])
 LIMIT = 24
 TREES = {"default": (None, None), "chain": (None, 1), "short": (2, 1), "wide": (30, 5)}
 WINDOW = {
-    "use_sliding_window": True, "sliding_window": 6,
+    "use_sliding_window": True, "sliding_window": 6, "is_causal": False,
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 DRAFTERS: dict[str, dict[str, Any]] = {

@@ -249,14 +249,17 @@ class Guesses(PlainProposer):
         return [Candidates(pack_beams(r.output_ids[-1], beams)) for r in requests]
 
 
-@pytest.mark.parametrize("draft", ["sharp", "draft", "padded", "short", "sharp, in a chain"])
+@pytest.mark.parametrize(
+    "draft", ["sharp", "draft", "padded", "short", "int8", "sharp, in a chain"]
+)
 def test_ratio_keeps_the_first_tokens_distribution(
     folder: Path, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real engines, with logits: three tokens after one prompt, over many seeds.
 
     The sharp draft model is surer than the target of the same tokens: much of what it draws is
-    replaced by one of several others. Others have more or fewer tokens, both padding. In a chain,
+    replaced by one of several others. Others have more or fewer tokens, both padding, or rounded
+    weights: what is drawn from is what is compared. In a chain,
     every other request has drafts that are not drawn.
     """
 
@@ -264,6 +267,8 @@ def test_ratio_keeps_the_first_tokens_distribution(
     from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
 
     draft, _, chain = draft.partition(", ")
+    if draft == "int8" and not (folder / draft).exists():
+        build(folder, draft, "--quantization", "int8", source="draft")
     if not (folder / draft).exists():
         make_padded(folder, draft) if draft in PADDED else make_sharp(folder)
     engine = load(folder, draft, 2, True)

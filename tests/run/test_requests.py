@@ -8,8 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ from tests.conftest import (
     make_tokenizer,
     read_error_lines,
 )
-from tests.engines import OracleProposer, call, make_engine, run_cli_here
+from tests.engines import OracleProposer, call, make_engine, run_cli_here, start_cli
 
 
 @pytest.fixture(scope="module")
@@ -482,22 +480,19 @@ def test_an_interrupted_stream_shows_what_was_done(
 
 
 def test_text_is_streamed_while_it_is_made(folder: Path) -> None:
-    """Something of the text is there long before its end."""
-    command = [
-        sys.executable, "-m", "specdec", "run", "--engine-dir", folder / "redrafter",
-        "--tokenizer-dir", folder / "target", "--input-text", "abc", "--max-output-len", "400",
-        "--end-id", "127", "--streaming", "--no-speculation",
-    ]  # fmt: skip
-    with subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        reads = 0
-        while os.read(process.stdout.fileno(), 1 << 16):
-            reads += 1
-    assert process.returncode == 0
-    assert reads > 20
+    """What twenty steps made can be read while the next one has not begun."""
+    process = start_cli(
+        "run", "--engine-dir", folder / "redrafter", "--tokenizer-dir", folder / "target",
+        "--input-text", "abc", "--max-output-len", "400", "--end-id", "127", "--streaming",
+        "--no-speculation", pauses=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    first = os.read(process.stdout.fileno(), 1 << 16).decode()
+    rest, stderr = process.communicate("go on\n", timeout=600)
+    assert process.returncode == 0, stderr
+    whole = run(folder, "--input-text", "abc", "--max-output-len", "400", "--end-id", "127")
+    assert first + rest == whole.stdout
+    assert 10 < len(first) < 100 < len(rest)
 
 
 def test_progress_over_prompts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,22 +544,12 @@ def test_ctrl_c_shows_what_was_done(folder: Path, tmp_path: Path) -> None:
     lines = [{"prompt": "ab", "max_output_len": 2}]
     lines += [{"prompt": "cd", "max_output_len": 500}] * 400
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    command = [
-        sys.executable, "-m", "specdec", "run", "--engine-dir", folder / "redrafter",
-        "--tokenizer-dir", folder / "target", "--input-file", prompts, "--json",
-        "--end-id", "127", "--no-speculation", "--debug",
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    line = process.stderr.readline()
-    while "generating" not in line:
-        assert line, "ended before it generated"
-        line = process.stderr.readline()
-    time.sleep(0.7)
+    process = start_cli(
+        "run", "--engine-dir", folder / "redrafter", "--tokenizer-dir", folder / "target",
+        "--input-file", prompts, "--json", "--end-id", "127", "--no-speculation", "--debug",
+    )  # fmt: skip
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 1, stderr
     report = json.loads(stdout)
     assert report["interrupted"] is True

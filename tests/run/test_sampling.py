@@ -41,7 +41,7 @@ from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
 
 VOCAB = 5
 LENGTH = 3  # tokens of a text: 125 texts
-NUM_TEXTS = 4000
+NUM_TEXTS = 2000
 
 SETTINGS = [
     SamplingParams(temperature=1.0),
@@ -325,7 +325,7 @@ def test_p_value() -> None:
     """The check itself: the right distribution passes, one a little off does not."""
     generator = np.random.Generator(np.random.PCG64(3))
     probs = np.array([0.4, 0.3, 0.2, 0.1])
-    counts = generator.multinomial(NUM_TEXTS, probs)
+    counts = generator.multinomial(4000, probs)
     assert compute_p_value(counts, probs) > 0.01
     assert compute_p_value(counts, np.array([0.36, 0.34, 0.2, 0.1])) < FALSE_ALARM_RATE
     values = [compute_p_value(generator.multinomial(500, probs), probs) for _ in range(400)]

@@ -459,3 +459,31 @@ def test_a_drafter_that_says_what_the_target_says_is_always_right() -> None:
     )
     torch.testing.assert_close(losses, torch.zeros(9), rtol=0, atol=1e-5)
     assert not ranks.any()
+
+
+def test_a_reduced_vocabulary_learns_the_targets_choice_among_its_tokens() -> None:
+    """The divergence from the target's distribution over these tokens, whatever the text says."""
+    kept = torch.tensor([1, 4, 5, 9])
+    recipe = Recipe(
+        num_steps=STEPS, max_k=4, loss_decay=0.9, token_weight=0.3, noise=0.0, self_distillation=1.0
+    )
+    params = Eagle3Params(
+        aux_layers=tuple(range(NUM_AUXILIARY)), draft_vocab_size=len(kept),
+        norm_before_residual=False,
+    )  # fmt: skip
+    drafter = Eagle3(MODEL, recipe, make_head(), params, kept)
+    assert torch.equal(drafter.lm_head.weight, make_head().weight[kept])
+    assert drafter.d2t is not None
+    assert (drafter.d2t + torch.arange(4)).tolist() == kept.tolist()
+    features, mask = make_batch()
+    num_labels = drafter.count_labels(mask)
+    loss, _ = drafter(features, mask, num_labels, True)
+    expected = torch.zeros(())
+    for step, states in enumerate(drafter.draft(features)):
+        own = (drafter.norm(states) @ drafter.lm_head.weight.T).log_softmax(-1)
+        # Of the token at place t + 2 + step the target decides at the place before.
+        hidden = features.hidden[:, 1 + step : 1 + step + states.shape[1]]
+        wanted = (hidden @ make_head().weight[kept].T).log_softmax(-1)
+        divergence = (wanted.exp() * (wanted - own)).sum(-1)[mask[:, 2 + step :]]
+        expected = expected + 0.9**step * divergence.sum() / num_labels[step]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

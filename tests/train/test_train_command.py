@@ -19,7 +19,19 @@ from tests.conftest import ROOT
 
 # As in this process, see conftest.py; and without an installed specdec.
 ONE_THREAD = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-MAIN = "from specdec.train.cli import main; main()"
+# Killed when it tells of step 17, with steps 16 and 17 after the last checkpoint.
+MAIN_DIES = """
+import os, signal
+from specdec.train import loop
+from specdec.train.cli import main
+take_step = loop.Loop._take_step
+def take_step_or_die(self, step, **named):
+    if step == 17:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return take_step(self, step, **named)
+loop.Loop._take_step = take_step_or_die
+main()
+"""
 BASIC = (
     "--dtype", "float32", "--model-max-length", "32", "--batch-size", "2", "--seed", "3",
     "--eval-prompts", "0",
@@ -170,19 +182,11 @@ def test_a_killed_training_resumes_to_the_same_bytes(
     assert run_train(*options, "--output-dir", whole).status == 0
 
     arguments = [str(a) for a in (*options, "--output-dir", killed)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ONE_THREAD,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("step 15/"):
-            os.kill(process.pid, signal.SIGKILL)
-            break
-    process.stderr.close()
-    assert process.wait() == -signal.SIGKILL
+    died = subprocess.run(
+        [sys.executable, "-c", MAIN_DIES, *arguments], capture_output=True, text=True,
+        env=ONE_THREAD, timeout=1200, check=False,
+    )  # fmt: skip
+    assert died.returncode == -signal.SIGKILL, died.stderr
     state = tmp_path / ".killed.training"
     assert (state / "checkpoint.pt").is_file()
     assert not killed.exists()
@@ -399,7 +403,7 @@ def test_two_processes_learn_what_one_does(
             "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer", "--mixed_precision", "no",
             str(script), *arguments,
         ],
-        capture_output=True, text=True, timeout=300, env=ONE_THREAD,
+        capture_output=True, text=True, timeout=1800, env=ONE_THREAD,
     )  # fmt: skip
     assert two.returncode == 0, two.stderr
     alone = json.loads(one.out)

@@ -38,6 +38,7 @@ KINDS = {
     "dflash": ("--method", "dflash", "--dflash-block-size", 4),
     "eagle-bare": ("--method", "eagle", "--no-eagle-bias"),
     "eagle3": ("--method", "eagle", "--eagle-version", 3),
+    "eagle3-few": ("--method", "eagle", "--eagle-version", 3, "--eagle-draft-vocab-size", 50),
     "eagle3.1": (
         "--method",
         "eagle",
@@ -53,6 +54,7 @@ CONVERT_FLAGS = {
     "eagle": ("--eagle-model-dir",),
     "dflash": ("--dflash-model-dir",),
     "eagle3": ("--eagle-model-dir",),
+    "eagle3-few": ("--eagle-model-dir",),
     "eagle3.1": ("--eagle-model-dir",),
 }
 
@@ -142,7 +144,7 @@ def test_every_evaluation_converts_builds_and_runs(
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("medusa", "float32"), ("eagle", "bfloat16"), ("eagle3.1", "float32")],
+    [("medusa", "float32"), ("eagle", "bfloat16"), ("eagle3-few", "float32")],
 )
 def test_an_interrupted_training_resumes_to_the_same_bytes(
     kind: str, dtype: str, run_train: Any, inputs: Any, tmp_path: Path,
@@ -280,6 +282,25 @@ def test_what_cannot_be_measured_is_said_before_training(
             ),
             2,
             "--eagle-norm-before-fc and --eagle-fc-norm are both given",
+        ),
+        (
+            ("--method", "eagle", "--eagle-draft-vocab-size", 9),
+            2,
+            "--eagle-draft-vocab-size is for EAGLE-3",
+        ),
+        (
+            (
+                "--method",
+                "eagle",
+                "--eagle-version",
+                3,
+                "--eagle-draft-vocab-size",
+                9,
+                "--self-distillation",
+                0.5,
+            ),
+            2,
+            "--eagle-draft-vocab-size with --self-distillation 0.5",
         ),
         (("--method", "eagle", "--eagle-version", 2), 2, "--eagle-version: '2' is not one of 1, 3"),
         (("--shard-target",), 2, "--shard-target has no effect in a training of one process"),

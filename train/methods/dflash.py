@@ -308,7 +308,7 @@ def describe_dflash(drafter: DFlash, target: Target) -> Mapping[str, Any]:
         "target_layer_ids": list(target.aux_layers),
     }
     if recipe.embedding_scale != 1:
-        own["embedding_scale"] = recipe.embedding_scale
+        own["input_embedding_scale"] = recipe.embedding_scale
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

@@ -259,10 +259,14 @@ class Eagle3(Eagle):
     """EAGLE-3: inner states of the target, and an output layer of the drafter's own."""
 
     def __init__(
-        self, model: ModelConfig, recipe: Recipe, head: OutputHead, params: Eagle3Params
-    ) -> None:
+        self, model: ModelConfig, recipe: Recipe, head: OutputHead, params: Eagle3Params,
+        kept: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """kept: the tokens that it drafts, rising; None: all."""
         super().__init__(model, recipe)
         self.params = params
+        self.d2t: Tensor | None
+        self.register_buffer("d2t", None if kept is None else kept - torch.arange(len(kept)))
         num_auxiliary = len(params.aux_layers)
         if params.norm_before_fc:
             self.input_norm = RmsNorm(num_auxiliary * model.hidden_size, model.norm_epsilon)
@@ -272,8 +276,9 @@ class Eagle3(Eagle):
         self.fc = make_linear(num_auxiliary * model.hidden_size, model.hidden_size)
         self._add_layers(is_third=True)
         self.norm = RmsNorm(model.hidden_size, model.norm_epsilon)
-        self.lm_head = make_linear(model.hidden_size, model.vocab_size)
-        self.lm_head.weight.data = head.weight.detach().float() * head.scale
+        self.lm_head = make_linear(model.hidden_size, params.draft_vocab_size)
+        weight = head.weight if kept is None else head.weight[kept.to(head.weight.device)]
+        self.lm_head.weight.data = weight.detach().float() * head.scale
 
     def begin(self, features: Features) -> Tensor:
         """The inner states, brought to the drafter's width."""
@@ -300,10 +305,17 @@ class Eagle3(Eagle):
     def judge(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = labels.tokens
+        if self.d2t is not None:
+            # What is learned is the target's choice among these; the text's tokens do not count.
+            kept = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+            assert features.head is not None
+            features = dataclasses.replace(features, head=features.head.take(kept))
+            tokens = torch.zeros_like(tokens)
         return compute_loss(
             x if self.params.norm_output else self.norm(x),
             self.lm_head.weight,
-            labels.tokens,
+            tokens,
             labels.weights,
             measure=measure,
             teacher=make_teacher(features, labels.hidden, self.recipe.self_distillation),
@@ -326,16 +338,26 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
         has_bias=options.eagle_bias,
     )
     if is_third:
+        kept = choose_vocabulary(options.eagle_draft_vocab_size, target)
         params = Eagle3Params(
             aux_layers=target.aux_layers,
-            draft_vocab_size=model.vocab_size,
+            draft_vocab_size=model.vocab_size if kept is None else len(kept),
             norm_before_residual=False,
             norm_before_fc=options.eagle_norm_before_fc,
             fc_norm=options.eagle_fc_norm,
             norm_output=options.eagle_norm_output,
         )
-        return Eagle3(model, recipe, target.head, params)
+        return Eagle3(model, recipe, target.head, params, kept)
     return Eagle1(model, recipe, embedding_scale=target.shape.embedding_scale)
+
+
+def choose_vocabulary(size: int | None, target: Target) -> Tensor | None:
+    """The most frequent tokens of the data, rising; None for all."""
+    if size is None or size >= target.shape.vocab_size:
+        return None
+    assert target.token_counts is not None
+    counts = torch.from_numpy(target.token_counts)
+    return torch.sort(counts, descending=True, stable=True).indices[:size].sort().values
 
 
 def describe_layers(target: Target, num_layers: int) -> ModelConfig:
@@ -369,10 +391,19 @@ def describe_layers(target: Target, num_layers: int) -> ModelConfig:
 def check_options(settings: TrainSettings) -> None:
     """Raise UsageError for norms that the version lacks, or that exclude one another."""
     options = as_options(settings, EagleTrain)
-    norms = [name for name in Eagle3Params.NEWER if getattr(options, f"eagle_{name}")]
+    norms = [
+        name for name in (*Eagle3Params.NEWER, "draft_vocab_size")
+        if getattr(options, f"eagle_{name}")
+    ]  # fmt: skip
     if norms and options.eagle_version == "1":
         flag = name_flag(f"eagle_{norms[0]}")
         raise UsageError(f"{flag} is for EAGLE-3", f"give --eagle-version 3, or leave {flag} out")
+    if options.eagle_draft_vocab_size is not None and settings.self_distillation != 1:
+        raise UsageError(
+            f"--eagle-draft-vocab-size with --self-distillation {settings.self_distillation:g}:"
+            " a text has tokens that are not drafted",
+            "give --self-distillation 1, or leave one of the two out",
+        )
     if "norm_before_fc" in norms and "fc_norm" in norms:
         raise UsageError(
             "--eagle-norm-before-fc and --eagle-fc-norm are both given", "give one of them"
@@ -421,7 +452,7 @@ def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
     assert isinstance(drafter, Eagle3)
     return config | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": model.vocab_size,
+        "draft_vocab_size": drafter.params.draft_vocab_size,
         **{name: getattr(drafter.params, name) for name in Eagle3Params.NEWER},
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(target.aux_layers),

@@ -17,7 +17,7 @@ from specdec.trtllm.defects import list_defects
 from specdec.trtllm.environment import BUILD_COMMAND, Environment
 from specdec.trtllm.facts import DEFAULT_LABEL, Facts, find_label, load_facts
 
-from ...settings import BuildSettings
+from ...settings import SAME, BuildSettings
 from . import checks
 from .flag_checks import find_flag_problems, find_path_problems
 from .flags import collect_flags, list_words
@@ -168,6 +168,11 @@ def make_plan(
             f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM"
             " builds checkpoints that are quantized already",
             "leave it out and convert with --quantization fp8, or build with --backend torch",
+        )
+    if settings.drafter_weights != SAME:
+        problems.add(
+            f"--drafter-weights {settings.drafter_weights} is of the torch backend",
+            "leave it out, or build with --backend torch",
         )
     because = f"tp_size {checkpoint.model.tp_size}"
     if checkpoint.model.pp_size > 1:

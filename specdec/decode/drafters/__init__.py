@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from specdec import logs
 from specdec.command.settings import list_given, name_flag
-from specdec.engine.layout import EngineConfig
+from specdec.engine.integers import widen_integers
+from specdec.engine.layout import EngineConfig, list_drafter_tensors
 from specdec.errors import UsageError
 from specdec.methods import METHODS, Method, find_mode
 from specdec.methods.budget import DraftBudget, read_budget
@@ -20,6 +22,7 @@ from .base import DraftContext, EngineHandle, PlainProposer, Proposer
 from .budget import bind
 from .chain import join_proposers
 
+logger = logs.get_logger(__name__)
 MANY_ROWS = 4  # of a step whose drafts go by what they cost, if nothing else is said
 
 # Those that draft by turns, of each those that share a tree.
@@ -176,12 +179,21 @@ def make_proposer(
         return PlainProposer()
     is_chain = drafting is not None and drafting.chain is not None
     has_budget = drafting is not None and drafting.budget.mode == "auto"
+    config, decoder = engine.config, engine.decoder
+    if config.drafter_weights is not None and decoder.kernels is None:
+        logger.info(
+            "%s: no native kernels run here: the drafter's weights are widened, and as large and"
+            " slow as those of --drafter-weights same",
+            config.drafter_weights,
+        )
+        own = list_drafter_tensors(config.checkpoint.model, config.checkpoint.drafter)
+        weights = widen_integers(weights, own, decoder.dtype)
     groups: list[list[Proposer]] = [
         [
             load_module(method).make_proposer(
                 DraftContext(
-                    decoder=engine.decoder,
-                    params=engine.config.checkpoint.drafter,
+                    decoder=decoder,
+                    params=config.checkpoint.drafter,
                     weights=weights,
                     options=drafting.options.get(method.name) if drafting is not None else None,
                     engine=engine,

@@ -75,8 +75,9 @@ def make_proposer(context: DraftContext) -> MedusaProposer:
     params, decoder, choices = context.params, context.decoder, context.options
     assert isinstance(params, MedusaParams)
     heads = MedusaHeads(
-        params, context.weights, prepack=decoder.is_prepacked, kernels=decoder.kernels
-    )
+        params, context.weights, prepack=decoder.is_prepacked, kernels=decoder.kernels,
+        dtype=decoder.dtype,
+    )  # fmt: skip
     if choices is None:
         num_tokens = params.max_draft_len
         if decoder.device.type == "cpu":

@@ -1,0 +1,201 @@
+"""Drafters in int8 and int4: they draft nearly as well, and the text stays the target's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec.decode.engine import TorchEngine
+from specdec.decode.requests import Request
+from specdec.decode.sampling import SamplingParams
+from specdec.engine.layout import DRAFTER_NAME, WEIGHTS_NAME
+from specdec.errors import SpecDecError
+from specdec.files.reading import read_json
+from tests.conftest import (
+    make_dflash_drafter,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+)
+from tests.engine.kernels import needs_compiler
+from tests.engines import run_cli_here, save_weights
+from tests.run.test_int8_engine import build, change_config, convert
+
+PYCODE = Path(__file__).resolve().parents[2] / "examples/pycode"
+METHODS = {"redrafter": "drafter", "medusa": "medusa", "eagle": "eagle", "dflash": "dflash"}
+# Least draft tokens accepted, of those of the same drafter in bfloat16.
+LEAST = {"int8": 0.98, "int4": 0.95}
+NUM_PROMPTS, LIMIT = 6, 32
+
+
+def generate(folder: Path, *, samples: bool = False, speculate: bool = True) -> tuple[Any, int]:
+    """Texts of pycode's prompts, and how many draft tokens were accepted."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(PYCODE / "target")
+    lines = (PYCODE / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]
+    requests = [
+        Request(
+            index=at, input_ids=tokenizer(json.loads(line)["prompt"])["input_ids"],
+            max_output_len=LIMIT, end_ids=frozenset(),
+            sampling=SamplingParams(temperature=0.9 if samples else 0.0, seed=at),
+        )
+        for at, line in enumerate(lines)
+    ]  # fmt: skip
+    engine = TorchEngine(folder, device="cpu", speculate=speculate)
+    results = engine.generate(requests)
+    return [r.output_ids for r in results], sum(r.stats.num_accepted for r in results)
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", METHODS)
+def test_pycode_drafters_draft_nearly_as_well(method: str, tmp_path: Path) -> None:
+    """And what is sampled is what plain decoding samples by the same seed."""
+    checkpoint = convert(
+        PYCODE / "target", tmp_path / "ckpt", f"--{METHODS[method]}-model-dir", PYCODE / method
+    )
+    same = build(checkpoint, "same")
+    texts, num_accepted = generate(same)
+    sampled = generate(same, samples=True, speculate=False)[0]
+    assert texts == generate(same, speculate=False)[0] != sampled
+    assert num_accepted > NUM_PROMPTS * LIMIT / 4
+    for weights, least in LEAST.items():
+        engine = build(checkpoint, weights, "--drafter-weights", weights)
+        found, number = generate(engine)
+        assert found == texts
+        assert number >= least * num_accepted, weights
+        assert generate(engine, samples=True)[0] == sampled
+        size, whole = ((folder / WEIGHTS_NAME).stat().st_size for folder in (engine, same))
+        assert size < whole
+
+
+def make_checkpoints(parent: Path, method: str, *flags: object) -> Path:
+    target = make_llama(parent, seed=5)
+    drafters = {
+        "redrafter": lambda: make_drafter(parent, exit_dim=96, scale=3.0),
+        "medusa": lambda: make_medusa_heads(parent, scale=3.0),
+        "eagle": lambda: make_eagle_drafter(parent, scale=2.0),
+        "dflash": lambda: make_dflash_drafter(
+            parent, target_layers=2, aux_layers=(0,), scale=2.0
+        ),
+    }  # fmt: skip
+    folder = f"--{METHODS[method]}-model-dir"
+    return convert(target, parent / f"ckpt-{len(flags)}", folder, drafters[method](), *flags)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_stored(method: str, weights: str, tmp_path: Path) -> None:
+    """Matrices of the drafter are integers, the target is as before; so it is of two ranks."""
+    flags = ("--drafter-weights", weights, "--optimize", "none")
+    checkpoint = make_checkpoints(tmp_path, method)
+    same = load_file(build(checkpoint, "same", "--optimize", "none") / WEIGHTS_NAME)
+    engine = build(checkpoint, "engine", *flags)
+    tensors = load_file(engine / WEIGHTS_NAME)
+    own = {n for n in same if not n.startswith(("transformer.", "lm_head"))}
+    matrices = {n for n in own if same[n].dim() == 2 and "embedding" not in n}
+    assert {n for n, t in tensors.items() if t.dtype is torch.int8} == matrices
+    for name in set(same) - matrices:
+        assert torch.equal(tensors[name], same[name])
+    for name in matrices:
+        codes, weight = tensors[name], same[name].float()
+        module = name.removesuffix(".weight")
+        scales = tensors.get(f"{module}.per_channel_scale")
+        if scales is not None:
+            assert torch.equal(scales, weight.abs().amax(1) / 127)
+            error = (codes.float() * scales[:, None] - weight).abs()
+            assert (error <= scales[:, None] * 0.5001).all()
+        else:
+            assert weights == "int4"
+            assert codes.shape == (len(weight) // 2, weight.shape[1])
+            assert tensors[f"{module}.weights_scaling_factor"].shape[1] == weight.shape[1] // 32
+        is_whole = weights == "int8" or "lm_head" in name or weight.shape[1] % 64 != 0
+        assert (scales is not None) == is_whole
+    config, manifest = (read_json(engine / f"{n}.json") for n in ("config", "manifest"))
+    assert config["torch_config"]["drafter_weights"] == weights
+    assert config["torch_config"]["quantization"] is None
+    assert manifest["settings"]["drafter_weights"] == weights
+    split = make_checkpoints(tmp_path / "split", method, "--tp-size", 2)
+    ranks = load_file(build(split, "split", *flags) / DRAFTER_NAME)
+    assert ranks.keys() == tensors.keys() - {n for n in same if n not in own}
+    assert all(torch.equal(ranks[name], tensors[name]) for name in ranks)
+
+
+@pytest.mark.parametrize(
+    ("method", "weights", "tp_size"),
+    [
+        ("redrafter", "int8", 1), ("medusa", "int4", 1), ("eagle", "int4", 1),
+        ("dflash", "int4", 1), ("redrafter", "int4", 2), ("eagle", "int8", 2),
+    ],
+)  # fmt: skip
+def test_text_without_kernels(method: str, weights: str, tp_size: int, tmp_path: Path) -> None:
+    """Torch's operators multiply with what the integers stand for."""
+    split = ("--tp-size", 2) if tp_size > 1 else ()
+    checkpoint = make_checkpoints(tmp_path, method, "--dtype", "float32", *split)
+    engine = build(checkpoint, "engine", "--drafter-weights", weights, "--optimize", "none")
+    requests = [
+        Request(index=at, input_ids=ids, max_output_len=12, end_ids=frozenset())
+        for at, ids in enumerate([[5, 17, 30], list(range(3, 17))])
+    ]
+    texts = []
+    for speculate in (True, False):
+        loaded = TorchEngine(engine, device="cpu", speculate=speculate)
+        try:
+            texts.append([result.output_ids for result in loaded.generate(requests)])
+        finally:
+            loaded.close()
+    assert texts[0] == texts[1]
+
+
+def test_what_is_lost_without_kernels_is_said(tmp_path: Path) -> None:
+    checkpoint = make_checkpoints(tmp_path, "medusa")
+    engine = build(checkpoint, "engine", "--drafter-weights", "int8", "--optimize", "none")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input_ids": [5, 6], "max_output_len": 4}\n')
+    done = run_cli_here("run", "--engine-dir", engine, "--input-file", prompts, "--json")
+    assert "int8: no native kernels run here: the drafter's weights are widened" in done.stderr
+    stats = json.loads(done.stdout)["stats"]
+    assert (stats["method"], stats["quantization"]) == ("medusa", None)
+
+
+def test_with_a_quantized_target(tmp_path: Path) -> None:
+    """Each has its own kind."""
+    checkpoint = make_checkpoints(tmp_path, "medusa")
+    flags = ("--quantization", "int8", "--drafter-weights", "int4", "--optimize", "none")
+    tensors = load_file(build(checkpoint, "engine", *flags) / WEIGHTS_NAME)
+    kinds = {name.rpartition(".")[2] for name in tensors if name.startswith("transformer.layers")}
+    assert kinds == {"weight", "per_channel_scale"}
+    assert "medusa_heads.0.medusa_layers.0.linear.weights_scaling_factor" in tensors
+    assert "medusa_heads.0.lm_head.per_channel_scale" in tensors
+    assert TorchEngine(tmp_path / "engine", device="cpu").method == "medusa"
+
+
+def set_weights(config: dict[str, Any], value: str | None) -> None:
+    config["torch_config"]["drafter_weights"] = value
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    plain = convert(make_llama(tmp_path, seed=5), tmp_path / "plain")
+    with pytest.raises(SpecDecError, match="--drafter-weights int8: the checkpoint has no drafter"):
+        build(plain, "engine", "--drafter-weights", "int8")
+    checkpoint = make_checkpoints(tmp_path / "medusa", "medusa")
+    engine = build(checkpoint, "engine", "--drafter-weights", "int8", "--optimize", "none")
+    name = "medusa_heads.0.lm_head.per_channel_scale"
+    for value, words in ((None, "does not hold the engine"), ("int3", "drafter_weights is 'int3'")):
+        other = shutil.copytree(engine, tmp_path / f"config-{value}")
+        change_config(other, partial(set_weights, value=value))
+        with pytest.raises(SpecDecError, match=words):
+            TorchEngine(other, device="cpu")
+    tensors = load_file(engine / WEIGHTS_NAME)
+    tensors[name][3] = float("nan")
+    save_weights(tensors, engine / WEIGHTS_NAME)
+    with pytest.raises(SpecDecError, match=rf"{name}: 1 of \d+ scales .* row 3: nan"):
+        TorchEngine(engine, device="cpu")
