@@ -2098,7 +2098,6 @@ extern "C" {
 // Bumped with every change of a signature below, or of the order of packed numbers or of sums;
 // checked when an engine is loaded.
 int64_t specdec_abi_version() { return 15; }
-<<<<<<< HEAD
 
 // Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -2109,8 +2108,6 @@ int64_t specdec_use_amx() {
   return -1;
 #endif
 }
-=======
->>>>>>> main
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
