@@ -99,7 +99,10 @@ PAGES: Mapping[str, Page] = {
         "docs/build.md",
         {
             "Folders": ("checkpoint_dir", "output_dir", "tokenizer_dir"),
-            "Engine": ("backend", "quantization", "group_size", "drafter_weights", "optimize"),
+            "Engine": (
+                "backend", "quantization", "group_size", "drafter_weights", "optimize",
+                "packed_weights",
+            ),
             "Sizes": (
                 "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens",
                 "max_beam_width",
