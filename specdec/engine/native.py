@@ -276,11 +276,6 @@ class NativeKernels:
             f"specdec_search_beams_{suffix}", [_POINTER] * 6 + [_INT] + [_POINTER] * 3
         )
 
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens of a prompt that one pass should run: more make products no faster."""
-        return 256 if self.uses_amx else 64
-
     def _ask_for_amx(self) -> int:
         """1 where products use AMX, 0 where the system refuses it, else -1."""
         return int(self._bind("specdec_use_amx", [], _INT)())

@@ -395,13 +395,14 @@ def test_a_system_that_refuses_amx_is_told(
     monkeypatch.setattr(native.NativeKernels, "_ask_for_amx", lambda self: 0)
     kernels = native.NativeKernels(library, torch.bfloat16)
     assert "lets no process use the processor's AMX" in caplog.text
-    assert (kernels.uses_amx, kernels.chunk_tokens) == (False, 64)
+    assert not kernels.uses_amx
     caplog.clear()
     native.NativeKernels(library, torch.float16)  # whose products have no use for it
     assert not caplog.text
     monkeypatch.setattr(native.NativeKernels, "_ask_for_amx", lambda self: 1)
-    assert native.NativeKernels(library, torch.bfloat16).chunk_tokens == 256
-    assert native.NativeKernels(library, torch.float32).chunk_tokens == 64
+    assert native.NativeKernels(library, torch.bfloat16).uses_amx
+    assert not native.NativeKernels(library, torch.float32).uses_amx
+    assert not caplog.text
 
 
 @needs_compiler

@@ -145,6 +145,7 @@ class DraftTargetProposer:
         self._num_passes = 0  # in the last draft
         self._calibration = Calibration()
         self.max_catch_up: int | None = None
+        self.is_shared = False  # see StepTimer
         self._num_caught_up = 0  # tokens, in the last draft
         self._draft_seconds = self._began_verify = 0.0
 
@@ -299,7 +300,7 @@ class DraftTargetProposer:
             num_passes=self._num_passes,
             num_caught_up=self._num_caught_up,
             draft_seconds=self._draft_seconds,
-            verify_seconds=seconds,
+            verify_seconds=None if self.is_shared else seconds,
             drafts=drafts,
         )
 
