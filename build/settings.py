@@ -59,6 +59,11 @@ class BuildSettings:
         help="native: compile kernels for this CPU; auto: the same if there is a C++ compiler;"
         " none: use PyTorch's operators.",
     )  # fmt: skip
+    packed_weights: bool = setting(
+        True, kind="enable",
+        help="Also store the weights as this machine's kernels read them: twice the disk, and the"
+        " engine loads in a moment. Torch backend only.",
+    )  # fmt: skip
     quantization: str | None = setting(
         choices=("int8", "int4"),
         help="Store the target's layers as int8 or int4: half or a quarter of the memory of"

@@ -62,11 +62,18 @@ def read_tokenizer(model_dir: str | None, size: int) -> Vocabulary:
     model = described.get("model") or {}
     if model.get("type") != "BPE":
         raise SpecDecError(f"{folder} has no BPE tokenizer", NO_BYTE_LEVEL)
+    added_tokens = described.get("added_tokens") or ()
+    last = max([*model["vocab"].values(), *(added["id"] for added in added_tokens)], default=0)
+    if last >= size:
+        raise SpecDecError(
+            f"{folder} has a token of number {last}, the model has {size} tokens",
+            "give the folder whose tokenizer and config.json belong together",
+        )
     tokens = [f"[PAD{number}]" for number in range(size)]
     kinds = [UNUSED] * size
     for text, number in model["vocab"].items():
         tokens[number], kinds[number] = text, NORMAL
-    for added in described.get("added_tokens") or ():
+    for added in added_tokens:
         tokens[added["id"]] = added["content"]
         kinds[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
     config = read_json(folder / "config.json")
@@ -115,14 +122,13 @@ def read_sentencepiece(
     """A BPE that writes bytes for what it does not know, as scores."""
     model = described["model"]
     special, vocab = dict(special), model["vocab"]
-    if model.get("unk_token") is not None:
-        special["unk"] = vocab[model["unk_token"]]
-        kinds[special["unk"]] = UNKNOWN
-    for byte in range(256):
-        name = f"<0x{byte:02X}>"
+    unknown, own = model.get("unk_token"), [f"<0x{byte:02X}>" for byte in range(256)]
+    for name in own if unknown is None else [unknown, *own]:
         if name not in vocab:
             refuse(folder, f"has no token {name}")
-        kinds[vocab[name]] = BYTE
+        kinds[vocab[name]] = UNKNOWN if name == unknown else BYTE
+    if unknown is not None:
+        special["unk"] = vocab[unknown]
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"):
         if model.get(key):
             refuse(folder, f"has {key} {shorten(model[key])}")

@@ -41,6 +41,7 @@ from .tokens import TokenTable
 
 logger = logs.get_logger(__name__)
 PAGE = Path(__file__).parent / "page.html"
+HEALTHY = b'{"status":"ok"}'
 OPEN_PATHS = ("/health", "/")  # of no secret: the page is a file, and asks for the key itself
 MAX_HEADER_BYTES = 32 * 1024
 BODY_SECONDS = 60.0  # in which a body must have come
@@ -214,13 +215,14 @@ class Front:
         }  # fmt: skip
 
     async def _show_health(self, http: Request) -> Response:
-        return self.tell_health()
-
-    def tell_health(self) -> Response:
-        """200 where a token could be made now, else 503."""
-        if self._scheduler.is_ready:
-            return JSONResponse({"status": "ok"})
+        if self.is_ready:
+            return Response(HEALTHY, media_type="application/json")
         return make_error("the server is not ready, or about to end", 503)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a token could be made now."""
+        return self._scheduler.is_ready
 
     async def _tell_metrics(self, http: Request) -> Response:
         scheduler = self._scheduler
@@ -402,16 +404,16 @@ class Guard:
     ) -> None:  # fmt: skip
         """local_names: what clients without a key may call the server; None is anything."""
         self._app, self._local_names = front.make_app(), local_names
-        self._tell_health = front.tell_health
+        self._front = front
         self._digest = None if key is None else hashlib.sha256(key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = None
-        if scope["type"] == "http":
-            answer = self._refuse(scope)
-            if answer is None and (scope["method"], scope["path"]) == ("GET", "/health"):
-                answer = self._tell_health()  # often asked for: the long way round takes twice this
+        answer = self._refuse(scope) if scope["type"] == "http" else None
         await (answer or self._app)(scope, receive, send)
+
+    def tell_health(self, host: bytes) -> bytes | None:
+        """The body of an answer to who asks for /health by this name, where all is well."""
+        return HEALTHY if self._front.is_ready and self._knows(host) else None
 
     def _refuse(self, scope: Scope) -> Response | None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
@@ -425,10 +427,16 @@ class Guard:
                     "a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
-        if self._local_names is not None:
-            # A page from elsewhere whose name was made to lead here would send that name.
-            host = headers.get(b"host", b"localhost").decode("latin-1").lower()
-            name = host[: host.rfind("]") + 1] if host.startswith("[") else host.split(":")[0]
-            if name not in self._local_names:
-                return make_error(f"this server is not called {host[:100]!r}", 403)
+        host = headers.get(b"host", b"localhost")
+        if not self._knows(host):
+            return make_error(f"this server is not called {host.decode('latin-1')[:100]!r}", 403)
         return None
+
+    def _knows(self, host: bytes) -> bool:
+        """Whether the server may be called so."""
+        if self._local_names is None:
+            return True
+        # A page from elsewhere whose name was made to lead here would send that name.
+        name = host.decode("latin-1").lower()
+        name = name[: name.rfind("]") + 1] if name.startswith("[") else name.split(":")[0]
+        return name in self._local_names

@@ -49,7 +49,7 @@ class ServeSettings:
     )
     prompt_chunk: int = setting(
         64, kind="int", minimum=1,
-        help="Tokens of new prompts that are read between two steps of running requests.",
+        help="Tokens of new prompts that are read in a step of running requests.",
     )  # fmt: skip
     request_timeout: float = setting(
         600.0, kind="float", minimum=0.001, metavar="S", help="Seconds that a request may take."

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from specdec.decode.accept import Candidates
 from specdec.decode.requests import ActiveRequest
-from specdec.engine.layout import make_metadata
+from specdec.engine.layout import PACKED_FOLDER, make_metadata
 from specdec.engine.tree import Tree, pack_beams
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import to_array
@@ -150,7 +151,11 @@ def make_tree_engine(
 
 
 def save_weights(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Give a weight file of an engine other tensors, with all that a build writes about them."""
+    """Give a weight file of an engine other tensors, with all that a build writes about them.
+
+    What it was packed into is removed.
+    """
+    shutil.rmtree(path.parent / PACKED_FOLDER, ignore_errors=True)
     build_id = TensorFile(path).metadata["build_id"]
     arrays = {name: to_array(tensor) for name, tensor in tensors.items()}
     infos = {
@@ -176,7 +181,7 @@ def continue_greedily(model: Any, prompts: Sequence[Sequence[int]], limit: int) 
     return outputs
 
 
-def make_noisy_copy(source: Path, copy: Path) -> None:
+def make_noisy_copy(source: Path, copy: Path, noise: float = 0.06) -> None:
     """A model that mostly agrees with another: some of its drafts are right, some wrong."""
     from transformers import LlamaForCausalLM
 
@@ -184,8 +189,8 @@ def make_noisy_copy(source: Path, copy: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight += 0.06 * weight.std() * noise if weight.dim() > 1 else 0
+            drawn = torch.randn(weight.shape, generator=generator)
+            weight += noise * weight.std() * drawn if weight.dim() > 1 else 0
     model.save_pretrained(copy)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from specdec import __version__, logs
 from specdec.engine.layout import (
     DRAFTER_NAME,
+    PACKED_FOLDER,
     BuildConfig,
     EngineConfig,
     check_inventory,
@@ -73,7 +74,8 @@ DEFAULT_GROUP_SIZE = 128
 class TorchPlan:
     """A checked build: the rank files to read, the files to write, whether to compile.
 
-    needs_kernels: whether the build fails where the compiler does.
+    needs_kernels: whether the build fails where the compiler does. packs: whether the weights are
+    stored as the kernels read them, too.
     """
 
     sources: list[TensorFile]
@@ -81,6 +83,7 @@ class TorchPlan:
     prepack: bool
     compile_kernels: bool
     needs_kernels: bool
+    packs: bool
     quantization: str | None
     drafter_weights: str | None
 
@@ -196,6 +199,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         prepack=settings.optimize != "none",
         compile_kernels=compile_kernels,
         needs_kernels=settings.optimize == "native",
+        packs=compile_kernels and settings.packed_weights,
         quantization=settings.quantization,
         drafter_weights=drafter_weights,
     )
@@ -473,6 +477,15 @@ def write_engine(
         drafter_weights=plan.drafter_weights,
     )
     write_json(folder / "config.json", encode_engine_config(config))
+    if plan.packs and kernels is not None:
+        from specdec.engine.native import load_kernels
+        from specdec.files.torch_tensors import TORCH_DTYPES
+
+        from .packing import write_packed
+
+        native = load_kernels(kernels, TORCH_DTYPES[checkpoint.model.dtype])
+        for name in plan.files:
+            hashes[f"{PACKED_FOLDER}/{name}"] = write_packed(folder, config, name, native)
     return hashes, kernels is not None
 
 
@@ -602,6 +615,7 @@ def describe_plan(plan: TorchPlan, limits: BuildConfig) -> dict[str, Any]:
         "backend": "torch",
         "prepack": plan.prepack,
         "native_kernels": plan.compile_kernels,
+        "packed_weights": plan.packs,
         "quantization": plan.quantization,
         "drafter_weights": plan.drafter_weights,
         "weights_bytes": plan.num_bytes,

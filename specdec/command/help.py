@@ -65,7 +65,7 @@ PAGES: Mapping[str, Page] = {
             "Kept engines": ("no_cache", "clear_cache"),
         },
         {
-            "More on drafting": ("draft_budget", "draft_chain"),
+            "More on drafting": ("draft_budget", "draft_chain", "draft_vocabulary"),
             "Engine": (
                 "dtype", "quantization", "drafter_weights", "dequantize", "max_batch_size",
                 "max_seq_len", "backend", "device",
@@ -99,7 +99,10 @@ PAGES: Mapping[str, Page] = {
         "docs/build.md",
         {
             "Folders": ("checkpoint_dir", "output_dir", "tokenizer_dir"),
-            "Engine": ("backend", "quantization", "group_size", "drafter_weights", "optimize"),
+            "Engine": (
+                "backend", "quantization", "group_size", "drafter_weights", "optimize",
+                "packed_weights",
+            ),
             "Sizes": (
                 "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens",
                 "max_beam_width",

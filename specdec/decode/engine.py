@@ -78,7 +78,7 @@ class TorchEngine:
         options = list_options(self.config, folder, self.device)
         weights = load_weights(
             folder, self.config, self.device, drafts=speculate,
-            is_packed=is_packed(self.config, options),
+            is_packed=is_packed(self.config, options), kernels=options["kernels"],
         )  # fmt: skip
         self.decoder = (
             Decoder(model, weights, **options)

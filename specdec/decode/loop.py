@@ -23,6 +23,7 @@ from specdec.decode.drafters.base import (
     PromptLatecomer,
     Proposer,
     StateProposer,
+    StepTimer,
     TreeReader,
     list_rows,
 )
@@ -43,6 +44,7 @@ from specdec.decode.text import TextStream
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
+from specdec.engine.torch_layers import find_past
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import Tree, build_tree_mask, make_root
 
@@ -110,8 +112,8 @@ class Options:
     """How requests are run.
 
     max_batch_size: requests decoded at once; None is all. max_num_tokens: bound of one prompt pass.
-    prompt_chunk: prompt tokens that are read between two steps of other requests, which so wait for
-    one pass of that many at most, and of a draft model's; None reads whole prompts first.
+    prompt_chunk: prompt tokens that a step of other requests reads at most, and a draft model as
+    many; None reads whole prompts first.
     tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
     prompts from the cache. keep_logits: return the logits that tokens were chosen by.
     keep_rejected: return what was drafted and not accepted.
@@ -227,10 +229,27 @@ class Batch:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Give free rows to waiting requests and read prompts; then one verify step of all."""
+        """Give free rows to waiting requests, read prompts, and verify a step of those that go on.
+
+        With `prompt_chunk` a step reads a part of the prompts, in the same pass where the decoder
+        allows it; and requests that have just begun go on in the next, so that their first tokens
+        can be had.
+        """
         self._retire()
         self._admit()
-        self._read_prompts()
+        chunk = self.options.prompt_chunk
+        if not self._reading:
+            pass
+        elif chunk is None:
+            self._read_prompts()
+        elif not self.active:  # nobody waits for it
+            self._read_chunk(None)
+            return
+        elif self._reader.joins:
+            self._verify(chunk)
+            return
+        else:
+            self._read_chunk(chunk)
         if not self.active:
             return
         if self._runs_ahead():
@@ -259,50 +278,76 @@ class Batch:
             self.waiting.popleft()
 
     def _read_prompts(self) -> None:
-        """Read prompts, all or a chunk; requests whose prompts are read have their first token."""
+        """Read all prompts to their ends."""
         while self._reading:
+            ended: dict[int, Tensor] = {}
             with self._clocks["prefill"]:
-                chunk = self.options.prompt_chunk
-                if chunk is not None and not self.active:
-                    chunk = self.options.max_num_tokens  # nobody waits for it
-                ended = self._reader.run_pass(chunk)
-                while chunk is None and self._reader.is_busy:
+                while self._reader.is_busy:
                     ended |= self._reader.run_pass()
-                for request in self._reading:
-                    self._note_read(request)
-                if ended:
-                    self._start([r for r in self._reading if r.row in ended], ended)
-                    self._reading = [r for r in self._reading if r.row not in ended]
-                    self._retire()
-            if chunk is not None:
-                break
+                self._end_reading(ended)
             self._admit()  # those that waited for another's prefix
+
+    def _read_chunk(self, chunk: int | None) -> None:
+        """Read some tokens of prompts, or as many as a pass should have."""
+        with self._clocks["prefill"]:
+            self._end_reading(self._reader.run_pass(chunk))
+
+    def _end_reading(self, ended: Mapping[int, Tensor]) -> None:
+        """Note what was read; requests whose prompts have ended get their first token."""
+        for request in self._reading:
+            self._note_read(request)
+        if ended:
+            hidden = torch.stack([*ended.values()])[:, None]
+            self._start([*ended], hidden, self.decoder.compute_logits(hidden))
 
     def _note_read(self, request: ActiveRequest) -> None:
         """Remember what a row holds of its prompt."""
         length = int(self.cache.past_lens[request.row])
         self._held[request.row] = request.request.input_ids[:length]
 
-    def _start(self, requests: list[ActiveRequest], states: Mapping[int, Tensor]) -> None:
-        """Emit the first tokens; states: [D] of the prompts' last tokens, by row."""
-        hidden = torch.stack([states[request.row] for request in requests])
+    def _start(self, rows: Sequence[int], states: Tensor, logits: Tensor) -> None:
+        """Emit the first tokens of rows whose prompts are read.
+
+        states, logits: [B, 1, D] and [B, 1, V] of the prompts' last tokens.
+        """
+        reading = {request.row: request for request in self._reading}
+        requests = [reading[row] for row in rows]
         self.proposer.start([r for r in requests if r.request.drafts])
         roots = [Candidates(make_root(r.request.input_ids[-1])) for r in requests]
-        logits = self.decoder.compute_logits(hidden[:, None])  # [B, 1, V]
         paths = self._emit(requests, roots, logits)
-        self._observe(requests, hidden[:, None], paths)
+        self._observe(requests, states, paths)
         self.active = sorted([*self.active, *requests], key=lambda r: r.row)
+        self._reading = [r for r in self._reading if r.row not in rows]
+        self._retire()
 
-    def _verify(self) -> None:
-        """One verify step of every active request: propose, forward, accept, commit."""
+    def _verify(self, chunk: int | None = None) -> None:
+        """One verify step of every active request: propose, forward, accept, commit.
+
+        chunk: prompt tokens to read in the same pass; None reads nothing.
+        """
         active = self.active
+        if isinstance(self.proposer, StepTimer):
+            self.proposer.is_shared = chunk is not None
         with self._clocks["draft"]:
             candidates = self._propose(active)
         trees = [c.tree for c in candidates]
+        size = max(tree.num_nodes for tree in trees)
         with self._clocks["verify"]:
-            step = pack_step(trees, list_rows(active), self.cache)
-            states = self.decoder.forward(step, self.cache)  # [B, T, D]
-            logits = self.decoder.compute_logits(states)  # [B, T, V]
+            reading = None
+            if chunk is not None:
+                reading = self._reader.plan(chunk, beside=len(active), least=size)
+                size = reading.size
+            step = pack_step(trees, list_rows(active), self.cache, size)
+            if reading is not None:
+                step = join_steps(step, reading.step, self.cache)
+            all_states = self.decoder.forward(step, self.cache)
+            states, read = all_states[: len(active)], all_states[len(active) :]  # [B, T, D]
+            ended = all_states[:0, 0] if reading is None else reading.pick_last(read)
+            logits = self.decoder.compute_logits(
+                torch.cat((states.flatten(0, 1), ended)) if len(ended) else states.flatten(0, 1)
+            )
+            first_logits = logits[len(active) * size :, None]  # [E, 1, V]
+            logits = logits[: len(active) * size].view(len(active), size, -1)  # [B, T, V]
         with self._clocks["draft"]:
             best = self._draft_ahead(step, trees, states, logits)
         lengths = [len(r.output_ids) for r in active]
@@ -311,8 +356,20 @@ class Batch:
         with self._clocks["other"]:
             for request, tree, path, before in zip(active, trees, paths, lengths, strict=True):
                 self._commit(request, tree, path, len(request.output_ids) - before)
+            observed = self.decoder.observed
+            if reading is not None and observed is not None:
+                self.decoder.observed = observed[: len(active)]
             self._observe(active, states, paths)
-            self._retire()
+            if reading is not None:
+                if observed is not None:
+                    self.decoder.observed = observed[len(active) :]
+                self._reader.finish(reading, read)
+                for request in self._reading:
+                    self._note_read(request)
+                if len(ended):
+                    self._start([reading.rows[at] for at in reading.ended], ended[:, None],
+                                first_logits)  # fmt: skip
+            self._retire()  # not before: whose prompt was read may have been cancelled meanwhile
         self.timing.num_steps += 1
 
     def _propose(self, active: Sequence[ActiveRequest]) -> list[Candidates]:
@@ -476,9 +533,9 @@ def follow_branch(tree: Tree, node: int) -> list[int]:
     return tokens
 
 
-def pack_step(trees: Sequence[Tree], rows: np.ndarray, cache: KVCache) -> Step:
-    """Pad trees to one size: [B, T] tokens and positions, [B, T, T] mask."""
-    size = max(tree.num_nodes for tree in trees)
+def pack_step(trees: Sequence[Tree], rows: np.ndarray, cache: KVCache, size: int = 0) -> Step:
+    """Pad trees to one size, `size` or the largest's: tokens, positions [B, T], mask [B, T, T]."""
+    size = max(size, *(tree.num_nodes for tree in trees))
     tokens = np.zeros((len(trees), size), np.int64)
     positions = np.zeros((len(trees), size), np.int64)
     mask = np.zeros((len(trees), size, size), np.bool_)
@@ -489,3 +546,15 @@ def pack_step(trees: Sequence[Tree], rows: np.ndarray, cache: KVCache) -> Step:
         positions[at, :num_nodes] = cache.past_lens[row] + tree.depths
         mask[at, :num_nodes, :num_nodes] = build_tree_mask(tree)
     return Step(rows=rows, tokens=tokens, positions=positions, tree_mask=mask)
+
+
+def join_steps(first: Step, second: Step, cache: KVCache) -> Step:
+    """One step of the rows of two, which are of the same size."""
+    pasts = [find_past(step, cache) for step in (first, second)]
+    return Step(
+        rows=np.concatenate((first.rows, second.rows)),
+        tokens=np.concatenate((first.tokens, second.tokens)),
+        positions=np.concatenate((first.positions, second.positions)),
+        tree_mask=np.concatenate((first.tree_mask, second.tree_mask)),
+        past=np.concatenate(pasts),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -9,8 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
+from specdec.engine.transfers import to_device
+from specdec.engine.tree import IntArray
+
+# Committed positions whose keys and values take about as long as the products of a token.
+ROW_POSITIONS = 256
 
 
 class StepRunner(Protocol):
@@ -18,6 +25,9 @@ class StepRunner(Protocol):
 
     @property
     def max_chunk_tokens(self) -> int: ...
+
+    @property
+    def max_joined_tokens(self) -> int | None: ...
 
     def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None: ...
 
@@ -50,10 +60,48 @@ def fill_cache(
     return torch.stack([hidden[row] for row in rows])
 
 
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The next tokens of some prompts, as rows of one step.
+
+    rows, starts, counts: of each prompt, its cache row, its tokens that are in there already, and
+    those of the step. first: the step's row in which they begin; a prompt of more tokens than
+    `size` goes on in the rows after it. ended: the prompts that end here, by their place.
+    """
+
+    rows: list[int]
+    starts: list[int]
+    counts: list[int]
+    first: IntArray
+    ended: IntArray
+    step: Step
+
+    @property
+    def size(self) -> int:
+        """Tokens of each row of the step, padding included."""
+        return int(self.step.tokens.shape[1])
+
+    def pick_last(self, states: Tensor) -> Tensor:
+        """The states [E, D] of the last tokens of prompts that end, of the step's [B, T, D]."""
+        last = self.first * self.size + np.array(self.counts) - 1
+        return states.reshape(-1, states.shape[-1])[to_device(last[self.ended], states.device)]
+
+    def gather(self, states: Tensor) -> Tensor:
+        """Those of all tokens, of the step's [B, T, D], a row for each prompt."""
+        if len(self.first) == len(states):
+            return states
+        places = np.minimum(np.arange(max(self.counts)), np.array(self.counts)[:, None] - 1)
+        places += (self.first * self.size)[:, None]
+        return states.reshape(-1, states.shape[-1])[to_device(places, states.device)]
+
+
 class PromptReader:
     """Prompts on their way into a cache, a pass at a time.
 
-    Rows of like length share a pass, padded on the right; padding is never committed.
+    Where a decoder allows it, the tokens of all prompts share a pass, each prompt in as many rows
+    of the step as it takes; else rows of like length do. Padding is never committed. Who is first:
+    each prompt should be read by the time that as many tokens more as it has were, and the one that
+    is due first goes first. So short ones overtake long ones, and nobody waits forever.
     follow: called after every pass.
     """
 
@@ -66,30 +114,82 @@ class PromptReader:
     ) -> None:
         self._decoder, self._cache, self._follow = decoder, cache, follow
         self._max_num_tokens = max_num_tokens
-        self._prompts: dict[int, Sequence[int]] = {}  # by row, in the order they came
+        self._prompts: dict[int, Sequence[int]] = {}  # by row, the one that is due first first
+        self._due: dict[int, int] = {}
+        self._num_read = 0
 
     @property
     def is_busy(self) -> bool:
         return bool(self._prompts)
 
+    @property
+    def joins(self) -> bool:
+        """Whether what is read may be part of a step with other rows."""
+        return self._decoder.max_joined_tokens is not None
+
     def add(self, row: int, prompt: Sequence[int]) -> None:
         """Take a prompt, of which the row may hold a beginning, but not its last token."""
         self._decoder.start_row(self._cache, row, len(prompt))
-        assert self._cache.past_lens[row] < len(prompt)
-        self._prompts[row] = prompt
+        left = len(prompt) - int(self._cache.past_lens[row])
+        assert left > 0
+        self._prompts[row], self._due[row] = prompt, self._num_read + left
+        if len(self._prompts) > 1:
+            order = sorted(self._prompts, key=self._due.__getitem__)
+            self._prompts = {row: self._prompts[row] for row in order}
 
     def drop(self, row: int) -> None:
         """Forget a row's prompt; what the row holds of it stays."""
-        del self._prompts[row]
+        del self._prompts[row], self._due[row]
 
     def run_pass(self, budget: int | None = None) -> dict[int, Tensor]:
         """Run one pass; return the hidden state [D] of each prompt that has come to its end.
 
-        budget: most tokens of the pass, for those that came first; None is max_num_tokens, for as
-        many as can share it.
+        budget: most tokens of the pass; None is as many as one should have.
+        """
+        reading = self.plan(budget)
+        states = self._decoder.forward(reading.step, self._cache)
+        ended = [reading.rows[at] for at in reading.ended]
+        found = dict(zip(ended, reading.pick_last(states), strict=True))
+        self.finish(reading, states)
+        return found
+
+    def plan(self, budget: int | None = None, *, beside: int = 0, least: int = 1) -> Reading:
+        """What to read next.
+
+        beside: rows of `least` tokens or fewer that the step will have besides.
         """
         past = self._cache.past_lens
         left = {row: len(prompt) - int(past[row]) for row, prompt in self._prompts.items()}
+        joined = self._decoder.max_joined_tokens
+        if joined is None:
+            counts = self._choose_alike(left, budget)
+            size = max(counts.values())
+        else:
+            counts = _share_out(left, min(budget or joined, self._max_num_tokens))
+            size = self._choose_size(counts, beside, least)
+        rows = sorted(counts)
+        starts, sizes = past[rows].tolist(), [counts[row] for row in rows]
+        first = np.cumsum([0, *(-(-count // size) for count in sizes)])
+        return Reading(
+            rows=rows, starts=starts, counts=sizes, first=first[:-1],
+            ended=np.flatnonzero([left[row] == counts[row] for row in rows]),
+            step=self._pack(rows, starts, sizes, size),
+        )  # fmt: skip
+
+    def finish(self, reading: Reading, states: Tensor) -> None:
+        """Commit what a step has read, of which these are the states [B, T, D]."""
+        for row, count in zip(reading.rows, reading.counts, strict=True):
+            self._cache.commit(row, list(range(count)))
+        self._num_read += sum(reading.counts)
+        if self._follow is not None:
+            if isinstance(self._decoder, Decoder) and self._decoder.observed is not None:
+                self._decoder.observed = reading.gather(self._decoder.observed)
+            self._follow(reading.rows, reading.starts, reading.counts, reading.gather(states))
+        for at in reading.ended:
+            self.drop(reading.rows[at])
+
+    def _choose_alike(self, left: dict[int, int], budget: int | None) -> dict[int, int]:
+        """Tokens to read of each row, in a pass in which a prompt has one row."""
         if budget is None:
             longest, chunk = max(left.values()), self._max_num_tokens // len(left)
         else:
@@ -97,6 +197,7 @@ class PromptReader:
             longest, chunk = next(iter(left.values())), budget
         size = min(max(1, chunk), self._decoder.max_chunk_tokens, longest)
         # Padding at most doubles what a row costs, and stays inside of the cache.
+        past = self._cache.past_lens
         rows = [
             row
             for row, count in left.items()
@@ -104,45 +205,56 @@ class PromptReader:
         ]
         if budget is not None:
             rows = rows[: max(1, budget // size)]
-        rows.sort()  # a step's rows are
-        counts = [min(left[row], size) for row in rows]
-        starts = past[rows].tolist()
-        prompts = [self._prompts[row] for row in rows]
-        states = _run_pass(self._decoder, self._cache, rows, prompts, counts)
-        if self._follow is not None:
-            self._follow(rows, starts, counts, states)
-        ended = {}
-        for line, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            if left[row] == count:
-                ended[row] = states[line, count - 1]
-                del self._prompts[row]
-        return ended
+        return {row: min(left[row], size) for row in rows}
+
+    def _choose_size(self, counts: dict[int, int], beside: int, least: int) -> int:
+        """Tokens of a row, for the fewest of padding and the fewest rows.
+
+        Every row goes through all keys before it, which takes about as long as the products of one
+        token do for some hundred of them.
+        """
+        longest = min(max(counts.values()), self._decoder.max_chunk_tokens)
+        if longest <= least or (longest == 1 and not beside):
+            return least
+        past = self._cache.past_lens[list(counts)][:, None]
+        tokens = np.array(list(counts.values()))[:, None]
+        sizes = np.arange(least, max(least, longest) + 1)
+        parts = -(-tokens // sizes)
+        price = (parts * (sizes + (past + tokens) / ROW_POSITIONS)).sum(0) + beside * sizes
+        # One token a row always fits.
+        fits = (past + parts * sizes <= self._cache.num_positions).all(0)
+        return int(sizes[np.where(fits, price, np.inf).argmin()])
+
+    def _pack(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], size: int
+    ) -> Step:
+        lines, places, tokens = [], [], []
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            prompt = self._prompts[row]
+            for at in range(start, start + count, size):
+                own = list(prompt[at : min(at + size, start + count)])
+                lines.append(row)
+                places.append(at)
+                tokens.append(own + [0] * (size - len(own)))
+        past, causal = np.array(places, np.int64), np.tril(np.ones((size, size), np.bool_))
+        return Step(
+            rows=np.array(lines, np.int64),
+            tokens=np.array(tokens, np.int64),
+            positions=past[:, None] + np.arange(size),
+            tree_mask=np.broadcast_to(causal, (len(lines), size, size)),
+            past=None if len(lines) == len(rows) else past,
+        )
 
 
-def _run_pass(
-    decoder: StepRunner,
-    cache: KVCache,
-    rows: Sequence[int],
-    prompts: Sequence[Sequence[int]],
-    counts: Sequence[int],
-) -> Tensor:
-    """Run and commit the next `counts` tokens of each prompt; return hidden states [B, T, D]."""
-    size = max(counts)
-    starts = cache.past_lens[list(rows)]
-    tokens = np.zeros((len(rows), size), np.int64)
-    for line, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-        tokens[line, :count] = prompt[starts[line] : starts[line] + count]
-    causal = np.tril(np.ones((size, size), np.bool_))
-    step = Step(
-        rows=np.array(rows, np.int64),
-        tokens=tokens,
-        positions=starts[:, None] + np.arange(size),
-        tree_mask=np.broadcast_to(causal, (len(rows), size, size)),
-    )
-    states = decoder.forward(step, cache)
-    for row, count in zip(rows, counts, strict=True):
-        cache.commit(row, list(range(count)))
-    return states
+def _share_out(left: dict[int, int], budget: int) -> dict[int, int]:
+    """Tokens to read of each row, of so many in all."""
+    counts = {}
+    for row, count in left.items():
+        if budget <= 0:
+            break
+        counts[row] = min(count, budget)
+        budget -= count
+    return counts
 
 
 def count_shared(first: Sequence[int], second: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.step import Step
-from specdec.engine.torch_layers import Layer, Stack, TorchLayers
+from specdec.engine.torch_layers import Layer, Stack, TorchLayers, find_past
 from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
@@ -32,9 +32,12 @@ from specdec.model.config import ModelConfig
 from specdec.model.quantization import INT8_SCALES, SCALES
 from specdec.model.tensors import ROUTER
 
-# Tokens of one prompt pass; bounds the memory of its mask and scores. More than 64 make native
-# products no faster, and every pass then takes the way of verify steps, to the last bit.
+# Tokens of a row in a prompt pass; bounds the memory of its mask and scores. With 64 every native
+# pass takes the way of verify steps, to the last bit.
 MAX_CHUNK_TOKENS, NATIVE_CHUNK_TOKENS = 512, 64
+# Tokens of all rows of a native prompt pass. More make it no faster: reading the weights takes a
+# small part of its time.
+NATIVE_PASS_TOKENS = 512
 # Of a row in one step. The native attention compares all of them with one another.
 MAX_NATIVE_TOKENS = 256
 
@@ -158,8 +161,16 @@ class Decoder:
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Tokens of a prompt that one pass should run at most."""
+        """Tokens of a prompt that a row of a step should have at most."""
         return MAX_CHUNK_TOKENS if self.kernels is None else NATIVE_CHUNK_TOKENS
+
+    @property
+    def max_joined_tokens(self) -> int | None:
+        """Prompt tokens of a step whose rows may go on in each other; None where they may not.
+
+        Attention by torch copies a row's keys for each part of its text.
+        """
+        return None if self.kernels is None else NATIVE_PASS_TOKENS
 
     def count_experts(self) -> tuple[float, ...]:
         """Steps so far, tokens of them, and experts that each layer read for them, on average.
@@ -255,7 +266,7 @@ class Decoder:
         if switch is None:
             return
         is_short = cache.rotary_starts[step.rows] == 0
-        past = cache.past_lens[step.rows]
+        past = find_past(step, cache)
         if (is_short & (past >= switch)).any():
             raise SpecDecError(
                 f"a sequence of more than {switch} tokens began with a prompt of fewer: longrope"

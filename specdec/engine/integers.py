@@ -54,6 +54,13 @@ class IntegerMatrix:
         size = self.codes.shape[1] // num_groups
         return ROW_GROUP if num_groups == 1 else min(size, max(ENGINE_GROUPS))
 
+    def list_sizes(self) -> tuple[int, ...]:
+        """What a packed one begins with, see `Integers` in kernels.cpp."""
+        given = (t is not None for t in (self.zeros, self.input_scales, self.order))
+        has_row_scales = self.scales.shape[1] == 1
+        depth = self.codes.shape[1]
+        return self.num_outputs, depth, self.bits, self.group, has_row_scales, *given
+
     def pack(self, kernels: NativeKernels) -> Tensor:
         """Lay out for the kernels, which scale by their own groups."""
         scales, zeros = self.scales, self.zeros

@@ -48,6 +48,7 @@ logger = logs.get_logger(__name__)
 # Of an engine of one rank, everything; of several, each has a file, and the drafter has its own.
 WEIGHTS_NAME = "weights.safetensors"
 DRAFTER_NAME = "drafter.safetensors"
+PACKED_FOLDER = "packed"  # their matrices as the kernels read them, in files of the same names
 # Weights of a drafter that share a scale in four bits; half a matrix's columns hold whole groups,
 # for a ReDrafter's projection of two states is read as two matrices.
 DRAFTER_GROUP = 32
@@ -331,6 +332,7 @@ def find_engine_problems(folder: Path, config: EngineConfig) -> Problems:
     for name in name_engine_files(model, config.checkpoint.drafter):
         try:
             open_engine_file(folder, config, name)
+            open_packed_file(folder, config, name)
         except SpecDecError as error:
             problems.add(error.message, error.hint)
     return problems
@@ -343,6 +345,22 @@ def open_engine_file(folder: Path, config: EngineConfig, name: str) -> TensorFil
     ranks, and the sum of its header; for the tensors' own bytes there is --verify-hashes.
     """
     num_layers = config.checkpoint.model.num_hidden_layers
+    file = open_part(folder, config, name)
+    # Before the names of so many are listed.
+    if name != DRAFTER_NAME and num_layers > len(file.tensors):
+        raise SpecDecError(
+            f"{file.path} holds {len(file.tensors)} tensors, config.json says {num_layers} layers",
+            "make the engine again; config.json and the tensors must come from one run",
+        )
+    expected = describe_tensors(config, name, file.tensors)
+    shapes = {tensor: info.shape for tensor, info in expected.items()}
+    dtypes = {tensor: info.dtype for tensor, info in expected.items()}
+    check_inventory(file, shapes, "engine", dtypes)
+    return file
+
+
+def open_part(folder: Path, config: EngineConfig, name: str) -> TensorFile:
+    """Open a file; raise SpecDecError unless it is whole, of that name, and of this engine."""
     file = TensorFile(folder / name)
     metadata = file.metadata
     if metadata.get("build_id") != config.build_id:
@@ -361,17 +379,19 @@ def open_engine_file(folder: Path, config: EngineConfig, name: str) -> TensorFil
             f"{file.path} has a header that is not the one that was written",
             "the file is damaged: copy it again, or build the engine again",
         )
-    # Before the names of so many are listed.
-    if name != DRAFTER_NAME and num_layers > len(file.tensors):
-        raise SpecDecError(
-            f"{file.path} holds {len(file.tensors)} tensors, config.json says {num_layers} layers",
-            "make the engine again; config.json and the tensors must come from one run",
-        )
-    expected = describe_tensors(config, name, file.tensors)
-    shapes = {tensor: info.shape for tensor, info in expected.items()}
-    dtypes = {tensor: info.dtype for tensor, info in expected.items()}
-    check_inventory(file, shapes, "engine", dtypes)
     return file
+
+
+def open_packed_file(folder: Path, config: EngineConfig, name: str) -> TensorFile | None:
+    """Open what a weight file was packed into, as `open_part` does; None where there is nothing."""
+    packed = f"{PACKED_FOLDER}/{name}"
+    if config.kernels is None or not (folder / packed).exists():
+        return None
+    try:
+        return open_part(folder, config, packed)
+    except SpecDecError as error:
+        remedy = f"or remove {folder / PACKED_FOLDER}: the engine runs without it"
+        raise SpecDecError(error.message, f"{error.hint}, {remedy}") from None
 
 
 def describe_tensors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ from specdec.engine.layout import (
     name_weight_file,
     open_engine_file,
 )
+from specdec.engine.native import NativeKernels
+from specdec.engine.packed import find_packed, use_packed
 from specdec.files.tensor_file import TensorFile
 from specdec.files.torch_tensors import TORCH_DTYPES, to_tensor, view_tensor
 from specdec.model import int4
@@ -37,10 +40,12 @@ def load_tensors(
     dtype: torch.dtype,
     *,
     maps_matrices: bool = False,
+    mapped: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Copy tensors from a mapped file to the device.
 
-    maps_matrices: what linears multiply with stays in the file, to be packed from there.
+    maps_matrices: what linears multiply with stays in the file, to be packed from there, and so
+    does what is `mapped`.
     Float8 weights stay as they are, their scales beside them, where the device multiplies such;
     elsewhere they become weights of `dtype`. Integers have their scales beside them, int4 what
     else specdec/model/int4.py names, scales as float32.
@@ -68,7 +73,8 @@ def load_tensors(
             tensors[key] = to_tensor(file.read(key), "float32")
             check_scales(tensors[key].flatten(), f"{file.path}: {key}")
             tensors[key] = tensors[key].to(device)
-        is_mapped = maps_matrices and len(info.shape) > 1 and "embedding" not in name
+        is_matrix = len(info.shape) > 1 and "embedding" not in name
+        is_mapped = name in mapped or (maps_matrices and is_matrix)
         take = view_tensor if is_mapped else to_tensor
         tensors[name] = take(file.read(name), info.dtype).to(device)
     if num_float8:
@@ -107,10 +113,12 @@ def load_weights(
     rank: int = 0,
     drafts: bool = True,
     is_packed: bool = False,
+    kernels: NativeKernels | None = None,
 ) -> dict[str, Tensor]:
     """Check and load a rank's files of an engine: its part of the target, on rank 0 the drafter.
 
-    is_packed: linears are about to pack their matrices, which need no copy before that.
+    is_packed: linears are about to pack their matrices, which need no copy before that. kernels:
+    what packs them, which is told of all that the engine has packed.
     """
     model, drafter = config.checkpoint.model, config.checkpoint.drafter
     wanted = list_engine_tensors(model, drafter if drafts else None)
@@ -119,10 +127,14 @@ def load_weights(
     for name in name_engine_files(model, drafter):
         if name in names:
             file = open_engine_file(folder, config, name)
+            packed = find_packed(folder, config, name, kernels) if kernels is not None else None
             chosen = [tensor for tensor in file.tensors if tensor in wanted]
             weights |= load_tensors(
-                file, chosen, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed
-            )
+                file, chosen, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed,
+                mapped=() if packed is None else (EMBEDDING,),
+            )  # fmt: skip
+            if packed is not None and kernels is not None:
+                use_packed(packed, weights, kernels)
     return weights
 
 

@@ -226,6 +226,8 @@ class NativeKernels:
             )
         suffix = _SUFFIXES[dtype]
         self.dtype = dtype
+        # Weights that are mapped, by their address, and what they were packed into.
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
         self._add_norm = self._bind(
             f"specdec_add_norm_{suffix}",
             [_POINTER] * 4 + [_FLOAT] + [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
@@ -401,6 +403,41 @@ class NativeKernels:
         )  # fmt: skip
         return out
 
+    def know_packed(self, weight: Tensor, packed: Tensor) -> None:
+        """Take `packed` when `weight` is to be packed; its memory, which is mapped, is kept."""
+        self._known[weight.data_ptr()] = (weight, packed)
+
+    def _find_known(self, weight: Tensor, sizes: Sequence[int] = ()) -> Tensor | None:
+        """What a weight was packed into before; None if it was not.
+
+        sizes: what it has to begin with where it is of integers. Raises SpecDecError where what is
+        known cannot be what the weight was packed into.
+        """
+        known, packed = self._known.get(weight.data_ptr(), (None, None))
+        if known is None or packed is None or known.shape != weight.shape:
+            return None
+        if not (known.dtype is weight.dtype and weight.is_contiguous()):
+            return None
+        if sizes:
+            least = self.measure_integers(sizes)
+            is_right = packed.dtype is torch.uint8 and packed.dim() == 1 and len(packed) >= least
+            is_right = is_right and packed[: 8 * len(sizes)].view(torch.int64).tolist() == [*sizes]
+        else:
+            num_outputs, depth = weight.shape
+            shape = get_packed_shape(num_outputs, depth, weight.dtype)
+            is_right = packed.dtype is weight.dtype and packed.shape == shape
+        if not is_right:
+            raise SpecDecError(
+                f"what the engine has as a packed matrix of {list(weight.shape)} is"
+                f" {packed.dtype} {list(packed.shape)} of another matrix",
+                "the file is damaged: build the engine again, or remove its folder `packed`",
+            )
+        return packed
+
+    def measure_integers(self, sizes: Sequence[int]) -> int:
+        """Bytes of a packed matrix that begins with these sizes, see `Integers` in kernels.cpp."""
+        return int(self._measure_integers(np.array(sizes, np.int64).ctypes.data))
+
     def pack_matrix(self, weight: Tensor) -> Tensor:
         """Lay out a matrix [N, depth] by tiles of outputs, see kernels.cpp.
 
@@ -414,10 +451,14 @@ class NativeKernels:
         return self._pack("a router", weight, torch.float32, self._pack_router)
 
     def _pack(self, what: str, weight: Tensor, dtype: torch.dtype, lay_out: Any) -> Tensor:
+        if (known := self._find_known(weight)) is not None:
+            return known
         weight = weight.contiguous()
         num_outputs, depth = weight.shape
         _check(what, weight, dtype, num_outputs, depth)
         packed = weight.new_empty(get_packed_shape(num_outputs, depth, dtype))
+        if num_outputs % TILE:
+            packed[-1].zero_()  # kernels of narrow vectors end before it does
         self._set_num_threads(torch.get_num_threads())
         lay_out(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
         return packed
@@ -468,7 +509,12 @@ class NativeKernels:
             raise ValueError(f"an order of {depth} inputs has others")
         given = [t is not None for t in (zeros, input_scales, order)]
         sizes = np.array([num_outputs, depth, bits, group, by_row, *given], np.int64)
+        # An order is among what is packed, and is checked here only.
+        if order is None and (known := self._find_known(codes, sizes.tolist())) is not None:
+            return known
         packed = codes.new_empty(self._measure_integers(sizes.ctypes.data), dtype=torch.uint8)
+        if any(given[1:]):
+            packed.zero_()  # what is between lists
         self._set_num_threads(torch.get_num_threads())
         self._pack_integers(
             codes.data_ptr(), scales.data_ptr(), _get_pointer(zeros), _get_pointer(input_scales),

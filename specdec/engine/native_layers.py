@@ -16,7 +16,7 @@ from specdec.engine.native import (
     StepPlan,
 )
 from specdec.engine.step import Step
-from specdec.engine.torch_layers import Layer, Outcome, Stack, TorchLayers, find_lines
+from specdec.engine.torch_layers import Layer, Outcome, Stack, TorchLayers, find_lines, find_past
 
 
 class KernelLayers(TorchLayers):
@@ -136,7 +136,7 @@ def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | Kernel
 def plan_step(kernels: NativeKernels, step: Step, cache: KVCache) -> StepPlan:
     """A step's indices, as the kernels take them."""
     return kernels.plan_step(
-        step.rows, step.positions, find_lines(step, cache), cache.past_lens[step.rows],
+        step.rows, step.positions, find_lines(step, cache), find_past(step, cache),
         step.tree_mask,
     )  # fmt: skip
 

@@ -14,9 +14,12 @@ class Step:
     tokens, positions: [B, T]; tree_mask: [B, T, T], true where a token sees a token of this step;
     every token sees all committed positions of its row. Padding tokens see themselves. A mask of
     more columns, [B, T, N], begins with those of earlier steps that were not committed.
+    past: [B], positions that each row sees, where these are not what is committed: of a text that
+    goes on in several rows of the step, each sees those before it.
     """
 
     rows: IntArray
     tokens: IntArray
     positions: IntArray
     tree_mask: BoolArray
+    past: IntArray | None = None

@@ -122,8 +122,12 @@ class TorchLayers:
 
         first_input: what the first layer's attention reads instead of its normed input.
         """
-        past = cache.past_lens[step.rows]  # [B]
-        if self.graphs is not None and (shape := self.graphs.find_shape(step, cache)):
+        past = find_past(step, cache)
+        if (
+            self.graphs is not None
+            and step.past is None
+            and (shape := self.graphs.find_shape(step, cache))
+        ):
             found = self._replay(self.graphs, shape, x, step, cache, observed_layers, first_input)
             if found is not None:
                 return found
@@ -141,8 +145,8 @@ class TorchLayers:
         newest = np.arange(num_new - num_tokens, num_new)
         place = _Placement(
             rows=to_device(step.rows, device),
-            # Rows are sorted and distinct.
-            is_prefix=len(step.rows) == cache.blocks.shape[2],
+            # Rows are sorted and distinct, but where a text goes on in several.
+            is_prefix=step.past is None and len(step.rows) == cache.blocks.shape[2],
             slots=to_device(past[:, None] + newest, device),
             lines=to_device(find_lines(step, cache), device),
             views=views,
@@ -260,6 +264,11 @@ class TorchLayers:
             gate, up = inner.chunk(2, dim=-1)
             return layer.down(activate(gate) * up)
         return layer.down(activate(inner))
+
+
+def find_past(step: Step, cache: KVCache) -> IntArray:
+    """How many positions each row of a step sees, [B]."""
+    return cache.past_lens[step.rows] if step.past is None else step.past
 
 
 def find_lines(step: Step, cache: KVCache) -> IntArray:

@@ -137,7 +137,7 @@ def find_changes(folder: Path) -> list[str]:
     manifest = read_manifest(folder, "engine")
     places = [(folder / entry.path, entry) for entry in manifest.outputs]
     summed = {path for path, entry in places if entry.sha256 is not None}
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.engine"), folder / "config.json"]
+    weights = [*folder.rglob("*.safetensors"), *folder.glob("*.engine"), folder / "config.json"]
     problems = [f"{path} has no sha256 in {NAME}" for path in sorted(weights) if path not in summed]
     logger.info("comparing %d files of %s with their sha256", len(places), folder)
     differences = find_differences(places, workers=os.cpu_count() or 1, label="hashing")

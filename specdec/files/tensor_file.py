@@ -226,17 +226,19 @@ def write_tensor_file(
     tensors: Mapping[str, TensorInfo],
     produce: Callable[[str], Array | Iterable[Array]],
     metadata: Mapping[str, str] | None = None,
+    alignment: int = 8,
 ) -> str:
     """Write a safetensors file one tensor at a time and return its sha256.
 
     The order in the file depends only on names and types (by type as in DTYPES, then by name), as
     the safetensors library writes it, so equal contents give equal bytes. `produce(name)` returns
     the tensor in its storage type, or an iterable of chunks that are it when laid end to end.
+    alignment: of the first tensor in the file, in bytes.
     """
     order = sort_tensors(tensors)
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        header = encode_header(tensors, metadata)
+        header = encode_header(tensors, metadata, alignment)
         file.write(header)
         digest.update(header)
         for name in order:
@@ -273,13 +275,15 @@ def measure_tensor_file(
     return len(header) + sum(info.num_bytes for info in tensors.values())
 
 
-def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None) -> bytes:
+def encode_header(
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None, alignment: int = 8
+) -> bytes:
     """Return the bytes of a file before its tensors', which follow in the order of their names."""
     header = _list_entries(tensors)
     if metadata:
         header = {"__metadata__": dict(sorted(metadata.items())), **header}
     text = _encode_json(header)
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 

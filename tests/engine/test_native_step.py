@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.decode.prefill import fill_cache
+from specdec.decode.loop import join_steps, pack_step
+from specdec.decode.prefill import PromptReader, fill_cache
 from specdec.engine import decoder as engine
 from specdec.engine import int8, native
 from specdec.engine.decoder import Decoder
@@ -172,6 +173,31 @@ def test_a_prompt_has_the_same_bits_beside_others(library: Path, window: int | N
         for max_num_tokens in (8192, 13, 1):
             state = fill_cache(decoder, decoder.make_cache(1, 200), [0], [prompt], max_num_tokens)
             assert torch.equal(state[0], together[at]), (at, max_num_tokens)
+
+
+@in_every_form
+@torch.inference_mode()
+def test_a_prompt_has_the_same_bits_in_a_step_with_trees(library: Path) -> None:
+    """Its tokens in rows of the trees' size or longer ones, which go on in each other."""
+    decoder = make_decoder(library, "bfloat16", 6, 2, 7, is_int8=False)
+    tree, past = make_tree(TOKENS, PARENTS), 37
+    expected = decoder.forward(make_step([past], tree), fill(decoder, 1, past))[0]
+    prompt = torch.randint(64, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+    last = fill_cache(decoder, decoder.make_cache(1, 200), [0], [prompt], 1)[0]
+    for size in (len(TOKENS), len(TOKENS) + 3):
+        cache = fill(decoder, 2, past)
+        cache.past_lens[1] = 0
+        reader = PromptReader(decoder, cache, 8192)
+        reader.add(1, prompt)
+        while reader.is_busy:
+            reading = reader.plan(23, beside=1, least=size)
+            assert reading.size >= size
+            step = pack_step([tree], np.array([0]), cache, reading.size)
+            states = decoder.forward(join_steps(step, reading.step, cache), cache)
+            assert torch.equal(states[0, : len(TOKENS)], expected)
+            ended = reading.pick_last(states[1:])
+            reader.finish(reading, states[1:])
+        assert torch.equal(ended[0], last)
 
 
 @torch.inference_mode()

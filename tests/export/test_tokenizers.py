@@ -123,3 +123,5 @@ def test_a_token_of_a_byte_is_missing_and_another_beginning(tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     with pytest.raises(SpecDecError, match="has no token <0x0A>"):
         read_tokenizer(str(tmp_path), size)
+    with pytest.raises(SpecDecError, match=f"has a token of number {size - 1}, the model has 300"):
+        read_tokenizer(str(tmp_path), 300)

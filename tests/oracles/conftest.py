@@ -62,7 +62,7 @@ def train_eagle3(environments: Path, output: Path) -> None:
         "train", "--method", "eagle", "--eagle-version", 3, "--model-dir", PYCODE / "target",
         "--data", corpus / "train.jsonl", "--output-dir", output, "--seed", 1,
         "--model-max-length", 256, "--max-steps", 160, "--batch-size", 8, "--learning-rate", 2e-3,
-        "--eagle-num-steps", 2,
+        "--eagle-num-steps", 2, "--eagle-draft-vocab-size", 1024,
     )  # fmt: skip
 
 

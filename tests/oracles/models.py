@@ -37,7 +37,7 @@ def pad_heads(source: Path, folder: Path) -> Path:
     if (size := inner.get("head_dim")) is not None and size not in HEADS:
         wide = min(head for head in HEADS if head > size)
         for name, tensor in tensors.items():
-            layer, kind = name.rsplit(".", 2)[0], name.split(".")[-2]
+            layer, kind = name.rsplit(".", 2)[0], name.rpartition(".")[0].rpartition(".")[2]
             if kind in ("q_proj", "k_proj", "v_proj"):
                 is_normed = kind == "k_proj" and f"{layer}.k_norm.weight" in tensors
                 scale = (wide / size) ** 0.5 if kind == "q_proj" or is_normed else 1.0

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import PlainProposer, StepTimer
+from specdec.decode.drafters.budget import bind
 from specdec.decode.drafters.chain import (
     Account,
     ChainFollower,
     ChainProposer,
     join_candidates,
+    join_proposers,
     merge_candidates,
 )
 from specdec.decode.engine import TorchEngine
@@ -247,3 +250,15 @@ def test_two_drafters_need_a_chain(engines: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="are both given") as caught:
         load_engine(settings, None)
     assert "--draft-chain" in caught.value.hint
+
+
+def test_who_takes_the_time_of_steps_is_told_of_those_that_read_prompts_too() -> None:
+    class Timer(PlainProposer):
+        is_shared = False
+
+    timer = Timer()
+    outer = bind(join_proposers([[PlainProposer(), timer]]))
+    assert isinstance(outer, StepTimer)
+    for is_shared in (True, False):
+        outer.is_shared = is_shared
+        assert timer.is_shared is outer.is_shared is is_shared

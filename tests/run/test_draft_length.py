@@ -244,3 +244,36 @@ def test_costs() -> None:
     costs.record(32, 3.0)  # nothing smaller costs more
     assert [costs.estimate(n) for n in (8, 12, 16, 20, 32, 64)] == [2.0, 2.5, 3.0, 3.0, 3.0, 3.0]
     assert (costs.largest, Costs().largest) == (32, 0)
+
+
+def test_what_steps_take_that_read_prompts_too_is_no_price_of_drafts() -> None:
+    """Their drafts count; their time does not, nor are they the plain steps that it starts with."""
+    found = []
+    for shared in ([], [3, 5, 6, 9, 14]):
+        length, step = DraftLength(4, is_auto=True), 0
+        plans: list[int] = []
+        while len(plans) < 20:
+            (count,) = length.plan([0], [100]).counts
+            is_shared = step in shared
+            length.record_step(
+                num_rows=1, num_tokens=count + 1, num_passes=count, num_caught_up=0,
+                draft_seconds=count * CHEAP(1), drafts=[(count, count)],
+                verify_seconds=None if is_shared else FLAT(count + 1),
+            )  # fmt: skip
+            if not is_shared:
+                plans.append(count)
+            step += 1
+        found.append(plans)
+    assert max(found[0]) == 4
+    assert found[0][:3] == found[1][:3]
+    assert max(found[1]) == 4
+
+
+def test_shared_steps_alone_measure_nothing() -> None:
+    length = DraftLength(4, is_auto=True)
+    for _ in range(5):
+        assert length.plan([0], [100]).counts == [0]
+        length.record_step(
+            num_rows=1, num_tokens=1, num_passes=0, num_caught_up=0, draft_seconds=0.0,
+            drafts=[(0, 0)], verify_seconds=None,
+        )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates, accept_at_once, accept_batch
 from specdec.decode.engine import TorchEngine
-from specdec.decode.prefill import fill_cache
+from specdec.decode.prefill import PromptReader, fill_cache
 from specdec.decode.prompts import make_requests, read_line
 from specdec.decode.sampling import ACCEPT, CHOICE, DRAFT, Sampler, SamplingParams, process_logits
 from specdec.engine.kv_cache import KVCache
@@ -72,7 +72,8 @@ class PassRecorder:
 
     max_chunk_tokens = 4
 
-    def __init__(self) -> None:
+    def __init__(self, max_joined_tokens: int | None = None) -> None:
+        self.max_joined_tokens = max_joined_tokens
         self.passes: list[tuple[list[int], int]] = []
 
     def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None:
@@ -82,6 +83,42 @@ class PassRecorder:
         assert step.positions.max() < cache.num_positions, "a pass leaves the cache"
         self.passes.append((step.rows.tolist(), step.tokens.shape[1]))
         return torch.zeros(*step.tokens.shape, 2)
+
+
+def make_small_cache(num_rows: int, num_positions: int) -> KVCache:
+    return KVCache(
+        num_layers=1, num_rows=num_rows, num_heads=1, num_positions=num_positions, head_size=2,
+        dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def test_short_prompts_overtake_long_ones_which_are_not_starved() -> None:
+    """Row 0 has 100 tokens and should be read when 100 were; at every pass a short one comes."""
+    reader = PromptReader(PassRecorder(512), make_small_cache(30, 128), 512)
+    reader.add(0, [1] * 100)
+    order: list[int] = []
+    for row in range(1, 30):
+        reader.add(row, [2] * 16)
+        order += reader.run_pass(16)
+    assert order == [*range(1, 7), 0, *range(7, 23)]
+
+
+@pytest.mark.parametrize("least", [1, 5])
+def test_a_pass_over_many_prompts_has_little_padding(least: int) -> None:
+    cache = make_small_cache(8, 128)
+    reader = PromptReader(PassRecorder(512), cache, 512)
+    for row in range(8):
+        reader.add(row, [row] * (row * 9 + 1))
+    reading = reader.plan(None, beside=8, least=least)
+    assert sum(reading.counts) == 260
+    assert reading.step.tokens.size < 1.2 * 260
+    assert reading.size >= least
+    places = torch.from_numpy(reading.step.positions)[..., None]
+    assert reading.pick_last(places).flatten().tolist() == [row * 9 for row in range(8)]
+    gathered = reading.gather(places)[..., 0].tolist()
+    assert [own[: row * 9 + 1] for row, own in enumerate(gathered)] == [
+        [*range(row * 9 + 1)] for row in range(8)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -97,10 +134,7 @@ def test_rows_share_a_pass_only_inside_of_the_cache(
 ) -> None:
     """Row 0 has two tokens left and is padded to the four of row 1, up to the cache's end."""
     num_positions = 16
-    cache = KVCache(
-        num_layers=1, num_rows=2, num_heads=1, num_positions=num_positions, head_size=2,
-        dtype=torch.float32, device=torch.device("cpu"),
-    )  # fmt: skip
+    cache = make_small_cache(2, num_positions)
     cache.past_lens[0] = num_positions - room
     prompts = [list(range(num_positions - room + 2)), list(range(4))]
     recorder = PassRecorder()

@@ -14,8 +14,12 @@ import pytest
 
 from specdec import Engine, Prompt, SpecDecError
 from specdec.decode.loop import Batch
+from specdec.decode.prefill import PromptReader
+from specdec.engine.decoder import Decoder
+from specdec.engine.step import Step
 from specdec.serve.scheduler import Closing, Job, QueueFull, Scheduler
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_tokenizer
+from tests.engine.kernels import needs_compiler
 from tests.engines import call, make_engine, make_tree_engine
 
 CHUNK = 16
@@ -173,16 +177,15 @@ def test_a_long_prompt_makes_others_wait_for_one_chunk_a_step(
         options["draft_len"] = "auto"
     if method == "draft_target":
         options = {"name": "pair", "draft": folder / "draft", "draft_len": 3}
-    from specdec.decode import prefill
-
     passes: list[tuple[object, int]] = []
-    run_pass = prefill._run_pass
+    plan = PromptReader.plan
 
-    def count(decoder: Any, cache: Any, rows: Any, prompts: Any, counts: list[int]) -> Any:
-        passes.append((decoder, sum(counts)))
-        return run_pass(decoder, cache, rows, prompts, counts)
+    def count(reader: PromptReader, *arguments: Any, **options: Any) -> Any:
+        reading = plan(reader, *arguments, **options)
+        passes.append((reader._decoder, sum(reading.counts)))
+        return reading
 
-    monkeypatch.setattr(prefill, "_run_pass", count)
+    monkeypatch.setattr(PromptReader, "plan", count)
     with load(folder, **options) as engine:
         first = engine.stream([5, 6, 7], max_output_len=60, end_ids=())
         next(first)
@@ -204,6 +207,58 @@ def test_a_long_prompt_makes_others_wait_for_one_chunk_a_step(
             pass
         (alone,) = engine.generate([prompt], max_output_len=4, end_ids=())
         assert tokens == alone.token_ids
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The steps that decoders run."""
+    found: list[Step] = []
+    forward = Decoder.forward
+
+    def note(decoder: Decoder, step: Step, *arguments: Any) -> Any:
+        found.append(step)
+        return forward(decoder, step, *arguments)
+
+    monkeypatch.setattr(Decoder, "forward", note)
+    return found
+
+
+@needs_compiler
+def test_prompts_share_the_passes_of_steps(folder: Path, passes: list[Step]) -> None:
+    """The weights are read once a step, for who decodes and for the tokens of several prompts."""
+    with load(folder, "bfloat16") as engine:
+        first = engine.stream([5, 6, 7], max_output_len=60, end_ids=())
+        next(first)
+        prompts = [list(range(start, start + 7)) for start in (20, 40, 60)]
+        others = [engine.stream(prompt, max_output_len=6, end_ids=()) for prompt in prompts]
+        passes.clear()
+        engine.step()
+        assert len(passes) == 1
+        rows = passes[0].rows.tolist()
+        assert len(set(rows)) == 4
+        assert sorted(set(rows[1:])) == [1, 2, 3]
+        assert [other.take() is not None for other in others] == [True, True, False]
+        engine.step()
+        assert len(passes) == 2
+        while any(other.stats.num_output_tokens < 6 for other in others):
+            engine.step()
+        tokens = [other.output.token_ids for other in others]
+        for _ in first:
+            pass
+        alone = engine.generate(prompts, max_output_len=6, end_ids=())
+        assert tokens == [output.token_ids for output in alone]
+
+
+def test_the_first_token_comes_before_anything_is_drafted(folder: Path, passes: list[Step]) -> None:
+    """A draft model reads the prompt when the client has its first token."""
+    with load(folder, "pair", draft=folder / "draft", draft_len=3) as engine:
+        stream = engine.stream(list(range(3, 43)), max_output_len=9, end_ids=())
+        engine.step()
+        event = stream.take()
+        assert event is not None
+        assert len(event.token_ids) == 1
+        assert len(passes) == 1
+        stream.close()
 
 
 def test_a_cancelled_request_frees_its_row_within_a_step(run: Run) -> None:

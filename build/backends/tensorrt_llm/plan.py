@@ -163,6 +163,11 @@ def make_plan(
             f"--optimize {settings.optimize} has no meaning for TensorRT-LLM",
             "leave --optimize out",
         )
+    if not settings.packed_weights:
+        problems.add(
+            "--packed-weights disable has no meaning for TensorRT-LLM",
+            "leave --packed-weights out",
+        )
     if settings.quantization is not None:
         problems.add(
             f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM"

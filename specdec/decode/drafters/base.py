@@ -73,6 +73,16 @@ class PromptLatecomer(Protocol):
 
 
 @runtime_checkable
+class StepTimer(Protocol):
+    """A proposer that takes the time of steps.
+
+    is_shared: whether the next one also reads prompts, and so tells nothing of what drafts cost.
+    """
+
+    is_shared: bool
+
+
+@runtime_checkable
 class Keeper(Protocol):
     """A proposer that may have a file of what it has seen."""
 

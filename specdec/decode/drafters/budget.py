@@ -26,6 +26,7 @@ from specdec.decode.drafters.base import (
     PromptFollower,
     PromptLatecomer,
     Proposer,
+    StepTimer,
 )
 from specdec.decode.drafters.pacing import (
     HORIZON,
@@ -317,6 +318,7 @@ class BudgetProposer:
         self.budget = Budget(proposer.max_draft_tokens)
         self._plain = PlainProposer()
         self._clock = clock
+        self._is_shared = False
         self._began: float | None = None  # of the verify step that is under way
         self._draft_seconds: float | None = None
         self._drafts: list[Candidates] = []
@@ -332,6 +334,17 @@ class BudgetProposer:
     def max_catch_up(self, limit: int | None) -> None:
         if isinstance(self.proposer, PromptLatecomer):
             self.proposer.max_catch_up = limit
+
+    @property
+    def is_shared(self) -> bool:
+        """See StepTimer."""
+        return self._is_shared
+
+    @is_shared.setter
+    def is_shared(self, is_shared: bool) -> None:
+        self._is_shared = is_shared
+        if isinstance(self.proposer, StepTimer):
+            self.proposer.is_shared = is_shared
 
     def keep(self) -> None:
         """See Keeper."""
@@ -378,7 +391,8 @@ class BudgetProposer:
         emitted = [len(path) for path in paths]
         drafter = self.proposer
         num_levels = drafter.num_levels if isinstance(drafter, LevelDrafter) else 1
-        self.budget.record(self._draft_seconds, seconds, states.shape[1], emitted, num_levels)
+        if not self._is_shared:
+            self.budget.record(self._draft_seconds, seconds, states.shape[1], emitted, num_levels)
         for request, candidates, length in zip(requests, self._drafts, self._lengths, strict=True):
             self.budget.calibration.record(candidates, request.output_ids[length:])
 

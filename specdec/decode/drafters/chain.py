@@ -16,7 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import Keeper, PromptFollower, PromptLatecomer, Proposer
+from specdec.decode.drafters.base import (
+    Keeper,
+    PromptFollower,
+    PromptLatecomer,
+    Proposer,
+    StepTimer,
+)
 from specdec.decode.drafters.budget import read_confidence
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import TreeBuilder
@@ -142,6 +148,7 @@ class ChainProposer:
         self.max_draft_depth = max(p.max_draft_depth for p in self._members)
         self._account = Account(len(groups))
         self._clock = clock
+        self._is_shared = False
         self._began: float | None = None  # of the step that is under way, after its drafts
         self._drafts: list[tuple[int, int]] = []
 
@@ -156,6 +163,18 @@ class ChainProposer:
         for member in self._members:
             if isinstance(member, PromptLatecomer):
                 member.max_catch_up = limit
+
+    @property
+    def is_shared(self) -> bool:
+        """See StepTimer."""
+        return self._is_shared
+
+    @is_shared.setter
+    def is_shared(self, is_shared: bool) -> None:
+        self._is_shared = is_shared
+        for member in self._members:
+            if isinstance(member, StepTimer):
+                member.is_shared = is_shared
 
     def keep(self) -> None:
         """See Keeper."""
@@ -198,6 +217,8 @@ class ChainProposer:
             proposer.observe(requests, states, paths)
         if self._began is not None:
             seconds, self._began = self._clock() - self._began, None
+            if self._is_shared:
+                return
             self._account.record_step(seconds, self._drafts, [len(path) for path in paths])
 
     def _draft(self, group: int, requests: Sequence[ActiveRequest]) -> list[Candidates]:

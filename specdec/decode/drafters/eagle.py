@@ -297,6 +297,10 @@ class _TrueFeatures:
     def max_chunk_tokens(self) -> int:
         return self.net.decoder.max_chunk_tokens
 
+    @property
+    def max_joined_tokens(self) -> int | None:
+        return self.net.decoder.max_joined_tokens
+
     def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None:
         self.net.decoder.start_row(cache, row, prompt_len)
 

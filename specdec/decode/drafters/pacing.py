@@ -287,15 +287,20 @@ class DraftLength:
         num_passes: int,
         num_caught_up: int,
         draft_seconds: float,
-        verify_seconds: float,
+        verify_seconds: float | None,
         drafts: Sequence[tuple[int, int]],
     ) -> None:
         """Take what a step over `num_rows` requests of `num_tokens` each has cost and brought.
 
         num_passes: of the draft model. num_caught_up: tokens it ran besides. drafts: for each
-        request how many tokens were drafted, and how many of them accepted.
+        request how many tokens were drafted, and how many of them accepted. verify_seconds: None
+        of a step that did more than that: it counts as such steps usually do.
         """
-        self._verify.record(num_rows * num_tokens, verify_seconds)
+        is_measured = verify_seconds is not None
+        if verify_seconds is None:
+            verify_seconds = self._verify.estimate(num_rows * num_tokens) or 0.0
+        else:
+            self._verify.record(num_rows * num_tokens, verify_seconds)
         self._spent += draft_seconds + verify_seconds
         num_drafting = sum(drafted > 0 for drafted, _ in drafts)
         if num_caught_up:
@@ -304,8 +309,9 @@ class DraftLength:
         elif num_passes:
             self._draft.record(num_drafting, draft_seconds / num_passes)
         if not num_passes:
-            self._num_plain += 1
-            self._since_plain = 0
+            if is_measured:
+                self._num_plain += 1
+                self._since_plain = 0
             if num_caught_up:
                 self._lost += draft_seconds
             return

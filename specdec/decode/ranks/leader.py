@@ -100,6 +100,7 @@ def pack_forward(step: Step, cache: LeadingCache) -> dict[str, Array]:
         "positions": step.positions,
         "tree_mask": np.packbits(step.tree_mask),
         "mask_shape": np.array(step.tree_mask.shape),
+        "past": np.zeros(0, np.int64) if step.past is None else step.past,
         "past_lens": cache.past_lens,
         "rotary_starts": cache.rotary_starts,
         "moves": np.array(cache.moves, np.int64),
@@ -122,6 +123,7 @@ def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
         tokens=arrays["tokens"],
         positions=arrays["positions"],
         tree_mask=mask.reshape(shape).astype(np.bool_),
+        past=arrays["past"] if len(arrays["past"]) else None,
     )
 
 

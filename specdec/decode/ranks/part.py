@@ -29,8 +29,9 @@ def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
     config = read_engine_config(folder)
     options = list_options(config, folder, device)
     weights = load_weights(
-        folder, config, device, rank=group.rank, is_packed=is_packed(config, options)
-    )
+        folder, config, device, rank=group.rank, is_packed=is_packed(config, options),
+        kernels=options["kernels"],
+    )  # fmt: skip
     return Decoder(config.checkpoint.model, weights, group=group, **options)
 
 
