@@ -39,9 +39,27 @@ def load_tokenizer(source: str | Path, flag: str = "--tokenizer-dir") -> Any:
 
     flag: the option that named it, for messages. Raises SpecDecError where there is none.
     """
-    from transformers import AutoTokenizer
+    return _load(
+        _find_tokenizer_class(source).from_pretrained, source, flag, TOKENIZER, "tokenizer"
+    )
 
-    return _load(AutoTokenizer.from_pretrained, source, flag, TOKENIZER, "tokenizer")
+
+def _find_tokenizer_class(source: str | Path) -> Any:
+    """AutoTokenizer, or the class that it would choose, where that is known without it.
+
+    To import AutoTokenizer takes longer than to load an engine.
+    """
+    import transformers
+
+    path = Path(source) / "tokenizer_config.json"
+    if transformers.__version__.startswith("4.") and path.is_file():
+        try:
+            config = read_json(path)
+        except SpecDecError:  # whoever loads it says what is wrong
+            config = {}
+        if config.get("tokenizer_class") == "PreTrainedTokenizerFast" and "auto_map" not in config:
+            return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
 
 
 def load_config(source: str | Path, flag: str = "--model-dir") -> Any:

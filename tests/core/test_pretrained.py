@@ -210,3 +210,23 @@ def test_a_hub_that_is_not_reached_is_asked_once(
     assert calls == ["someone/model"]
     assert len(caught.value.message) < 400
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_plain_tokenizer_is_loaded_without_the_class_that_chooses_one(tmp_path: Path) -> None:
+    """It is the same one; the other's imports take a second."""
+    import transformers
+
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    chosen = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    loaded = load_tokenizer(folder)
+    assert type(loaded) is type(chosen)
+    assert loaded.init_kwargs == chosen.init_kwargs
+    assert loaded("def f(x):").input_ids == chosen("def f(x):").input_ids
+    if not transformers.__version__.startswith("4."):
+        return
+    code = (
+        "import sys\nfrom specdec.pretrained import load_tokenizer\n"
+        f"load_tokenizer({str(folder)!r})\n"
+        "sys.exit('transformers.models.auto.tokenization_auto' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
