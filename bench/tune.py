@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specdec import logs
-from specdec.command.settings import as_options, require
+from specdec.command.settings import list_given, name_flag, require
 from specdec.decode.drafters.base import PromptFollower
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
@@ -93,7 +93,13 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
 
 def find_methods(settings: TuneSettings, checkpoint: CheckpointConfig) -> list[Method]:
     """Return what is tuned; raise UsageError where a flag has no effect."""
-    if as_options(settings, DraftTargetTune).draft_checkpoint_dir is not None:
+    pair = list_given(settings, DraftTargetTune)
+    if pair and "draft_checkpoint_dir" not in pair:
+        raise UsageError(
+            f"{name_flag(pair[0])} without --draft-checkpoint-dir",
+            "give the draft model's checkpoint, or leave it out",
+        )
+    if pair:
         if checkpoint.method is not None:
             raise UsageError(
                 f"--draft-checkpoint-dir has no effect with a {checkpoint.method.name} checkpoint",

@@ -10,7 +10,7 @@
 Random weights of a Llama shape (the default has 986M parameters and needs 2 GB), batch 1, 256
 positions in the cache. Times one target forward with logits; sizes alternate, medians. A step has
 two limits, both measured in the same run: reading as many bytes, and as many products with a matrix
-that lies in the cache. The report has the time over the larger one, and --chart draws the three.
+by many tokens at a time. The report has the time over the larger one, and --chart draws the three.
 
 --contexts: positions in the cache, each its own table; the limits are of the first. --prompt: the
 time to read so many tokens. --llama-bench: the same steps and prompt by llama.cpp's program on a
@@ -106,13 +106,13 @@ def measure_bandwidth() -> float:
 
 
 def measure_arithmetic(decoder: Decoder) -> float:
-    """GFLOP/s of 48 tokens' products with one matrix over and over, so that it stays in the cache.
+    """GFLOP/s of 256 tokens' products with one matrix over and over: few reads for many products.
 
     On a shared host it changes with what others compute, while the bandwidth stays: then only the
     larger steps become dearer.
     """
     dense = decoder.stack.layers[0].dense
-    x = torch.ones(48, decoder.model.hidden_size, dtype=decoder.dtype)
+    x = torch.ones(256, decoder.model.hidden_size, dtype=decoder.dtype)
     num_products = x.numel() * dense.num_outputs
     best = 0.0
     for _ in range(50):

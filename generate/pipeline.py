@@ -102,9 +102,13 @@ def generate(settings: GenerateSettings) -> None:
             draft = stack.enter_context(hold_engine(cache, plan_draft(settings), settings))
             if not settings.no_speculation:
                 run["draft_engine_dir"] = draft
+                if settings.draft_vocabulary != "same":
+                    run["draft_tokenizer_dir"] = settings.draft_model_dir
         if settings.no_speculation:
             flags = {name: flag for kind in DRAFTS for name, flag in get_flags(kind).items()}
-            run |= {"draft_len": None} | {name: default for name, (_, default) in flags.items()}
+            run |= {"draft_len": None, "draft_vocabulary": "same"} | {
+                name: default for name, (_, default) in flags.items()
+            }
         call_stage("run", run | {"engine_dir": engine})
 
 

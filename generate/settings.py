@@ -61,6 +61,7 @@ class GenerateSettings:
     )  # fmt: skip
     backend: str = _like("build", "backend")
     draft_len: str | None = _like("run", "draft_len")
+    draft_vocabulary: str = _like("run", "draft_vocabulary")
     max_output_len: int = _like("run", "max_output_len")
     temperature: str | None = _like("run", "temperature")
     top_k: int = _like("run", "top_k")
@@ -117,6 +118,10 @@ def check_settings(settings: GenerateSettings) -> None:
     drafters = [found[0] for way in ways if (found := [name for name in way if name in given])]
     if len(drafters) > 1:
         raise UsageError(f"{_join(drafters)} exclude one another", "give one of them")
+    if settings.draft_vocabulary != "same" and settings.draft_model_dir is None:
+        raise UsageError(
+            "--draft-vocabulary without --draft-model-dir", "give the draft model, or leave it out"
+        )
     if settings.no_cache and settings.force:
         raise UsageError("--force has no effect with --no-cache", "leave one of them out")
 

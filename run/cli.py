@@ -16,6 +16,8 @@ from specdec.errors import SpecDecError
 
 from .settings import RunSettings
 
+WORTH_SAYING = 0.1  # of the verify steps, in which nothing was drafted
+
 
 @stage_command("run", RunSettings)
 def command(settings: RunSettings) -> None:
@@ -94,6 +96,10 @@ def format_stats(stats: dict[str, Any]) -> str:
     )
     if stats["acceptance_length"] is not None:
         line += f", {stats['acceptance_length']:.2f} tokens per verify step"
+    drafted, steps = stats["num_drafted_steps"], stats["num_verify_steps"]
+    is_told = stats["method"] != "plain" and drafted is not None
+    if is_told and steps - drafted >= max(1, steps * WORTH_SAYING):
+        line += f", nothing drafted in {steps - drafted} of {steps}"
     if stats.get("lossy"):
         line += f", {stats['acceptance']} acceptance (lossy)"
     if profile := stats.get("profile_seconds"):

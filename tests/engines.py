@@ -181,7 +181,7 @@ def continue_greedily(model: Any, prompts: Sequence[Sequence[int]], limit: int) 
     return outputs
 
 
-def make_noisy_copy(source: Path, copy: Path) -> None:
+def make_noisy_copy(source: Path, copy: Path, noise: float = 0.06) -> None:
     """A model that mostly agrees with another: some of its drafts are right, some wrong."""
     from transformers import LlamaForCausalLM
 
@@ -189,8 +189,8 @@ def make_noisy_copy(source: Path, copy: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight += 0.06 * weight.std() * noise if weight.dim() > 1 else 0
+            drawn = torch.randn(weight.shape, generator=generator)
+            weight += noise * weight.std() * drawn if weight.dim() > 1 else 0
     model.save_pretrained(copy)
 
 

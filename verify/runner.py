@@ -36,8 +36,9 @@ def run_engine(
     logits: [output tokens, V] in float32; an empty list unless they are to be kept.
     """
     arguments = ["--engine-dir", str(settings.engine_dir), "--device", settings.device, *flags]
-    compares_tokenizers = (
-        speculate and as_options(settings, DraftTargetDraft).draft_tokenizer_dir is not None
+    pair = as_options(settings, DraftTargetDraft)
+    compares_tokenizers = speculate and (
+        pair.draft_tokenizer_dir is not None or pair.draft_vocabulary != "same"
     )
     if tokenizer_dir is not None:
         arguments += ["--tokenizer-dir", tokenizer_dir]

@@ -41,7 +41,7 @@ CallStage = Callable[[str, Sequence[str]], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A method's recipe, and what of it is changed."""
+    """A recipe, by its method or its name, and what of it is changed."""
 
     name: str
     method: str
@@ -63,6 +63,7 @@ SHOWN = (
     Variant("Medusa, its default tree", "medusa"),
     Variant("EAGLE-1, its default tree", "eagle"),
     Variant("EAGLE-2: a dynamic tree", "eagle", {"bench": {"eagle_use_dynamic_tree": True}}),
+    Variant("EAGLE-3: a dynamic tree", "eagle3"),
     Variant("draft model, 4 tokens", "draft_target"),
     Variant("draft model, its length adapted", "draft_target", {"bench": {"draft_len": "auto"}}),
     Variant("prompt lookup, 8 tokens", "prompt_lookup"),

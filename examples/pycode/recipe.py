@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run a method's recipe from data to text: every command of configs/METHOD-pycode.yaml, in order.
+"""Run a recipe from data to text: every command of configs/NAME-pycode.yaml, in order.
 
     python examples/pycode/recipe.py prompt_lookup
     python examples/pycode/recipe.py medusa --quick     # toy length, minutes, in out/quick
@@ -23,10 +23,14 @@ from typing import Any
 
 import yaml
 
-from specdec.methods import METHODS
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+# Each method's, and that of EAGLE-3.
+NAMES = tuple(
+    path.name.removesuffix("-pycode.yaml")
+    for path in sorted((ROOT / "configs").glob("*-pycode.yaml"))
+    if path.name != "target-pycode.yaml"
+)
 # In this order; a recipe has a section for each of its commands.
 STAGES = ("data", "train", "convert", "build", "verify", "bench", "run")
 RESUMED = ("data", "train")
@@ -176,7 +180,7 @@ def choose_recipes(args: argparse.Namespace) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("method", choices=METHODS)
+    parser.add_argument("method", choices=NAMES)
     parser.add_argument("--quick", action="store_true", help="toy length")
     parser.add_argument("--shipped", action="store_true", help="take the drafter that ships")
     parser.add_argument("--output-dir", help="instead of out; from the project's root if relative")

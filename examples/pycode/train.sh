@@ -23,7 +23,7 @@ pretrain draft draft-pretrained --steps 600 --compile
 pretrain draft draft --start-from "$WORK/draft-pretrained" --teacher-dir "$WORK/target" \
   --steps 700 --batch-size 4 --seed 2 --float32
 
-# What the target itself writes: Medusa's, EAGLE's and DFlash's drafters learned from that, ReDrafter's from the files.
+# What the target itself writes: Medusa's, the EAGLEs' and DFlash's drafters learned from that, ReDrafter's from the files.
 if [ ! -f "$WORK/data.jsonl" ]; then
   $PYTHON make_prompts.py --data "$WORK/corpus/train.jsonl" --output "$WORK/train_prompts.jsonl" \
     --num-prompts 4000 --per-file 8
@@ -37,7 +37,7 @@ fi
 
 drafter() {
   [ -f "$WORK/$1/config.json" ] ||
-    specdec-train --method "$1" --model-dir "$WORK/target" --data "$2" \
+    specdec-train --method "${1%3}" --model-dir "$WORK/target" --data "$2" \
       --eval-data "$WORK/corpus/heldout.jsonl" --output-dir "$WORK/$1" --seed 1 --resume "${@:3}"
 }
 TEXT=$WORK/corpus/train.jsonl
@@ -50,6 +50,8 @@ drafter medusa "$WORK/data.jsonl" --model-max-length 512 --max-steps 1200 --batc
 drafter eagle "$WORK/data.jsonl" --model-max-length 384 --max-steps 320 --batch-size 8 \
   --learning-rate 1e-3 --eagle-token-weight 0.5 --eagle-num-steps 2 --eval-steps 160 --eval-rows 16 \
   --save-steps 50
+drafter eagle3 "$WORK/data.jsonl" --model-max-length 256 --max-steps 400 --batch-size 8 --learning-rate 2e-3 --eagle-version 3 \
+  --eagle-num-steps 3 --eagle-draft-vocab-size 1024 --dtype bfloat16 --eval-steps 200 --eval-rows 16 --save-steps 40
 drafter dflash "$WORK/data.jsonl" --model-max-length 384 --max-steps 600 --batch-size 8 \
   --learning-rate 2e-3 --dflash-block-size 8 --dflash-num-anchors 48 --eval-steps 300 --eval-rows 64 \
   --save-steps 50

@@ -18,7 +18,7 @@ from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.loop import Interrupted, Options, Timing
 from specdec.decode.requests import ActiveRequest, Request, Result
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, UsageError
 from specdec.methods.draft_target import DraftOptions
 from specdec.methods.prompt_lookup import METHOD as PROMPT_LOOKUP
 from specdec.methods.prompt_lookup import read_options as read_lookup_options
@@ -57,6 +57,11 @@ class TensorRTEngine:
         self.draft: EngineFolder | None = None
         if options is not None:
             self.draft = read_engine_folder(options.engine_dir)
+            if options.has_own_tokens:
+                raise UsageError(
+                    "--draft-vocabulary shared is for engines of torch",
+                    "leave it out: TensorRT-LLM's draft models have the target's tokens",
+                )
             check_vocabularies(
                 _describe_tokens(self.folder), _describe_tokens(self.draft),
                 tokenizer, options.tokenizer_dir,

@@ -78,13 +78,15 @@ class RequestStats:
     """Counts of one request's verify steps; always kept.
 
     The prompt's own forward pass yields the first token outside of any verify step.
-    accepted_histogram[n]: verify steps in which n draft tokens were accepted.
+    accepted_histogram[n]: verify steps in which n draft tokens were accepted. num_drafted_steps:
+    those in which anything was drafted.
     unknown: keys of the JSON form that the backend cannot tell; they are null there.
     """
 
     accepted_histogram: list[int]
     num_output_tokens: int = 0
     num_verify_steps: int = 0
+    num_drafted_steps: int = 0
     num_draft_tokens: int = 0
     num_draft_depth: int = 0
     num_accepted: int = 0
@@ -93,6 +95,7 @@ class RequestStats:
     def count_step(self, *, num_draft_tokens: int, depth: int, num_accepted: int) -> None:
         """Record a verify step; `depth` is the longest path proposed."""
         self.num_verify_steps += 1
+        self.num_drafted_steps += num_draft_tokens > 0
         self.num_draft_tokens += num_draft_tokens
         self.num_draft_depth += depth
         self.num_accepted += num_accepted
@@ -114,6 +117,7 @@ class RequestStats:
         values: dict[str, Any] = {
             "num_output_tokens": self.num_output_tokens,
             "num_verify_steps": self.num_verify_steps,
+            "num_drafted_steps": self.num_drafted_steps,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted": self.num_accepted,
             "acceptance_length": round(self.acceptance_length, 4),
@@ -303,6 +307,7 @@ def sum_stats(results: Sequence[Result]) -> dict[str, float | None]:
     values = {
         "num_output_tokens": tokens,
         "num_verify_steps": steps,
+        "num_drafted_steps": sum(r.stats.num_drafted_steps for r in results),
         "acceptance_length": round(emitted / steps, 4) if steps else 0.0,
         "acceptance_rate": round(accepted / depth, 4) if depth else 0.0,
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError
+from specdec.tokenizer import find_tokenizer
 
 logger = logs.get_logger(__name__)
 MAX_SHOWN = 3
@@ -56,8 +57,8 @@ def check_vocabularies(
                 )
             raise SpecDecError(
                 f"the tokenizers differ: {how}",
-                "use a draft model of the target's family; --draft-tokenizer-dir shows which"
-                " tokens differ",
+                "use a draft model of the target's family, or let it draft the tokens that both"
+                " have: --draft-vocabulary shared --draft-tokenizer-dir DRAFT",
             )
         return
     if sizes[0] != sizes[1]:
@@ -70,6 +71,32 @@ def check_vocabularies(
         "whether both models have one tokenizer is not known: their manifests record none;"
         " --draft-tokenizer-dir compares them"
     )
+
+
+def load_pair(
+    target: ModelTokens, draft: ModelTokens, tokenizer: Any, draft_tokenizer_dir: str | None
+) -> tuple[Any, Any]:
+    """Return the tokenizers of two models whose tokens differ.
+
+    tokenizer: the target's, where it is known. draft_tokenizer_dir: None is the folder that the
+    draft model's engine holds.
+    """
+    from specdec.pretrained import load_tokenizer
+
+    folder = find_tokenizer(draft.folder, draft_tokenizer_dir)
+    if tokenizer is None or folder is None:
+        lacking = target.folder if tokenizer is None else draft.folder
+        flag = "--tokenizer-dir" if tokenizer is None else "--draft-tokenizer-dir"
+        raise SpecDecError(
+            f"--draft-vocabulary shared needs both tokenizers, and {lacking} holds none",
+            f"give {flag}, or build that engine with --tokenizer-dir",
+        )
+    if target.recorded is not None and target.recorded == draft.recorded:
+        logger.warning(
+            "both models have the same %d tokens: --draft-vocabulary shared is not needed",
+            target.recorded["num_tokens"],
+        )
+    return tokenizer, load_tokenizer(folder, "--draft-tokenizer-dir")
 
 
 def compare_tokenizers(target: Any, draft: Any) -> None:
@@ -88,7 +115,8 @@ def compare_tokenizers(target: Any, draft: Any) -> None:
     raise SpecDecError(
         f"the tokenizers differ in {len(different)} tokens (target {len(ours)}, draft"
         f" {len(theirs)}): {shown}",
-        "use a draft model of the target's family",
+        "use a draft model of the target's family, or add --draft-vocabulary shared: it then"
+        " drafts the tokens that both have",
     )
 
 

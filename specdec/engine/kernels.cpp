@@ -26,6 +26,8 @@
 #include <omp.h>
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
@@ -368,14 +370,47 @@ constexpr int64_t kLine = 64, kPrefetchBytes = 4096;
 constexpr int64_t kTurn = 64;             // steps after which two blocks of rows take turns
 constexpr int64_t kCacheBytes = 1 << 19;  // of tiles that are kept for more blocks than two
 
-// SPECDEC_PAIRS: as there, in plain code, so that it can be tested where there is no such processor.
-// Intel's processors that have AMX take as long for a pair as for four fused products.
-#if (defined(__AVX512BF16__) && !defined(__AMX_BF16__)) || \
-    defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(SPECDEC_PAIRS)
-constexpr bool kMultipliesPairs = true;
+// Kinds of products with bfloat16 weights beside the usual: by pairs (AVX512-BF16, ARM), or summed as
+// Intel's AMX does. SPECDEC_PAIRS, SPECDEC_BANDS: these in plain code, so that they can be tested where
+// there is no such processor.
+#if defined(SPECDEC_PAIRS)
+constexpr bool kMultipliesPairs = true, kSumsBands = false;
+#elif defined(SPECDEC_BANDS) || (defined(__AMX_BF16__) && defined(__AVX512F__))
+constexpr bool kMultipliesPairs = false, kSumsBands = true;
+static_assert(SPECDEC_FUSED, "AMX's sums are of fused products");
+#elif defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool kMultipliesPairs = true, kSumsBands = false;
 #else
-constexpr bool kMultipliesPairs = false;
+constexpr bool kMultipliesPairs = false, kSumsBands = false;
 #endif
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__) && \
+    !defined(SPECDEC_BANDS) && !defined(SPECDEC_PAIRS)
+#define SPECDEC_AMX 1
+#else
+#define SPECDEC_AMX 0
+#endif
+
+// AMX sums by bands of so many steps: even inputs and odd ones apart, both from zero, each product
+// fused; then it adds the two, and that to the sum of the bands before. Denormal numbers are zero to
+// it, in what it reads and in each result.
+constexpr int64_t kBand = 16;
+
+// While there is one, this thread's floats are rounded as AMX rounds them: nearest, no denormals, no
+// exceptions. What is computed meanwhile comes from memory and goes to it, which keeps it in between.
+class Flushing {
+#if defined(__SSE2__)
+  unsigned kept, own = 0x9fc0;
+
+ public:
+  Flushing() { asm volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(kept) : "m"(own) : "memory"); }
+  ~Flushing() { asm volatile("ldmxcsr %0" : : "m"(kept) : "memory"); }
+#else
+  static_assert(!kSumsBands, "AMX's sums in plain code are for x86");
+
+ public:
+  Flushing() {}
+#endif
+};
 
 // A step holds kElements inputs of each output, that of output j and input i at place(j, i): for
 // float16 each input's kVector outputs side by side, for bfloat16 pairs of inputs in 32-bit words.
@@ -906,6 +941,8 @@ struct Fetch {
 template <typename E>
 struct FloatMatrix {
   typedef typename Packing<E>::Input Input;
+  static constexpr bool kHasBands = kSumsBands && std::is_same<E, bf16>::value;
+  static constexpr int kMostRows = kHasBands ? kMaxRows / 2 : kMaxRows;
   static constexpr int64_t header = 0;
   const char *tiles;
   int64_t depth, steps, tile_bytes, row;
@@ -924,7 +961,10 @@ struct FloatMatrix {
     constexpr int64_t kInputs = Packing<E>::kInputs;
     const int64_t first = begin * kInputs, last = end * kInputs, used = std::min(last, depth);
     for (int64_t m = 0; m < rows; ++m)
-      for (int64_t at = first; at < used; ++at) to[at * rows + m] = to_float(x[m * depth + at]);
+      for (int64_t at = first; at < used; ++at) {
+        const float input = to_float(x[m * depth + at]);
+        to[at * rows + m] = kHasBands ? round_through<E>(input) : input;
+      }
     if (used < last) std::fill(to + used * rows, to + last * rows, 0.0f);
   }
 
@@ -944,6 +984,7 @@ struct FloatMatrix {
   template <int M, int G>
   void add(const Input *x, int64_t begin, int64_t end, const char *tile, Fetch fetch,
            float *out) const {
+    if constexpr (kHasBands) return add_bands<M, G>(x, begin, end, tile, fetch, out);
     Floats sums[G][kWords][M] = {};
     if (begin > 0)
 #pragma GCC unroll 12
@@ -970,6 +1011,43 @@ struct FloatMatrix {
 #pragma GCC unroll 2
         for (int64_t k = 0; k < kWords; ++k)
           std::memcpy(out + (m * G + g) * kTile + k * kVector, &sums[g][k][m], sizeof(Floats));
+  }
+
+  // The same as AMX sums; `begin` is where a band begins.
+  template <int M, int G>
+  void add_bands(const float *x, int64_t begin, int64_t end, const char *tile, Fetch fetch,
+                 float *out) const {
+    if (begin == 0) std::fill(out, out + M * G * kTile, 0.0f);
+    const Flushing flushing;
+    for (int64_t step = begin; step < end;) {
+      Floats even[G][kWords][M] = {}, odd[G][kWords][M] = {};
+      for (const int64_t stop = std::min(step + kBand, end); step < stop; ++step)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) {
+          const char *ahead = fetch.from + (step - begin) * fetch.stride + g * tile_bytes;
+          __builtin_prefetch(ahead);
+          __builtin_prefetch(ahead + kLine);
+          const char *from = tile + g * tile_bytes + step * kStepBytes;
+          Floats low[kWords], high[kWords];
+          for (int64_t k = 0; k < kWords; ++k) {
+            const Words w = load<Words>(from + k * 4 * kVector);
+            low[k] = widen_low(w);
+            high[k] = widen_high(w);
+          }
+          add_outer<M>(even[g], low, x + 2 * step * M);
+          add_outer<M>(odd[g], high, x + (2 * step + 1) * M);
+        }
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g)
+#pragma GCC unroll 2
+        for (int64_t k = 0; k < kWords; ++k)
+#pragma GCC unroll 12
+          for (int m = 0; m < M; ++m) {
+            float *to = out + (m * G + g) * kTile + k * kVector;
+            const Floats sum = load<Floats>(to) + (even[g][k][m] + odd[g][k][m]);
+            std::memcpy(to, &sum, sizeof sum);
+          }
+    }
   }
 };
 
@@ -1077,6 +1155,7 @@ inline float round_group(float *x, int64_t count, int8_t *bytes) {
 template <int kBits>
 struct IntegerMatrix {
   typedef uint32_t Input;
+  static constexpr int kMostRows = kMaxRows;
   static constexpr int64_t kElements = 32 / kBits;  // inputs of a step, of each output
   static constexpr int kParts = (kMultipliesBytes ? 8 : 16) / kBits;
   static constexpr int64_t kHead = 3;  // inputs that each group of a row begins with
@@ -1230,8 +1309,9 @@ struct IntegerMatrix {
 // With few rows several tiles are multiplied at once: more sums that do not wait for each other.
 constexpr int kWideTiles = 4;
 
+template <typename Matrix>
 constexpr int count_wide(int rows) {
-  return rows == 1 ? kWideTiles : rows <= kMaxRows / 2 ? kWideTiles / 2 : 1;
+  return rows == 1 ? kWideTiles : rows <= Matrix::kMostRows / 2 ? kWideTiles / 2 : 1;
 }
 
 template <typename Matrix>
@@ -1240,9 +1320,10 @@ void add_tiles(const Matrix &w, int64_t rows, bool is_wide, const typename Matri
   switch (rows) {
 #define SPECDEC_ROWS(M)                                                     \
   case M:                                                                   \
-    if constexpr (M <= kMaxRows) {                                          \
+    if constexpr (M <= Matrix::kMostRows) {                                 \
+      constexpr int kWide = count_wide<Matrix>(M);                          \
       if (is_wide)                                                          \
-        w.template add<M, count_wide(M)>(x, begin, end, tile, fetch, out);  \
+        w.template add<M, kWide>(x, begin, end, tile, fetch, out);          \
       else                                                                  \
         w.template add<M, 1>(x, begin, end, tile, fetch, out);              \
     }                                                                       \
@@ -1254,12 +1335,26 @@ void add_tiles(const Matrix &w, int64_t rows, bool is_wide, const typename Matri
   }
 }
 
-// Rows [M] in `blocks` parts of at most kMaxRows, as even as can be.
+// Rows [M] in `blocks` parts, as even as can be.
 struct Blocks {
   int64_t rows, count;
   int64_t begin(int64_t block) const { return rows * block / count; }
   int64_t size(int64_t block) const { return begin(block + 1) - begin(block); }
 };
+
+// Sums [rows, width] of the outputs from `output` on, `used` of them, plus bias go to y [rows, N].
+template <typename B, typename O>
+inline void put_sums(const float *sums, int64_t rows, int64_t width, const B *bias, int64_t output,
+                     int64_t used, int64_t N, O *y) {
+  for (int64_t m = 0; m < rows; ++m) {
+    O *to = y + m * N + output;
+    const float *from = sums + m * width;
+    if (bias == nullptr)
+      for (int64_t j = 0; j < used; ++j) store(to[j], from[j]);
+    else
+      for (int64_t j = 0; j < used; ++j) store(to[j], from[j] + to_float(bias[output + j]));
+  }
+}
 
 // y = x W^T + bias for the tiles from `begin` to `end` and one block of rows, or two. Two take turns
 // at every kTurn steps of a tile, which stay in the nearest cache meanwhile, and fetch half of the
@@ -1270,7 +1365,7 @@ void multiply_range(const Matrix &w, Blocks blocks, int64_t first, int64_t last,
                     int64_t N, O *y) {
   const int64_t steps = w.steps, start = blocks.begin(first), rows = blocks.begin(last) - start;
   const bool is_alone = last - first == 1;
-  const int64_t wide = is_alone ? count_wide(static_cast<int>(rows)) : 1;
+  const int64_t wide = is_alone ? count_wide<Matrix>(static_cast<int>(rows)) : 1;
   const int64_t turn = is_alone ? steps : kTurn;
   float sums[std::max(2, kWideTiles) * kMaxRows * kTile];
   for (int64_t t = begin; t < end;) {
@@ -1287,15 +1382,7 @@ void multiply_range(const Matrix &w, Blocks blocks, int64_t first, int64_t last,
                   fetch, sums + (blocks.begin(b) - start) * width);
       }
     }
-    const int64_t used = std::min(width, N - output);
-    for (int64_t m = 0; m < rows; ++m) {
-      O *to = y + (start + m) * N + output;
-      const float *from = sums + m * width;
-      if (bias == nullptr)
-        for (int64_t j = 0; j < used; ++j) store(to[j], from[j]);
-      else
-        for (int64_t j = 0; j < used; ++j) store(to[j], from[j] + to_float(bias[output + j]));
-    }
+    put_sums(sums, rows, width, bias, output, std::min(width, N - output), N, y + start * N);
     t += count;
   }
 }
@@ -1306,7 +1393,7 @@ template <typename Matrix, typename X, typename B, typename O>
 void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int64_t N, O *y) {
   typedef typename Matrix::Input Input;
   const int64_t tiles = (N + kTile - 1) / kTile, depth = w.depth, steps = w.steps, row = w.row;
-  const Blocks blocks{M, (M + kMaxRows - 1) / kMaxRows};
+  const Blocks blocks{M, (M + Matrix::kMostRows - 1) / Matrix::kMostRows};
   const int64_t fitting = std::max<int64_t>(1, kCacheBytes / w.tile_bytes);
   const bool is_few = blocks.count <= 2;
   const int64_t group = is_few ? tiles : fitting, together = is_few ? blocks.count : 1;
@@ -1329,10 +1416,207 @@ void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int6
   }
 }
 
+#if SPECDEC_AMX
+// Whether the system lets this process use AMX's registers, which it must be asked once. Where it does
+// not, plain code takes the same sums.
+inline bool can_use_amx() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
+  static const bool is_permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return is_permitted;
+}
+
+// How a thread's AMX registers are shaped while there is one: `rows` of sums in 0 to 3 and of inputs
+// in 4 and 5; in 6 and 7 a band of 16 outputs.
+class Registers {
+ public:
+  explicit Registers(int64_t rows) {
+    struct {
+      uint8_t palette = 1, start = 0, unused[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shape;
+    for (int at = 0; at < 8; ++at) {
+      shape.row_bytes[at] = kLine;
+      shape.rows[at] = static_cast<uint8_t>(at < 6 ? rows : kBand);
+    }
+    static_assert(sizeof shape == 64, "as the instruction takes it");
+    asm volatile("ldtilecfg %0" : : "m"(shape));
+  }
+  ~Registers() { asm volatile("tilerelease"); }
+};
+
+// Instructions as they are: compilers' functions for them do not all say what memory is read.
+template <int kRegister>
+inline void clear_register() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(kRegister));
+}
+
+template <int kRegister>
+inline void load_register(const char *from, int64_t row_bytes) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(kRegister) : "memory");
+}
+
+template <int kRegister>
+inline void store_register(char *to, int64_t row_bytes) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(row_bytes), "i"(kRegister) : "memory");
+}
+
+// Adds the products of inputs X with a band W to sums.
+template <int kSums, int kX, int kW>
+inline void multiply_registers() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
+}
+
+constexpr int64_t kAmxRows = 16, kBandBytes = kBand * kStepBytes;
+constexpr int64_t kChunk = 16;  // bands that stay in the nearest cache for all rows of many
+// From here on a matrix is read from memory, for one row a little faster by plain code.
+constexpr int64_t kCachedNumbers = 1 << 20;
+
+// Bands `begin` to `end` of tiles of tile_bytes that follow each other; of these bands `whole` ones
+// are whole, and the one after them is in `rest`, filled up with zeros.
+struct Bands {
+  const char *tile, *rest;
+  int64_t tile_bytes, whole, begin, end;
+};
+
+// Adds the products of kX blocks of `rows` rows with kW tiles, kX * kW <= 2, to sums
+// [kX * rows, kW * kTile], which begin at zero. x: all bands of the first block, x_bytes before the
+// next one's. Of what lies `ahead` so many lines are fetched meanwhile for each band of each tile.
+template <int kX, int kW>
+inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w, const char *ahead,
+                    int64_t lines, float *sums) {
+  constexpr int64_t kWidth = kW * kTile * 4;  // bytes of a row of sums
+  constexpr bool kIsDouble = kX * kW == 2;
+  char *to = reinterpret_cast<char *>(sums), *more = kX == 2 ? to + rows * kWidth : to + 2 * kLine;
+  if (w.begin == 0) {
+    clear_register<0>();
+    clear_register<1>();
+    if constexpr (kIsDouble) {
+      clear_register<2>();
+      clear_register<3>();
+    }
+  } else {
+    load_register<0>(to, kWidth);
+    load_register<1>(to + kLine, kWidth);
+    if constexpr (kIsDouble) {
+      load_register<2>(more, kWidth);
+      load_register<3>(more + kLine, kWidth);
+    }
+  }
+  for (int64_t band = w.begin; band < w.end; ++band) {
+    const bool is_whole = band < w.whole;
+    const char *from = is_whole ? w.tile + band * kBandBytes : w.rest;
+    const char *inputs = x + band * rows * kLine;
+    for (int64_t line = 0; line < lines; ++line, ahead += kLine)
+#pragma GCC unroll 2
+      for (int64_t g = 0; g < kW; ++g) __builtin_prefetch(ahead + g * w.tile_bytes);
+    load_register<4>(inputs, kLine);
+    load_register<6>(from, kStepBytes);
+    multiply_registers<0, 4, 6>();
+    load_register<7>(from + kLine, kStepBytes);
+    multiply_registers<1, 4, 7>();
+    if constexpr (kX == 2) {
+      load_register<5>(inputs + x_bytes, kLine);
+      multiply_registers<2, 5, 6>();
+      multiply_registers<3, 5, 7>();
+    } else if constexpr (kW == 2) {
+      from += is_whole ? w.tile_bytes : kBandBytes;
+      load_register<6>(from, kStepBytes);
+      multiply_registers<2, 4, 6>();
+      load_register<7>(from + kLine, kStepBytes);
+      multiply_registers<3, 4, 7>();
+    }
+  }
+  store_register<0>(to, kWidth);
+  store_register<1>(to + kLine, kWidth);
+  if constexpr (kIsDouble) {
+    store_register<2>(more, kWidth);
+    store_register<3>(more + kLine, kWidth);
+  }
+}
+
+// y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of up to kAmxRows, all of one size, the
+// last filled up with zeros. One block takes two tiles at a time, two take each tile once; with more a
+// chunk of a tile serves all of them while it is cached.
+template <typename X, typename B, typename O>
+void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, const B *bias,
+                  int64_t N, O *y) {
+  struct Line {
+    alignas(kLine) bf16 numbers[2 * kBand];
+  };
+  if (M == 0) return;
+  const int64_t steps = count_steps<bf16>(depth), bands = (steps + kBand - 1) / kBand;
+  const int64_t blocks = (M + kAmxRows - 1) / kAmxRows, rows = (M + blocks - 1) / blocks;
+  const int64_t tiles = (N + kTile - 1) / kTile, tile_bytes = steps * kStepBytes;
+  const int64_t passes = (blocks + 1) / 2, chunk = passes == 1 ? bands : kChunk;
+  const int64_t lines = (kBandBytes / kLine + passes - 1) / passes;
+  static thread_local std::vector<Line> scratch;
+  scratch.resize(blocks * bands * rows);
+  Line *inputs = scratch.data();
+#pragma omp parallel if (M * N * depth > kParallelWork)
+  {
+#pragma omp for schedule(static)
+    for (int64_t band = 0; band < bands; ++band) {
+      const int64_t begin = 2 * kBand * band, used = std::min(2 * kBand, depth - begin);
+      for (int64_t m = 0; m < blocks * rows; ++m) {
+        Line line = {};
+        const X *from = x + m * depth + begin;
+        if constexpr (std::is_same<X, bf16>::value) {
+          if (m < M) std::memcpy(line.numbers, from, used * sizeof(bf16));
+        } else {
+          for (int64_t i = 0; m < M && i < used; ++i) store(line.numbers[i], to_float(from[i]));
+        }
+        inputs[(m / rows * bands + band) * rows + m % rows] = line;
+      }
+    }
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const int64_t last = tiles * (thread + 1) / threads;
+    const Registers registers(rows);
+    Line rest[2 * kBandBytes / kLine] = {};
+    static thread_local std::vector<Line> sums_memory;
+    sums_memory.resize(std::max<int64_t>(blocks, 2) * rows * kTile * sizeof(float) / sizeof(Line));
+    float *sums = reinterpret_cast<float *>(sums_memory.data());
+    for (int64_t t = tiles * thread / threads; t < last;) {
+      const int64_t wide = blocks == 1 && t + 2 <= last ? 2 : 1, output = t * kTile;
+      Bands w{reinterpret_cast<const char *>(packed) + t * tile_bytes,
+              reinterpret_cast<const char *>(rest), tile_bytes, steps / kBand, 0, 0};
+      if (w.whole < bands)
+        for (int64_t g = 0; g < wide; ++g)
+          std::memcpy(&rest[g * kBandBytes / kLine], w.tile + g * tile_bytes + w.whole * kBandBytes,
+                      tile_bytes - w.whole * kBandBytes);
+      for (; w.begin < bands; w.begin = w.end) {
+        w.end = std::min(w.begin + chunk, bands);
+        const char *ahead = w.tile + w.begin * kBandBytes;
+        ahead += passes == 1 ? kPrefetchBytes : kChunk * kBandBytes;
+        for (int64_t pass = 0; pass < passes; ++pass, ahead += kChunk * lines * kLine) {
+          const int64_t x_bytes = bands * rows * kLine;
+          const char *from = reinterpret_cast<const char *>(inputs) + 2 * pass * x_bytes;
+          float *to = sums + 2 * pass * rows * kTile;
+          if (wide == 2)
+            add_amx<1, 2>(from, x_bytes, rows, w, ahead, lines, to);
+          else if (2 * pass + 2 <= blocks)
+            add_amx<2, 1>(from, x_bytes, rows, w, ahead, lines, to);
+          else
+            add_amx<1, 1>(from, x_bytes, rows, w, ahead, lines, to);
+        }
+      }
+      const int64_t width = wide * kTile;
+      put_sums(sums, M, width, bias, output, std::min(width, N - output), N, y);
+      t += wide;
+    }
+  }
+}
+#endif
+
 // The same with W packed, of numbers of type W or of Integers.
 template <typename X, typename W, typename B, typename O>
 void multiply(const X *x, int64_t M, int64_t depth, const W *packed, const B *bias, int64_t N,
               O *y) {
+#if SPECDEC_AMX
+  if constexpr (std::is_same<W, bf16>::value)
+    if ((M > 1 || N * depth < kCachedNumbers) && can_use_amx())
+      return multiply_amx(x, M, depth, packed, bias, N, y);
+#endif
   if constexpr (!std::is_same<W, Integers>::value)
     multiply_matrix(x, M, FloatMatrix<W>(packed, depth), bias, N, y);
   else if (packed->bits == 4)
@@ -1813,7 +2097,17 @@ extern "C" {
 
 // Bumped with every change of a signature below, or of the order of packed numbers or of sums;
 // checked when an engine is loaded.
-int64_t specdec_abi_version() { return 14; }
+int64_t specdec_abi_version() { return 15; }
+
+// Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
+// system refuses it, so that other instructions get the same bits, slower; else -1.
+int64_t specdec_use_amx() {
+#if SPECDEC_AMX
+  return can_use_amx();
+#else
+  return -1;
+#endif
+}
 
 // Of the calling thread, for the calls that it makes from now on.
 void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }

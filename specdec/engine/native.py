@@ -32,7 +32,7 @@ from specdec.model.int4 import ENGINE_GROUPS
 logger = logs.get_logger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 14
+ABI_VERSION = 15
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
 # -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
@@ -226,6 +226,13 @@ class NativeKernels:
             )
         suffix = _SUFFIXES[dtype]
         self.dtype = dtype
+        use_amx = self._ask_for_amx() if dtype is torch.bfloat16 else -1
+        self.uses_amx = use_amx == 1
+        if use_amx == 0:
+            logger.warning(
+                "this system lets no process use the processor's AMX (bfloat16 products): the same"
+                " bits are computed without it, long steps at several times the cost"
+            )
         # Weights that are mapped, by their address, and what they were packed into.
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
         self._add_norm = self._bind(
@@ -268,6 +275,10 @@ class NativeKernels:
         self._search_beams = self._bind(
             f"specdec_search_beams_{suffix}", [_POINTER] * 6 + [_INT] + [_POINTER] * 3
         )
+
+    def _ask_for_amx(self) -> int:
+        """1 where products use AMX, 0 where the system refuses it, else -1."""
+        return int(self._bind("specdec_use_amx", [], _INT)())
 
     def _bind(self, name: str, types: list[Any], result: Any = None) -> Any:
         function = getattr(self._library, name)

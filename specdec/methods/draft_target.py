@@ -6,10 +6,24 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import as_options, name_flag, setting
+from specdec.command.settings import as_options, like, name_flag, setting
 from specdec.errors import UsageError
 
 from .base import Method, is_device_list, read_literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftTargetTokens:
+    """Options by which the draft model's tokens are known."""
+
+    draft_tokenizer_dir: str | None = setting(
+        metavar="DIR", help="The draft model's tokenizer, to be compared with --tokenizer-dir."
+    )
+    draft_vocabulary: str = setting(
+        "same", choices=("same", "shared"),
+        help="Whether the draft model has the target's tokens, or others: then those that both have"
+        " are drafted. Needs both tokenizers.",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,9 +33,8 @@ class DraftTargetDraft:
     draft_engine_dir: Path | None = setting(
         kind="path", metavar="DRAFT", help="The draft model's own engine, built without a drafter."
     )
-    draft_tokenizer_dir: str | None = setting(
-        metavar="DIR", help="The draft model's tokenizer, to be compared with --tokenizer-dir."
-    )
+    draft_tokenizer_dir: str | None = like(DraftTargetTokens, "draft_tokenizer_dir")
+    draft_vocabulary: str = like(DraftTargetTokens, "draft_vocabulary")
     draft_len: str | None = setting(
         metavar="N|auto",
         help="With a draft model: draft tokens in a step; auto, the default, follows measured"
@@ -47,6 +60,8 @@ class DraftTargetTune:
     draft_checkpoint_dir: Path | None = setting(
         kind="path", metavar="CKPT", help="The draft model's checkpoint folder."
     )
+    draft_tokenizer_dir: str | None = like(DraftTargetTokens, "draft_tokenizer_dir")
+    draft_vocabulary: str = like(DraftTargetTokens, "draft_vocabulary")
 
 
 OPTIONS = ("draft_len", "draft_devices", "target_devices", "use_logits")
@@ -55,7 +70,10 @@ FORM = "[4,[0],[1],True]: draft length, draft devices, target devices, whether t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """How the draft model is used. draft_len: None adapts it. Devices: None where not given."""
+    """How the draft model is used. draft_len: None adapts it. Devices: None where not given.
+
+    has_own_tokens: whether its vocabulary is not the target's.
+    """
 
     engine_dir: Path
     tokenizer_dir: str | None
@@ -63,6 +81,7 @@ class DraftOptions:
     draft_devices: tuple[int, ...] | None
     target_devices: tuple[int, ...] | None
     use_logits: bool
+    has_own_tokens: bool = False
 
 
 def read_options(settings: Any) -> DraftOptions | None:
@@ -76,6 +95,8 @@ def read_options(settings: Any) -> DraftOptions | None:
             given, names = given[1:], names.partition(", ")[2]
         if pair.draft_tokenizer_dir is not None:
             given, names = ["draft_tokenizer_dir"], "--draft-tokenizer-dir"
+        if pair.draft_vocabulary != "same":
+            given, names = ["draft_vocabulary"], "--draft-vocabulary"
         if joined is not None or given:
             raise UsageError(
                 f"{names or '--draft-target-model-config'} without --draft-engine-dir",
@@ -86,6 +107,7 @@ def read_options(settings: Any) -> DraftOptions | None:
         raise UsageError(
             "--draft-engine-dir has no effect with --no-speculation", "leave one of them out"
         )
+    has_own_tokens = pair.draft_vocabulary != "same"
     if joined is None:
         return DraftOptions(
             engine_dir=pair.draft_engine_dir,
@@ -94,6 +116,7 @@ def read_options(settings: Any) -> DraftOptions | None:
             draft_devices=_read_devices("--draft-devices", pair.draft_devices),
             target_devices=_read_devices("--target-devices", pair.target_devices),
             use_logits=pair.use_logits,
+            has_own_tokens=has_own_tokens,
         )
     if given:
         raise UsageError(
@@ -107,6 +130,7 @@ def read_options(settings: Any) -> DraftOptions | None:
         draft_devices=tuple(draft_devices),
         target_devices=tuple(target_devices),
         use_logits=use_logits,
+        has_own_tokens=has_own_tokens,
     )
 
 

@@ -12,7 +12,10 @@ from specdec.trtllm.engine_folder import EngineFolder
 from specdec.trtllm.runner import NO_END
 
 # What the runtime's own drafting does not tell of its steps.
-UNTOLD = frozenset({"num_draft_tokens", "num_accepted", "acceptance_rate", "accepted_histogram"})
+UNTOLD = frozenset({
+    "num_drafted_steps", "num_draft_tokens", "num_accepted", "acceptance_rate",
+    "accepted_histogram",
+})  # fmt: skip
 UNTOLD_STEPS = frozenset({"num_verify_steps", "acceptance_length"})
 
 

@@ -332,6 +332,12 @@ def test_what_is_no_worse_drafter() -> None:
     assert judge(cut, 3, 36).verdict == "ok"
     less = judge(make_pairs([(20, 12)] * 36, drafted=2), 3, 36)
     assert (less.verdict, "drafts 2.00 tokens a step" in less.summary) == ("skipped", True)
+    # In float32 the same drafter takes the same steps, text by text.
+    pairs = make_pairs([(13, 12), (12, 13)] * 2 + [(12, 12)] * 32)
+    assert judge(pairs, 3, 36).verdict == "ok"
+    check = judge(pairs, 3, 36, is_exact=True)
+    assert (check.verdict, check.faults[0][:13]) == ("failed", "4 of 36 texts")
+    assert judge(pairs[2:], 3, 34, is_exact=True).verdict == "ok"
     tree = make_pairs([(20, 12)] * 36, drafted=7)
     assert judge(tree, None, 36).verdict == "failed"
 

@@ -467,13 +467,13 @@ struct Checks {
     const Numbers weight = make<T>(V * D, -4), bias = make<T>(V, -2), x = make<T>(6 * D, -2);
     const Numbers head = pack(weight, V, D);
     const auto rank = find<void(const E *, int64_t, int64_t, const E *, const E *, int64_t, int64_t,
-                                int64_t *, float *)>(name("specdec_rank_outputs"));
+                                int64_t *, float *, int64_t)>(name("specdec_rank_outputs"));
     std::vector<int64_t> tokens(6 * 5), alone(5);
     std::vector<float> scores(6 * 5), alone_scores(5);
-    rank(x.data(), 6, D, head.data(), bias.data(), V, 5, tokens.data(), scores.data());
+    rank(x.data(), 6, D, head.data(), bias.data(), V, 5, tokens.data(), scores.data(), 0);
     for (int64_t m = 0; m < 6; ++m) {
       rank(x.data() + m * D, 1, D, head.data(), bias.data(), V, 5, alone.data(),
-           alone_scores.data());
+           alone_scores.data(), 0);
       expect(std::equal(alone.begin(), alone.end(), tokens.begin() + m * 5) &&
                  std::memcmp(alone_scores.data(), &scores[m * 5], 5 * sizeof(float)) == 0,
              name("rank_outputs"));
@@ -486,17 +486,19 @@ struct Checks {
     const Numbers rnn_w = square(), rnn_u = square(), rnn_u_bias = make<T>(D, -3);
     const Numbers context = square(), recurrent = square(), input_bias = make<T>(D, -3);
     const Numbers block = square(), block_bias = make<T>(D, -3);
-    const E *blocks[] = {block.data(), block_bias.data()};
+    const void *blocks[] = {block.data(), block_bias.data()};
+    const void *matrices[] = {rnn_w.data(), rnn_u.data(), context.data(), recurrent.data(),
+                              head.data()};
+    const E *biases[] = {rnn_u_bias.data(), input_bias.data()};
     const int64_t last[] = {3, 70};
-    const auto search = find<void(const E *, const E *, const int64_t *, const E *, const E *,
-                                  const E *, const E *, const E *, const E *, const E *const *,
-                                  int64_t, const E *, int64_t *, int64_t, int64_t, int64_t, int64_t,
-                                  int64_t, int64_t, int64_t)>(name("specdec_search_beams"));
+    const auto search = find<void(const E *, const E *, const int64_t *, const void *const *,
+                                  const E *const *, const void *const *, int64_t, const int64_t *,
+                                  int64_t *, const int64_t *)>(name("specdec_search_beams"));
     const auto run = [&](int64_t first, int64_t count) {
       std::vector<int64_t> beams(count * W * L);
-      search(embedding.data(), hidden.data() + first * D, last + first, rnn_w.data(), rnn_u.data(),
-             rnn_u_bias.data(), context.data(), recurrent.data(), input_bias.data(), blocks, 1,
-             head.data(), beams.data(), count, W, L, V, D, D, 10);
+      const int64_t sizes[] = {count, W, L, V, D, D, 10, 0};
+      search(embedding.data(), hidden.data() + first * D, last + first, matrices, biases, blocks, 1,
+             nullptr, beams.data(), sizes);
       return beams;
     };
     const std::vector<int64_t> beams = run(0, B);

@@ -59,10 +59,12 @@ class Form:
     flags: tuple[str, ...]
     cpu_flags: tuple[str, ...] = ()  # of /proc/cpuinfo, without which it cannot run here
     is_fused: bool = True
-    pairs: str = "none"  # how pairs of bfloat16 are multiplied
+    pairs: str = "none"  # how pairs of bfloat16 are multiplied, or bands of them
 
 
 X86_FORMS = (
+    Form("AMX", ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16"), ("avx512vl", "amx_bf16"),
+         pairs="bands"),
     Form("AVX512-BF16", ("-march=x86-64-v4", "-mavx512bf16"), ("avx512vl", "avx512_bf16"),
          pairs="avx512"),
     Form("AVX-512", ("-march=x86-64-v4",), ("avx512vl",)),
@@ -212,8 +214,6 @@ def list_forms() -> list[Form]:
     forms = [form for form in X86_FORMS if IS_X86 and has.issuperset(form.cpu_flags)]
     flags = tuple(flag for flag in native.FLAGS if flag.endswith("=native"))
     own = [dataclasses.replace(form, name="own", flags=flags) for form in forms[:1]]
-    if "amx_bf16" in has:  # where kernels.cpp does without pairs
-        own = [dataclasses.replace(form, pairs="none") for form in own]
     return [*own, *forms]
 
 
@@ -227,10 +227,12 @@ def list_builds(compilers: list[str], is_full: bool = False) -> list[Build]:
     for compiler in compilers:
         builds += [build for build in list_chosen_builds(compiler) if build.form.is_fused]
     for form in forms:
-        if form.name == "AVX2":
-            plain = dataclasses.replace(form, name="AVX2 pairs", pairs="plain")
-            ends = dict.fromkeys([*compilers[:1], *compilers[-1:]])
-            builds += [Build(compiler, plain, ("-O3", "-DSPECDEC_PAIRS")) for compiler in ends]
+        for kind, name in (("plain", "pairs"), ("bands", "bands")):
+            if form.name == "AVX2" or (form.name, kind) == ("AVX-512", "bands"):
+                plain = dataclasses.replace(form, name=f"{form.name} {name}", pairs=kind)
+                flags = ("-O3", f"-DSPECDEC_{name.upper()}")
+                ends = dict.fromkeys([*compilers[:1], *compilers[-1:]])
+                builds += [Build(compiler, plain, flags) for compiler in ends]
     builds = [build for build in builds if can_compile(build)]
     choices = [
         Build(compiler, form, (level, f"-mtune={tuning}", *freedom))

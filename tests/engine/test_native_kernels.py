@@ -16,13 +16,16 @@ from specdec.engine.kernel_cache import find_cache
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.torch_layers import build_full_mask
 from specdec.errors import SpecDecError
-from tests.engine.kernels import in_every_form, needs_compiler
+from tests.engine.kernels import FORMS, in_every_form, needs_compiler
 from tests.engine.models import make_model
 from tests.engines import round_inputs
 
 # Relative to the largest value: a few roundings of the type.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 DTYPES = list(TOLERANCE)
+Array = np.ndarray[Any, np.dtype[Any]]
+# The forms that may have the sums of AMX.
+PLAIN_AND_OWN = [form for form in ("own", "bands") if form in FORMS]
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -297,9 +300,109 @@ def test_products(library: Path, dtype: torch.dtype, num_outputs: int, depth: in
     for count in range(1, 41):
         part = kernels.multiply(x[41 - count :], packed, bias, num_outputs)
         assert torch.equal(part, whole[41 - count :]), count
+    assert kernels.multiply(x[:0], packed, bias, num_outputs).shape == (0, num_outputs)
     unbiased = kernels.multiply(x[None], packed, None, num_outputs)
     assert unbiased.shape == (1, 41, num_outputs)
     assert_near(unbiased[0], (x.double() @ weight.double().T).to(dtype))
+
+
+def multiply_in_bands(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x W^T in the order of AMX, with its roundings and without denormal numbers."""
+    tiny = 2.0**-126
+
+    def add(a: Array, b: Array) -> Array:
+        """a + b, rounded once to float32: first to the odd neighbour in float64, if inexact."""
+        total = a + b
+        seen = total - a
+        error = (a - (total - seen)) + (b - seen)
+        is_even = total.view(np.int64) % 2 == 0
+        other = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+        total = np.where((error != 0) & is_even & np.isfinite(total), other, total)
+        is_tiny = np.abs((total * 2.0**64).astype(np.float32)) < tiny * 2.0**64
+        return np.where(is_tiny, 0.0, total.astype(np.float32).astype(np.float64))
+
+    def read(numbers: torch.Tensor) -> Array:
+        wide = numbers.double().numpy()
+        wide = np.where(np.abs(wide) < tiny, 0.0, wide)
+        return np.pad(wide, ((0, 0), (0, -wide.shape[1] % 32)))
+
+    rows, columns = read(x), read(weight)
+    sums = np.zeros((len(rows), len(columns)))
+    with np.errstate(all="ignore"):
+        for band in range(0, rows.shape[1], 32):
+            parts = [np.zeros_like(sums), np.zeros_like(sums)]
+            for at in range(band, band + 32):
+                product = rows[:, None, at] * columns[None, :, at]
+                parts[at % 2] = add(parts[at % 2], product)
+            sums = add(sums, add(*parts))
+        return torch.from_numpy(sums.astype(np.float32)).bfloat16()
+
+
+@needs_compiler
+@pytest.mark.parametrize("library", PLAIN_AND_OWN, indirect=True)
+@pytest.mark.parametrize(
+    "exponents", [(120, 130), (40, 90), (60, 68), (0, 4), (170, 200), (0, 256)]
+)
+def test_products_in_the_order_of_amx(
+    request: pytest.FixtureRequest, library: Path, exponents: tuple[int, int]
+) -> None:
+    """Sums that cancel out but for roundings, and numbers at the ends of what there is."""
+    kernels = native.NativeKernels(library, torch.bfloat16)
+    if request.node.callspec.params["library"] == "own" and not kernels.uses_amx:
+        pytest.skip("this processor has no AMX")
+    generator = torch.Generator().manual_seed(exponents[0])
+
+    def make(*shape: int) -> torch.Tensor:
+        sign, exponent, fraction = (
+            torch.randint(*ends, shape, generator=generator)
+            for ends in ((0, 2), exponents, (0, 128))
+        )
+        bits = sign << 15 | exponent << 7 | fraction
+        return bits.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+
+    for num_outputs, depth in [(1, 1), (70, 39), (33, 320), (200, 1056)]:
+        half = depth // 2
+        x, weight = make(40, depth), make(num_outputs, depth)
+        for start in (0, 20):  # every other row cancels
+            x[start:40:2, half : 2 * half] = -x[start:40:2, :half]
+        weight[:, half : 2 * half] = weight[:, :half]
+        packed, expected = kernels.pack_matrix(weight), multiply_in_bands(x, weight)
+        for count in (40, 33, 17, 5, 1):
+            actual = kernels.multiply(x[:count], packed, None, num_outputs)
+            torch.testing.assert_close(actual, expected[:count], rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("library", PLAIN_AND_OWN, indirect=True)
+def test_a_row_of_a_large_matrix_has_the_same_bits(library: Path) -> None:
+    """One row goes another way there than several do."""
+    kernels = native.NativeKernels(library, torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 1100, generator=generator).bfloat16()
+    weight = torch.randn(1000, 1100, generator=generator).bfloat16()
+    x[:, 550:], weight[:, 550:] = -x[:, :550], weight[:, :550]  # all but roundings cancels out
+    packed = kernels.pack_matrix(weight)
+    whole = kernels.multiply(x, packed, None, 1000)
+    assert whole.count_nonzero() > 100
+    for row in range(3):
+        assert torch.equal(kernels.multiply(x[row : row + 1], packed, None, 1000)[0], whole[row])
+
+
+@needs_compiler
+def test_a_system_that_refuses_amx_is_told(
+    library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native.NativeKernels, "_ask_for_amx", lambda self: 0)
+    kernels = native.NativeKernels(library, torch.bfloat16)
+    assert "lets no process use the processor's AMX" in caplog.text
+    assert not kernels.uses_amx
+    caplog.clear()
+    native.NativeKernels(library, torch.float16)  # whose products have no use for it
+    assert not caplog.text
+    monkeypatch.setattr(native.NativeKernels, "_ask_for_amx", lambda self: 1)
+    assert native.NativeKernels(library, torch.bfloat16).uses_amx
+    assert not native.NativeKernels(library, torch.float32).uses_amx
+    assert not caplog.text
 
 
 @needs_compiler

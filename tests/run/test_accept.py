@@ -47,9 +47,12 @@ def test_statistics_of_known_steps() -> None:
     assert stats.acceptance_length == 2.0
     assert stats.acceptance_rate == 2 / 6
     assert stats.accepted_histogram == [1, 0, 1, 0]
+    assert stats.num_drafted_steps == 2
     request = Request(index=0, input_ids=[1], max_output_len=5, end_ids=frozenset())
     result = Result(request=request, output_ids=[1] * 5, finish_reason="length", stats=stats)
     totals = sum_stats([result, result])
     assert totals["num_output_tokens"] == 10
-    assert totals["num_verify_steps"] == 4
+    assert totals["num_verify_steps"] == totals["num_drafted_steps"] == 4
+    stats.count_step(num_draft_tokens=0, depth=0, num_accepted=0)
+    assert stats.to_json()["num_drafted_steps"] == 2
     assert totals["acceptance_length"] == 2.0

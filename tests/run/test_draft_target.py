@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import random
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -263,8 +262,7 @@ def test_ratio_keeps_the_first_tokens_distribution(
     every other request has drafts that are not drawn.
     """
 
-    from specdec.decode.sampling import process_logits
-    from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
+    from tests.run.statistics import FALSE_ALARM_RATE, check_first_tokens
 
     draft, _, chain = draft.partition(", ")
     if draft == "int8" and not (folder / draft).exists():
@@ -277,37 +275,10 @@ def test_ratio_keeps_the_first_tokens_distribution(
         proposer = join_proposers([[Guesses()], [proposer]])
         turns = itertools.cycle([True, False])
         monkeypatch.setattr(ChainProposer, "_is_best", lambda *_: next(turns))
-    params = SamplingParams(temperature=1.5, top_k=4)
-    number = 1500
-    requests = [
-        Request(
-            index=seed, input_ids=[5, 9, 40], max_output_len=3, end_ids=frozenset(),
-            sampling=dataclasses.replace(params, seed=seed),
-        )
-        for seed in range(number)
-    ]  # fmt: skip
-    results = generate(engine.decoder, proposer, requests, Options(max_batch_size=250))
-    kept = [r.stats.num_accepted for r in results]
-    assert 0.1 * number < sum(kept) < 1.9 * number, "some drafts are kept, some are not"
+    p_value, kept = check_first_tokens(engine, proposer, [5, 9, 40])
+    assert 150 < kept < 2850, "some drafts are kept, some are not"
     if draft == "sharp":
-        assert sum(kept) < number
-    counts = Counter(tuple(result.output_ids) for result in results)
-    probs: dict[tuple[int, ...], float] = {}
-
-    def expand(text: tuple[int, ...], probability: float) -> None:
-        if len(text) == 3:
-            probs[text] = probability
-            return
-        left = process_logits(compute_logits(engine, [5, 9, 40, *text])[None], [params])[0]
-        for token in left.nonzero()[:, 0].tolist():
-            expand((*text, token), probability * float(left[token]))
-
-    expand((), 1.0)
-    assert set(counts) <= set(probs)
-    texts, total = sorted(probs), sum(probs.values())
-    p_value = compute_p_value(
-        np.array([counts[text] for text in texts]), np.array([probs[t] / total for t in texts])
-    )
+        assert kept < 1500
     assert p_value > FALSE_ALARM_RATE / 5
 
 
@@ -319,16 +290,6 @@ def make_sharp(parent: Path) -> Path:
         model.lm_head.weight *= 4
     model.save_pretrained(parent / "sharp-hf")
     return build(parent, "sharp")
-
-
-@torch.inference_mode()
-def compute_logits(engine: TorchEngine, text: list[int]) -> torch.Tensor:
-    from specdec.decode.prefill import fill_cache
-
-    cache = engine.decoder.make_cache(1, len(text))
-    hidden = fill_cache(engine.decoder, cache, [0], [text], 8192)
-    logits: torch.Tensor = engine.decoder.compute_logits(hidden)[0]
-    return logits
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

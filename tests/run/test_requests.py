@@ -156,17 +156,17 @@ def summarize(result: Result) -> tuple[list[int], str | None, str | None]:
 
 @pytest.fixture(scope="module")
 def alone(engines: dict[str, TorchEngine], tokenizer: Any) -> list[Any]:
-    """What each of a hundred requests gets by itself, one token a step."""
+    """What each of sixty requests gets by itself, one token a step."""
     options = Options(tokenizer=tokenizer)
-    return [summarize(engines["plain"].generate([r], options)[0]) for r in mix_requests(100)]
+    return [summarize(engines["plain"].generate([r], options)[0]) for r in mix_requests(60)]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_hundred_mixed_requests(
+def test_sixty_mixed_requests(
     engines: dict[str, TorchEngine], tokenizer: Any, alone: list[Any], method: str
 ) -> None:
     """Together and alone, with and without reused prefixes; equal seeds give plain's text."""
-    requests = mix_requests(100)
+    requests = mix_requests(60)
     engine = engines[method]
     results = engine.generate(requests, Options(tokenizer=tokenizer))
     together = [summarize(r) for r in results]

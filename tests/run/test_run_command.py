@@ -11,6 +11,7 @@ import pytest
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
+from specdec.run.cli import format_stats
 from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
 from tests.engines import call, make_engine, run_cli_here
 
@@ -84,6 +85,25 @@ def test_text_form_and_output_file(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out.txt").read_text() == done.stdout
     assert "tokens per verify step" in done.stderr
     assert "draft " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({}, "1.05 tokens per verify step, nothing drafted in 298 of 310"),
+        ({"num_drafted_steps": 300}, "1.05 tokens per verify step"),  # the last of each text
+        ({"num_drafted_steps": None}, "1.05 tokens per verify step"),
+        ({"method": "plain", "num_drafted_steps": 0}, "1.05 tokens per verify step"),
+        ({"num_verify_steps": 0, "num_drafted_steps": 0}, "1.05 tokens per verify step"),
+    ],
+)
+def test_the_line_says_where_nothing_was_drafted(values: dict[str, Any], told: str) -> None:
+    stats = {
+        "method": "eagle", "device": "cpu", "dtype": "float32", "num_output_tokens": 326,
+        "generate_seconds": 1.0, "tokens_per_second": 326.0, "acceptance_length": 1.05,
+        "num_verify_steps": 310, "num_drafted_steps": 12, **values,
+    }  # fmt: skip
+    assert format_stats(stats).endswith(told)
 
 
 def test_jsonl_requests(folder: Path, tmp_path: Path) -> None:

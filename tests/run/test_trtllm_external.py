@@ -98,6 +98,8 @@ def test_engines_are_led_from_one_process_each_on_its_devices(
     )  # fmt: skip
     with pytest.raises(SpecDecError, match=r"device list \[0, 1\] has 2 entries"):
         run_pair(world, target, draft, make_prompts(4), draft_devices="0,1")
+    with pytest.raises(SpecDecError, match="--draft-vocabulary shared is for engines of torch"):
+        run_pair(world, target, draft, make_prompts(4), draft_vocabulary="shared")
 
 
 def test_rows_after_a_finished_one_keep_their_requests(

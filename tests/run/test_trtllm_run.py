@@ -12,7 +12,10 @@ from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile
 from tests.trtllm.worlds import MAX_INPUT, MAX_TOTAL, PAGED, World, make_prompts
 
-UNTOLD = {"num_draft_tokens", "num_accepted", "acceptance_rate", "accepted_histogram"}
+UNTOLD = {
+    "num_drafted_steps", "num_draft_tokens", "num_accepted", "acceptance_rate",
+    "accepted_histogram",
+}  # fmt: skip
 UNTOLD_STEPS = {"num_verify_steps", "acceptance_length"}  # results of 0.14 do not count steps
 
 

@@ -1,4 +1,4 @@
-"""Draft-target: a small model of the same vocabulary drafts a chain of tokens.
+"""Draft-target: a small model drafts a chain of tokens, of the same vocabulary or of shared ones.
 
 Leviathan et al., "Fast inference from transformers via speculative decoding", 2023; Chen et al.,
 "Accelerating large language model decoding with speculative sampling", 2023.
@@ -6,11 +6,11 @@ Leviathan et al., "Fast inference from transformers via speculative decoding", 2
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdec import logs
@@ -21,10 +21,11 @@ from specdec.decode.drafters.budget import Calibration
 from specdec.decode.drafters.pacing import DraftLength, bound_catch_up
 from specdec.decode.engine import TorchEngine
 from specdec.decode.plain_ahead import run_tokens
-from specdec.decode.prefill import fill_cache
+from specdec.decode.prefill import count_shared, fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
-from specdec.decode.vocabulary import ModelTokens, check_vocabularies
+from specdec.decode.token_map import SameTokens, SharedTokens, TokenMap
+from specdec.decode.vocabulary import ModelTokens, check_vocabularies, load_pair
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import to_host
@@ -34,6 +35,8 @@ from specdec.methods import list_starters
 from specdec.methods.draft_target import METHOD, DraftOptions
 
 logger = logs.get_logger(__name__)
+# Room for a text in the tokens of a draft model with others than the target's, as a multiple.
+MORE_TOKENS = 2
 
 
 def make_proposer(context: DraftContext) -> DraftTargetProposer:
@@ -57,10 +60,18 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer:
                         engine.config.vocabulary)
             for engine in (target, draft)
         )  # fmt: skip
-        check_vocabularies(target_tokens, draft_tokens, context.tokenizer, options.tokenizer_dir)
+        tokens: TokenMap | None = None
+        if not options.has_own_tokens:
+            check_vocabularies(
+                target_tokens, draft_tokens, context.tokenizer, options.tokenizer_dir
+            )
+        else:
+            pair = load_pair(target_tokens, draft_tokens, context.tokenizer, options.tokenizer_dir)
+            sizes = target_tokens.vocab_size, draft_tokens.vocab_size
+            tokens = SharedTokens(*pair, *sizes, draft.device)
         return attach_draft(
             target, draft, draft_len=options.draft_len, use_logits=options.use_logits,
-            adapts=context.has_budget and not context.is_in_chain,
+            adapts=context.has_budget and not context.is_in_chain, tokens=tokens,
         )  # fmt: skip
     except BaseException:
         draft.close()
@@ -69,11 +80,12 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer:
 
 def attach_draft(
     target: EngineHandle, draft: EngineHandle, *, draft_len: int | None, use_logits: bool,
-    adapts: bool = False,
+    adapts: bool = False, tokens: TokenMap | None = None,
 ) -> DraftTargetProposer:  # fmt: skip
     """Let one engine draft for another; raise SpecDecError where they do not match.
 
-    draft_len: tokens a step; None adapts it, up to what the engine was built for.
+    draft_len: tokens a step; None adapts it, up to what the engine was built for. tokens: which of
+    both models' tokens are the same; None is all of them.
     """
     own, theirs = target.config, draft.config
     longest = own.build.max_draft_len
@@ -108,11 +120,36 @@ def attach_draft(
         draft.decoder,
         DraftLength(draft_len or longest, is_auto=adapts or draft_len is None),
         use_logits=use_logits,
-        target_vocab_size=own.checkpoint.model.vocab_size,
+        tokens=tokens
+        or SameTokens(own.checkpoint.model.vocab_size, draft.decoder.model.vocab_size),
         max_num_tokens=theirs.build.max_num_tokens,
+        max_seq_len=theirs.build.max_seq_len,
     )
     target.use_method(METHOD.name, proposer, draft)
     return proposer
+
+
+@dataclasses.dataclass
+class _Text:
+    """A request's text in the draft model's tokens.
+
+    num_read: tokens of the request's output that are in it. num_newest: the draft model's tokens
+    for the last of them. is_known: whether the draft model has tokens for all of it, and room.
+    """
+
+    ids: list[int]
+    num_read: int = 0
+    num_newest: int = 0
+    is_known: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draft:
+    """What was drafted for a request: behind how many of its text's ids and of its output."""
+
+    num_ids: int
+    num_output: int
+    candidates: Candidates
 
 
 class DraftTargetProposer:
@@ -122,6 +159,9 @@ class DraftTargetProposer:
     computed twice. With `use_logits`, sampled requests are accepted by the ratio of probabilities;
     without, their draft tokens are drawn with the random numbers that the target will use, and
     compared. Greedy requests are compared always.
+
+    The draft model reads a text in its own tokens. Those only grow at the end: a token that is
+    emitted adds its own, whatever follows, so what the cache holds stays true.
     """
 
     def __init__(
@@ -130,18 +170,23 @@ class DraftTargetProposer:
         draft_length: DraftLength,
         *,
         use_logits: bool,
-        target_vocab_size: int,
+        tokens: TokenMap,
         max_num_tokens: int,
+        max_seq_len: int,
     ) -> None:
+        """tokens: which tokens the target's and the draft model's are. max_num_tokens, max_seq_len:
+        of the draft model's engine.
+        """
         self.decoder = decoder
         self.draft_length = draft_length
         self.use_logits = use_logits
         self.max_draft_tokens = self.max_draft_depth = draft_length.maximum
-        self._vocab_size = target_vocab_size
-        self._max_num_tokens = max_num_tokens
+        self.tokens = tokens
+        self.max_num_tokens, self.max_seq_len = max_num_tokens, max_seq_len
         self._cache: KVCache | None = None
-        # By row, of the last draft: tokens of the request when it began, and what was drafted.
-        self._drafts: dict[int, tuple[int, Candidates]] = {}
+        self._room = 0  # for a text, in the draft model's tokens
+        self._texts: dict[int, _Text] = {}  # by row
+        self._drafts: dict[int, _Draft] = {}  # by row, of the last draft
         self._num_passes = 0  # in the last draft
         self._calibration = Calibration()
         self.max_catch_up: int | None = None
@@ -150,10 +195,13 @@ class DraftTargetProposer:
         self._draft_seconds = self._began_verify = 0.0
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Make a cache of the target's shape."""
+        """Make a cache of the target's shape, or a longer one where tokens are not the same."""
         self._cache = None  # what it has is free for the next
+        if not self.tokens.is_same:
+            num_positions = min(MORE_TOKENS * num_positions, self.max_seq_len)
+        self._room = num_positions - self.max_draft_tokens
         self._cache = self.decoder.make_cache(num_rows, num_positions)
-        self._drafts = {}
+        self._drafts, self._texts = {}, {}
         self.draft_length.reset()
         self._calibration.reset()
 
@@ -163,25 +211,45 @@ class DraftTargetProposer:
         for request in requests:
             self._cache.copy_prefix(request.row, request.row, 0)
             self._drafts.pop(request.row, None)
+            self._texts.pop(request.row, None)
+
+    def _read(self, request: ActiveRequest) -> _Text:
+        """The text of a request, with what has been emitted since it was last asked for."""
+        assert self._cache is not None
+        text = self._texts.get(request.row)
+        if text is None:
+            ids = self.tokens.say_prompt(request.request.input_ids)
+            text = self._texts[request.row] = _Text(ids or [], is_known=bool(ids))
+        for token in request.output_ids[text.num_read :] if text.is_known else ():
+            said = self.tokens.say(token)
+            text.is_known = said is not None
+            text.num_newest = len(said or ())
+            text.ids += said or ()
+        text.num_read = len(request.output_ids)
+        if not self.tokens.is_same:
+            text.is_known = text.is_known and len(text.ids) <= self._room
+        if text.is_known and self._cache.past_lens[request.row] == len(text.ids):
+            # The newest token has none of its own: the one before it is run again.
+            self._cache.copy_prefix(request.row, request.row, len(text.ids) - 1)
+        return text
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all requests at once, each at most up to the token before its limit."""
         assert self._cache is not None
         began = time.perf_counter()
-        texts = [[*r.request.input_ids, *r.output_ids] for r in requests]
+        read = [self._read(request) for request in requests]
+        texts = [text.ids for text in read]
         # Every draft runs the newest token, and the one before it where that was drafted itself.
         lags = [
-            max(0, len(text) - int(self._cache.past_lens[r.row]) - 2)
-            for r, text in zip(requests, texts, strict=True)
+            max(0, len(text.ids) - int(self._cache.past_lens[r.row]) - text.num_newest - 1)
+            for r, text in zip(requests, read, strict=True)
         ]
         plan = self.draft_length.plan(lags, [r.remaining for r in requests])
         if self.max_catch_up is not None and len(requests) > 1:
             plan = bound_catch_up(plan, lags, self.max_catch_up)
-        # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
-        vocab_size = self.decoder.model.vocab_size
         counts = [
-            min(count, request.remaining - 1) if count and max(text) < vocab_size else 0
-            for count, request, text in zip(plan.counts, requests, texts, strict=True)
+            min(count, request.remaining - 1) if count and text.is_known else 0
+            for count, request, text in zip(plan.counts, requests, read, strict=True)
         ]
         # Drafts may go on beyond what was planned, and end before, as the draft model is sure; not
         # where that would follow from what was drawn: docs/exactness.md.
@@ -195,17 +263,18 @@ class DraftTargetProposer:
             ]
         self._num_caught_up = sum(lag for lag, n in zip(lags, counts, strict=True) if n)
         for at, count in plan.catch_up.items():
-            if max(texts[at]) < vocab_size:
+            if read[at].is_known:
                 self._catch_up(requests[at].row, texts[at], count)
                 self._num_caught_up += count
-        known = [len(text) for text in texts]
+        known = [len(ids) for ids in texts]
+        drafted: list[list[int]] = [[] for _ in requests]
         draft_probs: list[list[Tensor]] = [[] for _ in requests]
         confidence: list[list[float]] = [[1.0] for _ in requests]
         chances = np.ones(len(requests))  # that all of a request's draft is right
         is_greedy = all(request.sampler.params.is_greedy for request in requests)
         runs_ahead = is_greedy and self.decoder.graphs is not None
         if runs_ahead:
-            self._draft_ahead(requests, texts, counts if not is_open else plan.counts)
+            self._draft_ahead(requests, texts, drafted, counts if not is_open else plan.counts)
         self._num_passes = 0
         for depth in range(0 if runs_ahead else max(counts)):
             active = [at for at, count in enumerate(counts) if count > depth]
@@ -216,9 +285,9 @@ class DraftTargetProposer:
                 self._cache,
                 [requests[at].row for at in active],
                 [texts[at] for at in active],
-                self._max_num_tokens,
+                self.max_num_tokens,
             )
-            logits = self.decoder.compute_logits(hidden)[:, : self._vocab_size]
+            logits = self.tokens.restrict(self.decoder.compute_logits(hidden))
             self._num_passes += 1
             if self.draft_length.is_auto:
                 (sure,) = to_host(logits.float().softmax(-1).amax(-1).double())
@@ -227,21 +296,24 @@ class DraftTargetProposer:
                     break
                 for at, value in zip(active, sure.tolist(), strict=True):
                     confidence[at].append(value)
-            drafted = self._choose(logits, [requests[at] for at in active], depth)
-            for at, (token, probs) in zip(active, drafted, strict=True):
-                texts[at].append(token)
+            chosen = self._choose(logits, [requests[at] for at in active], depth)
+            for at, (place, probs) in zip(active, chosen, strict=True):
+                token, own = self.tokens.name(place)
+                drafted[at].append(token)
+                texts[at].append(own)
                 if probs is not None:
                     draft_probs[at].append(probs)
         candidates = []
-        for request, text, length, probs_list, sure_list in zip(
-            requests, texts, known, draft_probs, confidence, strict=True
+        for request, ids, length, tokens, probs_list, sure_list in zip(
+            requests, texts, known, drafted, draft_probs, confidence, strict=True
         ):
-            root, drafted_ids = request.output_ids[-1], text[length:]
-            tree = pack_beams(root, np.array([drafted_ids])) if drafted_ids else make_root(root)
-            is_told = len(sure_list) == len(drafted_ids) + 1
-            own = Candidates(tree, probs_list or None, np.array(sure_list) if is_told else None)
-            self._drafts[request.row] = length, own
-            candidates.append(own)
+            del ids[length:]
+            root = request.output_ids[-1]
+            tree = pack_beams(root, np.array([tokens])) if tokens else make_root(root)
+            is_told = len(sure_list) == len(tokens) + 1
+            found = Candidates(tree, probs_list or None, np.array(sure_list) if is_told else None)
+            self._drafts[request.row] = _Draft(length, len(request.output_ids), found)
+            candidates.append(found)
         if runs_ahead:
             self._num_passes = max(c.tree.num_draft_tokens for c in candidates)
         self._began_verify = time.perf_counter()
@@ -249,30 +321,31 @@ class DraftTargetProposer:
         return candidates
 
     def _draft_ahead(
-        self, requests: Sequence[ActiveRequest], texts: list[list[int]], counts: Sequence[int]
-    ) -> None:
-        """Append greedy drafts to the texts; they come to the host when all are made."""
+        self, requests: Sequence[ActiveRequest], texts: list[list[int]],
+        drafted: list[list[int]], counts: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Append greedy drafts to those drafted; they come to the host when all are made."""
         assert self._cache is not None
-        drafted: list[tuple[list[int], Tensor]] = []
+        passes: list[tuple[list[int], Tensor]] = []
         for depth in range(max(counts)):
             active = [at for at, count in enumerate(counts) if count > depth]
             rows = [requests[at].row for at in active]
-            if not drafted:
+            if not passes:
                 hidden = fill_cache(
                     self.decoder, self._cache, rows, [texts[at] for at in active],
-                    self._max_num_tokens,
+                    self.max_num_tokens,
                 )  # fmt: skip
                 logits = self.decoder.compute_logits(hidden)
             else:
-                before, best = drafted[-1]
-                newest = take_rows(best, [before.index(at) for at in active])
+                before, best = passes[-1]
+                newest = self.tokens.to_draft(take_rows(best, [before.index(at) for at in active]))
                 logits = run_tokens(self.decoder, self._cache, np.array(rows), newest)
-            drafted.append((active, logits[:, : self._vocab_size].argmax(-1)))
-        if drafted:
-            found = to_host(*(tokens for _, tokens in drafted))
-            for (active, _), tokens in zip(drafted, found, strict=True):
-                for at, token in zip(active, tokens.tolist(), strict=True):
-                    texts[at].append(token)
+            passes.append((active, self.tokens.restrict(logits).argmax(-1)))
+        if passes:
+            found = to_host(*(places for _, places in passes))
+            for (active, _), places in zip(passes, found, strict=True):
+                for at, place in zip(active, places.tolist(), strict=True):
+                    drafted[at].append(self.tokens.name(place)[0])
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
@@ -286,13 +359,15 @@ class DraftTargetProposer:
         for request, path in zip(requests, paths, strict=True):
             if request.row not in self._drafts:
                 continue
-            num_known, drafted = self._drafts.pop(request.row)
-            kept = num_known + len(path) - 1
+            draft = self._drafts.pop(request.row)
+            drafted, emitted = draft.candidates, request.output_ids[draft.num_output :]
+            # In one tree with others' drafts, the path may be theirs.
+            num_kept = count_shared(drafted.tree.tokens[1:].tolist(), emitted)
             past = int(self._cache.past_lens[request.row])
-            self._cache.copy_prefix(request.row, request.row, min(past, kept))
+            kept = min(past, draft.num_ids + num_kept)
+            self._cache.copy_prefix(request.row, request.row, kept)
             drafts.append((drafted.tree.num_draft_tokens, len(path) - 1))
             if drafted.confidence is not None:
-                emitted = request.output_ids[num_known - len(request.request.input_ids) :]
                 self._calibration.record(drafted, emitted)
         self.draft_length.record_step(
             num_rows=len(requests),
@@ -308,27 +383,29 @@ class DraftTargetProposer:
         """Run the next tokens of a text that the cache does not hold, and wait for the end."""
         assert self._cache is not None
         end = int(self._cache.past_lens[row]) + count
-        fill_cache(self.decoder, self._cache, [row], [text[:end]], self._max_num_tokens).cpu()
+        fill_cache(self.decoder, self._cache, [row], [text[:end]], self.max_num_tokens).cpu()
 
     def _choose(
         self, logits: Tensor, requests: Sequence[ActiveRequest], depth: int
     ) -> list[tuple[int, Tensor | None]]:
-        """The draft model's token for each request, and what it was drawn from if that counts."""
+        """What is drafted for each request, by its place, and what it was drawn from if drawn.
+
+        logits: of the tokens that may be drafted, [B, N].
+        """
         sampled = [at for at, r in enumerate(requests) if not r.sampler.params.is_greedy]
         chosen: list[tuple[int, Tensor | None]] = [(0, None)] * len(requests)
         if len(sampled) < len(requests):
-            chosen = [(token, None) for token in to_host(logits.argmax(-1))[0].tolist()]
+            chosen = [(place, None) for place in to_host(logits.argmax(-1))[0].tolist()]
         if not sampled:
             return chosen
         samplers = [requests[at].sampler for at in sampled]
         probs = process_logits(take_rows(logits, sampled), [s.params for s in samplers])
-        if probs.shape[1] < self._vocab_size:  # the target's vocabulary is padded further
-            probs = torch.nn.functional.pad(probs, (0, self._vocab_size - probs.shape[1]))
         stream = DRAFT if self.use_logits else CHOICE
         uniforms = [
             sampler.get_uniform(stream, len(requests[at].output_ids) + depth)
             for at, sampler in zip(sampled, samplers, strict=True)
         ]
-        for line, (at, token) in enumerate(zip(sampled, draw(probs, uniforms), strict=True)):
-            chosen[at] = (token, probs[line] if self.use_logits else None)
+        spread = self.tokens.spread(probs) if self.use_logits else None
+        for line, (at, place) in enumerate(zip(sampled, draw(probs, uniforms), strict=True)):
+            chosen[at] = (place, spread[line] if spread is not None else None)
         return chosen
