@@ -33,37 +33,13 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def work(environments: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with pycode's models; the EAGLE-3 drafter is trained in some minutes, once.
-
-    target: with wider heads, as vLLM's attention needs them.
-    """
+    """A folder with pycode's models; the target has wider heads, as vLLM's attention needs them."""
     folder = tmp_path_factory.mktemp("oracles")
-    trained = environments / "eagle3"
-    if not trained.is_dir():
-        train_eagle3(environments, trained)
-    shutil.copytree(trained, folder / "eagle3")
-    for name in ("medusa", "redrafter", "dflash"):
+    for name in ("medusa", "redrafter", "dflash", "eagle3"):
         shutil.copytree(PYCODE / name, folder / name)
     drop_bias(PYCODE / "eagle", folder / "eagle1")
     pad_heads(PYCODE / "target", folder / "target")
     return folder
-
-
-def train_eagle3(environments: Path, output: Path) -> None:
-    """A small EAGLE-3 drafter for pycode, from the texts that its target was trained with."""
-    import subprocess
-    import sys
-
-    from tests.engines import call
-
-    corpus = environments / "corpus"
-    subprocess.run([sys.executable, PYCODE / "corpus.py", "--output-dir", corpus], check=True)
-    call(
-        "train", "--method", "eagle", "--eagle-version", 3, "--model-dir", PYCODE / "target",
-        "--data", corpus / "train.jsonl", "--output-dir", output, "--seed", 1,
-        "--model-max-length", 256, "--max-steps", 160, "--batch-size", 8, "--learning-rate", 2e-3,
-        "--eagle-num-steps", 2, "--eagle-draft-vocab-size", 1024,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ SERVERS = ("vllm", "llama.cpp")
 
 @pytest.fixture(scope="module")
 def reference(work: Path) -> Path:
-    return make_engine(work / "ours-reference", PYCODE / "target", [], [])
+    """An engine of ours with the same target and drafter."""
+    drafter = ["--eagle-model-dir", work / "eagle3"]
+    return make_engine(work / "ours-reference", PYCODE / "target", drafter, [])
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +41,16 @@ def few_prompts(work: Path) -> Path:
     return path
 
 
-def export(work: Path, kind: str, name: str) -> Path:
-    """The small EAGLE-3 drafter for a server; `name`: of a folder that is still to be made."""
-    out = work / name
+def export(work: Path, kind: str, name: str, layers: list[int] | None = None) -> Path:
+    """pycode's EAGLE-3 drafter for a server, perhaps as if it read other layers."""
+    drafter, out = work / f"{name}-source", work / name
+    shutil.copytree(work / "eagle3", drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    if layers is not None:
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = layers
+        (drafter / "config.json").write_text(json.dumps(config))
     call(
-        "export", "--model-dir", PYCODE / "target", "--eagle-model-dir", work / "eagle3",
+        "export", "--model-dir", PYCODE / "target", "--eagle-model-dir", drafter,
         "--dtype", "float32", "--to", "vllm" if kind == "vllm" else "gguf", "--output-dir", out,
     )  # fmt: skip
     return out if kind != "vllm" else pad_heads(out, work / f"{name}-wide")
@@ -92,6 +100,7 @@ def serve(kind: str, environments: Path, work: Path, drafter: Path) -> Iterator[
             "--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off", "--no-repack",
             "--threads", 1, "--threads-batch", 1, "--spec-type", "draft-eagle3",
             "--spec-draft-model", drafter / "model.gguf", "--spec-draft-n-max", 3,
+            "--spec-draft-n-min", 0, "--spec-draft-p-min", 0,
             "--spec-draft-type-k", "f32", "--spec-draft-type-v", "f32",
             "--spec-draft-threads", 1, "--spec-draft-threads-batch", 1,
         )  # fmt: skip
@@ -111,6 +120,7 @@ def audit(address: str, kind: str, reference: Path, prompts: Path) -> dict[str, 
     report = audit_server(
         AuditSettings(
             base_url=f"{address}/v1", model="target", reference_engine=reference, device="cpu",
+            same_drafter=True,
             tokenizer_dir=str(PYCODE / "target"), prompts=prompts, max_tokens=32, near_tie=0.001,
             checks=[name for name in CHECKS if name not in left_out], timeout=600.0,
         )
@@ -128,7 +138,7 @@ def test_a_clean_server(
     with serve(kind, environments, work, drafter) as address:
         checks = audit(address, kind, reference, few_prompts)
     assert all(check["verdict"] != FAILED for check in checks.values())
-    for name in ("greedy", "own_choice", "stops", "limits", "acceptance"):
+    for name in ("greedy", "own_choice", "stops", "limits", "acceptance", "drafter"):
         assert checks[name]["verdict"] == OK, name
 
 
@@ -136,11 +146,23 @@ def test_a_clean_server(
 def test_a_shifted_map_of_the_vocabulary(
     kind: str, environments: Path, work: Path, reference: Path, few_prompts: Path
 ) -> None:
-    """The text stays right; that nothing is accepted is seen, and nothing else is told."""
+    """The text stays right; it is seen that nothing is accepted, and nothing else is told."""
     drafter = export(work, kind, f"shifted-{kind}")
     shift(kind, drafter)
     with serve(kind, environments, work, drafter) as address:
         checks = audit(address, kind, reference, few_prompts)
     failed = [name for name, check in checks.items() if check["verdict"] == FAILED]
-    assert failed == ["acceptance"]
+    assert failed == ["acceptance", "drafter"]
     assert checks["greedy"]["verdict"] == OK
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_other_layers_of_the_target(
+    kind: str, environments: Path, work: Path, reference: Path, few_prompts: Path
+) -> None:
+    """The text stays right, and some is accepted: only the same drafter's steps tell."""
+    drafter = export(work, kind, f"layers-{kind}", [1, 3, 4])
+    with serve(kind, environments, work, drafter) as address:
+        checks = audit(address, kind, reference, few_prompts)
+    failed = [name for name, check in checks.items() if check["verdict"] == FAILED]
+    assert failed == ["drafter"]
