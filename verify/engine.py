@@ -15,6 +15,7 @@ from specdec.command.settings import as_options, need
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
 from specdec.files.manifest import check_hashes
+from specdec.methods import METHODS
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.pretrained import load_config
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
@@ -52,6 +53,7 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
             check_hashes(folder)
     config = load_config(model_dir)
     check_pair(engine, engine_dir, config, model_dir)
+    settings = draft_always(settings, engine)
     if engine.quantization is not None:
         refuse_sampling(settings, engine.quantization)
     model = engine.checkpoint.model
@@ -95,6 +97,20 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
         "sampling": sampling,
         "verify_seconds": round(time.monotonic() - began, 2),
     }
+
+
+def draft_always(settings: VerifySettings, engine: EngineConfig) -> VerifySettings:
+    """Let every step have drafts where nothing was said: steps that pause them prove nothing."""
+    pair = as_options(settings, DraftTargetDraft)
+    length = pair.draft_len or pair.draft_target_model_config
+    if pair.draft_len == "auto" or (pair.draft_engine_dir is not None and length is None):
+        return settings  # such a length follows what is accepted
+    starters = [method.starter for method in METHODS.values() if method.starter is not None]
+    is_asked = any(getattr(settings, name) is not None for name in starters)
+    if settings.draft_budget or not (is_asked or engine.checkpoint.method):
+        return settings
+    always: dict[str, Any] = {"draft_budget": "fixed"}
+    return dataclasses.replace(settings, **always)
 
 
 def verify_quantized(
@@ -146,6 +162,7 @@ def describe_run(
         "max_output_len": settings.max_output_len,
         "num_tokens": sum(len(output["output_ids"]) for _, _, output, _ in texts),
         "acceptance_length": stats["acceptance_length"],
+        "num_drafted_steps": stats["num_drafted_steps"],
         "alone": compare_alone(texts),
         "near_tie_spacings": SPACINGS[dtype],
     }

@@ -51,7 +51,8 @@ def format_texts(report: dict[str, Any], num_differing: int) -> list[str]:
     return [
         f"  greedy: {report['num_tokens']} tokens compared, the runs alone included;"
         f" {report['prompts']} prompts, {report['prompts'] - num_differing} texts equal,"
-        f" {report['acceptance_length']:.2f} tokens per verify step",
+        f" {report['acceptance_length']:.2f} tokens per verify step, drafts in"
+        f" {report['num_drafted_steps']} steps of the batch",
         f"  run alone: {alone['prompts']} prompts, {alone['same']} with the text of the batch",
     ]
 

@@ -103,6 +103,12 @@ def list_flags(words: Sequence[str]) -> set[str]:
     return {word.partition("=")[0] for word in words}
 
 
+def argument_of(words: Sequence[str], flag: str) -> str:
+    """What stands behind a flag, empty where it is not given."""
+    joined = " ".join(words).replace("=", " ").split()
+    return joined[joined.index(flag) + 1] if flag in joined else ""
+
+
 SAMPLED = {"sampling": True, "num_samples": 100, "num_alone": 0, "max_output_len": 6}
 
 
@@ -111,11 +117,17 @@ def test_a_medusa_engine_is_exact(parent: Path, monkeypatch: pytest.MonkeyPatch)
     told = watch_runs(monkeypatch)
     report = verify(engine, parent / "target", **SAMPLED, medusa_choices="[[0],[1]]")
     assert (report["verdict"], report["method"]) == ("exact", "medusa")
+    assert report["num_drafted_steps"] > 0
     assert report["sampling"]["same_seeds"]["different"] == 0
     flags = [list_flags(run) for run in told]
     assert [("--medusa-choices" in run, "--no-speculation" in run) for run in flags] == [
         (True, False), (True, False), (False, True),
     ]  # fmt: skip
+    # A step without drafts would prove nothing, so none may pause them unless that is asked for.
+    assert ["fixed" in argument_of(run, "--draft-budget") for run in told] == [True, True, False]
+    told.clear()
+    verify(engine, parent / "target", num_alone=0, draft_budget="auto")
+    assert [argument_of(run, "--draft-budget") for run in told] == ["auto"]
     with pytest.raises(SpecDecError, match="is 4 deep, the engine has 3 Medusa heads"):
         verify(engine, parent / "target", medusa_choices="[[0],[0,0],[0,0,0],[0,0,0,0]]")
 
