@@ -225,8 +225,9 @@ def test_the_tree_is_larger_where_steps_are_cheap(device: str, num_tokens: int) 
     model: Any = SimpleNamespace(hidden_size=64, vocab_size=128)
     weights = {name: torch.zeros(spec.shape) for name, spec in params.list_tensors(model).items()}
     decoder: Any = SimpleNamespace(
-        device=torch.device(device), is_prepacked=False, kernels=None, graphs=None
-    )
+        device=torch.device(device), is_prepacked=False, kernels=None, graphs=None,
+        dtype=torch.float32, model=model,
+    )  # fmt: skip
     context = DraftContext(decoder=decoder, params=params, weights=weights)
     assert make_proposer(context).max_draft_tokens == num_tokens
 
