@@ -16,6 +16,7 @@ from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
 from specdec.files.manifest import check_hashes
 from specdec.methods import METHODS
+from specdec.methods.budget import BudgetDraft
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.pretrained import load_config
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
@@ -107,7 +108,7 @@ def draft_always(settings: VerifySettings, engine: EngineConfig) -> VerifySettin
         return settings  # such a length follows what is accepted
     starters = [method.starter for method in METHODS.values() if method.starter is not None]
     is_asked = any(getattr(settings, name) is not None for name in starters)
-    if settings.draft_budget or not (is_asked or engine.checkpoint.method):
+    if as_options(settings, BudgetDraft).draft_budget or not (is_asked or engine.checkpoint.method):
         return settings
     always: dict[str, Any] = {"draft_budget": "fixed"}
     return dataclasses.replace(settings, **always)
