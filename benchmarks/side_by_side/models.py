@@ -99,7 +99,8 @@ def build_engines(
     """Convert and build anew, for the engine may have changed: redrafter, draft-target, draft.
 
     beams, tree_length, max_length: the most that any setting to be measured has. quantization: of
-    the target; then there is none with ReDrafter, and the draft stays as it is.
+    the target; then there is none with ReDrafter, and the draft stays as it is. ReDrafter's own
+    weights are int8, as docs/quantization.md advises for a CPU.
     """
     folder = models.folder / ("engines" if quantization is None else f"engines-{quantization}")
     shutil.rmtree(folder, ignore_errors=True)
@@ -117,7 +118,7 @@ def build_engines(
         ("draft", models.draft, [], []),
     ]
     if quantization is None:
-        made.insert(0, ("redrafter", models.target, redrafter, []))
+        made.insert(0, ("redrafter", models.target, redrafter, ["--drafter-weights", "int8"]))
     for name, model, convert, build in made:
         checkpoint = folder / f"{name}-checkpoint"
         engines[name] = folder / name
