@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.under_load.servers import VLLM_ENVIRONMENT, Server, Setting
@@ -41,14 +42,30 @@ def few_prompts(work: Path) -> Path:
     return path
 
 
-def export(work: Path, kind: str, name: str, layers: list[int] | None = None) -> Path:
-    """pycode's EAGLE-3 drafter for a server, perhaps as if it read other layers."""
+Spoil = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+
+
+def read_other_layers(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]
+
+
+def mix_features(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Another base has its features in other places."""
+    generator = torch.Generator().manual_seed(1)
+    places = torch.randperm(tensors["fc.weight"].shape[1], generator=generator)
+    tensors["fc.weight"] = tensors["fc.weight"][:, places].contiguous()
+
+
+def export(work: Path, kind: str, name: str, spoil: Spoil | None = None) -> Path:
+    """pycode's EAGLE-3 drafter for a server, perhaps spoiled before."""
     drafter, out = work / f"{name}-source", work / name
     shutil.copytree(work / "eagle3", drafter)
-    config = json.loads((drafter / "config.json").read_text())
-    if layers is not None:
-        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = layers
+    if spoil is not None:
+        config = json.loads((drafter / "config.json").read_text())
+        tensors = load_file(drafter / "model.safetensors")
+        spoil(config, tensors)
         (drafter / "config.json").write_text(json.dumps(config))
+        save_file(tensors, drafter / "model.safetensors", metadata={"format": "pt"})
     call(
         "export", "--model-dir", PYCODE / "target", "--eagle-model-dir", drafter,
         "--dtype", "float32", "--to", "vllm" if kind == "vllm" else "gguf", "--output-dir", out,
@@ -157,11 +174,12 @@ def test_a_shifted_map_of_the_vocabulary(
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-def test_other_layers_of_the_target(
-    kind: str, environments: Path, work: Path, reference: Path, few_prompts: Path
+@pytest.mark.parametrize("spoil", [read_other_layers, mix_features])
+def test_a_spoiled_drafter(
+    spoil: Spoil, kind: str, environments: Path, work: Path, reference: Path, few_prompts: Path
 ) -> None:
     """The text stays right, and some is accepted: only the same drafter's steps tell."""
-    drafter = export(work, kind, f"layers-{kind}", [1, 3, 4])
+    drafter = export(work, kind, f"{spoil.__name__}-{kind}", spoil)
     with serve(kind, environments, work, drafter) as address:
         checks = audit(address, kind, reference, few_prompts)
     failed = [name for name, check in checks.items() if check["verdict"] == FAILED]
