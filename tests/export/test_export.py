@@ -265,11 +265,12 @@ def test_keys_that_runtimes_take_differently_are_told(
         ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False
     )
     configs = {}
-    for to in ("vllm", "speculators", "sglang", "trtllm-pytorch"):
+    for to in ("vllm", "speculators", "sglang", "trtllm-pytorch", "hf"):
         flags: dict[str, Any] = {"checkpoint_dir": checkpoint, "model_dir": "BASE", "to": to}
         export(tmp_path / to, num_draft_tokens=5, **flags)
         configs[to] = read_json(tmp_path / to / "config.json")
         assert norms.items() <= configs[to].items()
+        assert configs[to]["draft_vocab_size"] == VOCAB  # Edge-LLM knows EAGLE-3 by this key
         # Layers 1, 3, 4 are read: the ones after them are entered.
         assert configs[to]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
         if to != "speculators":
