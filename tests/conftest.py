@@ -204,6 +204,29 @@ def make_medusa_heads(
     )  # fmt: skip
 
 
+def draw_drafter(
+    shapes: Mapping[str, tuple[int, ...]], vocab: int, draft_vocab: int | None, *,
+    dtype: str, seed: int, scale: float,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Random tensors, and those of a reduced vocabulary: every other token, then the rest."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[key] = 1 + 0.1 * noise if "norm" in key else noise
+        if len(shape) > 1 and "embed" not in key:
+            tensors[key] *= scale / shape[-1] ** 0.5
+        tensors[key] = tensors[key].to(getattr(torch, dtype))
+    if draft_vocab is not None:
+        drafted = sorted([*range(0, vocab, 2), *range(1, vocab, 2)][:draft_vocab])
+        tensors["d2t"] = torch.tensor(drafted) - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
+        tensors["t2d"][drafted] = True
+    return tensors
+
+
 def make_eagle_drafter(
     parent: Path,
     *,
@@ -229,7 +252,6 @@ def make_eagle_drafter(
     Version 1 as SafeAILab publishes it, 3 as ModelOpt exports it, with `aux_layers` the layers of
     the target whose outputs it reads. A reduced vocabulary has every other token, then the rest.
     """
-    import torch
     from safetensors.torch import save_file
 
     head_dim = hidden // heads
@@ -264,14 +286,8 @@ def make_eagle_drafter(
         shapes["fc.bias"] = (hidden,)
     if own_embedding:
         shapes["embed_tokens.weight"] = (vocab, hidden)
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    for key, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        tensors[key] = 1 + 0.1 * noise if "norm" in key else noise
-        if len(shape) > 1 and "embed" not in key:
-            tensors[key] *= scale / shape[-1] ** 0.5
-        tensors[key] = tensors[key].to(getattr(torch, dtype))
+    drafted = draft_vocab if version == 3 else None
+    tensors = draw_drafter(shapes, vocab, drafted, dtype=dtype, seed=seed, scale=scale)
     document: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -295,11 +311,6 @@ def make_eagle_drafter(
                 "use_aux_hidden_state": True,
             },
         }
-        if draft_vocab is not None:
-            drafted = sorted([*range(0, vocab, 2), *range(1, vocab, 2)][:draft_vocab])
-            tensors["d2t"] = torch.tensor(drafted) - torch.arange(draft_vocab)
-            tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
-            tensors["t2d"][drafted] = True
     folder = parent / name
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -337,7 +348,6 @@ def make_dflash_drafter(
     reduced vocabulary, which only those have, has every other token, then the rest. net: fields of
     its layers, config: others.
     """
-    import torch
     from safetensors.torch import save_file
 
     shapes: dict[str, tuple[int, ...]] = {
@@ -369,19 +379,7 @@ def make_dflash_drafter(
             "embed_tokens.weight": (vocab, hidden),
             "lm_head.weight": (draft_vocab or vocab, hidden),
         }
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    for key, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        tensors[key] = 1 + 0.1 * noise if "norm" in key else noise
-        if len(shape) > 1 and "embed" not in key:
-            tensors[key] *= scale / shape[-1] ** 0.5
-        tensors[key] = tensors[key].to(getattr(torch, dtype))
-    if draft_vocab is not None:
-        drafted = sorted([*range(0, vocab, 2), *range(1, vocab, 2)][:draft_vocab])
-        tensors["d2t"] = torch.tensor(drafted) - torch.arange(draft_vocab)
-        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
-        tensors["t2d"][drafted] = True
+    tensors = draw_drafter(shapes, vocab, draft_vocab, dtype=dtype, seed=seed, scale=scale)
     fields: dict[str, Any] = {
         "model_type": "qwen3",
         "hidden_size": hidden,
