@@ -15,10 +15,10 @@ from typing import Any
 
 from specdec.errors import SpecDecError, shorten
 from specdec.files.reading import read_json
+from specdec.vocabulary import SPACE
 
 # A token's kind, as gguf.TokenType has it.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-SPACE = "\u2581"  # what a SentencePiece tokenizer writes for a space
 NO_BYTE_LEVEL = (
     "llama.cpp's convert_hf_to_gguf.py reads others: convert the target with it, and the drafter"
     " with its --target-model-dir; see whether it then splits texts as transformers does"

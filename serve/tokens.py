@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from typing import Any
 
-BYTE = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+from specdec.vocabulary import BYTE_TOKEN, SPACE, list_byte_letters
 
 
 class TokenTable:
@@ -30,9 +28,9 @@ class TokenTable:
             return str(piece).encode()
         if self._letters is not None and all(letter in self._letters for letter in piece):
             return bytes(self._letters[letter] for letter in piece)
-        if found := BYTE.match(piece):
+        if found := BYTE_TOKEN.fullmatch(piece):
             return bytes([int(found[1], 16)])
-        return str(piece).replace("\u2581", " ").encode()
+        return str(piece).replace(SPACE, " ").encode()
 
     def get_text(self, token: int) -> str:
         """The bytes as text; those that are no character are escaped, as OpenAI does."""
@@ -41,16 +39,3 @@ class TokenTable:
             return found.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
-
-
-@functools.cache
-def list_byte_letters() -> dict[str, int]:
-    """The letter that byte-level BPE writes for each byte, with that byte.
-
-    GPT-2's table: printable bytes are themselves, the others follow from U+0100 on.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + at): byte for at, byte in enumerate(others)
-    }

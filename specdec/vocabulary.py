@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 
 KEY = "vocabulary"  # of a manifest
+SPACE = "\u2581"  # what a SentencePiece tokenizer writes for a space
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # and for a byte of what it has no token for
 
 
 def read_vocabulary(folder: Path) -> dict[str, Any] | None:
@@ -55,3 +59,16 @@ def read_recorded(folder: Path) -> dict[str, Any] | None:
         return None
     recorded = read_json(path).get(KEY)
     return recorded if isinstance(recorded, dict) else None
+
+
+@functools.cache
+def list_byte_letters() -> dict[str, int]:
+    """The letter that byte-level BPE writes for each byte, with that byte.
+
+    GPT-2's table: printable bytes are themselves, the others follow from U+0100 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + at): byte for at, byte in enumerate(others)
+    }

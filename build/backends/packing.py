@@ -5,7 +5,7 @@ specdec/engine/packed.py tells what it is, and takes it at load.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,13 +55,12 @@ def write_packed(folder: Path, config: EngineConfig, name: str, kernels: NativeK
     model = config.checkpoint.model
     dtype = TORCH_DTYPES[model.dtype]
 
-    def list_matrices(tensor: str) -> list[Tensor] | list[IntegerMatrix]:
+    def list_matrices(tensor: str) -> Sequence[Tensor | IntegerMatrix]:
         """What linears multiply with, of all experts where the tensor is theirs."""
         weights = load_tensors(source, [tensor], device, dtype, mapped={tensor})
         whole = weights[tensor]
         if whole.dim() < 3:
-            weight = take_matrix(weights, tensor.removesuffix(".weight"))
-            return [weight] if isinstance(weight, Tensor) else [weight]
+            return [take_matrix(weights, tensor.removesuffix(".weight"))]
         if whole.dtype is dtype:
             return list(whole)
         scales = weights[name_int8_scales(tensor)][..., None]

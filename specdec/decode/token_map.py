@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,12 +22,11 @@ from specdec import logs
 from specdec.decode.text import INCOMPLETE, decode_text
 from specdec.engine.transfers import Array, to_device
 from specdec.errors import SpecDecError
+from specdec.vocabulary import BYTE_TOKEN, SPACE, list_byte_letters
 
 logger = logs.get_logger(__name__)
 LEAST_SHARE = 0.1  # of the smaller vocabulary, that both must have
 ROLES = ("eos_token_id", "bos_token_id", "unk_token_id", "pad_token_id")
-SPACE = "\u2581"  # of SentencePiece
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +58,7 @@ def read_words(tokenizer: Any, num_tokens: int) -> Words:
             "use one that has a tokenizer.json, as save_pretrained writes it for fast tokenizers",
         )
     kinds = set(_list_kinds(backend.decoder)) | set(_list_kinds(backend.pre_tokenizer))
-    letters = _make_alphabet() if "ByteLevel" in kinds else None
+    letters = list_byte_letters() if "ByteLevel" in kinds else None
     added = tokenizer.added_tokens_decoder
     texts: dict[int, bytes] = {}
     special: dict[str, int] = {}
@@ -102,13 +100,6 @@ def _list_kinds(component: Any) -> Iterable[str]:
             waiting += value.values()
         elif isinstance(value, list):
             waiting += value
-
-
-def _make_alphabet() -> dict[str, int]:
-    """The letters by which byte-level tokenizers write bytes: printable ones are themselves."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [n for n in range(256) if n not in printable]
-    return {chr(n): n for n in printable} | {chr(256 + at): n for at, n in enumerate(others)}
 
 
 def _read_letters(token: str, letters: dict[str, int]) -> bytes:

@@ -24,7 +24,7 @@ from specdec.model.tensors import (
 )
 
 from .base import Method, SizedTree, check, check_count, check_unknown, fit_net
-from .eagle import NET_FIELDS, check_layers, find_uneven, read_net
+from .eagle import NET_FIELDS, add_differing, add_uneven, check_layers, read_net
 
 ARCHITECTURE = "SpecDecDFlashForCausalLM"
 # Of the layers, beside a Llama's fields.
@@ -75,14 +75,11 @@ class DFlashParams(SizedTree):
         """List what does not suit a target of these sizes, each with a remedy."""
         problems = Problems()
         remedy = "use the DFlash drafter that was trained for this target"
-        for name, ours, targets in (
+        sizes = [
             ("vocab_size", self.net.vocab_size, vocab_size),
             ("hidden_size", self.net.hidden_size, hidden_size),
-        ):
-            if ours != targets:
-                problems.add(
-                    f"the DFlash drafter's {name} is {ours}, the target's {targets}", remedy
-                )
+        ]
+        add_differing(problems, "DFlash", sizes, remedy)
         for name, number, most in (
             ("mask_token_id", self.mask_token_id, vocab_size - 1),
             ("draft_vocab_size", self.draft_vocab_size, vocab_size),
@@ -93,11 +90,7 @@ class DFlashParams(SizedTree):
                     f" {vocab_size}",
                     remedy,
                 )
-        if uneven := find_uneven(self.net, tp_size):
-            problems.add(
-                f"the DFlash drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
-                "use a tp_size that divides them",
-            )
+        add_uneven(problems, "DFlash", self.net, tp_size)
         return problems
 
     def make_net_model(self, model: ModelConfig) -> ModelConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from specdec.command.settings import as_options, list_given, name_flag, setting
@@ -48,15 +48,28 @@ NET_FIELDS = (
 )  # fmt: skip
 
 
-def find_uneven(net: ModelConfig, tp_size: int) -> list[str]:
-    """List the sizes of a drafter's layers that do not split over so many ranks."""
+def add_differing(
+    problems: Problems, title: str, sizes: Iterable[tuple[str, int, int]], remedy: str
+) -> None:
+    """Add the sizes that a drafter has otherwise than the target: name, its own, the target's."""
+    for name, ours, targets in sizes:
+        if ours != targets:
+            problems.add(f"the {title} drafter's {name} is {ours}, the target's {targets}", remedy)
+
+
+def add_uneven(problems: Problems, title: str, net: ModelConfig, tp_size: int) -> None:
+    """Add the sizes of a drafter's layers that do not split over so many ranks."""
     kv_heads = net.num_key_value_heads
     names = ("num_attention_heads", "intermediate_size", "hidden_size")
     sizes = {name: getattr(net, name) for name in names}
     uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
     if kv_heads % tp_size and tp_size % kv_heads:
         uneven.append(f"num_key_value_heads={kv_heads}")
-    return uneven
+    if uneven:
+        problems.add(
+            f"the {title} drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
+            "use a tp_size that divides them",
+        )
 
 
 def make_net(config: Mapping[str, Any], dtype: str) -> ModelConfig:
@@ -217,22 +230,14 @@ class EagleParams(SizedTree):
         sizes = [("vocab_size", self.net.vocab_size, vocab_size)]
         if self.eagle3 is None:
             sizes.append(("hidden_size", self.net.hidden_size, hidden_size))
-        for name, ours, targets in sizes:
-            if ours != targets:
-                problems.add(
-                    f"the EAGLE drafter's {name} is {ours}, the target's {targets}", remedy
-                )
+        add_differing(problems, "EAGLE", sizes, remedy)
         if self.draft_vocab_size > vocab_size == self.net.vocab_size:
             problems.add(
                 f"the EAGLE drafter's draft_vocab_size={self.draft_vocab_size} exceeds the"
                 f" target's vocab_size={vocab_size}",
                 remedy,
             )
-        if uneven := find_uneven(self.net, tp_size):
-            problems.add(
-                f"the EAGLE drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
-                "use a tp_size that divides them",
-            )
+        add_uneven(problems, "EAGLE", self.net, tp_size)
         return problems
 
     def make_net_model(self, model: ModelConfig) -> ModelConfig:

@@ -249,6 +249,23 @@ class ModelConfig:
             )
         return problems
 
+    def describe_sizes(self) -> dict[str, Any]:
+        """What a Hugging Face config.json of a Llama, or of a model like it, says of the layers."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_size,
+            "hidden_act": self.hidden_act,
+            "rms_norm_eps": self.norm_epsilon,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_theta": self.rotary_base,
+            "rope_scaling": self.rotary_scaling,
+        }
+
     def _splits(self, tp_size: int) -> bool:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         kv_fits = kv_heads % tp_size == 0 or tp_size % kv_heads == 0

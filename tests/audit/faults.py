@@ -11,11 +11,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+
 from specdec.decode import accept as rules
 from specdec.serve import app, schema
 from specdec.serve.answers import Answer
 
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
+# What spoils a drafter's config.json and tensors.
+Spoil = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+
+
+def mix_columns(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Another base has its features in other places."""
+    name = next(key for key in tensors if key in ("input_proj.weight", "fc.weight"))
+    generator = torch.Generator().manual_seed(1)
+    places = torch.randperm(tensors[name].shape[1], generator=generator)
+    tensors[name] = tensors[name][:, places].contiguous()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from specdec.audit import server as audited
 from specdec.audit.pipeline import audit_server
 from specdec.audit.settings import CHECKS, AuditSettings
 from specdec.errors import SpecDecError
-from tests.audit.faults import FAULTS
+from tests.audit.faults import FAULTS, Spoil, mix_columns
 from tests.audit.test_doubles import find_wrong, get
 from tests.conftest import ROOT, make_llama, make_tokenizer
 from tests.engines import call, make_engine, make_knowing_drafter, make_tree_engine
@@ -44,14 +44,6 @@ WAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6)
 
 
-def mix_columns(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Another base has its features in other places."""
-    name = next(key for key in tensors if key in ("input_proj.weight", "fc.weight"))
-    generator = torch.Generator().manual_seed(1)
-    places = torch.randperm(tensors[name].shape[1], generator=generator)
-    tensors[name] = tensors[name][:, places].contiguous()
-
-
 def shift_layers(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Other layers of the target are read: each one further, as if counted from another end."""
     layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
@@ -66,7 +58,7 @@ def shift_tokens(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> No
 
 
 # Way and what is spoiled -> how, in the drafter's config.json and tensors.
-SPOILED: dict[tuple[str, str], Callable[[dict[str, Any], dict[str, torch.Tensor]], None]] = {
+SPOILED: dict[tuple[str, str], Spoil] = {
     ("redrafter", "another base"): mix_columns,
     ("eagle", "another base"): mix_columns,
     ("eagle3", "another base"): mix_columns,

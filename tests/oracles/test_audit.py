@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from benchmarks.under_load.servers import VLLM_ENVIRONMENT, Server, Setting
 from specdec.audit.checks import FAILED, OK
 from specdec.audit.pipeline import audit_server
 from specdec.audit.settings import CHECKS, AuditSettings
+from tests.audit.faults import Spoil, mix_columns
 from tests.engines import call
 from tests.oracles.models import PYCODE, pad_heads
 from tests.oracles.ours import make_engine
@@ -42,18 +43,8 @@ def few_prompts(work: Path) -> Path:
     return path
 
 
-Spoil = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
-
-
 def read_other_layers(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]
-
-
-def mix_features(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Another base has its features in other places."""
-    generator = torch.Generator().manual_seed(1)
-    places = torch.randperm(tensors["fc.weight"].shape[1], generator=generator)
-    tensors["fc.weight"] = tensors["fc.weight"][:, places].contiguous()
 
 
 def export(work: Path, kind: str, name: str, spoil: Spoil | None = None) -> Path:
@@ -174,7 +165,7 @@ def test_a_shifted_map_of_the_vocabulary(
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-@pytest.mark.parametrize("spoil", [read_other_layers, mix_features])
+@pytest.mark.parametrize("spoil", [read_other_layers, mix_columns])
 def test_a_spoiled_drafter(
     spoil: Spoil, kind: str, environments: Path, work: Path, reference: Path, few_prompts: Path
 ) -> None:

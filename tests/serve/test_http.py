@@ -27,7 +27,8 @@ from specdec.serve.app import Guard
 from specdec.serve.schema import NEUTRAL, CompletionAsked
 from specdec.serve.server import Server, check_address
 from specdec.serve.settings import ServeSettings
-from specdec.serve.tokens import TokenTable, list_byte_letters
+from specdec.serve.tokens import TokenTable
+from specdec.vocabulary import list_byte_letters
 from tests.conftest import BOS, EOS, UNK
 from tests.serve.servers import CLIENT, MODEL, post, read_events, serve_here
 
