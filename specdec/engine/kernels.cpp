@@ -212,7 +212,7 @@ inline float sum_row(int64_t count, const Add &add) {
       parts[part] = add(parts[part], i + part * kVector);
   float sums[kSums];
   std::memcpy(sums, parts, sizeof sums);
-  for (int64_t part = 0; i < count; ++i, ++part) sums[part] = add(sums[part], i);
+  for (int64_t part = 0; part < kSums && i < count; ++i, ++part) sums[part] = add(sums[part], i);
   for (int64_t half = kSums / 2; half > 0; half /= 2)
     for (int64_t part = 0; part < half; ++part) sums[part] += sums[part + half];
   return sums[0];
@@ -388,6 +388,12 @@ constexpr bool kMultipliesPairs = false, kSumsBands = false;
 #define SPECDEC_AMX 1
 #else
 #define SPECDEC_AMX 0
+#endif
+// Products of integers by AMX, whose sums are exact and so the same as by other instructions.
+#if defined(__AMX_INT8__) && defined(__AVX512BW__) && defined(__linux__)
+#define SPECDEC_AMX_INTEGERS 1
+#else
+#define SPECDEC_AMX_INTEGERS 0
 #endif
 
 // AMX sums by bands of so many steps: even inputs and odd ones apart, both from zero, each product
@@ -1152,6 +1158,12 @@ inline float round_group(float *x, int64_t count, int8_t *bytes) {
   return largest >= kSmallest ? largest / kLargest : 0.0f;
 }
 
+inline int32_t add_bytes(const int8_t *bytes) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i < kMaxGroup; ++i) sum += bytes[i];
+  return sum;
+}
+
 template <int kBits>
 struct IntegerMatrix {
   typedef uint32_t Input;
@@ -1212,28 +1224,39 @@ struct IntegerMatrix {
     }
   }
 
-  // Of every group of every row its scale, what its sum begins with where zeros are the usual, the
-  // sum of its inputs, and these: each [rows].
+  // Group g of a row's inputs as kMaxGroup bytes, zeros beyond it; returns their scale.
+  template <typename X>
+  float round(const X *row, int64_t g, int8_t *bytes) const {
+    const int64_t group = group_steps * kElements, first = g * group;
+    const int64_t count = std::min(group, depth - first);
+    float numbers[kMaxGroup];
+    if (order == nullptr && input_scales == nullptr) {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) numbers[i] = to_float(row[first + i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t which = order == nullptr ? first + i : order[first + i];
+        const float scale = input_scales == nullptr ? 1.0f : input_scales[which];
+        numbers[i] = to_float(row[which]) * scale;
+      }
+    }
+    return round_group(numbers, count, bytes);
+  }
+
+  // What a group's sum begins with where zeros are the usual, for inputs of this sum.
+  static int32_t begin_sum(int32_t sum) { return -(kBits == 4 ? 8 : kByteZero) * sum; }
+
+  // Of every group of every row its scale, what its sum begins with, the sum of its inputs, and
+  // these: each [rows].
   template <typename X>
   void pack(const X *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
-    const int64_t group = group_steps * kElements;
     for (int64_t g = begin / group_steps; g * group_steps < end; ++g) {
-      const int64_t first = g * group, count = std::min(group, depth - first);
       uint32_t *start = to + g * group_row * rows;
       for (int64_t m = 0; m < rows; ++m) {
-        const X *from = x + m * depth;
-        float numbers[kMaxGroup];
         int8_t bytes[kMaxGroup];
-        for (int64_t i = 0; i < count; ++i) {
-          const int64_t which = order == nullptr ? first + i : order[first + i];
-          const float scale = input_scales == nullptr ? 1.0f : input_scales[which];
-          numbers[i] = to_float(from[which]) * scale;
-        }
-        start[m] = as_bits(round_group(numbers, count, bytes));
-        int32_t sum = 0;
-        for (int64_t i = 0; i < kMaxGroup; ++i) sum += bytes[i];
-        const int32_t usual = kBits == 4 ? 8 : kByteZero;
-        start[rows + m] = static_cast<uint32_t>(-usual * sum);
+        start[m] = as_bits(round(x + m * depth, g, bytes));
+        const int32_t sum = add_bytes(bytes);
+        start[rows + m] = static_cast<uint32_t>(begin_sum(sum));
         start[2 * rows + m] = static_cast<uint32_t>(-sum);
         uint32_t *words = start + kHead * rows + m;
         for (int64_t step = 0; step < group_steps; ++step)
@@ -1416,7 +1439,7 @@ void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int6
   }
 }
 
-#if SPECDEC_AMX
+#if SPECDEC_AMX || SPECDEC_AMX_INTEGERS
 // Whether the system lets this process use AMX's registers, which it must be asked once. Where it does
 // not, plain code takes the same sums.
 inline bool can_use_amx() {
@@ -1426,18 +1449,18 @@ inline bool can_use_amx() {
 }
 
 // How a thread's AMX registers are shaped while there is one: `rows` of sums in 0 to 3 and of inputs
-// in 4 and 5; in 6 and 7 a band of 16 outputs.
+// in 4 and 5; in 6 and 7 so many words of 16 outputs, a band or less.
 class Registers {
  public:
-  explicit Registers(int64_t rows) {
+  explicit Registers(int64_t rows, int64_t words = kBand) {
     struct {
       uint8_t palette = 1, start = 0, unused[14] = {};
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } shape;
     for (int at = 0; at < 8; ++at) {
-      shape.row_bytes[at] = kLine;
-      shape.rows[at] = static_cast<uint8_t>(at < 6 ? rows : kBand);
+      shape.row_bytes[at] = static_cast<uint16_t>(at == 4 || at == 5 ? 4 * words : kLine);
+      shape.rows[at] = static_cast<uint8_t>(at < 6 ? rows : words);
     }
     static_assert(sizeof shape == 64, "as the instruction takes it");
     asm volatile("ldtilecfg %0" : : "m"(shape));
@@ -1461,13 +1484,16 @@ inline void store_register(char *to, int64_t row_bytes) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(row_bytes), "i"(kRegister) : "memory");
 }
 
+constexpr int64_t kAmxRows = 16, kBandBytes = kBand * kStepBytes;
+#endif
+
+#if SPECDEC_AMX
 // Adds the products of inputs X with a band W to sums.
 template <int kSums, int kX, int kW>
 inline void multiply_registers() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
 }
 
-constexpr int64_t kAmxRows = 16, kBandBytes = kBand * kStepBytes;
 constexpr int64_t kChunk = 16;  // bands that stay in the nearest cache for all rows of many
 // From here on a matrix is read from memory, for one row a little faster by plain code.
 constexpr int64_t kCachedNumbers = 1 << 20;
@@ -1608,6 +1634,222 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
 }
 #endif
 
+#if SPECDEC_AMX_INTEGERS
+// Adds the products of signed bytes X with bytes W to sums.
+template <int kSums, int kX, int kW, bool kIsSigned>
+inline void multiply_bytes() {
+  if constexpr (kIsSigned)
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
+  else
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
+}
+
+// From so many rows on integers are multiplied by AMX; blocks of rows are this large at most, so that
+// sums of a whole tile stay in registers. Two blocks or more take turns at so many inputs.
+constexpr int64_t kAmxLeastRows = 4, kAmxTurn = 512;
+constexpr int kAmxMostRows = 8;
+
+// A tile's groups, and a block's inputs: bytes by `parts` of a group, which a register holds. heads:
+// of each group the scales of the rows and what their sums begin with. unpacked: where the signed bytes
+// of codes of 4 bits lie, and are put first where `is_first`.
+template <int kBits>
+struct TileGroups {
+  const IntegerMatrix<kBits> &w;
+  const char *tile, *x, *ahead;
+  const uint32_t *heads;
+  char *unpacked;
+  int64_t parts, words, lines;
+  bool is_first;
+};
+
+// Signed bytes of a group of codes of 4 bits: 16 times the integers, or where there are zeros these.
+template <int kBits>
+inline void unpack_group(const TileGroups<kBits> &of, int64_t g, char *to) {
+  const IntegerMatrix<kBits> &w = of.w;
+  const auto put = [&](Words bytes, int64_t k) { std::memcpy(to + k * kLine, &bytes, kLine); };
+  const char *from = of.tile + w.header + g * w.group_steps * kStepBytes;
+  const char *const end = from + std::min(w.group_steps, w.steps - g * w.group_steps) * kStepBytes;
+  Words zeros[kWords] = {};
+  if (w.has_zeros)
+    for (int64_t k = 0; k < kWords; ++k)
+      zeros[k] = load<Words>(of.tile + w.scales_bytes + g * w.scale_stride * 4 + k * kLine) *
+                 0x01010101u;
+  for (; from < end; from += kStepBytes, to += 2 * kStepBytes)
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < kWords; ++k) {
+      const Words codes = load<Words>(from + k * kLine);
+      if (w.has_zeros) {
+        const Words low = codes & 0x0f0f0f0fu, high = codes >> 4 & 0x0f0f0f0fu;
+        put((Words)_mm512_sub_epi8((__m512i)low, (__m512i)zeros[k]), k);
+        put((Words)_mm512_sub_epi8((__m512i)high, (__m512i)zeros[k]), kWords + k);
+      } else {
+        put((codes << 4 & 0xf0f0f0f0u) ^ 0x80808080u, k);
+        put((codes & 0xf0f0f0f0u) ^ 0x80808080u, kWords + k);
+      }
+    }
+}
+
+// Adds the products of the groups from `begin` to `end` to sums [kRows, kTile]. While one group is
+// multiplied, the sums of the group before it are scaled and the group after it is unpacked.
+template <int kRows, int kBits>
+void add_groups(const TileGroups<kBits> &of, int64_t begin, int64_t end, float *sums) {
+  constexpr bool kIsUnpacked = kBits == 4;
+  const IntegerMatrix<kBits> &w = of.w;
+  const int64_t x_part = of.words * 4 * kRows, w_part = of.words * kStepBytes;
+  const int64_t group_bytes = of.parts * w_part;
+  alignas(kLine) char found[2][kRows * kTile * 4];
+  Floats totals[kRows][kWords];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < kWords; ++k) totals[r][k] = load<Floats>(sums + r * kTile + k * kVector);
+  const char *ahead = of.ahead;
+  const auto unpack = [&](int64_t g) {
+    if (kIsUnpacked && of.is_first && g < end)
+      unpack_group(of, g, of.unpacked + (g - begin) * group_bytes);
+  };
+  const auto start = [&](auto which, int64_t g) {
+    constexpr int kAt = decltype(which)::value;
+    for (int64_t line = 0; line < of.lines; ++line, ahead += kLine) __builtin_prefetch(ahead);
+    const char *x = of.x + g * of.parts * x_part;
+    const char *from = kIsUnpacked ? of.unpacked + (g - begin) * group_bytes
+                                   : of.tile + w.header + g * group_bytes;
+    if (!kIsUnpacked && (g + 1) * w.group_steps > w.steps) from = of.unpacked;
+    clear_register<2 * kAt>();
+    clear_register<2 * kAt + 1>();
+    for (int64_t part = 0; part < of.parts; ++part, x += x_part, from += w_part) {
+      load_register<4 + kAt>(x, 4 * of.words);
+      load_register<6>(from, kStepBytes);
+      multiply_bytes<2 * kAt, 4 + kAt, 6, kIsUnpacked>();
+      load_register<7>(from + kLine, kStepBytes);
+      multiply_bytes<2 * kAt + 1, 4 + kAt, 7, kIsUnpacked>();
+    }
+    store_register<2 * kAt>(found[kAt], 2 * kLine);
+    store_register<2 * kAt + 1>(found[kAt] + kLine, 2 * kLine);
+  };
+  const auto finish = [&](const char *from, int64_t g) {
+    Floats scales[kWords];
+    for (int64_t k = 0; k < kWords; ++k)
+      scales[k] = load<Floats>(of.tile + g * w.scale_stride * 4 + k * kLine);
+    const uint32_t *head = of.heads + g * 2 * kRows;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Floats scale = spread<Floats>(as_float(head[r]));
+      const Ints first = (Ints)spread<Words>(kIsUnpacked ? 0u : head[kRows + r]);
+#pragma GCC unroll 2
+      for (int64_t k = 0; k < kWords; ++k) {
+        Ints sum = load<Ints>(from + r * 2 * kLine + k * kLine);
+        if constexpr (!kIsUnpacked) sum += first;
+        totals[r][k] = mul_add(to_floats(sum) * scale, scales[k], totals[r][k]);
+      }
+    }
+  };
+  constexpr std::integral_constant<int, 0> even;
+  constexpr std::integral_constant<int, 1> odd;
+  unpack(begin);
+  unpack(begin + 1);
+  start(even, begin);
+  for (int64_t g = begin; g < end; g += 2) {
+    if (g + 1 < end) start(odd, g + 1);
+    unpack(g + 2);
+    finish(found[0], g);
+    if (g + 1 == end) break;
+    if (g + 2 < end) start(even, g + 2);
+    unpack(g + 3);
+    finish(found[1], g + 1);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < kWords; ++k)
+      std::memcpy(sums + r * kTile + k * kVector, &totals[r][k], sizeof(Floats));
+}
+
+// y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of kRows, the last filled up with zeros.
+template <int kRows, int kBits, typename X, typename B, typename O>
+void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, const B *bias, int64_t N,
+                       O *y) {
+  typedef IntegerMatrix<kBits> Matrix;
+  struct Line {
+    alignas(kLine) char bytes[kLine];
+  };
+  const int64_t group = w.group_steps * Matrix::kElements, words = std::min(kBand, group / 4);
+  const int64_t parts = group / words / 4, blocks = (M + kRows - 1) / kRows;
+  const int64_t tiles = (N + kTile - 1) / kTile, x_bytes = w.groups * group * kRows;
+  const int64_t turn = kAmxTurn / group, head = 2 * kRows;
+  const int64_t group_lines = w.group_steps * kStepBytes / kLine;
+  static thread_local std::vector<Line> x_memory;
+  static thread_local std::vector<uint32_t> heads_memory;
+  x_memory.resize(blocks * x_bytes / kLine);
+  heads_memory.resize(blocks * w.groups * head);
+  char *inputs = x_memory.data()->bytes;
+  uint32_t *heads = heads_memory.data();
+#pragma omp parallel if (M * N * w.depth > kParallelWork)
+  {
+#pragma omp for schedule(static)
+    for (int64_t g = 0; g < w.groups; ++g)
+      for (int64_t m = 0; m < blocks * kRows; ++m) {
+        const int64_t block = m / kRows, r = m % kRows;
+        int8_t bytes[kMaxGroup] = {};
+        const float factor = kBits == 4 && !w.has_zeros ? 0.0625f : 1.0f;
+        const float scale = m < M ? w.round(x + m * w.depth, g, bytes) * factor : 0.0f;
+        uint32_t *own = heads + (block * w.groups + g) * head;
+        own[r] = as_bits(scale);
+        own[kRows + r] = static_cast<uint32_t>(Matrix::begin_sum(add_bytes(bytes)));
+        char *to = inputs + block * x_bytes + g * group * kRows + r * 4 * words;
+        for (int64_t part = 0; part < parts; ++part)
+          std::memcpy(to + part * words * 4 * kRows, bytes + part * words * 4, words * 4);
+      }
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const int64_t last = tiles * (thread + 1) / threads;
+    const Registers registers(kRows, words);
+    alignas(kLine) char unpacked[kAmxTurn * kTile] = {};
+    static thread_local std::vector<Line> sums_memory;
+    sums_memory.resize(blocks * kRows * kTile * sizeof(float) / sizeof(Line));
+    float *sums = reinterpret_cast<float *>(sums_memory.data());
+    for (int64_t t = tiles * thread / threads; t < last; ++t) {
+      const char *tile = w.tiles + t * w.tile_bytes;
+      std::fill_n(sums, blocks * kRows * kTile, 0.0f);
+      if (const int64_t whole = w.steps / w.group_steps * w.group_steps; kBits == 8 && whole < w.steps)
+        std::memcpy(unpacked, tile + w.header + whole * kStepBytes, (w.steps - whole) * kStepBytes);
+      for (int64_t g = 0; g < w.groups; g += turn) {
+        const int64_t end = std::min(g + turn, w.groups);
+        const char *ahead = tile + w.header + g * w.group_steps * kStepBytes;
+        ahead += blocks == 1 ? kPrefetchBytes : turn * w.group_steps * kStepBytes;
+        const int64_t lines = (group_lines + blocks - 1) / blocks;
+        for (int64_t block = 0; block < blocks; ++block, ahead += turn * lines * kLine)
+          add_groups<kRows>(
+              TileGroups<kBits>{w, tile, inputs + block * x_bytes, ahead,
+                                heads + block * w.groups * head, unpacked, parts, words, lines,
+                                block == 0},
+              g, end, sums + block * kRows * kTile);
+      }
+      const int64_t output = t * kTile;
+      put_sums(sums, M, kTile, bias, output, std::min(kTile, N - output), N, y);
+    }
+  }
+}
+#endif
+
+template <int kBits, typename X, typename B, typename O>
+void multiply_integers(const X *x, int64_t M, const IntegerMatrix<kBits> &w, const B *bias, int64_t N,
+                       O *y) {
+#if SPECDEC_AMX_INTEGERS
+  if (M >= kAmxLeastRows && can_use_amx()) {
+    const int64_t blocks = (M + kAmxMostRows - 1) / kAmxMostRows;
+    switch ((M + blocks - 1) / blocks) {
+#define SPECDEC_ROWS(M_) \
+  case M_:               \
+    return multiply_by_bytes<M_>(x, M, w, bias, N, y);
+      SPECDEC_ROWS(2) SPECDEC_ROWS(3) SPECDEC_ROWS(4) SPECDEC_ROWS(5) SPECDEC_ROWS(6)
+      SPECDEC_ROWS(7) SPECDEC_ROWS(8)
+#undef SPECDEC_ROWS
+    }
+  }
+#endif
+  multiply_matrix(x, M, w, bias, N, y);
+}
+
 // The same with W packed, of numbers of type W or of Integers.
 template <typename X, typename W, typename B, typename O>
 void multiply(const X *x, int64_t M, int64_t depth, const W *packed, const B *bias, int64_t N,
@@ -1620,9 +1862,9 @@ void multiply(const X *x, int64_t M, int64_t depth, const W *packed, const B *bi
   if constexpr (!std::is_same<W, Integers>::value)
     multiply_matrix(x, M, FloatMatrix<W>(packed, depth), bias, N, y);
   else if (packed->bits == 4)
-    multiply_matrix(x, M, IntegerMatrix<4>(packed), bias, N, y);
+    multiply_integers(x, M, IntegerMatrix<4>(packed), bias, N, y);
   else
-    multiply_matrix(x, M, IntegerMatrix<8>(packed), bias, N, y);
+    multiply_integers(x, M, IntegerMatrix<8>(packed), bias, N, y);
 }
 
 // Asks for huge pages, of which a matrix needs few enough for the processor to know where they all
