@@ -1644,125 +1644,89 @@ inline void multiply_bytes() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
 }
 
-// From so many rows on integers are multiplied by AMX; blocks of rows are this large at most, so that
-// sums of a whole tile stay in registers. Two blocks or more take turns at so many inputs.
-constexpr int64_t kAmxLeastRows = 4, kAmxTurn = 512;
-constexpr int kAmxMostRows = 8;
+// From so many rows on integers are multiplied by AMX, a chunk of so many inputs at a time.
+constexpr int64_t kAmxLeastRows = 6, kAmxChunk = 512;
 
-// A tile's groups, and a block's inputs: bytes by `parts` of a group, which a register holds. heads:
-// of each group the scales of the rows and what their sums begin with. unpacked: where the signed bytes
-// of codes of 4 bits lie, and are put first where `is_first`.
-template <int kBits>
-struct TileGroups {
-  const IntegerMatrix<kBits> &w;
-  const char *tile, *x, *ahead;
+// Some groups of a row's inputs and of 16 outputs. x: bytes of kRows rows, by `parts` of a group, which
+// a register holds; heads: of each group the scales of the rows and what their sums begin with; w:
+// bytes as a matrix of 8 bits has them; scales: of the outputs, the next group's scale_bytes further.
+struct Groups {
+  const char *x, *w, *scales, *ahead;
   const uint32_t *heads;
-  char *unpacked;
-  int64_t parts, words, lines;
-  bool is_first;
+  int64_t count, parts, part_words, scale_bytes, lines;
 };
 
-// Signed bytes of a group of codes of 4 bits: 16 times the integers, or where there are zeros these.
-template <int kBits>
-inline void unpack_group(const TileGroups<kBits> &of, int64_t g, char *to) {
-  const IntegerMatrix<kBits> &w = of.w;
-  const auto put = [&](Words bytes, int64_t k) { std::memcpy(to + k * kLine, &bytes, kLine); };
-  const char *from = of.tile + w.header + g * w.group_steps * kStepBytes;
-  const char *const end = from + std::min(w.group_steps, w.steps - g * w.group_steps) * kStepBytes;
-  Words zeros[kWords] = {};
-  if (w.has_zeros)
-    for (int64_t k = 0; k < kWords; ++k)
-      zeros[k] = load<Words>(of.tile + w.scales_bytes + g * w.scale_stride * 4 + k * kLine) *
-                 0x01010101u;
-  for (; from < end; from += kStepBytes, to += 2 * kStepBytes)
-#pragma GCC unroll 2
-    for (int64_t k = 0; k < kWords; ++k) {
-      const Words codes = load<Words>(from + k * kLine);
-      if (w.has_zeros) {
-        const Words low = codes & 0x0f0f0f0fu, high = codes >> 4 & 0x0f0f0f0fu;
-        put((Words)_mm512_sub_epi8((__m512i)low, (__m512i)zeros[k]), k);
-        put((Words)_mm512_sub_epi8((__m512i)high, (__m512i)zeros[k]), kWords + k);
-      } else {
-        put((codes << 4 & 0xf0f0f0f0u) ^ 0x80808080u, k);
-        put((codes & 0xf0f0f0f0u) ^ 0x80808080u, kWords + k);
-      }
-    }
-}
-
-// Adds the products of the groups from `begin` to `end` to sums [kRows, kTile]. While one group is
-// multiplied, the sums of the group before it are scaled and the group after it is unpacked.
-template <int kRows, int kBits>
-void add_groups(const TileGroups<kBits> &of, int64_t begin, int64_t end, float *sums) {
-  constexpr bool kIsUnpacked = kBits == 4;
-  const IntegerMatrix<kBits> &w = of.w;
-  const int64_t x_part = of.words * 4 * kRows, w_part = of.words * kStepBytes;
-  const int64_t group_bytes = of.parts * w_part;
-  alignas(kLine) char found[2][kRows * kTile * 4];
-  Floats totals[kRows][kWords];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-    for (int64_t k = 0; k < kWords; ++k) totals[r][k] = load<Floats>(sums + r * kTile + k * kVector);
-  const char *ahead = of.ahead;
-  const auto unpack = [&](int64_t g) {
-    if (kIsUnpacked && of.is_first && g < end)
-      unpack_group(of, g, of.unpacked + (g - begin) * group_bytes);
-  };
+// Adds the products of a group's inputs with 16 outputs to sums [kRows, kTile]. While one group is
+// multiplied, the sums of the group before it are scaled.
+template <int kRows, bool kIsSigned>
+void add_groups(const Groups &w, float *sums) {
+  static_assert(kVector == kAmxRows, "a row of a register is a vector");
+  alignas(kLine) char found[2][kRows * kLine];
+  Floats totals[kRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) totals[r] = load<Floats>(sums + r * kTile);
+  const char *ahead = w.ahead;
   const auto start = [&](auto which, int64_t g) {
     constexpr int kAt = decltype(which)::value;
-    for (int64_t line = 0; line < of.lines; ++line, ahead += kLine) __builtin_prefetch(ahead);
-    const char *x = of.x + g * of.parts * x_part;
-    const char *from = kIsUnpacked ? of.unpacked + (g - begin) * group_bytes
-                                   : of.tile + w.header + g * group_bytes;
-    if (!kIsUnpacked && (g + 1) * w.group_steps > w.steps) from = of.unpacked;
-    clear_register<2 * kAt>();
-    clear_register<2 * kAt + 1>();
-    for (int64_t part = 0; part < of.parts; ++part, x += x_part, from += w_part) {
-      load_register<4 + kAt>(x, 4 * of.words);
-      load_register<6>(from, kStepBytes);
-      multiply_bytes<2 * kAt, 4 + kAt, 6, kIsUnpacked>();
-      load_register<7>(from + kLine, kStepBytes);
-      multiply_bytes<2 * kAt + 1, 4 + kAt, 7, kIsUnpacked>();
+    for (int64_t line = 0; line < w.lines; ++line, ahead += kLine) __builtin_prefetch(ahead), __builtin_prefetch(ahead + 49152, 0, 2);
+    clear_register<kAt>();
+    for (int64_t part = g * w.parts; part < (g + 1) * w.parts; ++part) {
+      load_register<4 + kAt>(w.x + part * w.part_words * 4 * kRows, 4 * w.part_words);
+      load_register<6 + kAt>(w.w + part * w.part_words * kStepBytes, kStepBytes);
+      multiply_bytes<kAt, 4 + kAt, 6 + kAt, kIsSigned>();
     }
-    store_register<2 * kAt>(found[kAt], 2 * kLine);
-    store_register<2 * kAt + 1>(found[kAt] + kLine, 2 * kLine);
+    store_register<kAt>(found[kAt], kLine);
   };
   const auto finish = [&](const char *from, int64_t g) {
-    Floats scales[kWords];
-    for (int64_t k = 0; k < kWords; ++k)
-      scales[k] = load<Floats>(of.tile + g * w.scale_stride * 4 + k * kLine);
-    const uint32_t *head = of.heads + g * 2 * kRows;
-#pragma GCC unroll 8
+    const Floats scale = load<Floats>(w.scales + g * w.scale_bytes);
+    const uint32_t *head = w.heads + g * 2 * kRows;
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Floats scale = spread<Floats>(as_float(head[r]));
-      const Ints first = (Ints)spread<Words>(kIsUnpacked ? 0u : head[kRows + r]);
-#pragma GCC unroll 2
-      for (int64_t k = 0; k < kWords; ++k) {
-        Ints sum = load<Ints>(from + r * 2 * kLine + k * kLine);
-        if constexpr (!kIsUnpacked) sum += first;
-        totals[r][k] = mul_add(to_floats(sum) * scale, scales[k], totals[r][k]);
-      }
+      Ints sum = load<Ints>(from + r * kLine);
+      if constexpr (!kIsSigned) sum += static_cast<int32_t>(head[kRows + r]);
+      totals[r] = mul_add(to_floats(sum) * as_float(head[r]), scale, totals[r]);
     }
   };
   constexpr std::integral_constant<int, 0> even;
   constexpr std::integral_constant<int, 1> odd;
-  unpack(begin);
-  unpack(begin + 1);
-  start(even, begin);
-  for (int64_t g = begin; g < end; g += 2) {
-    if (g + 1 < end) start(odd, g + 1);
-    unpack(g + 2);
+  start(even, 0);
+  for (int64_t g = 0; g < w.count; g += 2) {
+    if (g + 1 < w.count) start(odd, g + 1);
     finish(found[0], g);
-    if (g + 1 == end) break;
-    if (g + 2 < end) start(even, g + 2);
-    unpack(g + 3);
-    finish(found[1], g + 1);
+    if (g + 2 < w.count) start(even, g + 2);
+    if (g + 1 < w.count) finish(found[1], g + 1);
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) std::memcpy(sums + r * kTile, &totals[r], sizeof(Floats));
+}
+
+// Signed bytes of the steps from `begin` to `end` of a tile: of codes of 4 bits without zeros 16 times
+// the integer.
+template <int kBits>
+inline void unpack_steps(const IntegerMatrix<kBits> &w, const char *tile, int64_t begin, int64_t end,
+                         char *to) {
+  const auto put = [&](Words bytes, int64_t k) { std::memcpy(to + k * kLine, &bytes, kLine); };
+  for (int64_t step = begin; step < end;) {
+    const int64_t g = step / w.group_steps, stop = std::min(end, (g + 1) * w.group_steps);
+    Words zeros[kWords] = {};
+    if (w.has_zeros)
+      for (int64_t k = 0; k < kWords; ++k)
+        zeros[k] = load<Words>(tile + w.scales_bytes + g * w.scale_stride * 4 + k * kLine) * 0x01010101u;
+    for (; step < stop; ++step, to += kBits == 4 ? 2 * kStepBytes : kStepBytes)
 #pragma GCC unroll 2
-    for (int64_t k = 0; k < kWords; ++k)
-      std::memcpy(sums + r * kTile + k * kVector, &totals[r][k], sizeof(Floats));
+      for (int64_t k = 0; k < kWords; ++k) {
+        const Words codes = load<Words>(tile + w.header + step * kStepBytes + k * kLine);
+        if constexpr (kBits == 8) {
+          put(codes ^ 0x80808080u, k);
+        } else if (w.has_zeros) {
+          put((Words)_mm512_sub_epi8((__m512i)(codes & 0x0f0f0f0fu), (__m512i)zeros[k]), k);
+          put((Words)_mm512_sub_epi8((__m512i)(codes >> 4 & 0x0f0f0f0fu), (__m512i)zeros[k]), kWords + k);
+        } else {
+          put((codes << 4 & 0xf0f0f0f0u) ^ 0x80808080u, k);
+          put((codes & 0xf0f0f0f0u) ^ 0x80808080u, kWords + k);
+        }
+      }
+  }
 }
 
 // y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of kRows, the last filled up with zeros.
@@ -1773,11 +1737,13 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
   struct Line {
     alignas(kLine) char bytes[kLine];
   };
-  const int64_t group = w.group_steps * Matrix::kElements, words = std::min(kBand, group / 4);
-  const int64_t parts = group / words / 4, blocks = (M + kRows - 1) / kRows;
+  const int64_t group = w.group_steps * Matrix::kElements, part_words = std::min(kBand, group / 4);
+  const int64_t parts = group / part_words / 4, blocks = (M + kRows - 1) / kRows;
   const int64_t tiles = (N + kTile - 1) / kTile, x_bytes = w.groups * group * kRows;
-  const int64_t turn = kAmxTurn / group, head = 2 * kRows;
-  const int64_t group_lines = w.group_steps * kStepBytes / kLine;
+  const int64_t chunk = kAmxChunk / group, head = 2 * kRows;
+  const bool is_unpacked = kBits == 4;
+  const int64_t lines = (kAmxChunk / Matrix::kElements * kStepBytes / kLine + 2 * blocks * chunk - 1) /
+                        (2 * blocks * chunk);
   static thread_local std::vector<Line> x_memory;
   static thread_local std::vector<uint32_t> heads_memory;
   x_memory.resize(blocks * x_bytes / kLine);
@@ -1796,33 +1762,40 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
         uint32_t *own = heads + (block * w.groups + g) * head;
         own[r] = as_bits(scale);
         own[kRows + r] = static_cast<uint32_t>(Matrix::begin_sum(add_bytes(bytes)));
-        char *to = inputs + block * x_bytes + g * group * kRows + r * 4 * words;
+        char *to = inputs + block * x_bytes + g * group * kRows + r * 4 * part_words;
         for (int64_t part = 0; part < parts; ++part)
-          std::memcpy(to + part * words * 4 * kRows, bytes + part * words * 4, words * 4);
+          std::memcpy(to + part * part_words * 4 * kRows, bytes + part * part_words * 4, part_words * 4);
       }
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int64_t last = tiles * (thread + 1) / threads;
-    const Registers registers(kRows, words);
-    alignas(kLine) char unpacked[kAmxTurn * kTile] = {};
+    const Registers registers(kRows, part_words);
+    alignas(kLine) char unpacked[kAmxChunk * kTile] = {};
     static thread_local std::vector<Line> sums_memory;
     sums_memory.resize(blocks * kRows * kTile * sizeof(float) / sizeof(Line));
     float *sums = reinterpret_cast<float *>(sums_memory.data());
     for (int64_t t = tiles * thread / threads; t < last; ++t) {
       const char *tile = w.tiles + t * w.tile_bytes;
       std::fill_n(sums, blocks * kRows * kTile, 0.0f);
-      if (const int64_t whole = w.steps / w.group_steps * w.group_steps; kBits == 8 && whole < w.steps)
-        std::memcpy(unpacked, tile + w.header + whole * kStepBytes, (w.steps - whole) * kStepBytes);
-      for (int64_t g = 0; g < w.groups; g += turn) {
-        const int64_t end = std::min(g + turn, w.groups);
-        const char *ahead = tile + w.header + g * w.group_steps * kStepBytes;
-        ahead += blocks == 1 ? kPrefetchBytes : turn * w.group_steps * kStepBytes;
-        const int64_t lines = (group_lines + blocks - 1) / blocks;
-        for (int64_t block = 0; block < blocks; ++block, ahead += turn * lines * kLine)
-          add_groups<kRows>(
-              TileGroups<kBits>{w, tile, inputs + block * x_bytes, ahead,
-                                heads + block * w.groups * head, unpacked, parts, words, lines,
-                                block == 0},
-              g, end, sums + block * kRows * kTile);
+      for (int64_t g = 0; g < w.groups; g += chunk) {
+        const int64_t count = std::min(chunk, w.groups - g), step = g * w.group_steps;
+        const int64_t end = std::min(w.steps, step + count * w.group_steps);
+        const char *from = tile + w.header + step * kStepBytes;
+        const bool is_copied = is_unpacked || end < step + count * w.group_steps;
+        const char *ahead = from + chunk * w.group_steps * kStepBytes;
+        if constexpr (kBits == 4) {
+          unpack_steps(w, tile, step, end, unpacked);
+        } else if (is_copied) {
+          std::memcpy(unpacked, from, (end - step) * kStepBytes);
+        }
+        if (is_copied) from = unpacked;
+        for (int64_t block = 0; block < blocks; ++block)
+          for (int64_t k = 0; k < kWords; ++k, ahead += chunk * lines * kLine)
+            add_groups<kRows, kBits == 4>(
+                {inputs + block * x_bytes + g * group * kRows, from + k * kLine,
+                 tile + (g * w.scale_stride + k * kVector) * 4, ahead,
+                 heads + (block * w.groups + g) * head, count, parts, part_words,
+                 w.scale_stride * 4, lines},
+                sums + block * kRows * kTile + k * kVector);
       }
       const int64_t output = t * kTile;
       put_sums(sums, M, kTile, bias, output, std::min(kTile, N - output), N, y);
@@ -1836,15 +1809,11 @@ void multiply_integers(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
                        O *y) {
 #if SPECDEC_AMX_INTEGERS
   if (M >= kAmxLeastRows && can_use_amx()) {
-    const int64_t blocks = (M + kAmxMostRows - 1) / kAmxMostRows;
-    switch ((M + blocks - 1) / blocks) {
-#define SPECDEC_ROWS(M_) \
-  case M_:               \
-    return multiply_by_bytes<M_>(x, M, w, bias, N, y);
-      SPECDEC_ROWS(2) SPECDEC_ROWS(3) SPECDEC_ROWS(4) SPECDEC_ROWS(5) SPECDEC_ROWS(6)
-      SPECDEC_ROWS(7) SPECDEC_ROWS(8)
-#undef SPECDEC_ROWS
-    }
+    const int64_t blocks = (M + kAmxRows - 1) / kAmxRows, rows = (M + blocks - 1) / blocks;
+    if (rows <= 4) return multiply_by_bytes<4>(x, M, w, bias, N, y);
+    if (rows <= 8) return multiply_by_bytes<8>(x, M, w, bias, N, y);
+    if (rows <= 12) return multiply_by_bytes<12>(x, M, w, bias, N, y);
+    return multiply_by_bytes<16>(x, M, w, bias, N, y);
   }
 #endif
   multiply_matrix(x, M, w, bias, N, y);

@@ -17,10 +17,10 @@ FORMS = {
 }
 if platform.machine() in ("x86_64", "AMD64"):
     # That, and products of integers in pairs, though the processor may have instructions for both.
-    FORMS["pairs"] += ("-mno-avx512bf16", "-mno-avx512vnni")
+    FORMS["pairs"] += ("-mno-avx512bf16", "-mno-avx512vnni", "-mno-amx-int8")
     FORMS |= {"avx2": ("-mno-avx512f",), "sse2": ("-march=x86-64",)}
-    # The sums of processors with AMX, in plain code.
-    FORMS["bands"] = ("-DSPECDEC_BANDS",)
+    # The sums of processors with AMX, in plain code; integers without AMX.
+    FORMS["bands"] = ("-DSPECDEC_BANDS", "-mno-amx-int8")
 
 # Such as those of a sanitizer, see matrix.py.
 EXTRA_FLAGS = tuple(os.environ.get("SPECDEC_TEST_KERNEL_FLAGS", "").split())

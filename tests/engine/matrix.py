@@ -63,8 +63,8 @@ class Form:
 
 
 X86_FORMS = (
-    Form("AMX", ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16"), ("avx512vl", "amx_bf16"),
-         pairs="bands"),
+    Form("AMX", ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+         ("avx512vl", "amx_bf16", "amx_int8"), pairs="bands"),
     Form("AVX512-BF16", ("-march=x86-64-v4", "-mavx512bf16"), ("avx512vl", "avx512_bf16"),
          pairs="avx512"),
     Form("AVX-512", ("-march=x86-64-v4",), ("avx512vl",)),
