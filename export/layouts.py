@@ -20,7 +20,7 @@ import numpy as np
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import Array
 from specdec.methods.dflash import DFlashParams
-from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleParams
+from specdec.methods.eagle import EAGLE3_FIXED, MASK_DEPTH, Eagle3Params, EagleParams
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import FULL, SLIDING, ModelConfig
@@ -65,7 +65,8 @@ class Order:
         if isinstance(drafter, DFlashParams):
             return drafter.num_positions
         if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
-            return drafter.num_eagle_layers
+            # A folder is converted here for one, since how many it was trained for is not told.
+            return drafter.num_eagle_layers if drafter.num_eagle_layers > 1 else MASK_DEPTH
         return DEFAULT_DRAFT_TOKENS
 
 

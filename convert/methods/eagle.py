@@ -18,6 +18,7 @@ from specdec.errors import SpecDecError, join_names
 from specdec.methods.eagle import (
     EAGLE3_ARCHITECTURE,
     EAGLE3_FIXED,
+    MASK_DEPTH,
     MASK_HIDDEN,
     METHOD,
     OWN_ARCHITECTURE,
@@ -121,7 +122,6 @@ VLLM_PEAGLE = dataclasses.replace(
 PEAGLE = dataclasses.replace(SPECULATORS, fixed={"speculators_model_type": "peagle"})
 # What vLLM looks for in P-EAGLE's config.json, the first of which counts.
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
-MASK_DEPTH = 8  # tokens that speculators trains a pass to draft
 # Of the drafter's layers, in the Llama config that each format has somewhere.
 FIXED_NET = {
     "model_type": "llama", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,

@@ -116,6 +116,7 @@ def check_layers(key: str, found: object) -> None:
 
 # Of P-EAGLE: what stands for the outputs of the target's layers where a token is not known yet.
 MASK_HIDDEN = "drafter.mask_hidden"
+MASK_DEPTH = 8  # tokens that speculators trains a pass to draft
 # What `eagle_config` of a published folder says of every EAGLE-3 drafter that is known here.
 EAGLE3_FIXED = {
     "use_aux_hidden_state": True,
