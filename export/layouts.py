@@ -541,7 +541,9 @@ def find_lacks(order: Order, runtime: Runtime) -> Problems:
         if name not in ("vllm", "speculators", "hf"):
             problems.add(f"{runtime.title} drafts a token a pass, this drafter all in one", others)
         if name == "speculators" and eagle3.fc_norm:
-            problems.add("vLLM drops fc_norm of a P-EAGLE drafter of speculators'", "use --to vllm")
+            problems.add(
+                "vLLM drops fc_norm of a P-EAGLE drafter of speculators'", "use --to vllm, or hf"
+            )
     lost = [key for key, value in describe_norms(eagle3).items() if value]
     if lost := [key for key in lost if key not in runtime.norms]:
         problems.add(

@@ -116,8 +116,8 @@ def test_every_evaluation_converts_builds_and_runs(
     log = [json.loads(line) for line in (heads / "training_log.jsonl").read_text().splitlines()]
     lengths = [line["eval"]["acceptance"]["acceptance_length"] for line in log if "eval" in line]
     assert len(lengths) == 2
-    # A random target's text is nothing like the data: the recurrent head needs more than this.
-    assert lengths[-1] > 1 or kind == "redrafter" and lengths[-1] == 1
+    # A random target's text is nothing like the data: some drafters need more than this.
+    assert lengths[-1] > 1 or kind in ("redrafter", "p-eagle") and lengths[-1] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["heads"]
     measured = json.loads(done.out)["eval"]["acceptance"]
     assert f"engine: acceptance length {lengths[-1]:.2f}" in done.err
