@@ -35,7 +35,16 @@ NORMS = {
     "eagle3-input-norm": {"norm_before_fc": True, "norm_output": True},
     "eagle3-fc-norm": {"fc_norm": True},
 }
-DRAFTERS = ("medusa", "medusa-2", "medusa-soft", "eagle", "eagle-2-layers", *NORMS, "dflash")
+DRAFTERS = (
+    "medusa",
+    "medusa-2",
+    "medusa-soft",
+    "eagle",
+    "eagle-2-layers",
+    *NORMS,
+    "dflash",
+    "dspark",
+)
 
 
 def make_head() -> OutputHead:
@@ -52,12 +61,13 @@ def make_drafter(kind: str) -> Drafter:
             num_layers=2 if kind == "medusa-2" else 1,
             self_distillation=0.4 if kind == "medusa-soft" else 0.0,
         )
-    elif kind == "dflash":
+    elif kind in ("dflash", "dspark"):
+        rank = 3 if kind == "dspark" else 0
         drafter = DFlash(
             ModelConfig(**{**vars(MODEL), "num_hidden_layers": 2}),
             dflash.Recipe(
-                block_size=STEPS + 1, mask_token_id=2, embedding_scale=1.5, num_anchors=9, max_k=5,
-                loss_decay=0.8, self_distillation=0.6,
+                block_size=STEPS + (not rank), mask_token_id=2, embedding_scale=1.5, num_anchors=9,
+                max_k=5, loss_decay=0.8, self_distillation=0.6, markov_rank=rank,
             ),
             num_auxiliary=NUM_AUXILIARY, mask_row=torch.linspace(-1, 1, HIDDEN),
         )  # fmt: skip
@@ -196,7 +206,8 @@ def draft_dflash(
         for a in features.auxiliary[row, : place + 1]
     ]
     mask = torch.linspace(-1, 1, HIDDEN)
-    block = [1.5 * features.embedded[row, place + 1], *[1.5 * mask] * STEPS]
+    is_spark = "markov_head.markov_w1.weight" in weights
+    block = [1.5 * features.embedded[row, place + 1], *[1.5 * mask] * (STEPS - is_spark)]
     for index in range(2):
 
         def get(name: str, index: int = index) -> Tensor:
@@ -222,7 +233,7 @@ def draft_dflash(
             gated = gate / (1 + torch.exp(-gate)) * (get("mlp.up_proj") @ normed)
             outputs.append(x + get("mlp.down_proj") @ gated)
         block = outputs
-    return [normalize(x, weights["norm.weight"]) for x in block[1:]]
+    return [normalize(x, weights["norm.weight"]) for x in block[not is_spark :]]
 
 
 def guess_medusa(weights: dict[str, Tensor], features: Features, row: int, place: int) -> Any:
@@ -249,7 +260,7 @@ def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Ten
         for place in range(mask.shape[1] - 2):
             if kind.startswith("medusa"):
                 guesses = guess_medusa(weights, features, row, place)
-            elif kind == "dflash":
+            elif kind in ("dflash", "dspark"):
                 guesses = draft_dflash(weights, features, row, place)
             else:
                 guesses = draft_eagle(weights, features, row, place, norms_output=is_normed)
@@ -262,6 +273,9 @@ def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Ten
                     logits = weights["lm_head.weight"] @ normed
                 else:
                     logits = guess if kind.startswith("medusa") else head @ guess
+                if kind == "dspark":
+                    before = weights["markov_head.markov_w1.weight"][features.tokens[row, at - 1]]
+                    logits = logits + weights["markov_head.markov_w2.weight"] @ before
                 logs = logits - logits.exp().sum().log()
                 share = 1.0 if kind in NORMS else {"medusa-soft": 0.4}.get(kind, 0.6)
                 share = 0.0 if kind in ("medusa", "medusa-2") else share
@@ -273,7 +287,7 @@ def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Ten
                     smooth = torch.where(missed < 1, missed.square() / 2, missed - 0.5).mean()
                     loss = 0.3 * loss + smooth
                 terms[step].append(loss)
-    decay = 0.8 if kind.startswith(("medusa", "dflash")) else 0.9
+    decay = 0.8 if kind.startswith(("medusa", "dflash", "dspark")) else 0.9
     return sum(decay**i * torch.stack(t).mean() for i, t in enumerate(terms))  # type: ignore[return-value]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -122,6 +123,21 @@ class Level:
     width: int
 
 
+class Draft(Protocol):
+    """One draft of all rows: their roots, and what follows from level to level."""
+
+    roots: IntArray
+    goes_on: Callable[[np.ndarray], bool] | None
+
+    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
+        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
+        ...
+
+    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
+        """The same after nodes below those of the level before, [B, n, width]."""
+        ...
+
+
 class StaticTree:
     """The same tree of ranks every step: EAGLE-1's."""
 
@@ -141,7 +157,7 @@ class StaticTree:
         self._children = [[p for p in paths if len(p) == d] for d in range(1, self.depth + 1)]
         self.num_run = sum(map(len, inner[1:]))
 
-    def grow(self, draft: TreeDraft) -> list[Candidates]:
+    def grow(self, draft: Draft) -> list[Candidates]:
         """Draft every level of the tree for all rows."""
         levels: list[IntArray] = []
         scores: list[np.ndarray] = []
@@ -185,7 +201,7 @@ class DynamicTree:
         self.num_tokens = min(num_tokens, num_drafted)
         self.num_run = (depth - 1) * top_k
 
-    def grow(self, draft: TreeDraft) -> list[Candidates]:
+    def grow(self, draft: Draft) -> list[Candidates]:
         """Draft all levels for all rows, or those that are worth their price; then choose."""
         top_k = self.top_k
         ranked, scores = draft.rank_root(top_k)  # [B, 1, K]
