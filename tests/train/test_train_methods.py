@@ -146,6 +146,42 @@ def test_every_evaluation_converts_builds_and_runs(
         assert stats[name] == measured[name]
 
 
+@pytest.mark.parametrize("kind", ["redrafter", "medusa", "eagle", "eagle3-few", "dflash"])
+def test_a_training_goes_on_from_a_written_drafter(
+    kind: str, run_train: Any, inputs: Any, tmp_path: Path
+) -> None:
+    """By a step that is too small to change a weight; without the flag all of them differ."""
+    options = (*inputs, *KINDS[kind], "--max-steps", 1, "--eval-prompts", 0)
+    still = (*options, "--learning-rate", 1e-30, "--seed", 4, "--output-dir")
+    first, again, fresh = (tmp_path / name for name in ("first", "again", "fresh"))
+    assert run_train(*options, "--output-dir", first).status == 0
+    assert run_train(*still, again, "--start-from", first).status == 0
+    assert run_train(*still, fresh).status == 0
+    (name,) = (path.name for path in first.glob("*.safetensors"))
+    assert (again / name).read_bytes() == (first / name).read_bytes() != (fresh / name).read_bytes()
+    assert "* went on from the drafter `first`\n" in (again / "README.md").read_text()
+    refused = run_train(*options, "--start-from", first, "--output-dir", first, "--force")
+    assert refused.status == 1
+    assert f"{first} is or holds {first}, which it would replace" in refused.err
+
+
+def test_a_drafter_of_other_sizes_is_no_start(run_train: Any, inputs: Any, tmp_path: Path) -> None:
+    options = (*inputs, *KINDS["redrafter"], "--max-steps", 1, "--eval-prompts", 0)
+    first, out = tmp_path / "first", tmp_path / "out"
+    assert run_train(*options, "--output-dir", first).status == 0
+    more = ("--redrafter-num-layers", 1, "--redrafter-exit-dim", 24)
+    other = run_train(*options, *more, "--output-dir", out, "--start-from", first)
+    assert other.status == 1
+    path = first / "model.safetensors"
+    assert f"lm_head.0.linear.bias in {path} is [64], of this training [24]" in other.err
+    assert f"lm_head.2.weight in {path} is [320, 64], of this training missing" in other.err
+    assert "hint: give the method and sizes" in other.err
+    nothing = run_train(*options, "--output-dir", out, "--start-from", tmp_path / "none")
+    assert nothing.status == 1
+    assert f"--start-from {tmp_path / 'none'} is no folder" in nothing.last_lines[0]
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("medusa", "float32"), ("eagle", "bfloat16"), ("eagle3-few", "float32")],
