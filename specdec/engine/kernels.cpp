@@ -1648,7 +1648,8 @@ inline void multiply_bytes() {
 }
 
 // From so many rows on integers are multiplied by AMX, a chunk of so many inputs at a time.
-constexpr int64_t kAmxLeastRows = 6, kAmxChunk = 512;
+constexpr int64_t kAmxLeastRows = 7, kAmxChunk = 512;
+constexpr int64_t kFarBytes = 3 << 14;  // beyond the chunk that goes to the nearest cache next
 
 // Some groups of a row's inputs and of 16 outputs. x: bytes of kRows rows, by `parts` of a group, which
 // a register holds; heads: of each group the scales of the rows and what their sums begin with; w:
@@ -1671,7 +1672,10 @@ void add_groups(const Groups &w, float *sums) {
   const char *ahead = w.ahead;
   const auto start = [&](auto which, int64_t g) {
     constexpr int kAt = decltype(which)::value;
-    for (int64_t line = 0; line < w.lines; ++line, ahead += kLine) __builtin_prefetch(ahead), __builtin_prefetch(ahead + 49152, 0, 2);
+    for (int64_t line = 0; line < w.lines; ++line, ahead += kLine) {
+      __builtin_prefetch(ahead);
+      __builtin_prefetch(ahead + kFarBytes, 0, 2);  // to the second cache
+    }
     clear_register<kAt>();
     for (int64_t part = g * w.parts; part < (g + 1) * w.parts; ++part) {
       load_register<4 + kAt>(w.x + part * w.part_words * 4 * kRows, 4 * w.part_words);
@@ -1705,8 +1709,7 @@ void add_groups(const Groups &w, float *sums) {
 
 // Signed bytes of the steps from `begin` to `end` of a tile: of codes of 4 bits without zeros 16 times
 // the integer.
-template <int kBits>
-inline void unpack_steps(const IntegerMatrix<kBits> &w, const char *tile, int64_t begin, int64_t end,
+inline void unpack_steps(const IntegerMatrix<4> &w, const char *tile, int64_t begin, int64_t end,
                          char *to) {
   const auto put = [&](Words bytes, int64_t k) { std::memcpy(to + k * kLine, &bytes, kLine); };
   for (int64_t step = begin; step < end;) {
@@ -1715,13 +1718,11 @@ inline void unpack_steps(const IntegerMatrix<kBits> &w, const char *tile, int64_
     if (w.has_zeros)
       for (int64_t k = 0; k < kWords; ++k)
         zeros[k] = load<Words>(tile + w.scales_bytes + g * w.scale_stride * 4 + k * kLine) * 0x01010101u;
-    for (; step < stop; ++step, to += kBits == 4 ? 2 * kStepBytes : kStepBytes)
+    for (; step < stop; ++step, to += 2 * kStepBytes)
 #pragma GCC unroll 2
       for (int64_t k = 0; k < kWords; ++k) {
         const Words codes = load<Words>(tile + w.header + step * kStepBytes + k * kLine);
-        if constexpr (kBits == 8) {
-          put(codes ^ 0x80808080u, k);
-        } else if (w.has_zeros) {
+        if (w.has_zeros) {
           put((Words)_mm512_sub_epi8((__m512i)(codes & 0x0f0f0f0fu), (__m512i)zeros[k]), k);
           put((Words)_mm512_sub_epi8((__m512i)(codes >> 4 & 0x0f0f0f0fu), (__m512i)zeros[k]), kWords + k);
         } else {
@@ -1744,7 +1745,6 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
   const int64_t parts = group / part_words / 4, blocks = (M + kRows - 1) / kRows;
   const int64_t tiles = (N + kTile - 1) / kTile, x_bytes = w.groups * group * kRows;
   const int64_t chunk = kAmxChunk / group, head = 2 * kRows;
-  const bool is_unpacked = kBits == 4;
   const int64_t lines = (kAmxChunk / Matrix::kElements * kStepBytes / kLine + 2 * blocks * chunk - 1) /
                         (2 * blocks * chunk);
   static thread_local std::vector<Line> x_memory;
@@ -1783,7 +1783,7 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
         const int64_t count = std::min(chunk, w.groups - g), step = g * w.group_steps;
         const int64_t end = std::min(w.steps, step + count * w.group_steps);
         const char *from = tile + w.header + step * kStepBytes;
-        const bool is_copied = is_unpacked || end < step + count * w.group_steps;
+        const bool is_copied = kBits == 4 || end < step + count * w.group_steps;
         const char *ahead = from + chunk * w.group_steps * kStepBytes;
         if constexpr (kBits == 4) {
           unpack_steps(w, tile, step, end, unpacked);
