@@ -37,6 +37,17 @@ def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = 
         )
 
 
+def check_output_file(path: Path) -> None:
+    """Raise SpecDecError where a file cannot be written, before the work that is to fill it."""
+    if path.is_dir():
+        raise SpecDecError(f"{path} is a folder", "name a file for the output")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise SpecDecError(
+            f"{path} cannot be written: there is no folder {path.parent}, or it is read-only",
+            "check the path and its permissions",
+        )
+
+
 def measure_free_space(output_dir: Path) -> tuple[Path, int]:
     """Return the existing folder that an output will lie in, and the free bytes of its disk."""
     folder = output_dir.resolve()
