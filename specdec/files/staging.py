@@ -48,12 +48,39 @@ def check_output_file(path: Path) -> None:
         )
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in one piece: where the disk is full, what was there before stays."""
+    if path.exists() and not path.is_file():  # a pipe or a terminal
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # what a link leads to, not the link
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def measure_free_space(output_dir: Path) -> tuple[Path, int]:
     """Return the existing folder that an output will lie in, and the free bytes of its disk."""
     folder = output_dir.resolve()
     while not folder.exists():
         folder = folder.parent
     return folder, shutil.disk_usage(folder).free
+
+
+def check_free_space(output_dir: Path, num_bytes: int, taken: str) -> None:
+    """Raise SpecDecError where a disk cannot hold an output; taken: as "the checkpoint takes"."""
+    folder, free = measure_free_space(output_dir)
+    # What an interrupted run has written is gone on with, or removed first.
+    partial = get_partial(output_dir)
+    free += sum(path.stat().st_size for path in partial.rglob("*")) if partial.is_dir() else 0
+    if free < num_bytes:
+        raise SpecDecError(
+            f"{taken} {num_bytes / 1e6:.1f} MB, {folder} has {free / 1e6:.1f} MB free",
+            "free some space, or choose another folder",
+        )
 
 
 def list_local(*given: Path | str | None) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
+from specdec.files.staging import write_whole
 from specdec.run.cli import format_stats
 from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
 from tests.engines import call, make_engine, run_cli_here
@@ -159,6 +161,22 @@ def test_an_end_that_no_text_can_reach_is_refused(folder: Path) -> None:
             "run", "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
             "--input-text", "ab", "--end-id", 128,
         )  # fmt: skip
+
+
+def test_where_writing_fails_the_old_output_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out.txt").write_text("old")
+    real = Path.write_text
+
+    def fill_disk(path: Path, text: str, **kind: Any) -> None:
+        real(path, text[:1], **kind)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "out.txt", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.txt", "old")]
 
 
 def test_where_nothing_can_be_written_nothing_is_generated(folder: Path, tmp_path: Path) -> None:
