@@ -1,9 +1,10 @@
 """What each runtime reads: one writer for a kind of drafter, and what each runtime lacks.
 
 Facts, as the runtimes' own loaders have them: vLLM 0.32.0 (model_executor/models/{medusa,
-llama_eagle, llama_eagle3, qwen3_dflash}.py, transformers_utils/configs/), SGLang 03d5a77 and
-034b3be (srt/models/llama_eagle{3,}.py), 0.5.23 (srt/models/dflash.py, srt/speculative/
-dflash_utils.py), speculators c05b95b and 0.9.0, TensorRT-LLM's llmapi/llm_args.py.
+llama_eagle, llama_eagle3, qwen3_dflash, qwen3_dspark}.py, transformers_utils/configs/), SGLang
+03d5a77 and 034b3be (srt/models/llama_eagle{3,}.py), 0.5.23 (srt/models/dflash.py, srt/speculative/
+dflash_utils.py), speculators c05b95b and 0.9.0, DeepSpec afdfa7c (deepspec/modeling/dspark/),
+TensorRT-LLM's llmapi/llm_args.py.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import numpy as np
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import Array
 from specdec.methods.dflash import DFlashParams
-from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleParams
+from specdec.methods.eagle import EAGLE3_FIXED, MASK_DEPTH, Eagle3Params, EagleParams
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import FULL, SLIDING, ModelConfig
-from specdec.model.tensors import HEAD, OFFSETS
+from specdec.model.tensors import DFLASH_NET, HEAD, OFFSETS
 
 from .settings import ExportSettings
 from .source import MODEL_TYPES, TITLES, Part, Source
@@ -63,6 +64,9 @@ class Order:
             return drafter.draft_len_per_beam
         if isinstance(drafter, DFlashParams):
             return drafter.num_positions
+        if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
+            # A folder is converted here for one, since how many it was trained for is not told.
+            return drafter.num_eagle_layers if drafter.num_eagle_layers > 1 else MASK_DEPTH
         return DEFAULT_DRAFT_TOKENS
 
 
@@ -211,6 +215,8 @@ def write_eagle3(order: Order) -> Contents:
         },
         **norms,
     }
+    if (token := params.mask_token_id) is not None:  # vLLM before 0.32 knows the second name alone
+        config |= {"parallel_drafting": True, "mask_token_id": token, "pard_token": token}
     tensors = add_drafted(source, dict(source.parts))
     return Contents(config=config, tensors=tensors, command=serve(order, "eagle3"))
 
@@ -246,6 +252,8 @@ def write_dflash(order: Order) -> Contents:
     is_causal is told, as are the types of the layers: absent, it is true for layers with a window.
     """
     source, params = order.source, get_dflash(order.source)
+    if params.markov_rank or params.sample_from_anchor:
+        return write_dspark(order)
     told = {"mask_token_id": params.mask_token_id, "target_layer_ids": list(params.aux_layers)}
     if params.net.embedding_multiplier != 1:
         told["input_embedding_scale"] = params.net.embedding_multiplier
@@ -258,6 +266,43 @@ def write_dflash(order: Order) -> Contents:
     }
     tensors = add_drafted(source, dict(source.parts))
     return Contents(config=config, tensors=tensors, command=serve(order, "dflash"))
+
+
+def write_dspark(order: Order) -> Contents:
+    """DeepSpec's, of blocks that draft from the anchor too; a rank of 0 is its DFlash.
+
+    DeepSpec's loader wants embedding and head, the target's among them; num_anchors is of training.
+    """
+    source, params = order.source, get_dflash(order.source)
+    config = describe_dflash_net(params, source.model.dtype, "Qwen3DSparkModel") | {
+        "is_causal": False,
+        "num_target_layers": source.model.num_hidden_layers,
+        "block_size": params.block_size,
+        "draft_vocab_size": params.draft_vocab_size,
+        "mask_token_id": params.mask_token_id,
+        "target_layer_ids": list(params.aux_layers),
+        "num_anchors": 512,
+        **describe_markov(params),
+    }
+    if params.net.embedding_multiplier != 1:
+        config["input_embedding_scale"] = params.net.embedding_multiplier
+    parts: dict[str, Part | Array] = dict(source.parts)
+    if order.settings.to == "hf":
+        for name, own in (("embed_tokens.weight", "drafter.vocab_embedding.weight"), (HEAD, HEAD)):
+            parts[name] = Part(f"{DFLASH_NET}{own}")
+            source.left_out.pop(name, None)
+    tensors = add_drafted(source, parts)
+    return Contents(config=config, tensors=tensors, command=serve(order, "dspark"))
+
+
+def describe_markov(params: DFlashParams) -> dict[str, Any]:
+    """DSpark's fields: no confidence head is kept."""
+    return {
+        "sample_from_anchor": params.sample_from_anchor,
+        "markov_rank": params.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+    }
 
 
 def get_dflash(source: Source) -> DFlashParams:
@@ -290,6 +335,9 @@ def write_speculators(order: Order) -> Contents:
             "aux_hidden_state_layer_ids": list_entered(drafter), "sample_from_anchor": False,
             "sliding_window_non_causal": True,  # else vLLM hides a block's later tokens everywhere
         }  # fmt: skip
+        if drafter.markov_rank:
+            name, architecture = "dspark", "DSparkSpeculator"
+            own |= describe_markov(drafter) | {"confidence_head_with_markov": False}
     else:
         drafter = get_eagle(source)
         assert drafter.eagle3 is not None
@@ -299,6 +347,9 @@ def write_speculators(order: Order) -> Contents:
             "eagle_aux_hidden_state_layer_ids": list_entered(drafter.eagle3),
             **describe_norms(drafter.eagle3),
         }
+        if (token := drafter.mask_token_id) is not None:
+            name, architecture = "peagle", "PEagleSpeculator"
+            own["mask_token_id"] = token
     config = {
         "architectures": [architecture],
         "speculators_model_type": name,
@@ -341,6 +392,9 @@ def serve(order: Order, method: str) -> str:
     if order.settings.to == "vllm":
         speculative = {"method": method, "model": place, "num_speculative_tokens": number}
         words = f"vllm serve {target} --speculative-config"
+        drafter = order.source.drafter
+        if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
+            speculative["parallel_drafting"] = True
         if method == "redrafter":
             speculative |= {"method": "custom_class", "model": "redrafter_proposer.ReDrafter"}
             words = f"PYTHONPATH={place} vllm serve {target} --enforce-eager --speculative-config"
@@ -361,7 +415,7 @@ def serve(order: Order, method: str) -> str:
         )
     flags = {"eagle": "--eagle-model-dir", "eagle3": "--eagle-model-dir",
              "medusa": "--medusa-model-dir", "redrafter": "--drafter-model-dir",
-             "dflash": "--dflash-model-dir",
+             "dflash": "--dflash-model-dir", "dspark": "--dflash-model-dir",
              "draft_model": "--draft-model-dir"}  # fmt: skip
     return f'specdec generate --model-dir {target} {flags[method]} {place} "def main():"'
 
@@ -483,6 +537,13 @@ def find_lacks(order: Order, runtime: Runtime) -> Problems:
                 "export it for sglang or as hf; or train one with specdec-train --no-eagle-bias",
             )
         return problems
+    if eagle3.mask_token_id is not None:
+        if name not in ("vllm", "speculators", "hf"):
+            problems.add(f"{runtime.title} drafts a token a pass, this drafter all in one", others)
+        if name == "speculators" and eagle3.fc_norm:
+            problems.add(
+                "vLLM drops fc_norm of a P-EAGLE drafter of speculators'", "use --to vllm, or hf"
+            )
     lost = [key for key, value in describe_norms(eagle3).items() if value]
     if lost := [key for key in lost if key not in runtime.norms]:
         problems.add(
@@ -520,10 +581,20 @@ def find_dflash_lacks(order: Order, params: DFlashParams) -> Problems:
     """List what a runtime has no room for of a DFlash drafter, or computes in another way."""
     problems, source, to = Problems(), order.source, order.settings.to
     title, vllm = RUNTIMES[to].title, to in ("vllm", "speculators")
-    if params.sample_from_anchor:
+    if params.markov_rank and to == "sglang":
+        problems.add(
+            f"{title} is not known to read the Markov head that the drafter has",
+            "export it for vllm or speculators, or as hf",
+        )
+    if params.markov_rank and to == "hf" and not params.sample_from_anchor:
+        problems.add(
+            "DeepSpec's layout drafts from the first token of a block, this drafter does not",
+            "export it for vllm or speculators",
+        )
+    if params.sample_from_anchor and not params.markov_rank and to != "hf":
         problems.add(
             f"{title} drafts from the masks of a block, this drafter from its first token too",
-            "specdec runs it from the folder that it came in; --to hf cannot tell it either",
+            "specdec runs it from the folder that it came in, or from that of --to hf",
         )
     elif order.num_draft_tokens > params.num_positions:
         problems.add(
@@ -538,7 +609,10 @@ def find_dflash_lacks(order: Order, params: DFlashParams) -> Problems:
             " layout takes behind the final norm",
             "export it as speculators, or as hf with a drafter that reads inner layers",
         )
-    if not vllm and (own := {"embed_tokens.weight", HEAD, OFFSETS} & set(source.parts)):
+    absent = {"embed_tokens.weight", HEAD, OFFSETS}
+    if to == "hf" and params.sample_from_anchor:  # DeepSpec's layout holds a whole vocabulary's
+        absent = {OFFSETS}
+    if not vllm and (own := absent & set(source.parts)):
         problems.add(
             f"{title} drafts with the target's embedding and head, the drafter has"
             f" {join_names(sorted(own))} of its own",

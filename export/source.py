@@ -23,6 +23,8 @@ from specdec.model.tensors import (
     EMBEDDING,
     HEAD,
     HEAD_BIAS,
+    MARKOV_EMBEDDING,
+    MARKOV_HEAD,
     find_first_copy,
     list_target_tensors,
 )
@@ -162,6 +164,8 @@ class Source:
         names = {
             "drafter.vocab_embedding.weight": "embed_tokens.weight",
             "drafter.ln_f.weight": "norm.weight",
+            MARKOV_EMBEDDING: "markov_head.markov_w1.weight",
+            MARKOV_HEAD: "markov_head.markov_w2.weight",
         }
         parts: dict[str, Part] = {}
         for name in params.list_tensors(self.model):

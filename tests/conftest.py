@@ -258,6 +258,7 @@ def make_eagle_drafter(
     aux_layers: tuple[int, ...] = (0, 1),
     bias: bool = True,
     own_embedding: bool = True,
+    mask_token_id: int | None = None,
     dtype: str = "float32",
     seed: int = 0,
     scale: float = 1.0,
@@ -268,6 +269,7 @@ def make_eagle_drafter(
 
     Version 1 as SafeAILab publishes it, 3 as ModelOpt exports it, with `aux_layers` the layers of
     the target whose outputs it reads. A reduced vocabulary has every other token, then the rest.
+    mask_token_id: P-EAGLE's, as vLLM reads it.
     """
     from safetensors.torch import save_file
 
@@ -299,12 +301,20 @@ def make_eagle_drafter(
             shapes["input_norm.weight"] = (width,)
         if config.get("fc_norm"):
             shapes |= {f"fc_norm.{part}.weight": (hidden,) for part in range(len(aux_layers))}
+        if mask_token_id is not None:
+            shapes["mask_hidden"] = (1, 1, width)
+            config = {
+                "parallel_drafting": True, "pard_token": mask_token_id,
+                "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in aux_layers],
+            } | config  # fmt: skip
     elif bias:
         shapes["fc.bias"] = (hidden,)
     if own_embedding:
         shapes["embed_tokens.weight"] = (vocab, hidden)
     drafted = draft_vocab if version == 3 else None
     tensors = draw_drafter(shapes, vocab, drafted, dtype=dtype, seed=seed, scale=scale)
+    if mask_token_id is not None:  # as large as what stands for
+        tensors["mask_hidden"] *= width**0.5
     document: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -352,6 +362,7 @@ def make_dflash_drafter(
     block_size: int | None = 5,
     mask_token_id: int = 2,
     bias: bool = False,
+    markov_rank: int | None = None,
     dtype: str = "float32",
     seed: int = 0,
     scale: float = 1.0,
@@ -361,9 +372,10 @@ def make_dflash_drafter(
 ) -> Path:
     """Write a random DFlash drafter and return `parent / name`.
 
-    form: as z-lab publishes it, or as `speculators` does, with embedding and head of its own; a
-    reduced vocabulary, which only those have, has every other token, then the rest. net: fields of
-    its layers, config: others.
+    form: as z-lab publishes it, or as `speculators` or `deepspec` do, with embedding and head of
+    its own; a reduced vocabulary, which only speculators' have, has every other token, then the
+    rest. markov_rank: of DSpark's Markov head, with a confidence head beside it. net: fields of its
+    layers, config: others.
     """
     from safetensors.torch import save_file
 
@@ -391,11 +403,23 @@ def make_dflash_drafter(
             f"{prefix}input_layernorm.weight": (hidden,),
             f"{prefix}post_attention_layernorm.weight": (hidden,),
         }
-    if form == "speculators":
+    if form != "z-lab":
         shapes |= {
             "embed_tokens.weight": (vocab, hidden),
             "lm_head.weight": (draft_vocab or vocab, hidden),
         }
+    markov: dict[str, Any] = {"enable_confidence_head": False}
+    if markov_rank:
+        shapes |= {
+            "markov_head.markov_w1.weight": (vocab, markov_rank),
+            "markov_head.markov_w2.weight": (draft_vocab or vocab, markov_rank),
+            "confidence_head.proj.weight": (1, hidden + markov_rank),
+            "confidence_head.proj.bias": (1,),
+        }
+        markov = {"markov_head_type": "vanilla", "enable_confidence_head": True,
+                  "confidence_head_with_markov": True}  # fmt: skip
+    if markov_rank is not None:
+        markov["markov_rank"] = markov_rank
     tensors = draw_drafter(shapes, vocab, draft_vocab, dtype=dtype, seed=seed, scale=scale)
     fields: dict[str, Any] = {
         "model_type": "qwen3",
@@ -424,6 +448,23 @@ def make_dflash_drafter(
             "aux_hidden_state_layer_ids": [layer + 1 for layer in aux_layers],
             "mask_token_id": mask_token_id,
         }
+        if markov_rank is not None:
+            document |= markov | {
+                "architectures": ["DSparkSpeculator"], "speculators_model_type": "dspark",
+                "sample_from_anchor": True,
+            }  # fmt: skip
+    elif form == "deepspec":
+        document = fields | markov | {
+            "architectures": ["Qwen3DSparkModel"],
+            "block_size": block_size,
+            "mask_token_id": mask_token_id,
+            "target_layer_ids": list(aux_layers),
+            "num_target_layers": target_layers,
+            "num_anchors": 512,
+            "layer_types": fields.get("layer_types", ["full_attention"] * layers),
+            "tie_word_embeddings": False,
+            "torch_dtype": dtype,
+        }  # fmt: skip
     else:
         document = fields | {
             "architectures": ["DFlashDraftModel"],

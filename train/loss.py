@@ -1,7 +1,7 @@
 """Cross-entropy of a wide output layer without ever holding all the logits.
 
-Legend: N labels, C labels of a chunk, E width of the last layer, V vocabulary, P draft positions,
-K the largest k of top-k accuracy.
+Legend: N labels, C labels of a chunk, E width of the last layer, R of a matrix beside it, V
+vocabulary, P draft positions, K the largest k of top-k accuracy.
 """
 
 from __future__ import annotations
@@ -48,22 +48,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         label_weights: Tensor,
         measure: bool,
         teacher: Teacher | None,
+        more: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         compute = x.dtype
-        cast = weight.to(compute)  # [V, E]
+        weights = [weight] if more is None else [weight, more]
+        casts = [part.to(compute) for part in weights]  # [V, E], [V, R]
+        widths = [part.shape[1] for part in weights]
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)  # [N]
         ranks = torch.full((len(x),), NOT_MEASURED, dtype=torch.int64, device=x.device)  # [N]
-        needs_weight = ctx.needs_input_grad[1]
-        needs_grad = ctx.needs_input_grad[0] or needs_weight
-        grad_x = torch.empty_like(x) if needs_grad else None  # [N, E]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        needs = [ctx.needs_input_grad[1], ctx.needs_input_grad[6]][: len(weights)]
+        needs_grad = ctx.needs_input_grad[0] or any(needs)
+        grad_x = torch.empty_like(x) if needs_grad else None  # [N, E + R]
+        grad_weights = [
+            torch.zeros_like(part, dtype=torch.float32) if is_needed else None
+            for part, is_needed in zip(weights, needs, strict=True)
+        ]
         budget = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS["cuda"])
         size = max(1, budget // len(weight))
         share = teacher.share if teacher is not None else 0.0
         for start in range(0, len(x), size):
             part = slice(start, start + size)
             x_part, index = x[part], labels[part, None]  # [C, E], [C, 1]
-            logits = (x_part @ cast.T).float()  # [C, V]
+            pieces = torch.split(x_part, widths, 1)
+            logits = (pieces[0] @ casts[0].T).float()  # [C, V]
+            if more is not None:
+                logits = logits.add_(pieces[1] @ casts[1].T)
             wanted = teacher.compute_logits(part) if teacher is not None else None  # [C, V]
             guessed = wanted.argmax(1, keepdim=True) if wanted is not None and share == 1 else index
             of_label = logits.gather(1, guessed)  # [C, 1]
@@ -93,20 +102,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if wanted is not None:
                     gradient = gradient.sub_(wanted.mul_(share * row_weights))
                 scaled = gradient.to(compute)
-                grad_x[part] = scaled @ cast
-                if grad_weight is not None:
-                    grad_weight += scaled.T @ x_part
-        ctx.save_for_backward(grad_x, grad_weight)
-        ctx.weight_dtype = weight.dtype
+                grad_x[part] = torch.cat([scaled @ cast for cast in casts], 1)
+                for gradient_sum, piece in zip(grad_weights, pieces, strict=True):
+                    if gradient_sum is not None:
+                        gradient_sum += scaled.T @ piece
+        ctx.save_for_backward(grad_x, *grad_weights)
+        ctx.dtypes = [part.dtype for part in weights]
         ctx.mark_non_differentiable(losses, ranks)
         return (losses * label_weights).sum(), losses, ranks
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = ctx.saved_tensors
-        if grad_weight is not None:
-            grad_weight = (grad_weight * grads[0]).to(ctx.weight_dtype)
-        return grad_x * grads[0], grad_weight, None, None, None, None
+        grad_x, *sums = ctx.saved_tensors
+        of_weight, of_more = [
+            None if own is None else (own * grads[0]).to(dtype)
+            for own, dtype in zip(sums, ctx.dtypes, strict=True)
+        ] + [None] * (2 - len(sums))
+        return grad_x * grads[0], of_weight, None, None, None, None, of_more
 
 
 def rank_labels(logits: Tensor, of_label: Tensor, index: Tensor) -> Tensor:
@@ -127,16 +139,18 @@ def compute_loss(
     *,
     measure: bool,
     teacher: Teacher | None = None,
+    more: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted sum of the labels' losses, each one of them, and the labels' ranks.
 
-    x [N, E], weight [V, E], labels and label_weights [N] -> scalar, [N], [N]. A loss is the
-    label's cross-entropy and, as far as a teacher has a share, the divergence from its
-    distribution. Only the first result is differentiable. Ranks are NOT_MEASURED unless `measure`.
-    Fused linear and cross-entropy as in https://arxiv.org/abs/2410.10989; N may be 0.
+    x [N, E], or [N, E + R] with `more` [V, R] beside the weight [V, E], labels and label_weights
+    [N] -> scalar, [N], [N]. A loss is the label's cross-entropy and, as far as a teacher has a
+    share, the divergence from its distribution. Only the first result is differentiable. Ranks are
+    NOT_MEASURED unless `measure`. N may be 0. Fused linear and cross-entropy as in
+    https://arxiv.org/abs/2410.10989.
     """
     results: tuple[Tensor, Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, labels, label_weights, measure, teacher
+        x, weight, labels, label_weights, measure, teacher, more
     )
     return results
 

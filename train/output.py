@@ -116,6 +116,7 @@ def write_card(
         f" {100 * settings.warmup_ratio:g}% of the steps, then a cosine to zero; weight decay"
         f" {settings.weight_decay:g}, gradients clipped at {settings.max_grad_norm:g}; seed"
         f" {settings.seed}",
+        *([f"* went on from the drafter `{start.name}`"] if (start := settings.start_from) else []),
         f"* computed in {compute['dtype']} on {compute['processes']} x {compute['device']}",
         f"* {100 * settings.self_distillation:g}% of what is learned is the target's own"
         " distribution, the rest the text's tokens",

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.command.settings import list_given, name_flag, need, require
 from specdec.documents import check_data_file
-from specdec.errors import SpecDecError, UsageError, name_extra, summarize
+from specdec.errors import Problems, SpecDecError, UsageError, name_extra, summarize
 from specdec.files.manifest import describe_file
 from specdec.files.staging import check_output_dir, list_local, stage_folder
+from specdec.files.tensor_file import TensorFile
 from specdec.logs import get_launched_rank, get_logger
 from specdec.methods import METHODS
 from specdec.mpi import check_meeting_place, find_launch
@@ -273,8 +274,30 @@ def make_drafter(
     torch.manual_seed(settings.seed)
     target.token_counts = rows.count_tokens(target.shape.vocab_size)
     drafter = method.build(settings, target)
+    if settings.start_from is not None:
+        load_weights(drafter, settings.start_from / method.weights_name, method.list_shared(target))
     drafter.to(accelerator.device)
     return drafter
+
+
+def load_weights(drafter: Drafter, path: Path, shared: Mapping[str, Any]) -> None:
+    """Give the drafter a written one's weights; shared: tensors there that are the target's."""
+    from specdec.files.torch_tensors import to_tensor
+
+    file = TensorFile(path)
+    there = {name: info for name, info in file.tensors.items() if name not in shared}
+    wanted = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    problems = Problems()
+    for name in sorted({*wanted, *there}):
+        shape = list(there[name].shape) if name in there else "missing"
+        if shape != wanted.get(name):
+            problems.add(
+                f"--start-from: {name} in {path} is {shape}, of this training"
+                f" {wanted.get(name, 'missing')}",
+                "give the method and sizes that the drafter was trained with",
+            )
+    problems.raise_all()
+    drafter.load_state_dict({n: to_tensor(file.read(n), info.dtype) for n, info in there.items()})
 
 
 def is_accepted(wanted: float | None, evaluation: Mapping[str, Any]) -> bool:
@@ -312,6 +335,10 @@ def check_settings(settings: TrainSettings) -> None:
     check_data_file(settings.data, "--data")
     if settings.eval_data is not None:
         check_data_file(settings.eval_data, "--eval-data")
+    if settings.start_from is not None and not settings.start_from.is_dir():
+        raise SpecDecError(
+            f"--start-from {settings.start_from} is no folder", "give one that specdec-train wrote"
+        )
     if settings.sanity:
         return
     states = settings.hidden_states_dir
@@ -344,7 +371,7 @@ def check_method_options(settings: TrainSettings) -> None:
 
 def list_inputs(settings: TrainSettings) -> list[Path]:
     """The local folders and files that are read: --force may not replace them."""
-    return list_local(settings.model_dir, settings.data, settings.eval_data)
+    return list_local(settings.model_dir, settings.data, settings.eval_data, settings.start_from)
 
 
 def choose_max_length(settings: TrainSettings, config: Any) -> int:

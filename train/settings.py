@@ -34,6 +34,12 @@ class TrainSettings:
         kind="path",
         metavar="FILE",
     )
+    start_from: Path | None = setting(
+        help="Go on from this drafter, in place of fresh weights: a folder that specdec-train"
+        " wrote, of the same method and sizes.",
+        kind="path",
+        metavar="DRAFTER",
+    )
     max_steps: int | None = setting(
         help="Number of optimizer steps.", kind="int", minimum=1, metavar="N"
     )

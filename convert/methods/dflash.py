@@ -1,6 +1,7 @@
 """DFlash: a drafter folder -> the `dflash.*` tensors and DFlash's keys of a checkpoint.
 
-What is published: z-lab's folders, which SpecForge and specdec-train write too, and speculators'.
+What is published: z-lab's folders, which SpecForge and specdec-train write too, and speculators';
+DSpark's, which have a Markov head, as DeepSpec and specdec-train write them, and speculators'.
 """
 
 from __future__ import annotations
@@ -9,12 +10,21 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specdec import logs
 from specdec.command.settings import as_options
 from specdec.errors import SpecDecError, join_names
 from specdec.methods.dflash import ARCHITECTURE, METHOD, DFlashConvert, DFlashParams, make_net
 from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import DFLASH_NET, EMBEDDING, HEAD, HEAD_BIAS, OFFSETS
+from specdec.model.tensors import (
+    DFLASH_NET,
+    EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
+    MARKOV_EMBEDDING,
+    MARKOV_HEAD,
+    OFFSETS,
+)
 
 from ..families import qwen2, qwen3
 from ..families.base import ROTARY_BUFFERS, read_decoder
@@ -26,6 +36,8 @@ from .eagle import IS_DRAFTED, check_fixed, check_offsets, read_layers
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
 
+logger = logs.get_logger(__name__)
+
 WEIGHT_FILES: tuple[str, ...] = ()
 IN_TARGET: tuple[str, ...] = ()
 
@@ -35,6 +47,10 @@ FIXED_NET = {"model_type": "qwen3", "hidden_act": "silu", "mlp_bias": False}
 # z-lab's, the other what specdec-train wrote before.
 SCALES = ("input_embedding_scale", "embedding_scale")
 KNOWN = ("target_layer_ids", "mask_token_id", "block_size", *SCALES)
+MARKOV = {MARKOV_EMBEDDING: "markov_head.markov_w1.weight",
+          MARKOV_HEAD: "markov_head.markov_w2.weight"}  # fmt: skip
+# DSpark's head that guesses whether a draft will be accepted, which the text does not depend on.
+CONFIDENCE = "confidence_head.*"
 
 
 def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> DFlashParams:
@@ -46,10 +62,15 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
             "give the folder of a DFlash drafter",
         )
     reader = ConfigReader(folder.config, folder.path)
-    is_speculators = folder.config.get("speculators_model_type") is not None
+    kind = folder.config.get("speculators_model_type")
+    is_speculators = kind is not None
+    # DeepSpec tells the rank of DFlash's drafters as well, 0.
+    is_spark = kind == "dspark" if is_speculators else "markov_rank" in folder.config
     net_reader = reader
     if is_speculators:
-        check_fixed(reader, {"speculators_model_type": "dflash"}, "speculators' DFlash")
+        if not is_spark:
+            known = {"speculators_model_type": "dflash"}
+            check_fixed(reader, known, "speculators' DFlash and DSpark")
         net_reader = reader.enter(reader.get_object("transformer_layer_config"))
     check_fixed(net_reader, FIXED_NET, "layers of a Qwen3")
     values = read_decoder(
@@ -64,13 +85,16 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
         _check_speculators(reader, model, has_window=has_window)
         place, layers = reader, _find_entered(reader)
     else:
-        place = reader.enter(reader.get_object("dflash_config"))
+        place = reader if is_spark else reader.enter(reader.get_object("dflash_config"))
         _check_causal(reader, "is_causal", reader.get_bool("is_causal", has_window))
         values["embedding_multiplier"] = _read_scale(reader, place, model)
         layers = _find_outputs(reader, place, values["num_hidden_layers"], model)
     block_size = _read_block_size(reader, place)
     mask_token_id = place.get_int("mask_token_id", minimum=0)
-    samples = is_speculators and reader.get_bool("sample_from_anchor", False)
+    markov_rank = _read_markov_rank(reader) if is_spark else 0
+    # Of speculators' DSpark vLLM takes another default than speculators does.
+    default = None if is_speculators and is_spark else is_spark
+    samples = (is_speculators or is_spark) and reader.get_bool("sample_from_anchor", default)
     if not 2 - samples <= block_size <= MAX_DRAFT_TOKENS:
         reader.refuse(f"block_size is {block_size}", f"give 2 to {MAX_DRAFT_TOKENS}")
     _check_layers(reader, folder, layers, model)
@@ -91,7 +115,18 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
         draft_vocab_size=draft_vocab_size,
         max_draft_len=as_options(settings, DFlashConvert).dflash_max_draft_len or 63,
         sample_from_anchor=samples,
+        markov_rank=markov_rank,
     )
+
+
+def _read_markov_rank(reader: ConfigReader) -> int:
+    """The rank of DSpark's Markov head, 0 for none; note other heads than the plain one."""
+    rank = reader.get_int("markov_rank", minimum=0)
+    if rank:
+        check_fixed(reader, {"markov_head_type": "vanilla"}, "a head of the token before alone")
+    if reader.get_bool("enable_confidence_head", False):
+        logger.info("the confidence head is left out: drafts are chosen by their probabilities")
+    return rank
 
 
 def _read_block_size(reader: ConfigReader, place: ConfigReader) -> int:
@@ -132,7 +167,8 @@ def _check_speculators(reader: ConfigReader, model: ModelConfig, *, has_window: 
 
 def _read_scale(reader: ConfigReader, place: ConfigReader, model: ModelConfig) -> float:
     """What the rows of the target's embedding are multiplied by; note fields that are unknown."""
-    if unknown := [key for key, value in place.config.items() if key not in KNOWN and value]:
+    known = reader.config if place is reader else KNOWN
+    if unknown := [key for key, value in place.config.items() if key not in known and value]:
         reader.refuse(
             f"dflash_config has {join_names(sorted(unknown))}, which is not known here",
             f"only {', '.join(KNOWN)} are; if it changes nothing, remove it",
@@ -183,6 +219,9 @@ def _find_outputs(
                 "use a drafter that reads inner layers",
             )
         return layers
+    if place is reader:
+        reader.refuse("target_layer_ids is missing", "give the list that it was trained with")
+        return []
     if num_layers == 1:
         return [depth // 2]
     span = (depth - 4) / (num_layers - 1)
@@ -232,6 +271,7 @@ def find_sources(
         f"{DFLASH_NET}{name}": (Part(name.removeprefix("drafter.")),)
         for name in ("drafter.fc.weight", "drafter.hidden_norm.weight", HEAD, HEAD_BIAS, OFFSETS)
     }
+    beside |= {f"{DFLASH_NET}{name}": (Part(other),) for name, other in MARKOV.items()}
     names = {
         name: name.removeprefix(DFLASH_NET).replace("drafter.", "transformer.", 1)
         for name in canonical
@@ -250,7 +290,8 @@ def find_sources(
 def list_ignored(folder: HfFolder, params: DFlashParams) -> Sequence[str]:
     """What follows from the rest: rotary tables, and maps of the vocabulary that were checked."""
     is_reduced = params.draft_vocab_size < params.net.vocab_size
-    return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)))
+    confidence = (CONFIDENCE,) if folder.config.get("enable_confidence_head") else ()
+    return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)), *confidence)
 
 
 def add_to_config(

@@ -173,7 +173,9 @@ PAGES: Mapping[str, Page] = {
         ),
         "docs/train.md",
         {
-            "Models and data": ("method", "model_dir", "data", "output_dir", "eval_data"),
+            "Models and data": (
+                "method", "model_dir", "data", "output_dir", "eval_data", "start_from",
+            ),
             "Length and speed": (
                 "max_steps", "num_epochs", "learning_rate", "batch_size",
                 "gradient_accumulation_steps", "model_max_length", "dtype",

@@ -4,13 +4,15 @@ DFlash, https://arxiv.org/abs/2602.06036. What `fc` makes of the outputs of some
 layers, normed, is the context: every layer computes keys and values of it, by the weights that it
 has for its own tokens. A pass runs the last emitted token and mask tokens after it; each sees the
 context of all tokens before the block, and all of the block. The target's head reads what comes of
-the mask tokens' places: the tokens there.
+the mask tokens' places: the tokens there. DSpark, https://github.com/deepseek-ai/DeepSpec, adds to
+the logits of a place what the token in the place before it makes likely: a row of one matrix for
+that token, by another.
 
     text       t0 t1 t2 t3        context    c0 c1 c2     of the target's states at t0 t1 t2
                                   block      t3 m  m  m   at positions 3 4 5 6, drafts 4 5 6
 
 Legend: B rows, N tokens of any rows, S tokens of a block, P drafted places of it, L layers, K K/V
-heads, H head size, D hidden, F width of what is read of the target.
+heads, H head size, D hidden, F width of what is read of the target, V drafted vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_net import make_decoder, rank_tokens, take_offsets, take_own
+from specdec.engine.draft_net import (
+    make_decoder,
+    rank_logits,
+    rank_tokens,
+    take_offsets,
+    take_own,
+)
 from specdec.engine.integers import join_rows, lay_out, make_linear, take_matrix
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
@@ -30,10 +38,11 @@ from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
 from specdec.engine.rotary import rotate
 from specdec.engine.step import Step
+from specdec.engine.transfers import to_device
 from specdec.engine.tree import IntArray
 from specdec.methods.dflash import DFlashParams
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import DFLASH_NET, HEAD
+from specdec.model.tensors import DFLASH_NET, HEAD, MARKOV_EMBEDDING, MARKOV_HEAD
 
 
 class DFlashNet:
@@ -76,6 +85,11 @@ class DFlashNet:
         # Tokens are multiplied alike wherever the target's head has a scale, which is one.
         self.head_scale = model.output_multiplier_scale
         self.offsets = take_offsets(own, model.vocab_size)
+        self.markov: Linear | None = None
+        if params.markov_rank:
+            self.rows_before = own[MARKOV_EMBEDDING]
+            name = MARKOV_HEAD.removesuffix(".weight")
+            self.markov = make_linear(own, name, prepack=prepack, kernels=kernels)
 
     def write_context(self, cache: KVCache, rows: Tensor, places: Tensor, states: Tensor) -> None:
         """Write keys and values of what the target's layers yielded: states [N, F].
@@ -115,3 +129,13 @@ class DFlashNet:
     def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The `width` most probable tokens of places [..., D], best first, and their logarithms."""
         return rank_tokens(self.decoder, hidden, width, self.offsets)
+
+    def rank_after(self, logits: Tensor, before: IntArray, width: int) -> tuple[Tensor, Tensor]:
+        """The same of one place after each of the tokens [B, N] in the place before it.
+
+        logits: [B, V], what the head alone says of the place; returns [B, N, width].
+        """
+        assert self.markov is not None
+        rows = torch.nn.functional.embedding(to_device(before, logits.device), self.rows_before)
+        logits = logits[:, None].float() + self.markov(rows).float()
+        return rank_logits(logits, width, self.offsets)

@@ -106,7 +106,16 @@ def rank_tokens(
             x, head.packed, head.bias, head.num_outputs, width
         )
     else:
-        scores, tokens = decoder.compute_logits(x).float().log_softmax(-1).topk(width, dim=-1)
-    if offsets is not None:
-        tokens = tokens + offsets[tokens]
-    return tokens, scores
+        return rank_logits(decoder.compute_logits(x).float(), width, offsets)
+    return name_tokens(tokens, offsets), scores
+
+
+def rank_logits(logits: Tensor, width: int, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same of logits [..., V]."""
+    scores, tokens = logits.log_softmax(-1).topk(width, dim=-1)
+    return name_tokens(tokens, offsets), scores
+
+
+def name_tokens(tokens: Tensor, offsets: Tensor | None) -> Tensor:
+    """The target's tokens of drafted ones."""
+    return tokens if offsets is None else tokens + offsets[tokens]

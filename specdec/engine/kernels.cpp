@@ -1468,7 +1468,7 @@ inline void multiply_registers() {
 }
 
 constexpr int64_t kAmxRows = 16, kBandBytes = kBand * kStepBytes;
-constexpr int64_t kChunk = 16;  // bands that stay in the nearest cache for all rows of many
+constexpr int64_t kChunk = 64;  // bands that stay in the second cache for all rows of many
 // From here on a matrix is read from memory, for one row a little faster by plain code.
 constexpr int64_t kCachedNumbers = 1 << 20;
 
@@ -1481,7 +1481,8 @@ struct Bands {
 
 // Adds the products of kX blocks of `rows` rows with kW tiles, kX * kW <= 2, to sums
 // [kX * rows, kW * kTile], which begin at zero. x: all bands of the first block, x_bytes before the
-// next one's. Of what lies `ahead` so many lines are fetched meanwhile for each band of each tile.
+// next one's. Of what lies `ahead` so many lines are fetched meanwhile for each band of each tile, into
+// the second cache: the way into the nearest is left to what is multiplied now.
 template <int kX, int kW>
 inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w, const char *ahead,
                     int64_t lines, float *sums) {
@@ -1509,7 +1510,7 @@ inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w
     const char *inputs = x + band * rows * kLine;
     for (int64_t line = 0; line < lines; ++line, ahead += kLine)
 #pragma GCC unroll 2
-      for (int64_t g = 0; g < kW; ++g) __builtin_prefetch(ahead + g * w.tile_bytes);
+      for (int64_t g = 0; g < kW; ++g) __builtin_prefetch(ahead + g * w.tile_bytes, 0, 2);
     load_register<4>(inputs, kLine);
     load_register<6>(from, kStepBytes);
     multiply_registers<0, 4, 6>();
@@ -1549,7 +1550,6 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
   const int64_t blocks = (M + kAmxRows - 1) / kAmxRows, rows = (M + blocks - 1) / blocks;
   const int64_t tiles = (N + kTile - 1) / kTile, tile_bytes = steps * kStepBytes;
   const int64_t passes = (blocks + 1) / 2, chunk = passes == 1 ? bands : kChunk;
-  const int64_t lines = (kBandBytes / kLine + passes - 1) / passes;
   static thread_local std::vector<Line> scratch;
   scratch.resize(blocks * bands * rows);
   Line *inputs = scratch.data();
@@ -1558,15 +1558,18 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
 #pragma omp for schedule(static)
     for (int64_t band = 0; band < bands; ++band) {
       const int64_t begin = 2 * kBand * band, used = std::min(2 * kBand, depth - begin);
-      for (int64_t m = 0; m < blocks * rows; ++m) {
-        Line line = {};
-        const X *from = x + m * depth + begin;
-        if constexpr (std::is_same<X, bf16>::value) {
-          if (m < M) std::memcpy(line.numbers, from, used * sizeof(bf16));
-        } else {
-          for (int64_t i = 0; m < M && i < used; ++i) store(line.numbers[i], to_float(from[i]));
+      for (int64_t block = 0, m = 0; block < blocks; ++block) {
+        Line *to = inputs + (block * bands + band) * rows;
+        for (int64_t r = 0; r < rows; ++r, ++m, ++to) {
+          const X *from = x + m * depth + begin;
+          if constexpr (std::is_same<X, bf16>::value)
+            if (m < M && used == 2 * kBand) {
+              std::memcpy(to->numbers, from, sizeof to->numbers);
+              continue;
+            }
+          *to = Line{};
+          for (int64_t i = 0; m < M && i < used; ++i) store(to->numbers[i], to_float(from[i]));
         }
-        inputs[(m / rows * bands + band) * rows + m % rows] = line;
       }
     }
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
@@ -1586,9 +1589,9 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
                       tile_bytes - w.whole * kBandBytes);
       for (; w.begin < bands; w.begin = w.end) {
         w.end = std::min(w.begin + chunk, bands);
-        const char *ahead = w.tile + w.begin * kBandBytes;
-        ahead += passes == 1 ? kPrefetchBytes : kChunk * kBandBytes;
-        for (int64_t pass = 0; pass < passes; ++pass, ahead += kChunk * lines * kLine) {
+        const char *ahead = w.tile + w.begin * kBandBytes + kPrefetchBytes;
+        for (int64_t pass = 0; pass < passes; ++pass) {
+          const int64_t lines = pass == 0 ? kBandBytes / kLine : 0;
           const int64_t x_bytes = bands * rows * kLine;
           const char *from = reinterpret_cast<const char *>(inputs) + 2 * pass * x_bytes;
           float *to = sums + 2 * pass * rows * kTile;

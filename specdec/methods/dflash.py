@@ -16,6 +16,8 @@ from specdec.model.tensors import (
     EMBEDDING,
     HEAD,
     HEAD_BIAS,
+    MARKOV_EMBEDDING,
+    MARKOV_HEAD,
     Shard,
     TensorSpec,
     list_layer_tensors,
@@ -48,6 +50,8 @@ class DFlashParams(SizedTree):
     tokens of a pass, the last emitted one first. mask_token_id: the others. sample_from_anchor:
     each place of a block drafts the token after it; if false, all but the first their own.
     draft_vocab_size: tokens that can be drafted. max_draft_len: most draft tokens of a tree.
+    markov_rank: DSpark's (https://github.com/deepseek-ai/DeepSpec), whose head adds what a place's
+    logits owe to the token in the place before; 0 for DFlash, whose places know none.
     """
 
     net: ModelConfig
@@ -57,6 +61,7 @@ class DFlashParams(SizedTree):
     draft_vocab_size: int
     max_draft_len: int
     sample_from_anchor: bool = False
+    markov_rank: int = 0
 
     KEY: ClassVar[str] = "dflash"
     NET: ClassVar[str] = "dflash_net_config"
@@ -119,6 +124,9 @@ class DFlashParams(SizedTree):
             tensors["d2t"] = TensorSpec((self.draft_vocab_size,), Shard.WHOLE)
         elif model.arithmetic.head_bias:
             tensors[HEAD_BIAS] = TensorSpec((self.draft_vocab_size,), Shard.VOCAB)
+        if rank := self.markov_rank:
+            tensors[MARKOV_EMBEDDING] = TensorSpec((model.vocab_size, rank), Shard.WHOLE)
+            tensors[MARKOV_HEAD] = TensorSpec((self.draft_vocab_size, rank), Shard.VOCAB)
         return {f"{DFLASH_NET}{name}": spec for name, spec in tensors.items()}
 
     def to_checkpoint(self) -> dict[str, Any]:
@@ -129,6 +137,8 @@ class DFlashParams(SizedTree):
         types = config["layer_types"]
         config["layer_types"] = None if types is None else list(types)
         own["aux_layers"] = list(self.aux_layers)
+        if not self.markov_rank:
+            del own["markov_rank"]
         return {self.KEY: own, self.NET: config, "max_draft_len": number}
 
     @classmethod
@@ -146,6 +156,7 @@ class DFlashParams(SizedTree):
         check(f"{key}.sample_from_anchor", samples, "true or false", is_good=is_bool)
         least = 1 if samples else 2
         check_count(f"{key}.block_size", own.get("block_size"), least, MAX_DRAFT_TOKENS)
+        check_count(f"{key}.markov_rank", own.get("markov_rank", 0), 0, MAX_SIZE)
         check_count(f"{key}.mask_token_id", own.get("mask_token_id"), 0, MAX_SIZE)
         check_count(f"{key}.draft_vocab_size", own.get("draft_vocab_size"), 1, MAX_SIZE)
         check_count("max_draft_len", config.get("max_draft_len"), 1, MAX_DRAFT_TOKENS)
@@ -224,6 +235,10 @@ class DFlashTrain:
     dflash_loss_decay: float = setting(
         0.8, help="Weight of each place of a DFlash block relative to the one before.",
         kind="float", minimum=0,
+    )  # fmt: skip
+    dflash_markov_rank: int = setting(
+        0, help="DSpark: the rank of the head that tells a place of a DFlash block of the token"
+        " before it; 0: none.", kind="int", minimum=0, maximum=MAX_SIZE,
     )  # fmt: skip
     dflash_mask_token_id: int | None = setting(
         kind="int", minimum=0, metavar="N",

@@ -12,6 +12,8 @@ EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 # The nets of EAGLE, its first, and of DFlash; what a reduced vocabulary adds to a drafted token.
 EAGLE_NET, DFLASH_NET = "eagle_nets.0.", "dflash."
+# DSpark's two matrices of DFlash's: a row for the token before, and a head that reads that.
+MARKOV_EMBEDDING, MARKOV_HEAD = "markov.vocab_embedding.weight", f"markov.{HEAD}"
 OFFSETS = "d2t"
 EAGLE_OFFSETS, DFLASH_OFFSETS = EAGLE_NET + OFFSETS, DFLASH_NET + OFFSETS
 # Of a layer of experts: what a token's choice among them is computed with.

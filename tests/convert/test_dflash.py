@@ -104,6 +104,7 @@ def test_config_is_read_back(target: Path, tmp_path: Path) -> None:
         ("draft_vocab_size", 200, "draft_vocab_size is 200, the target's vocab_size 131"),
         ("sample_from_anchor", None, "dflash.sample_from_anchor is None, not true or false"),
         ("causal", True, "unknown keys causal"),
+        ("markov_rank", -1, "dflash.markov_rank is -1, not a whole number from 0"),
     ],
 )
 def test_checkpoints_that_no_conversion_writes(
@@ -123,6 +124,7 @@ SLIDING = {
     "use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 2,
 }  # fmt: skip
 SPECULATORS: dict[str, Any] = {"form": "speculators"}
+DSPARK: dict[str, Any] = {"form": "deepspec", "markov_rank": 4}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,19 @@ SPECULATORS: dict[str, Any] = {"form": "speculators"}
             },
             "input_embedding_scale is given as 2.0 and 3.0",
         ),
-        (SPECULATORS | {"speculators_model_type": "dspark"}, "speculators_model_type is 'dspark'"),
+        (SPECULATORS | {"speculators_model_type": "mtp"}, "speculators_model_type is 'mtp'"),
+        (SPECULATORS | {"speculators_model_type": "dspark"}, "markov_rank is missing"),
+        (
+            SPECULATORS | {"markov_rank": 4, "sample_from_anchor": None},
+            "sample_from_anchor is missing",
+        ),
+        (DSPARK | {"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
+        (DSPARK | {"target_layer_ids": None}, "target_layer_ids is missing"),
+        (DSPARK | {"target_layer_ids": [-1, 1]}, "the outputs of layers [-1, 1] would be read"),
+        (DSPARK | {"mask_token_id": None}, "mask_token_id is missing"),
+        (DSPARK | {"num_target_layers": 4}, "num_target_layers is 4, the target has 3"),
+        (DSPARK | {"net": SLIDING}, "is_causal is absent"),
+        (DSPARK | {"enable_confidence_head": False}, "confidence_head.proj.bias"),
         (SPECULATORS | {"net": SLIDING}, "sliding_window_non_causal is absent"),
         (SPECULATORS | {"target_hidden_size": 32}, "target_hidden_size is 32"),
         (SPECULATORS | {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is miss"),
@@ -177,6 +191,51 @@ def test_what_is_refused(
     assert message in done.stderr
     assert read_error_lines(done.stderr)
     assert not (tmp_path / "ckpt").exists()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("form", ["deepspec", "speculators"])
+def test_a_markov_head(form: str, tp_size: int, target: Path, tmp_path: Path) -> None:
+    """Its matrices are kept as they are, the head by vocabulary; what guesses acceptance is not."""
+    drafter = make_dflash_drafter(
+        tmp_path, form=form, markov_rank=6, vocab=131, mask_token_id=9, block_size=7
+    )
+    folder = convert(target, drafter, tmp_path / "ckpt", "--tp-size", tp_size)
+    own = load_file(drafter / "model.safetensors")
+    height = -(-131 // tp_size)
+    for rank in range(tp_size):
+        written = load_file(folder / f"rank{rank}.safetensors")
+        assert not [name for name in written if "confidence" in name]
+        rows = np.zeros((height * tp_size, 6), np.float32)
+        rows[:131] = own["markov_head.markov_w2.weight"]
+        np.testing.assert_array_equal(
+            written["dflash.markov.lm_head.weight"], rows[rank * height : (rank + 1) * height]
+        )
+        np.testing.assert_array_equal(
+            written["dflash.markov.vocab_embedding.weight"], own["markov_head.markov_w1.weight"]
+        )
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dflash"] == {
+        "aux_layers": [0, 1], "block_size": 7, "mask_token_id": 9, "draft_vocab_size": 131,
+        "sample_from_anchor": True, "markov_rank": 6,
+    }  # fmt: skip
+    params: Any = read_checkpoint_config(folder).drafter
+    assert params.max_draft_depth == 7
+    assert params.to_checkpoint()["dflash"] == config["dflash"]
+
+
+@pytest.mark.parametrize("kind", ["w1", "w2"])
+def test_a_markov_head_without_a_matrix(kind: str, target: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    from specdec.errors import SpecDecError
+
+    drafter = make_dflash_drafter(tmp_path, vocab=131, **DSPARK)
+    tensors = load_file(drafter / "model.safetensors")
+    del tensors[f"markov_head.markov_{kind}.weight"]
+    save_file(tensors, drafter / "model.safetensors")
+    with pytest.raises(SpecDecError, match=rf"markov_head\.markov_{kind}\.weight"):
+        convert(target, drafter, tmp_path / "ckpt")
 
 
 def test_unread_tensors_and_embeddings_that_are_multiplied(target: Path, tmp_path: Path) -> None:

@@ -27,7 +27,10 @@ class DFlashReference:
         self.mask = own["mask_token_id"]
         self.size = own.get("block_size") or document["block_size"]
         self.scale = own.get("input_embedding_scale", own.get("embedding_scale", 1.0))
-        self.samples_anchor = document.get("sample_from_anchor", False)
+        # DeepSpec's layout, which has no name for it, always does.
+        is_deepspec = document["architectures"] == ["Qwen3DSparkModel"]
+        self.samples_anchor = document.get("sample_from_anchor", is_deepspec)
+        self.has_markov = bool(document.get("markov_rank"))
         self.target = AutoModelForCausalLM.from_pretrained(target).to(torch.float32).eval()
         self.tensors = {
             name: t.double() for name, t in load_file(drafter / "model.safetensors").items()
@@ -120,8 +123,37 @@ class DFlashReference:
         whole[:, own] = logits
         return whole
 
+    def add_before(self, logits: Tensor, before: int) -> Tensor:
+        """Logits [V] of a place after the token in the place before it."""
+        if not self.has_markov:
+            return logits
+        row = self.tensors["markov_head.markov_w1.weight"][before]
+        added = self.tensors["markov_head.markov_w2.weight"] @ row
+        if "d2t" not in self.tensors:
+            return logits + added
+        whole = logits.clone()
+        whole[torch.arange(len(added)) + self.tensors["d2t"].long()] += added
+        return whole
+
+    def draft_levels(self, text: Sequence[int], num_tokens: int, top_k: int) -> set[Any]:
+        """The most probable paths of the `top_k` best ones of each length that went on."""
+        level: dict[tuple[int, ...], float] = {(): 0.0}
+        everything: dict[tuple[int, ...], float] = {}
+        for logits in self.compute_logits(text):
+            grown = {}
+            for path, total in level.items():
+                scores = self.add_before(logits, [text[-1], *path][-1]).log_softmax(-1)
+                best = scores.topk(top_k)
+                for score, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    grown[(*path, token)] = total + score
+            everything |= grown
+            level = dict(sorted(grown.items(), key=lambda item: -item[1])[:top_k])
+        return set(sorted(everything, key=lambda path: -everything[path])[:num_tokens])
+
     def draft(self, text: Sequence[int], num_tokens: int, top_k: int) -> set[tuple[int, ...]]:
         """The most probable paths, found among all there are of `top_k` tokens a place."""
+        if self.has_markov:
+            return self.draft_levels(text, num_tokens, top_k)
         scores, tokens = self.compute_logits(text).log_softmax(-1).topk(top_k, dim=-1)
         paths: dict[tuple[int, ...], float] = {(): 0.0}
         everything: dict[tuple[int, ...], float] = {}

@@ -43,6 +43,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3-whole": USUAL
     | {"draft_vocab": 70, "own_embedding": True, "norm_before_residual": True,
        "norm_before_fc": True, "norm_output": True},
+    "p-eagle": USUAL | {"mask_token_id": 9, "layers": 2},
+    "p-eagle-norm": USUAL | {"mask_token_id": 9, "draft_vocab": 70, "fc_norm": True},
     "eagle3-parts": {"version": 3, "aux_layers": (0, 6), "layers": 2, "fc_norm": True},
 }  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "is_causal": False}
@@ -59,6 +61,10 @@ DFLASH: dict[str, dict[str, Any]] = {
     "dflash-whole": TELLING | {"aux_layers": (0, 7), "net": {"rope_scaling": SCALING}},
     "dflash-reduced": TELLING | {"draft_vocab": 70, "net": WINDOW | {
         "layer_types": ["sliding_attention"] * 2}},
+    "dflash-anchored": {"form": "deepspec", "markov_rank": 0},
+    "dspark": {"form": "deepspec", "markov_rank": 6, "layers": 1},
+    "dspark-reduced": TELLING | {"markov_rank": 6, "draft_vocab": 70},
+    "dspark-masks": TELLING | {"markov_rank": 6, "sample_from_anchor": False},
 }  # fmt: skip
 FLAGS = {
     "medusa": "--medusa-model-dir", "redrafter": "--drafter-model-dir",
@@ -75,12 +81,18 @@ PAIRS = {
     "eagle3-reduced": ("sglang", "speculators", "trtllm-pytorch", "gguf", *EVERY),
     "eagle3-whole": ("speculators", *EVERY),
     "eagle3-parts": ("speculators", *EVERY),
+    "p-eagle": ("speculators", *EVERY),
+    "p-eagle-norm": EVERY,
     "dflash": ("sglang", "speculators", *EVERY),
     "dflash-window": ("sglang", "speculators", *EVERY),
     "dflash-mixed": ("sglang", "speculators", *EVERY),
     "dflash-scaled": ("hf",),
     "dflash-whole": ("speculators",),
     "dflash-reduced": ("speculators", "vllm"),
+    "dflash-anchored": ("hf",),
+    "dspark": ("speculators", *EVERY),
+    "dspark-reduced": ("speculators", "vllm"),
+    "dspark-masks": ("speculators", "vllm"),
 }
 
 
@@ -229,6 +241,16 @@ LOADED = {
     ("dflash-reduced", "vllm"): {
         "fc.weight", "norm.weight", "hidden_norm.weight", "lm_head.weight", "embed_tokens.weight",
         "d2t", "t2d", *(f"layers.{layer}.{n}.weight" for layer in (0, 1) for n in LAYER_DFLASH),
+    },
+    ("p-eagle", "vllm"): {
+        "fc.weight", "norm.weight", "lm_head.weight", "mask_hidden",
+        *(f"layers.0.{n}.weight" for n in LAYER3),
+        *(f"layers.1.{n}.weight" for n in (*LAYER, "input_layernorm")),
+    },
+    ("dspark", "hf"): {
+        "fc.weight", "norm.weight", "hidden_norm.weight", "lm_head.weight", "embed_tokens.weight",
+        "markov_head.markov_w1.weight", "markov_head.markov_w2.weight",
+        *(f"layers.0.{n}.weight" for n in LAYER_DFLASH),
     },
     ("eagle3-parts", "vllm"): {
         "fc.weight", "norm.weight", "lm_head.weight", "embed_tokens.weight", "fc_norm.0.weight",
@@ -494,7 +516,9 @@ def test_every_other_pair_is_refused(
 @pytest.mark.parametrize(
     ("options", "to", "message"),
     [
-        (TELLING | {"sample_from_anchor": True}, "hf", "this drafter from its first token too"),
+        (DFLASH["dspark"], "sglang", "is not known to read the Markov head"),
+        (DFLASH["dspark-masks"], "hf", "DeepSpec's layout drafts from the first token of a block"),
+        (DFLASH["dspark-reduced"], "hf", "has d2t of its own"),
         (TELLING | {"sample_from_anchor": True}, "speculators", "from its first token too"),
         (TELLING | {"aux_layers": (0, 7)}, "vllm", "reads the last layer, 7, whose output"),
         (TELLING, "sglang", "has embed_tokens.weight, lm_head.weight of its own"),
@@ -548,6 +572,63 @@ def test_a_dflash_drafter_is_told_as_each_runtime_counts(
         written = load_file(tmp_path / to / "model.safetensors")
         assert written.keys() == own.keys()
         assert all(torch.equal(written[name], own[name]) for name in own)
+
+
+def test_a_drafter_of_one_pass_is_told(
+    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    drafter, checkpoint = checkpoints["p-eagle"]
+    flags: dict[str, Any] = {"checkpoint_dir": checkpoint, "model_dir": "BASE"}
+    reports = {to: export(tmp_path / to, to=to, **flags) for to in PAIRS["p-eagle"]}
+    config = read_json(tmp_path / "vllm" / "config.json")
+    assert (config["mask_token_id"], config["pard_token"]) == (9, 9)
+    assert '"num_speculative_tokens": 8, "parallel_drafting": true' in reports["vllm"]["command"]
+    told = read_json(tmp_path / "speculators" / "config.json")
+    assert (told["speculators_model_type"], told["mask_token_id"]) == ("peagle", 9)
+    assert told["architectures"] == ["PEagleSpeculator"]
+    assert told["speculators_config"]["algorithm"] == "peagle"
+    assert told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 8
+    own = load_file(drafter / "model.safetensors")
+    for to in PAIRS["p-eagle"]:
+        written = load_file(tmp_path / to / "model.safetensors")
+        assert torch.equal(written["mask_hidden"], own["mask_hidden"])
+
+
+def test_a_markov_head_is_told(
+    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """DeepSpec's fields, which its model asks for; its loader takes nothing from the target."""
+    drafter, checkpoint = checkpoints["dspark"]
+    own = load_file(drafter / "model.safetensors")
+    spark: dict[str, Any] = {
+        "markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": False,
+        "sample_from_anchor": True, "mask_token_id": 2, "block_size": 5,
+    }  # fmt: skip
+    base = load_file(target / "model.safetensors")
+    shared = {
+        "embed_tokens.weight": base["model.embed_tokens.weight"],
+        "lm_head.weight": base["lm_head.weight"],
+    }
+    save_file(own | shared, drafter / "model.safetensors")
+    for to in PAIRS["dspark"]:
+        report = export(tmp_path / to, model_dir=str(target), drafter_model_dir=str(drafter), to=to)
+        written, config = (
+            load_file(tmp_path / to / "model.safetensors"),
+            read_json(tmp_path / to / "config.json"),
+        )
+        missing = set(own) - set(written) - {n for n in own if n.startswith("confidence_head.")}
+        assert missing == (set() if to == "hf" else set(shared))
+        assert all(torch.equal(t, (own | shared)[name]) for name, t in written.items())
+        assert spark.items() <= config.items()
+        if to == "speculators":
+            assert config["speculators_model_type"] == "dspark"
+            assert config["aux_hidden_state_layer_ids"] == [1, 2]
+        else:
+            assert config["architectures"] == ["Qwen3DSparkModel"]
+            assert config["target_layer_ids"] == [0, 1]
+            assert config["num_anchors"] > 0
+    assert '"method": "dspark"' in report["command"] or to == "hf"
+    save_file(own, drafter / "model.safetensors")
 
 
 def test_checkpoints_that_cannot_be_exported(

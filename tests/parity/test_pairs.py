@@ -61,18 +61,30 @@ DRAFTERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "dflash": ("dflash", lambda parent: make_dflash_drafter(
         parent, vocab=VOCAB, aux_layers=(0,), scale=2.0, num_target_layers=None,
         dflash_config={"mask_token_id": 2, "target_layer_ids": [0], "input_embedding_scale": 0.5})),
+    "p-eagle": ("eagle", lambda parent: make_eagle_drafter(
+        parent, vocab=VOCAB, version=3, mask_token_id=4, own_embedding=False, name="p-eagle")),
+    "dspark": ("dflash", lambda parent: make_dflash_drafter(
+        parent, vocab=VOCAB, form="deepspec", markov_rank=8, aux_layers=(0,), scale=2.0,
+        num_target_layers=None, input_embedding_scale=0.5, name="dspark")),
 }  # fmt: skip
 TITLES = {
     "redrafter": "ReDrafter", "medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3",
-    "dflash": "DFlash",
+    "p-eagle": "EAGLE-3", "dflash": "DFlash", "dspark": "DFlash",
 }  # fmt: skip
-NOWHERE = ("eagle3", "dflash")  # which no line has for any target
+NOWHERE = ("eagle3", "p-eagle", "dflash", "dspark")  # which no line has for any target
+# DSpark's Markov head adds to what a head says: these do more than multiply. P-EAGLE's masks are
+# beside embeddings, which some of these scale.
+SOME = {"dspark": ("Llama", "Gemma2", "Granite", "Phi"), "p-eagle": ("Llama", "Gemma2")}
 WITHOUT = [name for name, method in METHODS.items() if method.source != "checkpoint"]
 MakeEngine = Callable[..., Path]
 
 
+def method_of(kind: str) -> str:
+    return {"dspark": "dflash", "p-eagle": "eagle"}.get(kind, kind.removesuffix("3"))
+
+
 def test_all_methods_are_here() -> None:
-    made = {name.removesuffix("3") for name in DRAFTERS}
+    made = {method_of(name) for name in DRAFTERS}
     assert made == {name for name, method in METHODS.items() if method.source == "checkpoint"}
 
 
@@ -151,15 +163,20 @@ def check_lines(folder: Path, kind: str) -> None:
             assert "use --backend torch" in problems[0][1]
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind) for name in NAMES for kind in DRAFTERS
+        if name.startswith(SOME.get(kind, ""))
+    ],
+)  # fmt: skip
 def test_every_drafter_on_every_family(
     name: str, kind: str, make: MakeEngine, get_target: Callable[[str], Path]
 ) -> None:
     folder = make(name, kind)
     check_lines(folder.parent / "checkpoint", kind)
     engine = TorchEngine(folder, device="cpu")
-    assert engine.method == kind.removesuffix("3")
+    assert engine.method == method_of(kind)
     assert engine.decoder.kernels is not None
     outputs = generate(engine, LENGTHS, LIMIT)
     assert outputs == check_reference(get_target(name), LENGTHS, outputs)

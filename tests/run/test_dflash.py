@@ -40,6 +40,11 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     },
     "speculators": {"form": "speculators", "draft_vocab": 70, "aux_layers": (0, 2)},
     "anchored": {"form": "speculators", "sample_from_anchor": True, "block_size": 3},
+    "deepspec": {"form": "deepspec", "markov_rank": 0, "block_size": 4},
+    "dspark": {"form": "deepspec", "markov_rank": 24, "block_size": 4},
+    "dspark, speculators": {
+        "form": "speculators", "markov_rank": 12, "draft_vocab": 70, "sample_from_anchor": False,
+    },
 }  # fmt: skip
 
 
@@ -53,7 +58,8 @@ class Case:
 
     def __init__(self, name: str, parent: Path, target: Path) -> None:
         drafter = make_dflash_drafter(parent, scale=2.0, **DRAFTERS[name])
-        optimize = "none" if name in ("biased", "anchored") else "auto"
+        plain = ("biased", "anchored", "dspark, speculators")
+        optimize = "none" if name in plain else "auto"
         folder = make_tree_engine("dflash", parent, target, drafter, optimize=optimize)
         self.engine = TorchEngine(folder, device="cpu")
         assert isinstance(self.engine.proposer, DFlashProposer)

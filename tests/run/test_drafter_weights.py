@@ -189,7 +189,7 @@ def make_checkpoints(parent: Path, method: str, *flags: object) -> Path:
         "medusa": lambda: make_medusa_heads(parent, scale=3.0),
         "eagle": lambda: make_eagle_drafter(parent, scale=2.0),
         "dflash": lambda: make_dflash_drafter(
-            parent, target_layers=2, aux_layers=(0,), scale=2.0
+            parent, form="deepspec", markov_rank=64, target_layers=2, aux_layers=(0,), scale=2.0
         ),
     }  # fmt: skip
     folder = f"--{METHODS[method]}-model-dir"

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from specdec.decode import accept as verify
 from specdec.decode.accept import Candidates, accept_batch
-from specdec.decode.drafters.dflash import grow_tree
-from specdec.decode.drafters.eagle import DynamicTree, Level, StaticTree
+from specdec.decode.drafters.dflash import BlockDraft, grow_tree
+from specdec.decode.drafters.eagle import DynamicTree, Level, PassDraft, StaticTree
 from specdec.decode.drafters.lookahead import Lookahead
 from specdec.decode.drafters.prompt_lookup import NgramIndex
 from specdec.decode.drafters.suffix import SuffixTree, grow
@@ -34,6 +34,7 @@ from specdec.decode.sampling import (
     draw_residual,
     process_logits,
 )  # fmt: skip
+from specdec.engine.draft_net import rank_logits
 from specdec.engine.tree import Tree, make_root, pack_beams
 from specdec.methods.lookahead import LookaheadConfig
 from tests.conftest import make_llama
@@ -234,6 +235,48 @@ def _grow_block(*context: int) -> Candidates:
     return grow_tree(context[-1], best.indices.numpy(), best.values.numpy(), 6)
 
 
+class ToyBlock:
+    """What DSpark's net is to its trees: logits of places, and what the token before adds."""
+
+    def __init__(self) -> None:
+        self.decoder = self
+
+    def compute_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def rank_after(
+        self, logits: torch.Tensor, before: np.ndarray, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        added = DRAFT_MODEL.table.mean(0)[torch.from_numpy(before)]
+        return rank_logits(logits[:, None] + added, width, None)
+
+
+def draft_markov(text: list[int], sampler: Sampler) -> Candidates:
+    """DSpark's: places of a block that know the token before them alone."""
+    return _grow_markov(*[0, 0, *text][-2:])
+
+
+@functools.cache
+def _grow_markov(*context: int) -> Candidates:
+    places = torch.stack([DRAFT_MODEL.get_logits(context), *DRAFT_MODEL.table.mean(0)[:2]])
+    net: Any = ToyBlock()
+    draft = BlockDraft(net, places[None], np.array(context[-1:]))
+    return DynamicTree(top_k=3, depth=3, num_tokens=6).grow(draft)[0]
+
+
+def draft_pass(text: list[int], sampler: Sampler) -> Candidates:
+    """P-EAGLE's: every place of a pass by itself, in EAGLE-2's trees."""
+    return _grow_pass(*[0, 0, *text][-2:])
+
+
+@functools.cache
+def _grow_pass(*context: int) -> Candidates:
+    places = torch.stack([DRAFT_MODEL.get_logits(context), *DRAFT_MODEL.table.mean(0)[:2]])
+    best = places.log_softmax(-1).topk(3, dim=-1)
+    draft = PassDraft(np.array(context[-1:]), best.indices[None].numpy(), best.values[None].numpy())
+    return DynamicTree(top_k=3, depth=3, num_tokens=6).grow(draft)[0]
+
+
 METHODS: dict[str, Drafter] = {
     "plain": draft_nothing,
     "beams": draft_beams,
@@ -247,10 +290,12 @@ METHODS: dict[str, Drafter] = {
     "static tree": draft_ranks,
     "dynamic tree": draft_sure,
     "block": draft_block,
+    "markov block": draft_markov,
+    "pass": draft_pass,
 }
 EXACT_BY_SEED = [
     "beams", "heads", "draft model, compared", "prompt lookup", "suffix", "lookahead",
-    "static tree", "dynamic tree", "block",
+    "static tree", "dynamic tree", "block", "markov block", "pass",
 ]  # fmt: skip
 
 

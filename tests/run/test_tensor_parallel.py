@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parent, vocab=131, version=3, draft_vocab=70, own_embedding=False, name="eagle3"
     )
     dflash = make_dflash_drafter(
-        parent, vocab=131, form="speculators", draft_vocab=70, heads=8, scale=2.0
+        parent, vocab=131, form="speculators", draft_vocab=70, heads=8, scale=2.0, markov_rank=6
     )
     make_noisy_copy(target, parent / "draft")
     flags: dict[str, tuple[object, ...]] = {

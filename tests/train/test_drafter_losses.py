@@ -17,7 +17,7 @@ from specdec.train import loss as loss_module
 from specdec.train.features import Features, OutputHead
 from specdec.train.loss import Teacher, compute_loss
 from specdec.train.methods import dflash
-from specdec.train.methods.base import Drafter
+from specdec.train.methods.base import Drafter, choose_mask_token
 from specdec.train.methods.dflash import DFlash
 from specdec.train.methods.eagle import Eagle1, Eagle3, Recipe, make_mask
 from specdec.train.methods.medusa import MedusaHeads
@@ -30,12 +30,23 @@ MODEL = ModelConfig(
     rotary_base=100.0,
 )  # fmt: skip
 NUM_AUXILIARY = 2
-NORMS = {
+MASK_ROW = torch.linspace(-1, 1, HIDDEN)
+NORMS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3-input-norm": {"norm_before_fc": True, "norm_output": True},
     "eagle3-fc-norm": {"fc_norm": True},
+    "p-eagle": {"fc_norm": True, "mask_token_id": 2},
 }
-DRAFTERS = ("medusa", "medusa-2", "medusa-soft", "eagle", "eagle-2-layers", *NORMS, "dflash")
+DRAFTERS = (
+    "medusa",
+    "medusa-2",
+    "medusa-soft",
+    "eagle",
+    "eagle-2-layers",
+    *NORMS,
+    "dflash",
+    "dspark",
+)
 
 
 def make_head() -> OutputHead:
@@ -52,14 +63,15 @@ def make_drafter(kind: str) -> Drafter:
             num_layers=2 if kind == "medusa-2" else 1,
             self_distillation=0.4 if kind == "medusa-soft" else 0.0,
         )
-    elif kind == "dflash":
+    elif kind in ("dflash", "dspark"):
+        rank = 3 if kind == "dspark" else 0
         drafter = DFlash(
             ModelConfig(**{**vars(MODEL), "num_hidden_layers": 2}),
             dflash.Recipe(
-                block_size=STEPS + 1, mask_token_id=2, embedding_scale=1.5, num_anchors=9, max_k=5,
-                loss_decay=0.8, self_distillation=0.6,
+                block_size=STEPS + (not rank), mask_token_id=2, embedding_scale=1.5, num_anchors=9,
+                max_k=5, loss_decay=0.8, self_distillation=0.6, markov_rank=rank,
             ),
-            num_auxiliary=NUM_AUXILIARY, mask_row=torch.linspace(-1, 1, HIDDEN),
+            num_auxiliary=NUM_AUXILIARY, mask_row=MASK_ROW,
         )  # fmt: skip
     else:
         recipe = Recipe(
@@ -74,7 +86,8 @@ def make_drafter(kind: str) -> Drafter:
                 aux_layers=tuple(range(NUM_AUXILIARY)), draft_vocab_size=VOCAB,
                 norm_before_residual=False, **NORMS[kind],
             )  # fmt: skip
-            drafter = Eagle3(model, recipe, make_head(), params)
+            mask_row = MASK_ROW if params.mask_token_id is not None else None
+            drafter = Eagle3(model, recipe, make_head(), params, mask_row=mask_row)
         else:
             drafter = Eagle1(model, recipe)
     with torch.no_grad():  # what begins as zero, one or a copy is told apart
@@ -156,6 +169,8 @@ def draft_eagle(
     is_third = "norm.weight" in weights
     if is_third:
         read = list(features.auxiliary[row, : place + 1])
+        if "mask_hidden" in weights:
+            read.append(weights["mask_hidden"][0, 0])
         if "input_norm.weight" in weights:
             read = [normalize(a, weights["input_norm.weight"]) for a in read]
         if "fc_norm.0.weight" in weights:
@@ -168,10 +183,13 @@ def draft_eagle(
     else:
         states = list(features.hidden[row, : place + 1])
     guesses = []
+    mask = states.pop() if "mask_hidden" in weights else None
     for step in range(STEPS):
         if place + 2 + step >= features.tokens.shape[1]:
             break
         embedded = [features.embedded[row, 1 + i] for i in range(len(states))]
+        if mask is not None:
+            embedded[place + 1 :] = [MASK_ROW] * step
         x = states
         if not is_third:
             x = [
@@ -183,7 +201,7 @@ def draft_eagle(
         if norms_output:
             x = [normalize(each, weights["norm.weight"]) for each in x]
         guesses.append(x[-1])
-        states = [*states, x[-1]]
+        states = [*states, x[-1] if mask is None else mask]
     return guesses
 
 
@@ -195,8 +213,9 @@ def draft_dflash(
         normalize(weights["fc.weight"] @ a, weights["hidden_norm.weight"])
         for a in features.auxiliary[row, : place + 1]
     ]
-    mask = torch.linspace(-1, 1, HIDDEN)
-    block = [1.5 * features.embedded[row, place + 1], *[1.5 * mask] * STEPS]
+    mask = MASK_ROW
+    is_spark = "markov_head.markov_w1.weight" in weights
+    block = [1.5 * features.embedded[row, place + 1], *[1.5 * mask] * (STEPS - is_spark)]
     for index in range(2):
 
         def get(name: str, index: int = index) -> Tensor:
@@ -222,7 +241,7 @@ def draft_dflash(
             gated = gate / (1 + torch.exp(-gate)) * (get("mlp.up_proj") @ normed)
             outputs.append(x + get("mlp.down_proj") @ gated)
         block = outputs
-    return [normalize(x, weights["norm.weight"]) for x in block[1:]]
+    return [normalize(x, weights["norm.weight"]) for x in block[not is_spark :]]
 
 
 def guess_medusa(weights: dict[str, Tensor], features: Features, row: int, place: int) -> Any:
@@ -249,7 +268,7 @@ def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Ten
         for place in range(mask.shape[1] - 2):
             if kind.startswith("medusa"):
                 guesses = guess_medusa(weights, features, row, place)
-            elif kind == "dflash":
+            elif kind in ("dflash", "dspark"):
                 guesses = draft_dflash(weights, features, row, place)
             else:
                 guesses = draft_eagle(weights, features, row, place, norms_output=is_normed)
@@ -262,6 +281,9 @@ def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Ten
                     logits = weights["lm_head.weight"] @ normed
                 else:
                     logits = guess if kind.startswith("medusa") else head @ guess
+                if kind == "dspark":
+                    before = weights["markov_head.markov_w1.weight"][features.tokens[row, at - 1]]
+                    logits = logits + weights["markov_head.markov_w2.weight"] @ before
                 logs = logits - logits.exp().sum().log()
                 share = 1.0 if kind in NORMS else {"medusa-soft": 0.4}.get(kind, 0.6)
                 share = 0.0 if kind in ("medusa", "medusa-2") else share
@@ -273,7 +295,7 @@ def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Ten
                     smooth = torch.where(missed < 1, missed.square() / 2, missed - 0.5).mean()
                     loss = 0.3 * loss + smooth
                 terms[step].append(loss)
-    decay = 0.8 if kind.startswith(("medusa", "dflash")) else 0.9
+    decay = 0.8 if kind.startswith(("medusa", "dflash", "dspark")) else 0.9
     return sum(decay**i * torch.stack(t).mean() for i, t in enumerate(terms))  # type: ignore[return-value]
 
 
@@ -369,19 +391,19 @@ def test_dflash_draws_other_anchors_in_every_step() -> None:
     assert (few.shares == 1).all()
 
 
-def test_the_mask_token_of_dflash_has_an_embedding() -> None:
+def test_the_mask_token_has_an_embedding() -> None:
     """A row of zeros, as padding has in many targets, would make queries of zero."""
     config: Any = SimpleNamespace(pad_token_id=1, eos_token_id=[1, 3])
     table = torch.ones(5, HIDDEN)
-    assert dflash.choose_mask_token(None, config, table) == 1
-    assert dflash.choose_mask_token(4, config, table) == 4
+    assert choose_mask_token("--some-flag", None, config, table) == 1
+    assert choose_mask_token("--some-flag", 4, config, table) == 4
     table[1] = 0
-    assert dflash.choose_mask_token(None, config, table) == 3
+    assert choose_mask_token("--some-flag", None, config, table) == 3
     table[3] = 0
-    assert dflash.choose_mask_token(None, SimpleNamespace(), table) == 0
+    assert choose_mask_token("--some-flag", None, SimpleNamespace(), table) == 0
     for given in (1, 5):
-        with pytest.raises(SpecDecError, match=f"--dflash-mask-token-id is {given}: of the targ"):
-            dflash.choose_mask_token(given, config, table)
+        with pytest.raises(SpecDecError, match=f"--some-flag is {given}: of the targ"):
+            choose_mask_token("--some-flag", given, config, table)
 
 
 def test_eagle_noise_is_drawn_in_training_only() -> None:

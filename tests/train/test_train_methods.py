@@ -36,6 +36,8 @@ KINDS = {
     "medusa": ("--method", "medusa", "--medusa-num-heads", 3),
     "eagle": ("--method", "eagle"),
     "dflash": ("--method", "dflash", "--dflash-block-size", 4),
+    "p-eagle": ("--method", "eagle", "--eagle-version", 3, "--eagle-parallel"),
+    "dspark": ("--method", "dflash", "--dflash-block-size", 3, "--dflash-markov-rank", 8),
     "eagle-bare": ("--method", "eagle", "--no-eagle-bias"),
     "eagle3": ("--method", "eagle", "--eagle-version", 3),
     "eagle3-few": ("--method", "eagle", "--eagle-version", 3, "--eagle-draft-vocab-size", 50),
@@ -53,6 +55,8 @@ CONVERT_FLAGS = {
     "medusa": ("--medusa-model-dir",),
     "eagle": ("--eagle-model-dir",),
     "dflash": ("--dflash-model-dir",),
+    "dspark": ("--dflash-model-dir",),
+    "p-eagle": ("--num-eagle-layers", "3", "--eagle-model-dir"),
     "eagle3": ("--eagle-model-dir",),
     "eagle3-few": ("--eagle-model-dir",),
     "eagle3.1": ("--eagle-model-dir",),
@@ -112,8 +116,8 @@ def test_every_evaluation_converts_builds_and_runs(
     log = [json.loads(line) for line in (heads / "training_log.jsonl").read_text().splitlines()]
     lengths = [line["eval"]["acceptance"]["acceptance_length"] for line in log if "eval" in line]
     assert len(lengths) == 2
-    # A random target's text is nothing like the data: the recurrent head needs more than this.
-    assert lengths[-1] > 1 or kind == "redrafter" and lengths[-1] == 1
+    # A random target's text is nothing like the data: some drafters need more than this.
+    assert lengths[-1] > 1 or kind in ("redrafter", "p-eagle") and lengths[-1] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["heads"]
     measured = json.loads(done.out)["eval"]["acceptance"]
     assert f"engine: acceptance length {lengths[-1]:.2f}" in done.err
@@ -140,6 +144,42 @@ def test_every_evaluation_converts_builds_and_runs(
     )["stats"]  # fmt: skip
     for name in ("num_output_tokens", "num_verify_steps", "acceptance_length"):
         assert stats[name] == measured[name]
+
+
+@pytest.mark.parametrize("kind", ["redrafter", "medusa", "eagle", "eagle3-few", "dflash"])
+def test_a_training_goes_on_from_a_written_drafter(
+    kind: str, run_train: Any, inputs: Any, tmp_path: Path
+) -> None:
+    """By a step that is too small to change a weight; without the flag all of them differ."""
+    options = (*inputs, *KINDS[kind], "--max-steps", 1, "--eval-prompts", 0)
+    still = (*options, "--learning-rate", 1e-30, "--seed", 4, "--output-dir")
+    first, again, fresh = (tmp_path / name for name in ("first", "again", "fresh"))
+    assert run_train(*options, "--output-dir", first).status == 0
+    assert run_train(*still, again, "--start-from", first).status == 0
+    assert run_train(*still, fresh).status == 0
+    (name,) = (path.name for path in first.glob("*.safetensors"))
+    assert (again / name).read_bytes() == (first / name).read_bytes() != (fresh / name).read_bytes()
+    assert "* went on from the drafter `first`\n" in (again / "README.md").read_text()
+    refused = run_train(*options, "--start-from", first, "--output-dir", first, "--force")
+    assert refused.status == 1
+    assert f"{first} is or holds {first}, which it would replace" in refused.err
+
+
+def test_a_drafter_of_other_sizes_is_no_start(run_train: Any, inputs: Any, tmp_path: Path) -> None:
+    options = (*inputs, *KINDS["redrafter"], "--max-steps", 1, "--eval-prompts", 0)
+    first, out = tmp_path / "first", tmp_path / "out"
+    assert run_train(*options, "--output-dir", first).status == 0
+    more = ("--redrafter-num-layers", 1, "--redrafter-exit-dim", 24)
+    other = run_train(*options, *more, "--output-dir", out, "--start-from", first)
+    assert other.status == 1
+    path = first / "model.safetensors"
+    assert f"lm_head.0.linear.bias in {path} is [64], of this training [24]" in other.err
+    assert f"lm_head.2.weight in {path} is [320, 64], of this training missing" in other.err
+    assert "hint: give the method and sizes" in other.err
+    nothing = run_train(*options, "--output-dir", out, "--start-from", tmp_path / "none")
+    assert nothing.status == 1
+    assert f"--start-from {tmp_path / 'none'} is no folder" in nothing.last_lines[0]
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,10 @@ of token t+1+i. All the blocks of a row are computed side by side; none sees ano
     row        x0 x1 x2 x3 x4 x5 x6         block at t = 2    x3 m  m  m    sees c0 c1 c2
     context    c0 c1 c2 c3 c4 c5 c6         its labels           x4 x5 x6
 
+With a Markov head (DSpark, https://github.com/deepseek-ai/DeepSpec) every place of a block drafts
+the token after it, the anchor's too, and what a head of its own reads of the token before is added
+to its logits: in training that is the row's own token.
+
 The loss of place i has the weight decay^i. A step takes some anchors of every row, drawn at random
 from those with a label behind them; their losses count for as many as all of these are, so that the
 gradient is on average that of all.
@@ -35,7 +39,7 @@ from ..features import Features
 from ..loss import compute_loss, measure_positions
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, TrainingMethod, make_teacher
+from .base import Drafter, TrainingMethod, choose_mask_token, make_teacher
 from .eagle import GatedMlp, RmsNorm, describe_layers, make_linear
 
 GOLDEN = 0.6180339887  # multiples of it, without their whole parts, spread evenly
@@ -122,7 +126,8 @@ class Layer(torch.nn.Module):
 class Recipe:
     """What a drafter is beside its layers, and how it is trained.
 
-    embedding_scale: what the rows of the target's embedding are multiplied by.
+    embedding_scale: what the rows of the target's embedding are multiplied by. markov_rank: of a
+    Markov head, 0 for none.
     """
 
     block_size: int
@@ -132,10 +137,22 @@ class Recipe:
     max_k: int
     loss_decay: float
     self_distillation: float
+    markov_rank: int = 0
+
+
+class MarkovHead(torch.nn.Module):
+    """What the token before makes likely: a row for it, by a matrix; nothing to begin with."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = torch.nn.Embedding(vocab_size, rank)
+        self.markov_w2 = make_linear(rank, vocab_size)
+        torch.nn.init.normal_(self.markov_w1.weight, std=0.02)
+        torch.nn.init.zeros_(self.markov_w2.weight)
 
 
 class DFlash(Drafter):
-    """The drafter and its loss; parameter names are those of z-lab's drafters."""
+    """The drafter and its loss; parameter names are those of z-lab's and DeepSpec's drafters."""
 
     mask_row: Tensor
 
@@ -145,12 +162,15 @@ class DFlash(Drafter):
         """mask_row: [D], the mask token's row of the target's embedding."""
         super().__init__()
         self.model, self.recipe = model, recipe
-        self.num_positions = recipe.block_size - 1
+        self.first_place = 0 if recipe.markov_rank else 1  # of a block that drafts
+        self.num_positions = recipe.block_size - self.first_place
         self.max_k = min(recipe.max_k, model.vocab_size)
         self.fc = make_linear(num_auxiliary * model.hidden_size, model.hidden_size)
         self.hidden_norm = RmsNorm(model.hidden_size, model.norm_epsilon)
         self.layers = torch.nn.ModuleList(Layer(model) for _ in range(model.num_hidden_layers))
         self.norm = RmsNorm(model.hidden_size, model.norm_epsilon)
+        if rank := recipe.markov_rank:
+            self.markov_head = MarkovHead(model.vocab_size, rank)
         self.register_buffer("mask_row", mask_row.detach().clone(), persistent=False)
         self._table: RotaryTable | None = None
 
@@ -192,7 +212,8 @@ class DFlash(Drafter):
         num_tokens, places = features.tokens.shape[1], anchors.places
         lines = torch.arange(len(places), device=places.device)[:, None]
         first = features.embedded[lines, places + 1]  # [B, A, D]
-        masks = self.mask_row.to(first.dtype).expand(*first.shape[:2], self.num_positions, -1)
+        num_masks = self.recipe.block_size - 1
+        masks = self.mask_row.to(first.dtype).expand(*first.shape[:2], num_masks, -1)
         x = torch.cat((first[:, :, None], masks), dim=2) * self.recipe.embedding_scale
         x = x.to(context.dtype)
         hidden = torch.arange(num_tokens, device=places.device) > places[:, :, None]
@@ -217,8 +238,12 @@ class DFlash(Drafter):
             at = at.clamp(max=mask.shape[1] - 1)
             chosen = anchors.is_real & is_inside & mask[lines, at]  # [B, A]
             weight = self.recipe.loss_decay**position / num_labels[position].clamp(min=1)
+            read = features.head.join_input(guesses[:, :, self.first_place + position][chosen])
+            if self.recipe.markov_rank:
+                before = self.markov_head.markov_w1(features.tokens[lines, at - 1][chosen])
+                read = torch.cat((read, before.to(read.dtype)), dim=1)
             loss, own_losses, own_ranks = compute_loss(
-                features.head.join_input(guesses[:, :, 1 + position][chosen]),
+                read,
                 features.head.joint_weight,
                 features.tokens[lines, at][chosen],
                 (weight * anchors.shares).float().expand_as(chosen)[chosen],
@@ -226,6 +251,7 @@ class DFlash(Drafter):
                 teacher=make_teacher(
                     features, features.hidden[lines, at - 1][chosen], self.recipe.self_distillation
                 ),
+                more=self.markov_head.markov_w2.weight if self.recipe.markov_rank else None,
             )
             total = total + loss
             losses.append(own_losses)
@@ -241,7 +267,8 @@ def build_dflash(settings: TrainSettings, target: Target) -> DFlash:
     options = as_options(settings, DFlashTrain)
     table = target.embedding.weight
     assert isinstance(table, Tensor)
-    mask_token_id = choose_mask_token(options.dflash_mask_token_id, target.config, table)
+    given = options.dflash_mask_token_id
+    mask_token_id = choose_mask_token("--dflash-mask-token-id", given, target.config, table)
     recipe = Recipe(
         block_size=options.dflash_block_size,
         mask_token_id=mask_token_id,
@@ -250,6 +277,7 @@ def build_dflash(settings: TrainSettings, target: Target) -> DFlash:
         max_k=settings.report_top_k,
         loss_decay=options.dflash_loss_decay,
         self_distillation=settings.self_distillation,
+        markov_rank=options.dflash_markov_rank,
     )
     return DFlash(
         describe_layers(target, options.dflash_num_layers),
@@ -257,29 +285,6 @@ def build_dflash(settings: TrainSettings, target: Target) -> DFlash:
         num_auxiliary=len(target.aux_layers),
         mask_row=table[mask_token_id],
     )
-
-
-def choose_mask_token(given: int | None, config: Any, table: Tensor) -> int:
-    """The mask token: the one that was given, or the target's padding or end token, or its first.
-
-    Its row of the target's embedding, table [V, D], stays as it is. Many targets' padding has a row
-    of zeros: queries made of it would be zero, and nothing would be learned. Raises SpecDecError
-    where the given token has one, or is none.
-    """
-    ends = getattr(config, "eos_token_id", None)
-    padding = getattr(config, "pad_token_id", None)
-    found = [padding, *(ends if isinstance(ends, list) else [ends]), *range(len(table))]
-    if given is not None:
-        found = [given]
-    usable = (n for n in found if n is not None and n < len(table) and table[n].any())
-    token = next(usable, None)
-    if token is None:
-        raise SpecDecError(
-            f"--dflash-mask-token-id is {given}: of the target's {len(table)} tokens it is none, or"
-            " one with a row of zeros in the embedding",
-            "give another, or leave the option out",
-        )
-    return int(token)
 
 
 def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
@@ -301,7 +306,7 @@ def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
 
 
 def describe_dflash(drafter: DFlash, target: Target) -> Mapping[str, Any]:
-    """Return the config.json of z-lab's drafters."""
+    """Return the config.json of z-lab's drafters, or with a Markov head of DeepSpec's."""
     model, recipe = drafter.model, drafter.recipe
     own: dict[str, Any] = {
         "mask_token_id": recipe.mask_token_id,
@@ -309,8 +314,18 @@ def describe_dflash(drafter: DFlash, target: Target) -> Mapping[str, Any]:
     }
     if recipe.embedding_scale != 1:
         own["input_embedding_scale"] = recipe.embedding_scale
+    layout: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dflash_config": own}
+    if recipe.markov_rank:
+        layout = {
+            "architectures": ["Qwen3DSparkModel"],
+            **own,
+            "num_anchors": recipe.num_anchors,
+            "markov_rank": recipe.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+        }
     return {
-        "architectures": ["DFlashDraftModel"],
+        **layout,
         "model_type": "qwen3",
         **model.describe_sizes(),
         "attention_bias": False,
@@ -320,7 +335,6 @@ def describe_dflash(drafter: DFlash, target: Target) -> Mapping[str, Any]:
         "tie_word_embeddings": False,
         "num_target_layers": int(target.config.num_hidden_layers),
         "block_size": recipe.block_size,
-        "dflash_config": own,
     }
 
 

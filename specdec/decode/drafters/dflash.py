@@ -2,18 +2,20 @@
 
 The tokens of a block are drafted each by itself, so any token of a place may follow any of the
 place before, and a path is as probable as its tokens' probabilities multiplied. A step's tree is
-made of the most probable paths; with one token a place it is a chain.
+made of the most probable paths; with one token a place it is a chain. DSpark's Markov head makes
+the tokens of a place depend on the one before it: its trees grow level by level, as EAGLE-2's do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, StateKeeper, get_graphs, list_rows
+from specdec.decode.drafters.eagle import DynamicTree, Level
 from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS, DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
@@ -43,6 +45,32 @@ def grow_tree(
         nodes[path] = builder.add(nodes[path[:-1]], token)
     confidence = [1.0, *(probabilities[len(path) - 1, path[-1]] for path in choices)]
     return Candidates(builder.build(), confidence=np.array(confidence))
+
+
+class BlockDraft:
+    """A draft of blocks whose places know the token before them."""
+
+    goes_on: Callable[[np.ndarray], bool] | None = None  # a level costs next to nothing
+
+    def __init__(self, net: DFlashNet, hidden: Tensor, roots: IntArray) -> None:
+        """hidden: [B, P, D], what the head reads of the places; roots: [B]."""
+        self.roots = roots
+        self._net, self._place = net, 0
+        self._logits = net.decoder.compute_logits(hidden)
+
+    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
+        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
+        return self._rank(self.roots[:, None], width)
+
+    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
+        """The same of the next place, after each of the level's tokens."""
+        return self._rank(level.tokens, level.width)
+
+    def _rank(self, before: IntArray, width: int) -> tuple[IntArray, np.ndarray]:
+        logits = self._logits[:, self._place]
+        self._place += 1
+        tokens, scores = to_host(*self._net.rank_after(logits, before, width))
+        return tokens, scores
 
 
 def make_proposer(context: DraftContext) -> DFlashProposer:
@@ -108,7 +136,11 @@ class DFlashProposer(StateKeeper):
         # Fewer paths than that there may be.
         most = depth if top_k == 1 else sum(top_k**d for d in range(1, min(depth, 16) + 1))
         self.max_draft_tokens = min(num_tokens, most)
-        self.max_draft_depth = min(depth, self.max_draft_tokens)
+        self.max_draft_depth = depth = min(depth, self.max_draft_tokens)
+        self._tree: DynamicTree | None = None
+        if params.markov_rank:
+            self._tree = DynamicTree(top_k=top_k, depth=depth, num_tokens=num_tokens)
+            self.max_draft_tokens = self._tree.num_tokens
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the drafter's own, with room for a block."""
@@ -137,6 +169,8 @@ class DFlashProposer(StateKeeper):
         roots = np.array([request.output_ids[-1] for request in requests], np.int64)
         hidden = self.net.run_blocks(self._cache, list_rows(requests), roots)
         hidden = hidden[:, : self.max_draft_depth]
+        if self._tree is not None:
+            return self._tree.grow(BlockDraft(self.net, hidden, roots))
         tokens, scores = to_host(*self.net.rank_tokens(hidden, self.top_k))  # [B, P, K]
         return [
             grow_tree(int(root), own, probabilities, self.max_draft_tokens)
