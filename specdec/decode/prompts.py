@@ -23,10 +23,10 @@ MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library ta
 
 
 def read_lines(path: Path, flag: str) -> list[str]:
-    """Return the lines of a text file that a flag names."""
+    """Return the lines of a text file that a flag names, without a byte order mark before them."""
     try:
         # Not splitlines(): U+2028 and its like may stand inside a JSON text.
-        return path.read_text(encoding="utf-8").split("\n")
+        return path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise SpecDecError(f"{path} does not exist", f"check the path of {flag}") from None
     except UnicodeDecodeError:
@@ -43,10 +43,13 @@ def read_entries(
     if suffix == ".txt":
         entries: list[dict[str, Any]] = [{"prompt": line} if line.strip() else {} for line in lines]
     elif suffix == ".jsonl":
-        entries = [
-            read(f"{path} line {n}", line) if line.strip() else {}
-            for n, line in enumerate(lines, 1)
-        ]
+        entries, problems = [], Problems()
+        for n, line in enumerate(lines, 1):
+            try:
+                entries.append(read(f"{path} line {n}", line) if line.strip() else {})
+            except SpecDecError as error:
+                problems += error.problems
+        problems.raise_all()
     else:
         raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
     if not any(entries):
