@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from specdec import logs
-from specdec.engine.compiler import FLAGS, SOURCE, call_compiler
+from specdec.engine.compiler import FLAGS as FLAGS
+from specdec.engine.compiler import SOURCE as SOURCE
+from specdec.engine.compiler import call_compiler
 from specdec.engine.compiler import describe_cpu as describe_cpu
 from specdec.engine.compiler import find_compiler as find_compiler
 from specdec.engine.kernel_cache import find_kept, keep
