@@ -77,7 +77,8 @@ class Part:
 
     The source is transposed where it is stored as [in, out], then its first `skipped` rows are
     left out, then one of `num_shares` equal shares of the rows is taken; `added` is added to every
-    element, in float32.
+    element, in float32. is_row: a single row, between whose size and its elements there may be more
+    sizes of one, or fewer.
     """
 
     name: str
@@ -86,6 +87,13 @@ class Part:
     share: int = 0
     num_shares: int = 1
     added: float = 0.0
+    is_row: bool = False
+
+    def is_alike(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+        """Whether a source of one shape is taken where another is expected."""
+        bounds = (shape[:1] + shape[-1:], expected[:1] + expected[-1:])
+        is_row = self.is_row and {1} >= {*shape[:-1]} and len(shape) > 1
+        return shape == expected or is_row and bounds[0] == bounds[1]
 
     def get_source_shape(self, num_rows: int, rest: tuple[int, ...]) -> tuple[int, ...]:
         """Shape that the source must have for this part to have `num_rows` rows."""
@@ -246,7 +254,7 @@ def plan_tensors(
             info = source.tensors.get(part.name)
             if info is None:
                 missing.append(part.name)
-            elif info.shape != expected:
+            elif not part.is_alike(info.shape, expected):
                 misshapen.append(f"{part.name} has shape {list(info.shape)}, not {list(expected)}")
             elif info.dtype != stored and not {stored, info.dtype} <= set(CASTABLE):
                 unreadable.append(f"{part.name} is {info.dtype}")

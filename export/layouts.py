@@ -20,7 +20,7 @@ import numpy as np
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import Array
 from specdec.methods.dflash import DFlashParams
-from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleParams
+from specdec.methods.eagle import EAGLE3_FIXED, MASK_DEPTH, Eagle3Params, EagleParams
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import FULL, SLIDING, ModelConfig
@@ -64,6 +64,9 @@ class Order:
             return drafter.draft_len_per_beam
         if isinstance(drafter, DFlashParams):
             return drafter.num_positions
+        if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
+            # A folder is converted here for one, since how many it was trained for is not told.
+            return drafter.num_eagle_layers if drafter.num_eagle_layers > 1 else MASK_DEPTH
         return DEFAULT_DRAFT_TOKENS
 
 
@@ -212,6 +215,8 @@ def write_eagle3(order: Order) -> Contents:
         },
         **norms,
     }
+    if (token := params.mask_token_id) is not None:  # vLLM before 0.32 knows the second name alone
+        config |= {"parallel_drafting": True, "mask_token_id": token, "pard_token": token}
     tensors = add_drafted(source, dict(source.parts))
     return Contents(config=config, tensors=tensors, command=serve(order, "eagle3"))
 
@@ -342,6 +347,9 @@ def write_speculators(order: Order) -> Contents:
             "eagle_aux_hidden_state_layer_ids": list_entered(drafter.eagle3),
             **describe_norms(drafter.eagle3),
         }
+        if (token := drafter.mask_token_id) is not None:
+            name, architecture = "peagle", "PEagleSpeculator"
+            own["mask_token_id"] = token
     config = {
         "architectures": [architecture],
         "speculators_model_type": name,
@@ -384,6 +392,9 @@ def serve(order: Order, method: str) -> str:
     if order.settings.to == "vllm":
         speculative = {"method": method, "model": place, "num_speculative_tokens": number}
         words = f"vllm serve {target} --speculative-config"
+        drafter = order.source.drafter
+        if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
+            speculative["parallel_drafting"] = True
         if method == "redrafter":
             speculative |= {"method": "custom_class", "model": "redrafter_proposer.ReDrafter"}
             words = f"PYTHONPATH={place} vllm serve {target} --enforce-eager --speculative-config"
@@ -526,6 +537,13 @@ def find_lacks(order: Order, runtime: Runtime) -> Problems:
                 "export it for sglang or as hf; or train one with specdec-train --no-eagle-bias",
             )
         return problems
+    if eagle3.mask_token_id is not None:
+        if name not in ("vllm", "speculators", "hf"):
+            problems.add(f"{runtime.title} drafts a token a pass, this drafter all in one", others)
+        if name == "speculators" and eagle3.fc_norm:
+            problems.add(
+                "vLLM drops fc_norm of a P-EAGLE drafter of speculators'", "use --to vllm, or hf"
+            )
     lost = [key for key, value in describe_norms(eagle3).items() if value]
     if lost := [key for key in lost if key not in runtime.norms]:
         problems.add(

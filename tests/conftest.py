@@ -241,6 +241,7 @@ def make_eagle_drafter(
     aux_layers: tuple[int, ...] = (0, 1),
     bias: bool = True,
     own_embedding: bool = True,
+    mask_token_id: int | None = None,
     dtype: str = "float32",
     seed: int = 0,
     scale: float = 1.0,
@@ -251,6 +252,7 @@ def make_eagle_drafter(
 
     Version 1 as SafeAILab publishes it, 3 as ModelOpt exports it, with `aux_layers` the layers of
     the target whose outputs it reads. A reduced vocabulary has every other token, then the rest.
+    mask_token_id: P-EAGLE's, as vLLM reads it.
     """
     from safetensors.torch import save_file
 
@@ -282,12 +284,20 @@ def make_eagle_drafter(
             shapes["input_norm.weight"] = (width,)
         if config.get("fc_norm"):
             shapes |= {f"fc_norm.{part}.weight": (hidden,) for part in range(len(aux_layers))}
+        if mask_token_id is not None:
+            shapes["mask_hidden"] = (1, 1, width)
+            config = {
+                "parallel_drafting": True, "pard_token": mask_token_id,
+                "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in aux_layers],
+            } | config  # fmt: skip
     elif bias:
         shapes["fc.bias"] = (hidden,)
     if own_embedding:
         shapes["embed_tokens.weight"] = (vocab, hidden)
     drafted = draft_vocab if version == 3 else None
     tensors = draw_drafter(shapes, vocab, drafted, dtype=dtype, seed=seed, scale=scale)
+    if mask_token_id is not None:  # as large as what stands for
+        tensors["mask_hidden"] *= width**0.5
     document: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

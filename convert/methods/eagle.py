@@ -1,7 +1,8 @@
 """EAGLE: a drafter folder -> the `eagle_nets.*` tensors and EAGLE's keys of a checkpoint.
 
 What is published: SafeAILab's EAGLE-1, whose weights EAGLE-2 shares; EAGLE-3 as SafeAILab and
-SpecForge save it, as ModelOpt exports it, and as speculators does, with EAGLE-3.1's norms or not.
+SpecForge save it, as ModelOpt exports it, and as speculators does, with EAGLE-3.1's norms or not;
+P-EAGLE as vLLM reads it, and as speculators saves it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from specdec.errors import SpecDecError, join_names
 from specdec.methods.eagle import (
     EAGLE3_ARCHITECTURE,
     EAGLE3_FIXED,
+    MASK_DEPTH,
+    MASK_HIDDEN,
     METHOD,
     OWN_ARCHITECTURE,
     Eagle3Params,
@@ -64,6 +67,9 @@ class Format:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
 def read_layers(reader: ConfigReader, name: str) -> list[int] | None:
     """Return a list of layers, or None where it is absent."""
     layers = reader.config.get(name)
@@ -76,16 +82,24 @@ def read_layers(reader: ConfigReader, name: str) -> list[int] | None:
 
 
 def _find_outputs(reader: ConfigReader, num_layers: int) -> list[int]:
-    """The layers whose outputs are read, as their numbers tell; SafeAILab's three by default."""
+    """The layers whose outputs are read, as their numbers tell; SafeAILab's three by default.
+
+    A list at the top alone is vLLM's and llama.cpp's.
+    """
     inner = reader.enter(reader.get_object("eagle_config"))
-    layers = read_layers(inner, "eagle_aux_hidden_state_layer_ids")
-    return layers or [1, num_layers // 2 - 1, num_layers - 4]
+    return read_layers(inner, LAYER_IDS) or _find_inputs(reader, num_layers)
 
 
 def _find_inputs(reader: ConfigReader, num_layers: int) -> list[int]:
     """The same where the numbers tell which layers are entered by what is read, as in vLLM."""
-    layers = read_layers(reader, "eagle_aux_hidden_state_layer_ids")
+    layers = read_layers(reader, LAYER_IDS)
     return [layer - 1 for layer in layers or [2, num_layers // 2, num_layers - 3]]
+
+
+def _find_either(reader: ConfigReader, num_layers: int) -> list[int]:
+    """The same of either list, as vLLM takes them."""
+    inner = reader.enter(reader.get_object("eagle_config"))
+    return _find_inputs(reader if reader.config.get(LAYER_IDS) else inner, num_layers)
 
 
 # SafeAILab's and SpecForge's are ModelOpt's without most of the fields.
@@ -102,6 +116,12 @@ SPECULATORS = Format(
     layers_key="eagle_aux_hidden_state_layer_ids",
     fixed={"speculators_model_type": "eagle3"},
 )
+VLLM_PEAGLE = dataclasses.replace(
+    MODELOPT, name="vLLM", find_layers=_find_either, layers_key=LAYER_IDS
+)
+PEAGLE = dataclasses.replace(SPECULATORS, fixed={"speculators_model_type": "peagle"})
+# What vLLM looks for in P-EAGLE's config.json, the first of which counts.
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 # Of the drafter's layers, in the Llama config that each format has somewhere.
 FIXED_NET = {
     "model_type": "llama", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,
@@ -131,7 +151,11 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     check_num_layers(net.num_hidden_layers, folder)
     eagle3 = None
     if is_speculators or any(name.endswith("hidden_norm.weight") for name in folder.tensors):
-        form = SPECULATORS if is_speculators else MODELOPT
+        is_masked = MASK_HIDDEN.removeprefix("drafter.") in folder.tensors
+        form = VLLM_PEAGLE if is_masked else MODELOPT
+        if is_speculators:
+            is_masked = folder.config["speculators_model_type"] == "peagle"
+            form = PEAGLE if is_masked else SPECULATORS
         eagle3 = _read_eagle3(reader, folder, form, net, model)
         reader.finish()
     options = as_options(settings, EagleConvert)
@@ -141,9 +165,10 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
             f"--max-draft-len is {max_draft_len}, EAGLE trees have at most {MAX_DRAFT_LEN} tokens",
             f"give {MAX_DRAFT_LEN} or less",
         )
+    is_parallel = eagle3 is not None and eagle3.mask_token_id is not None
     return EagleParams(
         net=net,
-        num_eagle_layers=options.num_eagle_layers or 4,
+        num_eagle_layers=options.num_eagle_layers or (MASK_DEPTH if is_parallel else 4),
         max_non_leaves_per_layer=options.max_non_leaves_per_layer or 10,
         max_draft_len=max_draft_len,
         eagle3=eagle3,
@@ -214,11 +239,40 @@ def _read_eagle3(
             f"use the drafter that was trained for this target, and correct {form.layers_key}",
         )
     draft_vocab_size = reader.get_int("draft_vocab_size", net.vocab_size)
+    mask_token_id = _read_mask_token(reader, is_parallel=form in (PEAGLE, VLLM_PEAGLE))
     if not reader.problems:
         check_offsets(reader, folder, draft_vocab_size, model.vocab_size)
     if reader.problems:
         return None
-    return Eagle3Params(aux_layers=tuple(layers), draft_vocab_size=draft_vocab_size, **norms)
+    return Eagle3Params(
+        aux_layers=tuple(layers), draft_vocab_size=draft_vocab_size, mask_token_id=mask_token_id,
+        **norms,
+    )  # fmt: skip
+
+
+def _read_mask_token(reader: ConfigReader, *, is_parallel: bool) -> int | None:
+    """P-EAGLE's mask token; note what asks for one without the tensor that goes with it."""
+    names = [name for name in MASK_TOKENS if reader.config.get(name) is not None]
+    if not is_parallel:
+        for name in (*names, "parallel_drafting"):
+            if value := reader.config.get(name):
+                reader.refuse(
+                    f"{name} is {value!r}"[:120] + ", and there is no mask_hidden",
+                    "take a P-EAGLE drafter with all its tensors, or remove the field",
+                )
+        return None
+    values = {reader.get_int(name, minimum=0) for name in names}
+    if len(values) > 1:
+        reader.refuse(
+            f"{' and '.join(names)} name different mask tokens, {sorted(values)}",
+            "remove the wrong ones",
+        )
+    if not values:
+        reader.refuse(
+            f"mask_hidden is there, and none of {', '.join(MASK_TOKENS)} is",
+            "give the token that stands for those that are not known, as the drafter was trained",
+        )
+    return min(values, default=None)
 
 
 def check_offsets(
@@ -291,6 +345,7 @@ def find_sources(
     }
     if params.eagle3 is not None:
         beside |= {f"drafter.{name}": name for name in params.eagle3.list_read_norms()}
+        beside[MASK_HIDDEN] = MASK_HIDDEN.removeprefix("drafter.")
     found = llama.FAMILY.find_sources(decoder[n] for n in canonical if first[n] not in beside)
     is_only = any(name.startswith(ONLY_LAYER) for name in folder.tensors)
 
@@ -302,7 +357,8 @@ def find_sources(
 
     sources = {}
     for name in canonical:
-        parts = (Part(beside[first[name]]),) if first[name] in beside else found[decoder[name]]
+        is_row = first[name] == MASK_HIDDEN
+        parts = found.get(decoder[name]) or (Part(beside[first[name]], is_row=is_row),)
         sources[name] = tuple(rename(part) for part in parts)
     return sources
 

@@ -5,7 +5,9 @@ makes a layer's input of it and the next token's embedding; what comes out is th
 which the target's head reads. EAGLE-3, https://arxiv.org/abs/2503.01840: the feature is what `fc`
 makes of the outputs of some of the target's layers; the first layer's attention reads embedding and
 feature side by side, each normed; what comes out is the next feature, and normed, the head's input.
-EAGLE-3.1 may norm what `fc` reads, and feed the normed state on in place of the bare one.
+EAGLE-3.1 may norm what `fc` reads, and feed the normed state on in place of the bare one. P-EAGLE,
+https://arxiv.org/abs/2602.01469: pairs of a mask token and a feature that was learned follow the
+last true pair, and draft the tokens after its own in the same pass.
 
     text       t0 t1 t2 t3        pairs      (f0, t1) (f1, t2) (f2, t3)
     features   f0 f1 f2           positions     0        1        2
@@ -29,7 +31,7 @@ from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
-from specdec.methods.eagle import EagleParams
+from specdec.methods.eagle import MASK_HIDDEN, EagleParams
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import EAGLE_NET, HEAD
 
@@ -84,6 +86,10 @@ class EagleNet:
             weight = own["drafter.layers.0.hidden_norm.weight"]
             self.hidden_norm = Norm(weight, None, net.norm_epsilon)
         self.offsets = take_offsets(own, model.vocab_size)
+        self.mask_feature: Tensor | None = None  # [D]
+        if params.mask_token_id is not None:
+            with torch.inference_mode():
+                self.mask_feature = self.make_features(own[MASK_HIDDEN][0])[0]
 
     @property
     def hidden_size(self) -> int:

@@ -16,12 +16,16 @@ from torch import Tensor
 
 from specdec import logs
 from specdec.engine.layout import EngineConfig, open_packed_file
-from specdec.engine.native import ABI_VERSION, TILE, NativeKernels
+from specdec.engine.native import TILE, NativeKernels
 from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
 from specdec.files.torch_tensors import to_array, view_tensor
 
 logger = logs.get_logger(__name__)
+
+# Bumped where packed matrices mean something else though `identify_packing` sees the same bytes; it
+# is not ABI_VERSION, so that new kernels read what older ones with the same layout packed.
+PACKING_VERSION = 15
 
 
 def find_packed(
@@ -63,7 +67,7 @@ def identify_packing(kernels: NativeKernels) -> str:
 
     It is the same on two machines only if matrices that were packed on one are right on the other.
     """
-    digest = hashlib.sha256(f"{ABI_VERSION} {kernels.dtype}".encode())
+    digest = hashlib.sha256(f"{PACKING_VERSION} {kernels.dtype}".encode())
 
     def add(packed: Tensor) -> None:
         digest.update(to_array(packed).tobytes())

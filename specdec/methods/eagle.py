@@ -114,6 +114,9 @@ def check_layers(key: str, found: object) -> None:
     check(key, found, "a rising list of layers", is_good=is_good)
 
 
+# Of P-EAGLE: what stands for the outputs of the target's layers where a token is not known yet.
+MASK_HIDDEN = "drafter.mask_hidden"
+MASK_DEPTH = 8  # tokens that speculators trains a pass to draft
 # What `eagle_config` of a published folder says of every EAGLE-3 drafter that is known here.
 EAGLE3_FIXED = {
     "use_aux_hidden_state": True,
@@ -133,6 +136,8 @@ class Eagle3Params:
     tokens that can be drafted. norm_before_residual: whether the first layer's attention is added
     to the normed state. The others are EAGLE-3.1's: norm_before_fc norms what is read of the target
     as a whole, fc_norm each layer's part, and norm_output makes the normed state the next feature.
+    mask_token_id: P-EAGLE's (https://arxiv.org/abs/2602.01469), which stands, beside a feature that
+    was learned, where a token is not known yet, so that one pass drafts all; None for EAGLE-3.
     """
 
     aux_layers: tuple[int, ...]
@@ -141,6 +146,7 @@ class Eagle3Params:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask_token_id: int | None = None
 
     NEWER: ClassVar[tuple[str, ...]] = ("norm_before_fc", "fc_norm", "norm_output")
 
@@ -154,6 +160,8 @@ class Eagle3Params:
     def to_checkpoint(self) -> dict[str, Any]:
         """Return the keys of the object in a checkpoint's config.json."""
         config = dataclasses.asdict(self) | {"aux_layers": list(self.aux_layers)}
+        if self.mask_token_id is None:
+            del config["mask_token_id"]
         return {key: value for key, value in config.items() if value or key not in self.NEWER}
 
     @classmethod
@@ -172,9 +180,12 @@ class Eagle3Params:
             is_good=not (norms["fc_norm"] and norms["norm_before_fc"]),
         )  # fmt: skip
         check_unknown(config, {field.name for field in dataclasses.fields(cls)})
+        if "mask_token_id" in config:
+            check_count(f"{key}.mask_token_id", config["mask_token_id"], 0, MAX_SIZE)
         return cls(
             aux_layers=tuple(config["aux_layers"]),
             draft_vocab_size=config["draft_vocab_size"],
+            mask_token_id=config.get("mask_token_id"),
             **norms,
         )
 
@@ -211,6 +222,11 @@ class EagleParams(SizedTree):
         """Tokens that can be drafted."""
         return self.eagle3.draft_vocab_size if self.eagle3 else self.net.vocab_size
 
+    @property
+    def mask_token_id(self) -> int | None:
+        """What a pass that drafts all tokens has in their places; None for a pass a level."""
+        return self.eagle3.mask_token_id if self.eagle3 else None
+
     def shorten(self, size: int) -> EagleParams:
         """The same drafter that drafts so many tokens."""
         if self.eagle3 is not None:
@@ -235,6 +251,12 @@ class EagleParams(SizedTree):
             problems.add(
                 f"the EAGLE drafter's draft_vocab_size={self.draft_vocab_size} exceeds the"
                 f" target's vocab_size={vocab_size}",
+                remedy,
+            )
+        if (self.mask_token_id or 0) >= vocab_size:
+            problems.add(
+                f"the EAGLE drafter's mask_token_id is {self.mask_token_id}, the target's"
+                f" vocab_size {vocab_size}",
                 remedy,
             )
         add_uneven(problems, "EAGLE", self.net, tp_size)
@@ -267,6 +289,8 @@ class EagleParams(SizedTree):
             for name in (norms := eagle3.list_read_norms()):
                 shape = (width // len(norms),)
                 tensors[f"drafter.{name}"] = TensorSpec(shape, Shard.WHOLE)
+            if eagle3.mask_token_id is not None:
+                tensors[MASK_HIDDEN] = TensorSpec((1, 1, width), Shard.WHOLE)
         for layer in range(net.num_hidden_layers):
             prefix = f"drafter.layers.{layer}."
             for name, spec in list_layer_tensors(net).items():
@@ -415,6 +439,15 @@ class EagleTrain:
     eagle_norm_output: bool = setting(
         False, kind="flag", help="EAGLE-3: a step reads the normed state of the one before."
     )
+    eagle_parallel: bool = setting(
+        False, kind="flag",
+        help="P-EAGLE: an EAGLE-3 drafter that drafts all its steps in one pass, from mask tokens.",
+    )  # fmt: skip
+    eagle_mask_token_id: int | None = setting(
+        kind="int", minimum=0, metavar="N",
+        help="P-EAGLE: the token that stands where one is not known yet; if not given, the target's"
+        " padding token, or its end token where that has no embedding.",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

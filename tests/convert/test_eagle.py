@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from specdec.errors import UsageError
 from specdec.files.tensor_file import TensorFile
-from specdec.model.checkpoint import parse_checkpoint_config
+from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
 from specdec.model.inventory import list_tensors
 from specdec.model.tensors import get_rank_shape
 from tests.conftest import make_eagle_drafter, make_llama
@@ -212,6 +213,19 @@ def test_every_layout_of_eagle3_gives_the_same(
     }  # fmt: skip
 
 
+def test_a_list_at_the_top_alone(
+    target: Path, eagle3: Path, convert: Converter, tmp_path: Path
+) -> None:
+    """Counts the layers that are entered, as vLLM and llama.cpp do."""
+
+    def edit(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        del config["eagle_config"]
+        config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 4]
+
+    convert(model_dir=target, eagle_model_dir=copy_drafter(eagle3, tmp_path / "other", edit))
+    assert read_config(convert.output)["eagle3"]["aux_layers"] == [1, 2, 3]
+
+
 def test_the_normed_residual_of_speculators(
     target: Path, eagle3: Path, convert: Converter, tmp_path: Path
 ) -> None:
@@ -339,6 +353,56 @@ def test_eagle3_for_another_family(source: Source, convert: Converter, tmp_path:
     assert read_config(tmp_path / "one")["architecture"] == "SpecDecEagleForCausalLM"
 
 
+# ---- P-EAGLE.
+
+
+KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+def put_mask(
+    where: str, shape: tuple[int, ...] = (1, 1, 192), token: Any = 9, **fields: Any
+) -> Edit:
+    """A P-EAGLE drafter: as vLLM reads it, the token by one of its names, or as speculators'."""
+
+    def edit(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        values = np.random.default_rng(5).standard_normal(192, np.float32)
+        tensors["mask_hidden"] = values[: math.prod(shape)].reshape(shape)
+        if where == "speculators":
+            to_speculators(config, tensors)
+            config["speculators_model_type"] = "peagle"
+        elif where == "pard_token":  # vLLM takes either list for those that are entered
+            config["eagle_config"][KEY] = [layer + 1 for layer in AUX_LAYERS]
+        else:
+            config[KEY] = [layer + 1 for layer in AUX_LAYERS]
+        config.update({"mask_token_id" if where == "speculators" else where: token} | fields)
+
+    return edit
+
+
+def test_every_layout_of_p_eagle_gives_the_same(
+    target: Path, eagle3: Path, convert: Converter, tmp_path: Path
+) -> None:
+    written = []
+    for where, shape in (
+        ("mask_token_id", (1, 1, 192)), ("pard_token", (1, 192)), ("ptd_token_id", (1, 1, 192)),
+        ("speculators", (1, 1, 192)),
+    ):  # fmt: skip
+        drafter = copy_drafter(eagle3, tmp_path / where, put_mask(where, shape))
+        folder = tmp_path / f"checkpoint-{where}"
+        convert(model_dir=target, eagle_model_dir=drafter, output_dir=folder, tp_size=2)
+        written.append((read_config(folder), read_ranks(folder)))
+    assert all(one == written[0] for one in written)
+    config = written[0][0]
+    assert config["num_eagle_layers"] == 8
+    assert config["eagle3"]["mask_token_id"] == 9
+    params: Any = read_checkpoint_config(folder).drafter
+    assert params.to_checkpoint()["eagle3"] == config["eagle3"]
+    for rank in range(2):
+        found = load_file(folder / f"rank{rank}.safetensors")["eagle_nets.0.drafter.mask_hidden"]
+        own = load_file(tmp_path / "pard_token" / "model.safetensors")["mask_hidden"]
+        np.testing.assert_array_equal(found[0], own)
+
+
 # ---- What is refused.
 
 
@@ -400,6 +464,15 @@ def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         (3, put_eagle(use_last_layernorm=False), "use_last_layernorm is False"),
         (3, put_eagle(use_mtp_layernorm=True), "use_mtp_layernorm is True"),
         (3, put_eagle(parallel_draft_step=2), "parallel_draft_step is 2"),
+        (3, put_mask("other"), "mask_hidden is there, and none of mask_token_id, pard_token, ptd"),
+        (3, put_mask("pard_token", ptd_token_id=8), "pard_token and ptd_token_id name different"),
+        (3, put_mask("pard_token", (1, 191)), "mask_hidden has shape [1, 191], not [1, 192]"),
+        (3, put_mask("pard_token", (192,)), "mask_hidden has shape [192], not [1, 192]"),
+        (3, put_mask("pard_token", token="9"), "pard_token is '9', not a whole number"),
+        (3, put_mask("pard_token", token=131), "mask_token_id is 131, the target's vocab_size 131"),
+        (3, put(parallel_drafting=True), "parallel_drafting is True, and there is no mask_hidden"),
+        (3, put(pard_token=5), "pard_token is 5, and there is no mask_hidden"),
+        (3, put_speculators(speculators_model_type="peagle", mask_token_id=5), "mask_hidden"),
         (3, put_speculators(norm_before_fc=True), "lacks 1 tensor: input_norm.weight"),
         (3, put_speculators(norm_output=1), "norm_output is 1, not a boolean"),
         (3, put_speculators(model_type="qwen3"), "model_type is 'qwen3'"),

@@ -72,7 +72,10 @@ class EagleReference:
             hook.remove()
         if not self.is_third:
             return hidden
-        parts = [out.reshape(len(text), -1) for out in outputs]
+        return self.narrow([out.reshape(len(text), -1) for out in outputs])
+
+    def narrow(self, parts: list[Tensor]) -> Tensor:
+        """What `fc` makes of the outputs of some layers, [T, D]."""
         if self.document.get("fc_norm"):
             parts = [self.norm(part, f"fc_norm.{index}.weight") for index, part in enumerate(parts)]
         read = torch.cat(parts, dim=-1)
@@ -119,6 +122,12 @@ class EagleReference:
     def rank(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
         """Log-probabilities of the target's tokens after `text`, whose last is new, and `path`."""
         features, tokens = self.make_features(text[:-1]), list(text[1:])
+        if "mask_hidden" in self.tensors:  # P-EAGLE, whose places know no token but the text's
+            parts = self.tensors["mask_hidden"].reshape(1, -1).chunk(len(self.aux_layers), dim=-1)
+            masks = [self.narrow(list(parts))] * len(path)
+            features = torch.cat((features, *masks))
+            tokens += [self.document["pard_token"]] * len(path)
+            path = ()
         hidden = self.run(tokens, features)
         for token in path:
             features = torch.cat((features, hidden[-1:]))

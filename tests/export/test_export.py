@@ -43,6 +43,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3-whole": USUAL
     | {"draft_vocab": 70, "own_embedding": True, "norm_before_residual": True,
        "norm_before_fc": True, "norm_output": True},
+    "p-eagle": USUAL | {"mask_token_id": 9, "layers": 2},
+    "p-eagle-norm": USUAL | {"mask_token_id": 9, "draft_vocab": 70, "fc_norm": True},
     "eagle3-parts": {"version": 3, "aux_layers": (0, 6), "layers": 2, "fc_norm": True},
 }  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "is_causal": False}
@@ -79,6 +81,8 @@ PAIRS = {
     "eagle3-reduced": ("sglang", "speculators", "trtllm-pytorch", "gguf", *EVERY),
     "eagle3-whole": ("speculators", *EVERY),
     "eagle3-parts": ("speculators", *EVERY),
+    "p-eagle": ("speculators", *EVERY),
+    "p-eagle-norm": EVERY,
     "dflash": ("sglang", "speculators", *EVERY),
     "dflash-window": ("sglang", "speculators", *EVERY),
     "dflash-mixed": ("sglang", "speculators", *EVERY),
@@ -237,6 +241,11 @@ LOADED = {
     ("dflash-reduced", "vllm"): {
         "fc.weight", "norm.weight", "hidden_norm.weight", "lm_head.weight", "embed_tokens.weight",
         "d2t", "t2d", *(f"layers.{layer}.{n}.weight" for layer in (0, 1) for n in LAYER_DFLASH),
+    },
+    ("p-eagle", "vllm"): {
+        "fc.weight", "norm.weight", "lm_head.weight", "mask_hidden",
+        *(f"layers.0.{n}.weight" for n in LAYER3),
+        *(f"layers.1.{n}.weight" for n in (*LAYER, "input_layernorm")),
     },
     ("dspark", "hf"): {
         "fc.weight", "norm.weight", "hidden_norm.weight", "lm_head.weight", "embed_tokens.weight",
@@ -563,6 +572,26 @@ def test_a_dflash_drafter_is_told_as_each_runtime_counts(
         written = load_file(tmp_path / to / "model.safetensors")
         assert written.keys() == own.keys()
         assert all(torch.equal(written[name], own[name]) for name in own)
+
+
+def test_a_drafter_of_one_pass_is_told(
+    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    drafter, checkpoint = checkpoints["p-eagle"]
+    flags: dict[str, Any] = {"checkpoint_dir": checkpoint, "model_dir": "BASE"}
+    reports = {to: export(tmp_path / to, to=to, **flags) for to in PAIRS["p-eagle"]}
+    config = read_json(tmp_path / "vllm" / "config.json")
+    assert (config["mask_token_id"], config["pard_token"]) == (9, 9)
+    assert '"num_speculative_tokens": 8, "parallel_drafting": true' in reports["vllm"]["command"]
+    told = read_json(tmp_path / "speculators" / "config.json")
+    assert (told["speculators_model_type"], told["mask_token_id"]) == ("peagle", 9)
+    assert told["architectures"] == ["PEagleSpeculator"]
+    assert told["speculators_config"]["algorithm"] == "peagle"
+    assert told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 8
+    own = load_file(drafter / "model.safetensors")
+    for to in PAIRS["p-eagle"]:
+        written = load_file(tmp_path / to / "model.safetensors")
+        assert torch.equal(written["mask_hidden"], own["mask_hidden"])
 
 
 def test_a_markov_head_is_told(

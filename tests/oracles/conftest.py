@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.oracles.models import PYCODE, drop_bias, pad_heads, read_prompts
+from tests.oracles.models import PYCODE, add_mask, drop_bias, pad_heads, read_prompts
 from tests.oracles.ours import make_engine
 
 NUM_PROMPTS, MAX_TOKENS = 8, 48
@@ -38,6 +38,7 @@ def work(environments: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("medusa", "redrafter", "dflash", "eagle3"):
         shutil.copytree(PYCODE / name, folder / name)
     drop_bias(PYCODE / "eagle", folder / "eagle1")
+    add_mask(PYCODE / "eagle3", folder / "p-eagle")
     pad_heads(PYCODE / "target", folder / "target")
     return folder
 

@@ -61,6 +61,23 @@ def _pad(rows: Tensor, size: int, wide: int) -> Tensor:
     return torch.nn.functional.pad(heads, (0, 0, 0, wide - size)).reshape(-1, rows.shape[-1])
 
 
+def add_mask(drafter: Path, folder: Path) -> Path:
+    """A copy of an EAGLE-3 drafter as one of P-EAGLE's: right in its first place, seldom later."""
+    shutil.copytree(drafter, folder)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.randn(1, 1, tensors["fc.weight"].shape[1], generator=generator)
+    tensors["mask_hidden"] = mask.to(tensors["fc.weight"].dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    config |= {
+        "mask_token_id": 1, "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def drop_bias(source: Path, folder: Path) -> Path:
     """Copy an EAGLE-1 drafter without its fc.bias, which vLLM has no room for."""
     shutil.copytree(source, folder)

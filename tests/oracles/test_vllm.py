@@ -24,6 +24,8 @@ WAYS: dict[str, tuple[str, str, str, str, int]] = {
     "eagle1": ("eagle1", "--eagle-model-dir", "eagle", "vllm", 3),
     "eagle3": ("eagle3", "--eagle-model-dir", "eagle3", "vllm", 3),
     "eagle3-speculators": ("eagle3", "--eagle-model-dir", "eagle3", "speculators", 3),
+    "p-eagle": ("p-eagle", "--eagle-model-dir", "eagle3", "vllm", 4),
+    "p-eagle-speculators": ("p-eagle", "--eagle-model-dir", "eagle3", "speculators", 4),
     "dflash": ("dflash", "--dflash-model-dir", "dflash", "vllm", 7),
     "dflash-speculators": ("dflash", "--dflash-model-dir", "dflash", "speculators", 7),
     "redrafter": ("redrafter", "--drafter-model-dir", "custom_class", "vllm", 5),
@@ -83,6 +85,8 @@ def test_drafters(way: str, run_vllm: Any, plain: Any, work: Path, prompts: Any)
     )  # fmt: skip
     place = pad_heads(exported, work / f"{way}-wide")
     speculative = {"method": method, "model": str(place), "num_speculative_tokens": length}
+    if folder == "p-eagle":
+        speculative["parallel_drafting"] = True
     own: list[object] = [option, drafter]
     choices: dict[str, Any] = {
         f"{'medusa' if method == 'medusa' else 'eagle'}_choices": chain(length)

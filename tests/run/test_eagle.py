@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +56,16 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     # EAGLE-3.1, with the one norm before fc and with the other.
     "eagle3-input-norm": {"version": 3, "norm_before_fc": True, "norm_output": True},
     "eagle3-fc-norm": {"version": 3, "aux_layers": (0, 2), "fc_norm": True, "norm_output": True},
+    "p-eagle": {"version": 3, "aux_layers": (0, 2), "layers": 2, "mask_token_id": 9},
+    "p-eagle-norms": {
+        "version": 3,
+        "draft_vocab": 70,
+        "own_embedding": False,
+        "fc_norm": True,
+        "norm_output": True,
+        "norm_before_residual": True,
+        "mask_token_id": 2,
+    },  # fmt: skip
 }
 
 
@@ -148,7 +159,8 @@ def test_drafts_are_the_reference_s(case: Case, tree: str) -> None:
             if tree == "static":
                 wanted = reference.draft_static(text, PUBLISHED_CHOICES[:-2])
             else:
-                wanted = reference.draft_dynamic(text, top_k=5, depth=4, num_tokens=20)
+                depth = case.proposer.max_draft_depth
+                wanted = reference.draft_dynamic(text, top_k=5, depth=depth, num_tokens=20)
             assert paths == wanted
 
 
@@ -185,8 +197,9 @@ def test_reused_prefixes_are_not_run_again(case: Case) -> None:
         record(case, requests, max_batch_size=1, reuse_blocks=True)
     finally:
         del case.proposer.net.forward
-    assert ran[0] == 9, "all pairs of the first prompt"
-    assert max(ran[1:]) < 9, "of the second, what is not in the cache"
+    masked = 0 if case.proposer.params.mask_token_id is None else case.proposer.max_draft_depth - 1
+    assert ran[0] == 9 + masked, "all pairs of the first prompt"
+    assert max(ran[1:]) < 9 + masked, "of the second, what is not in the cache"
 
 
 # ---- The text.
@@ -207,10 +220,12 @@ def test_random_drafters_leave_the_text_unchanged(
     assert alone == expected
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_native_kernels(version: int, target: Path, tmp_path: Path, expected: Any) -> None:
+@pytest.mark.parametrize(("version", "mask"), [(1, None), (3, None), (3, 5)])
+def test_native_kernels(
+    version: int, mask: int | None, target: Path, tmp_path: Path, expected: Any
+) -> None:
     """The target's layers are read on the way, which the kernels add to in place."""
-    drafter = make_eagle_drafter(tmp_path, version=version, scale=2.0)
+    drafter = make_eagle_drafter(tmp_path, version=version, mask_token_id=mask, scale=2.0)
     folders = [
         make_eagle_engine(tmp_path / optimize, target, drafter, optimize=optimize)
         for optimize in ("auto", "none")
@@ -261,6 +276,33 @@ def test_hostile_drafters_cost_steps_only(kind: str, tmp_path: Path) -> None:
         assert result.stats.num_verify_steps == 8
         start = result.request.input_ids[-1] + 1
         assert result.output_ids == [(start + n) % 32 for n in range(9)]
+
+
+def test_one_pass_drafts_all_places(target: Path, tmp_path: Path) -> None:
+    """Of P-EAGLE: the new pairs of all rows, and masks behind them, whatever the depth."""
+    drafter = make_eagle_drafter(tmp_path, version=3, mask_token_id=5, scale=2.0)
+    folder = make_eagle_engine(tmp_path, target, drafter)
+    engine = TorchEngine(folder, device="cpu")
+    proposer = engine.proposer
+    assert isinstance(proposer, EagleProposer)
+    assert proposer.max_draft_depth == 8, "as many as speculators trains"
+    sizes: list[tuple[int, ...]] = []
+    forward, propose, steps = proposer.net.forward, proposer.propose, 0
+
+    def count(step: Any, features: Any, cache: Any) -> Any:
+        sizes.append(step.tokens.shape)
+        return forward(step, features, cache)
+
+    def count_steps(requests: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return propose(requests)
+
+    proposer.net.forward = count  # type: ignore[method-assign]
+    proposer.propose = count_steps  # type: ignore[method-assign]
+    engine.generate(make_requests([[4, 9]], limit=5))
+    assert len(sizes) == steps
+    assert all(8 <= np.prod(size) <= 8 + 9 for size in sizes)
 
 
 # ---- Trees and limits.

@@ -183,6 +183,8 @@ def test_the_packing_is_told_by_what_kernels_do(
         monkeypatch.setattr(kernels, name, lay_out_otherwise)
         assert identify_packing(kernels) != own
         monkeypatch.undo()
+    monkeypatch.setattr("specdec.engine.packed.PACKING_VERSION", -1)  # another meaning
+    assert identify_packing(kernels) != own
     engine.close()
 
 

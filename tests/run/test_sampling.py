@@ -21,7 +21,7 @@ from torch import Tensor
 from specdec.decode import accept as verify
 from specdec.decode.accept import Candidates, accept_batch
 from specdec.decode.drafters.dflash import BlockDraft, grow_tree
-from specdec.decode.drafters.eagle import DynamicTree, Level, StaticTree
+from specdec.decode.drafters.eagle import DynamicTree, Level, PassDraft, StaticTree
 from specdec.decode.drafters.lookahead import Lookahead
 from specdec.decode.drafters.prompt_lookup import NgramIndex
 from specdec.decode.drafters.suffix import SuffixTree, grow
@@ -264,6 +264,19 @@ def _grow_markov(*context: int) -> Candidates:
     return DynamicTree(top_k=3, depth=3, num_tokens=6).grow(draft)[0]
 
 
+def draft_pass(text: list[int], sampler: Sampler) -> Candidates:
+    """P-EAGLE's: every place of a pass by itself, in EAGLE-2's trees."""
+    return _grow_pass(*[0, 0, *text][-2:])
+
+
+@functools.cache
+def _grow_pass(*context: int) -> Candidates:
+    places = torch.stack([DRAFT_MODEL.get_logits(context), *DRAFT_MODEL.table.mean(0)[:2]])
+    best = places.log_softmax(-1).topk(3, dim=-1)
+    draft = PassDraft(np.array(context[-1:]), best.indices[None].numpy(), best.values[None].numpy())
+    return DynamicTree(top_k=3, depth=3, num_tokens=6).grow(draft)[0]
+
+
 METHODS: dict[str, Drafter] = {
     "plain": draft_nothing,
     "beams": draft_beams,
@@ -278,10 +291,11 @@ METHODS: dict[str, Drafter] = {
     "dynamic tree": draft_sure,
     "block": draft_block,
     "markov block": draft_markov,
+    "pass": draft_pass,
 }
 EXACT_BY_SEED = [
     "beams", "heads", "draft model, compared", "prompt lookup", "suffix", "lookahead",
-    "static tree", "dynamic tree", "block", "markov block",
+    "static tree", "dynamic tree", "block", "markov block", "pass",
 ]  # fmt: skip
 
 

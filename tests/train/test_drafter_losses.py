@@ -17,7 +17,7 @@ from specdec.train import loss as loss_module
 from specdec.train.features import Features, OutputHead
 from specdec.train.loss import Teacher, compute_loss
 from specdec.train.methods import dflash
-from specdec.train.methods.base import Drafter
+from specdec.train.methods.base import Drafter, choose_mask_token
 from specdec.train.methods.dflash import DFlash
 from specdec.train.methods.eagle import Eagle1, Eagle3, Recipe, make_mask
 from specdec.train.methods.medusa import MedusaHeads
@@ -30,10 +30,12 @@ MODEL = ModelConfig(
     rotary_base=100.0,
 )  # fmt: skip
 NUM_AUXILIARY = 2
-NORMS = {
+MASK_ROW = torch.linspace(-1, 1, HIDDEN)
+NORMS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3-input-norm": {"norm_before_fc": True, "norm_output": True},
     "eagle3-fc-norm": {"fc_norm": True},
+    "p-eagle": {"fc_norm": True, "mask_token_id": 2},
 }
 DRAFTERS = (
     "medusa",
@@ -69,7 +71,7 @@ def make_drafter(kind: str) -> Drafter:
                 block_size=STEPS + (not rank), mask_token_id=2, embedding_scale=1.5, num_anchors=9,
                 max_k=5, loss_decay=0.8, self_distillation=0.6, markov_rank=rank,
             ),
-            num_auxiliary=NUM_AUXILIARY, mask_row=torch.linspace(-1, 1, HIDDEN),
+            num_auxiliary=NUM_AUXILIARY, mask_row=MASK_ROW,
         )  # fmt: skip
     else:
         recipe = Recipe(
@@ -84,7 +86,8 @@ def make_drafter(kind: str) -> Drafter:
                 aux_layers=tuple(range(NUM_AUXILIARY)), draft_vocab_size=VOCAB,
                 norm_before_residual=False, **NORMS[kind],
             )  # fmt: skip
-            drafter = Eagle3(model, recipe, make_head(), params)
+            mask_row = MASK_ROW if params.mask_token_id is not None else None
+            drafter = Eagle3(model, recipe, make_head(), params, mask_row=mask_row)
         else:
             drafter = Eagle1(model, recipe)
     with torch.no_grad():  # what begins as zero, one or a copy is told apart
@@ -166,6 +169,8 @@ def draft_eagle(
     is_third = "norm.weight" in weights
     if is_third:
         read = list(features.auxiliary[row, : place + 1])
+        if "mask_hidden" in weights:
+            read.append(weights["mask_hidden"][0, 0])
         if "input_norm.weight" in weights:
             read = [normalize(a, weights["input_norm.weight"]) for a in read]
         if "fc_norm.0.weight" in weights:
@@ -178,10 +183,13 @@ def draft_eagle(
     else:
         states = list(features.hidden[row, : place + 1])
     guesses = []
+    mask = states.pop() if "mask_hidden" in weights else None
     for step in range(STEPS):
         if place + 2 + step >= features.tokens.shape[1]:
             break
         embedded = [features.embedded[row, 1 + i] for i in range(len(states))]
+        if mask is not None:
+            embedded[place + 1 :] = [MASK_ROW] * step
         x = states
         if not is_third:
             x = [
@@ -193,7 +201,7 @@ def draft_eagle(
         if norms_output:
             x = [normalize(each, weights["norm.weight"]) for each in x]
         guesses.append(x[-1])
-        states = [*states, x[-1]]
+        states = [*states, x[-1] if mask is None else mask]
     return guesses
 
 
@@ -205,7 +213,7 @@ def draft_dflash(
         normalize(weights["fc.weight"] @ a, weights["hidden_norm.weight"])
         for a in features.auxiliary[row, : place + 1]
     ]
-    mask = torch.linspace(-1, 1, HIDDEN)
+    mask = MASK_ROW
     is_spark = "markov_head.markov_w1.weight" in weights
     block = [1.5 * features.embedded[row, place + 1], *[1.5 * mask] * (STEPS - is_spark)]
     for index in range(2):
@@ -383,19 +391,19 @@ def test_dflash_draws_other_anchors_in_every_step() -> None:
     assert (few.shares == 1).all()
 
 
-def test_the_mask_token_of_dflash_has_an_embedding() -> None:
+def test_the_mask_token_has_an_embedding() -> None:
     """A row of zeros, as padding has in many targets, would make queries of zero."""
     config: Any = SimpleNamespace(pad_token_id=1, eos_token_id=[1, 3])
     table = torch.ones(5, HIDDEN)
-    assert dflash.choose_mask_token(None, config, table) == 1
-    assert dflash.choose_mask_token(4, config, table) == 4
+    assert choose_mask_token("--some-flag", None, config, table) == 1
+    assert choose_mask_token("--some-flag", 4, config, table) == 4
     table[1] = 0
-    assert dflash.choose_mask_token(None, config, table) == 3
+    assert choose_mask_token("--some-flag", None, config, table) == 3
     table[3] = 0
-    assert dflash.choose_mask_token(None, SimpleNamespace(), table) == 0
+    assert choose_mask_token("--some-flag", None, SimpleNamespace(), table) == 0
     for given in (1, 5):
-        with pytest.raises(SpecDecError, match=f"--dflash-mask-token-id is {given}: of the targ"):
-            dflash.choose_mask_token(given, config, table)
+        with pytest.raises(SpecDecError, match=f"--some-flag is {given}: of the targ"):
+            choose_mask_token("--some-flag", given, config, table)
 
 
 def test_eagle_noise_is_drawn_in_training_only() -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from specdec.errors import SpecDecError
+
 from ..features import Features
 from ..loss import Teacher, measure_positions
 from ..settings import TrainSettings
@@ -54,6 +56,29 @@ def make_teacher(features: Features, hidden: Tensor, share: float) -> Teacher | 
         return None
     assert features.head is not None
     return Teacher(hidden, features.head, share)
+
+
+def choose_mask_token(flag: str, given: int | None, config: Any, table: Tensor) -> int:
+    """The mask token: given by `flag`, or the target's padding or end token, or its first.
+
+    Its row of the target's embedding, table [V, D], stays as it is. Many targets' padding has a row
+    of zeros: queries made of it would be zero, and nothing would be learned. Raises SpecDecError
+    where the given token has one, or is none.
+    """
+    ends = getattr(config, "eos_token_id", None)
+    padding = getattr(config, "pad_token_id", None)
+    found = [padding, *(ends if isinstance(ends, list) else [ends]), *range(len(table))]
+    if given is not None:
+        found = [given]
+    usable = (n for n in found if n is not None and n < len(table) and table[n].any())
+    token = next(usable, None)
+    if token is None:
+        raise SpecDecError(
+            f"{flag} is {given}: of the target's {len(table)} tokens it is none, or"
+            " one with a row of zeros in the embedding",
+            "give another, or leave the option out",
+        )
+    return int(token)
 
 
 class ResidualBlock(torch.nn.Module):

@@ -39,7 +39,7 @@ from ..features import Features
 from ..loss import compute_loss, measure_positions
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, TrainingMethod, make_teacher
+from .base import Drafter, TrainingMethod, choose_mask_token, make_teacher
 from .eagle import GatedMlp, RmsNorm, describe_layers, make_linear
 
 GOLDEN = 0.6180339887  # multiples of it, without their whole parts, spread evenly
@@ -267,7 +267,8 @@ def build_dflash(settings: TrainSettings, target: Target) -> DFlash:
     options = as_options(settings, DFlashTrain)
     table = target.embedding.weight
     assert isinstance(table, Tensor)
-    mask_token_id = choose_mask_token(options.dflash_mask_token_id, target.config, table)
+    given = options.dflash_mask_token_id
+    mask_token_id = choose_mask_token("--dflash-mask-token-id", given, target.config, table)
     recipe = Recipe(
         block_size=options.dflash_block_size,
         mask_token_id=mask_token_id,
@@ -284,29 +285,6 @@ def build_dflash(settings: TrainSettings, target: Target) -> DFlash:
         num_auxiliary=len(target.aux_layers),
         mask_row=table[mask_token_id],
     )
-
-
-def choose_mask_token(given: int | None, config: Any, table: Tensor) -> int:
-    """The mask token: the one that was given, or the target's padding or end token, or its first.
-
-    Its row of the target's embedding, table [V, D], stays as it is. Many targets' padding has a row
-    of zeros: queries made of it would be zero, and nothing would be learned. Raises SpecDecError
-    where the given token has one, or is none.
-    """
-    ends = getattr(config, "eos_token_id", None)
-    padding = getattr(config, "pad_token_id", None)
-    found = [padding, *(ends if isinstance(ends, list) else [ends]), *range(len(table))]
-    if given is not None:
-        found = [given]
-    usable = (n for n in found if n is not None and n < len(table) and table[n].any())
-    token = next(usable, None)
-    if token is None:
-        raise SpecDecError(
-            f"--dflash-mask-token-id is {given}: of the target's {len(table)} tokens it is none, or"
-            " one with a row of zeros in the embedding",
-            "give another, or leave the option out",
-        )
-    return int(token)
 
 
 def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:

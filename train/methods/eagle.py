@@ -13,6 +13,8 @@ attends to the true pairs up to place t and to its own steps before, as in a dra
               over [norm(e) ; norm(s)] and adds to s; its own norm and output layer give the
               distribution; no loss of features. EAGLE-3.1 norms what F reads, as a whole or by
               layers, and may feed the normed state on
+    P-EAGLE   EAGLE-3 whose steps after the first read a mask token's embedding, and in place of s
+              what F makes of one that is learned: one pass drafts them all
 
 Legend: B rows, T tokens, D hidden, N labels, V vocabulary, H head size.
 """
@@ -39,7 +41,7 @@ from ..features import Features, OutputHead
 from ..loss import compute_loss
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, Labels, TrainingMethod, make_teacher
+from .base import Drafter, Labels, TrainingMethod, choose_mask_token, make_teacher
 
 # Rotary scalings by which a position's angles depend on the position alone.
 STEADY_SCALINGS = ("linear", "llama3", "yarn")
@@ -191,6 +193,10 @@ class Eagle(Drafter):
         """What comes of the layers' output: a step's guess, and the next one's state."""
         return state
 
+    def go_on(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What a step after the first reads, of the text's embeddings and the state before it."""
+        return embedded, state
+
     def _find_angles(self, step: int, num_places: int, device: torch.device) -> tuple[Tensor, ...]:
         needed = step + num_places
         if self._table is None or self._table.num_positions < needed:
@@ -209,6 +215,8 @@ class Eagle(Drafter):
             state = state[:, :num_places]
             if num_places:
                 embedded = features.embedded[:, 1 + step : 1 + step + num_places].to(state.dtype)
+                if step:
+                    embedded, state = self.go_on(embedded, state)
                 cos, sin = self._find_angles(step, num_places, state.device)
                 x = self.join(embedded, state)
                 for layer, history in zip(self.layers, histories, strict=True):
@@ -260,9 +268,10 @@ class Eagle3(Eagle):
 
     def __init__(
         self, model: ModelConfig, recipe: Recipe, head: OutputHead, params: Eagle3Params,
-        kept: Tensor | None = None,
+        kept: Tensor | None = None, mask_row: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """kept: the tokens that it drafts, rising; None: all."""
+        """kept: the tokens that it drafts, rising; None: all. mask_row: [D], P-EAGLE's mask token's
+        row of the target's embedding."""
         super().__init__(model, recipe)
         self.params = params
         self.d2t: Tensor | None
@@ -279,11 +288,24 @@ class Eagle3(Eagle):
         self.lm_head = make_linear(model.hidden_size, params.draft_vocab_size)
         weight = head.weight if kept is None else head.weight[kept.to(head.weight.device)]
         self.lm_head.weight.data = weight.detach().float() * head.scale
+        self.mask_row: Tensor | None
+        self.register_buffer("mask_row", mask_row, persistent=False)
+        if mask_row is not None:
+            self.mask_hidden = torch.nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def begin(self, features: Features) -> Tensor:
         """The inner states, brought to the drafter's width."""
         assert features.auxiliary is not None
-        read = features.auxiliary
+        return self._narrow(features.auxiliary)
+
+    def go_on(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """P-EAGLE's mask instead of both."""
+        if self.mask_row is None:
+            return embedded, state
+        begun = self._narrow(self.mask_hidden.to(state.dtype))
+        return self.mask_row.to(embedded.dtype).expand_as(embedded), begun.expand_as(state)
+
+    def _narrow(self, read: Tensor) -> Tensor:
         if self.params.norm_before_fc:
             read = self.input_norm(read)
         if self.params.fc_norm:
@@ -339,6 +361,12 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
     )
     if is_third:
         kept = choose_vocabulary(options.eagle_draft_vocab_size, target)
+        mask_token_id, mask_row = None, None
+        if options.eagle_parallel:
+            table, given = target.embedding.weight, options.eagle_mask_token_id
+            assert isinstance(table, Tensor)
+            mask_token_id = choose_mask_token("--eagle-mask-token-id", given, target.config, table)
+            mask_row = table[mask_token_id].detach().clone()
         params = Eagle3Params(
             aux_layers=target.aux_layers,
             draft_vocab_size=model.vocab_size if kept is None else len(kept),
@@ -346,8 +374,9 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
             norm_before_fc=options.eagle_norm_before_fc,
             fc_norm=options.eagle_fc_norm,
             norm_output=options.eagle_norm_output,
+            mask_token_id=mask_token_id,
         )
-        return Eagle3(model, recipe, target.head, params, kept)
+        return Eagle3(model, recipe, target.head, params, kept, mask_row)
     return Eagle1(model, recipe, embedding_scale=target.shape.embedding_scale)
 
 
@@ -392,12 +421,17 @@ def check_options(settings: TrainSettings) -> None:
     """Raise UsageError for norms that the version lacks, or that exclude one another."""
     options = as_options(settings, EagleTrain)
     norms = [
-        name for name in (*Eagle3Params.NEWER, "draft_vocab_size")
-        if getattr(options, f"eagle_{name}")
+        name for name in (*Eagle3Params.NEWER, "draft_vocab_size", "parallel", "mask_token_id")
+        if getattr(options, f"eagle_{name}") not in (None, False)
     ]  # fmt: skip
     if norms and options.eagle_version == "1":
         flag = name_flag(f"eagle_{norms[0]}")
         raise UsageError(f"{flag} is for EAGLE-3", f"give --eagle-version 3, or leave {flag} out")
+    if options.eagle_mask_token_id is not None and not options.eagle_parallel:
+        raise UsageError(
+            f"--eagle-mask-token-id is {options.eagle_mask_token_id} without --eagle-parallel",
+            "give both, or leave the token out",
+        )
     if options.eagle_draft_vocab_size is not None and settings.self_distillation != 1:
         raise UsageError(
             f"--eagle-draft-vocab-size with --self-distillation {settings.self_distillation:g}:"
@@ -439,6 +473,14 @@ def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
     if isinstance(drafter, Eagle1):
         return config | {"bias": drafter.recipe.has_bias}
     assert isinstance(drafter, Eagle3)
+    if drafter.params.mask_token_id is not None:
+        config |= {
+            "parallel_drafting": True,
+            # vLLM's, which counts the layers that are entered by what is read.
+            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in target.aux_layers],
+            "mask_token_id": drafter.params.mask_token_id,
+            "pard_token": drafter.params.mask_token_id,
+        }
     return config | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": drafter.params.draft_vocab_size,
@@ -458,10 +500,17 @@ def list_shared(target: Target) -> Mapping[str, Tensor]:
     return {} if target.aux_layers else {"embed_tokens.weight": weight}
 
 
+def list_convert_flags(settings: TrainSettings) -> list[str]:
+    """A pass drafts as many tokens as it was trained for, which config.json has no name for."""
+    options = as_options(settings, EagleTrain)
+    return ["--num-eagle-layers", str(options.eagle_num_steps)] if options.eagle_parallel else []
+
+
 METHOD = TrainingMethod(
     build=build_eagle,
     describe=describe_eagle,
     convert_folder="--eagle-model-dir",
+    convert_flags=list_convert_flags,
     choose_layers=choose_layers,
     check_options=check_options,
     list_shared=list_shared,

@@ -2,7 +2,8 @@
 
 A pair is a feature of the target and the token after it (`specdec.engine.eagle`). The pairs of
 committed tokens are run once each, from true features, and stay in the drafter's own cache; those
-of a tree are written after them and are dropped with it.
+of a tree are written after them and are dropped with it. A P-EAGLE drafter has run the pairs of all
+places of a tree by then, which know nothing of one another's tokens: any may follow any.
 """
 
 from __future__ import annotations
@@ -156,6 +157,7 @@ class StaticTree:
         self._inner = inner
         self._children = [[p for p in paths if len(p) == d] for d in range(1, self.depth + 1)]
         self.num_run = sum(map(len, inner[1:]))
+        self.max_width = 1 + max(map(max, paths))
 
     def grow(self, draft: Draft) -> list[Candidates]:
         """Draft every level of the tree for all rows."""
@@ -200,6 +202,7 @@ class DynamicTree:
         num_drafted = top_k + (depth - 1) * top_k**2
         self.num_tokens = min(num_tokens, num_drafted)
         self.num_run = (depth - 1) * top_k
+        self.max_width = top_k
 
     def grow(self, draft: Draft) -> list[Candidates]:
         """Draft all levels for all rows, or those that are worth their price; then choose."""
@@ -301,6 +304,28 @@ class TreeDraft:
         tokens, scores = self._net.rank_tokens(self._hidden, width)
         ranked, likelihoods = to_host(tokens, scores)
         return ranked, likelihoods
+
+
+class PassDraft:
+    """A draft of all rows by one pass: tokens of each place, whatever stands before it."""
+
+    goes_on: Callable[[np.ndarray], bool] | None = None  # a level costs nothing
+
+    def __init__(self, roots: IntArray, ranked: IntArray, scores: np.ndarray) -> None:
+        """roots: [B]; ranked, scores: [B, P, width], best first, and log-probabilities."""
+        self.roots, self._ranked, self._scores, self._place = roots, ranked, scores, 0
+
+    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
+        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
+        return self._ranked[:, :1, :width], self._scores[:, :1, :width]
+
+    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
+        """The same of the next place, for each of the level's nodes."""
+        self._place += 1
+        shape = (*level.tokens.shape, level.width)
+        ranked = self._ranked[:, self._place, None, : level.width]
+        scores = self._scores[:, self._place, None, : level.width]
+        return np.broadcast_to(ranked, shape), np.broadcast_to(scores, shape)
 
 
 class _TrueFeatures:
@@ -451,7 +476,14 @@ class EagleProposer(StateKeeper):
         pairs = _TrueFeatures(self.net, self._features)
         ready = self._read_prompts(pairs, rows, [text[1:] for text in texts])
         candidates = [Candidates(make_root(text[-1])) for text in texts]
-        if ready:
+        if ready and self.params.mask_token_id is not None:
+            hidden = self._run_masked(pairs, rows[ready], [texts[at][1:] for at in ready])
+            ranked = to_host(*self.net.rank_tokens(hidden, self.tree.max_width))
+            for at, found in zip(
+                ready, self.tree.grow(PassDraft(roots[ready], *ranked)), strict=True
+            ):
+                candidates[at] = found
+        elif ready:
             hidden = fill_cache(
                 pairs, self._cache, rows[ready].tolist(), [texts[at][1:] for at in ready],
                 MAX_PASS_TOKENS,
@@ -463,6 +495,39 @@ class EagleProposer(StateKeeper):
                 candidates[at] = found
             self.num_levels = draft.num_levels
         return candidates
+
+    def _run_masked(
+        self, pairs: _TrueFeatures, rows: IntArray, texts: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Run new pairs and masked ones behind them; what the head reads of the last places.
+
+        That is [B, P, D], of the last true pair of each row first. Masked pairs are then dropped.
+        """
+        mask_token_id, feature = self.params.mask_token_id, self.net.mask_feature
+        assert mask_token_id is not None
+        assert feature is not None
+        size, ends = self.tree.depth, [len(text) for text in texts]
+        device = self._features.device
+        places = np.array(ends)[:, None] + np.arange(size - 1)
+        self._features[to_device(rows, device)[:, None], to_device(places, device)] = feature
+        hidden = self._features.new_zeros((len(rows), size, len(feature)))
+        lines = {int(row): at for at, row in enumerate(rows)}
+
+        def keep(
+            read: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+        ) -> None:
+            for own, row, start, count in zip(states, read, starts, counts, strict=True):
+                at = lines[row]
+                first = ends[at] - 1
+                skipped = max(0, first - start)
+                if skipped < count:
+                    hidden[at, start + skipped - first : start + count - first] = own[skipped:count]
+
+        longer = [[*text, *[mask_token_id] * (size - 1)] for text in texts]
+        fill_cache(pairs, self._cache, rows.tolist(), longer, MAX_PASS_TOKENS, keep)
+        for row, end in zip(rows.tolist(), ends, strict=True):
+            self._cache.copy_prefix(row, row, end)
+        return hidden
 
     def _read_prompts(
         self, pairs: _TrueFeatures, rows: IntArray, texts: Sequence[Sequence[int]]
