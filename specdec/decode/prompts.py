@@ -157,7 +157,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     **{
         name: (lambda v: isinstance(v, bool), "true or false")
-        for name in ("speculation", "keep_trees")
+        for name in ("speculation", "keep_trees", "prompt_logprobs")
     },
     "logprobs": (
         lambda v: _is_count(v, 0) and v <= MAX_LOGPROBS,
@@ -214,6 +214,11 @@ def make_requests(
                 "stop words need a tokenizer, and the engine holds none",
                 "give the base model's folder as --tokenizer-dir, here or to specdec-build",
             )
+        if prompt.get("prompt_logprobs") and "logprobs" not in prompt:
+            raise SpecDecError(
+                f"prompt {index} has prompt_logprobs and no logprobs",
+                "say how many of the likeliest tokens to tell of: logprobs, 0 or more",
+            )
         top_k, top_p = prompt.get("top_k", settings.top_k), prompt.get("top_p", settings.top_p)
         default = temperatures[index] if temperatures else float(top_k > 0 or top_p < 1)
         requests.append(
@@ -234,6 +239,7 @@ def make_requests(
                 ),
                 stop=stop,
                 num_logprobs=prompt.get("logprobs"),
+                tells_prompt=prompt.get("prompt_logprobs", False),
                 drafts=prompt.get("speculation", True),
                 keep_trees=prompt.get("keep_trees", False),
                 grammar=prompt.get("grammar"),

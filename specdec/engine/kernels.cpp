@@ -1481,8 +1481,8 @@ struct Bands {
 
 // Adds the products of kX blocks of `rows` rows with kW tiles, kX * kW <= 2, to sums
 // [kX * rows, kW * kTile], which begin at zero. x: all bands of the first block, x_bytes before the
-// next one's. Of what lies `ahead` so many lines are fetched meanwhile for each band of each tile, into
-// the second cache: the way into the nearest is left to what is multiplied now.
+// next one's. Of what lies `ahead` so many lines are fetched meanwhile for each band of each tile: with
+// two blocks into the second cache, as they keep the way into the nearest busy.
 template <int kX, int kW>
 inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w, const char *ahead,
                     int64_t lines, float *sums) {
@@ -1510,7 +1510,7 @@ inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w
     const char *inputs = x + band * rows * kLine;
     for (int64_t line = 0; line < lines; ++line, ahead += kLine)
 #pragma GCC unroll 2
-      for (int64_t g = 0; g < kW; ++g) __builtin_prefetch(ahead + g * w.tile_bytes, 0, 2);
+      for (int64_t g = 0; g < kW; ++g) __builtin_prefetch(ahead + g * w.tile_bytes, 0, kX == 2 ? 2 : 3);
     load_register<4>(inputs, kLine);
     load_register<6>(from, kStepBytes);
     multiply_registers<0, 4, 6>();
