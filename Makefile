@@ -18,6 +18,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Nothing here needs a hub; a missing file is then an error at once instead of a time-out.
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
+# Tests start many processes: byte code of what they import is kept, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help dev demo test oracles kernels check fix bench dist clean
 
@@ -49,7 +51,7 @@ $(READY): pyproject.toml constraints.txt .ci/install_torch.py
 	@$(BIN)/python .ci/install_torch.py '$(TORCH_INDEX)' "$$(grep '^torch==' constraints.txt)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		-c constraints.txt -e '.[dev]' setuptools
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c \
+	@$(BIN)/python -c \
 		'import click, hypothesis, pytest, torch, yaml, accelerate; from transformers import LlamaForCausalLM, PreTrainedTokenizerFast'
 	@touch $@
 
@@ -57,7 +59,7 @@ demo: $(READY)
 	@$(BIN)/python examples/pycode/demo.py
 
 test: $(READY)
-	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile $(TESTS)
+	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # Their environments lie in .oracles, or where ORACLES says; docs/export.md tells how they are made.
 ORACLES ?= .oracles

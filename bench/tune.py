@@ -17,6 +17,7 @@ from specdec.command.settings import list_given, name_flag, require
 from specdec.decode.drafters.base import PromptFollower
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
+from specdec.files.staging import check_output_file
 from specdec.methods import METHODS, Method
 from specdec.methods.draft_target import DraftTargetTune
 from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
@@ -51,6 +52,8 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
     require(settings, "checkpoint_dir", "tokenizer_dir")
     if settings.output_file is not None and settings.output_file.exists() and not settings.force:
         raise SpecDecError(f"{settings.output_file} exists", "give another name, or --force")
+    if settings.output_file is not None:
+        check_output_file(settings.output_file)
     batch_sizes = read_counts("--batch-sizes", settings.batch_sizes)
     checkpoint = read_checkpoint_config(settings.checkpoint_dir)
     methods = find_methods(settings, checkpoint)

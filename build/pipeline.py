@@ -11,7 +11,7 @@ from specdec import logs
 from specdec.command.settings import get_flags, make_unknown_error, name_flag, require, to_plain
 from specdec.errors import UsageError
 from specdec.files.manifest import describe_file, write_manifest
-from specdec.files.staging import check_output_dir, name_final, stage_folder
+from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.vocabulary import read_recorded
@@ -103,7 +103,7 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     """Build for the embedded engine."""
     from specdec.engine.layout import make_build_id
 
-    from .backends.torch_engine import describe_plan, plan_build, write_engine
+    from .backends.torch_engine import describe_plan, plan_build, sum_packed, write_engine
     from .limits import resolve_limits
 
     began = time.monotonic()
@@ -121,6 +121,8 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     }
     if settings.dry_run:
         return {"dry_run": True, **report}
+    num_bytes = plan.num_bytes + sum_packed(plan, checkpoint.model)
+    check_free_space(settings.output_dir, num_bytes, "the engine takes at least")
     sources = [describe_file(folder / "config.json")]
     sources += [describe_file(source.path) for source in plan.sources]
     sums = [source["sha256"] for source in sources]

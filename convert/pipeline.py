@@ -17,10 +17,9 @@ from specdec.files.casts import FLOATS
 from specdec.files.manifest import write_manifest
 from specdec.files.reading import write_json
 from specdec.files.staging import (
+    check_free_space,
     check_output_dir,
-    get_partial,
     list_local,
-    measure_free_space,
     name_final,
     stage_folder,
 )
@@ -81,7 +80,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     plan = make_plan(settings)
     states = stream.get_states(plan)
     report = describe_plan(plan, settings)
-    check_free_space(settings.output_dir, report["total_bytes"])
+    check_free_space(settings.output_dir, report["total_bytes"], "the checkpoint takes")
     if settings.dry_run:
         seconds = stream.measure_hash_seconds(plan, count_workers(settings))
         return {"dry_run": True, **report, "hash_seconds": round(seconds, 2)}
@@ -570,20 +569,6 @@ def list_backends(checkpoint: CheckpointConfig, *, is_lacking: bool) -> list[str
     is_executed = checkpoint.quantization.quant_algo in EXECUTED
     backends = ["torch"] if checkpoint.model.pp_size == 1 and is_executed else []
     return backends if is_lacking else [*backends, "tensorrt-llm"]
-
-
-def check_free_space(output_dir: Path, num_bytes: int) -> None:
-    """Raise SpecDecError when the disk cannot hold the output."""
-    folder, free = measure_free_space(output_dir)
-    # What an interrupted conversion has written is gone on with, or removed first.
-    partial = get_partial(output_dir)
-    used = sum(path.stat().st_size for path in partial.rglob("*")) if partial.is_dir() else 0
-    free += used
-    if free < num_bytes:
-        raise SpecDecError(
-            f"the checkpoint takes {num_bytes / 1e6:.1f} MB, {folder} has {free / 1e6:.1f} MB free",
-            "free some space, or choose another folder",
-        )
 
 
 def _describe_quantization(report: dict[str, Any]) -> str:

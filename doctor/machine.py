@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec import __version__
-from specdec.engine.compiler import find_compiler
+from specdec.engine.compiler import describe_arithmetic, find_compiler
+from specdec.errors import SpecDecError
 from specdec.trtllm.environment import (
     BUILD_COMMAND,
     Environment,
@@ -53,10 +54,21 @@ def describe_machine() -> tuple[dict[str, Any], Environment]:
         "gpus": here.to_json()["gpus"],
         "cpu": {"cores": os.cpu_count(), "memory_bytes": read_memory("MemTotal"),
                 "available_bytes": read_memory("MemAvailable")},
-        "compiler": find_compiler(),
+        "compiler": find_compiler(), "kernels": describe_kernels(),
         "disk": {"path": str(Path.cwd()), "free_bytes": shutil.disk_usage(Path.cwd()).free},
     }  # fmt: skip
     return report, here
+
+
+def describe_kernels() -> dict[str, str]:
+    """How the native kernels multiply here; why not, where they cannot be compiled."""
+    compiler = find_compiler()
+    if compiler is None:
+        return {}
+    try:
+        return describe_arithmetic(compiler)
+    except SpecDecError as error:
+        return {"error": error.message}
 
 
 def describe_mpi() -> dict[str, Any]:

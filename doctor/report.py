@@ -68,6 +68,11 @@ def format_report(report: dict[str, Any]) -> str:
     available = f"{(cpu['available_bytes'] or 0) / 2**30:.1f} GiB"
     lines.append(f"  CPU: {cpu['cores']} cores, {memory} memory, {available} available")
     lines.append(f"  C++ compiler: {report['compiler'] or 'none'}")
+    if kernels := report["kernels"]:
+        told = kernels.get("error") or "{bfloat16} for bfloat16 weights, else {others}".format_map(
+            kernels
+        )
+        lines.append(f"  arithmetic of the native kernels: {told}")
     lines.append(f"  disk: {disk['free_bytes'] / 2**30:.1f} GiB free at {disk['path']}")
     lines.append("What can be done here:")
     for ability in report["abilities"]:

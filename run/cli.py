@@ -13,6 +13,7 @@ from specdec import logs
 from specdec.command.stages import run_command, stage_command
 from specdec.command.stdout import claim_stdout
 from specdec.errors import SpecDecError
+from specdec.files.staging import write_whole
 
 from .settings import RunSettings
 
@@ -52,7 +53,7 @@ def command(settings: RunSettings) -> None:
         if not settings.streaming or settings.dry_run:
             click.echo(format_report(report, in_colour=True) if in_colour else text)
     if settings.output_file is not None:
-        settings.output_file.write_text(text + "\n", encoding="utf-8")
+        write_whole(settings.output_file, text + "\n")
     if not settings.json and not settings.dry_run:
         click.echo(format_stats(report["stats"]), err=True)
     if report.get("interrupted"):

@@ -12,6 +12,7 @@ from specdec import logs
 from specdec.command.settings import need, require
 from specdec.errors import UsageError
 from specdec.files.manifest import check_hashes
+from specdec.files.staging import check_output_file
 from specdec.methods import METHODS
 from specdec.methods.budget import read_budget
 from specdec.methods.draft_target import DraftOptions, adapts_drafts
@@ -107,6 +108,8 @@ def run_engine(
 def check_flags(settings: RunSettings) -> None:
     """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
     require(settings)
+    if settings.output_file is not None:
+        check_output_file(settings.output_file)
     if settings.use_py_session:
         raise UsageError(
             "--use-py-session: TensorRT-LLM's Python session cannot run speculative engines",

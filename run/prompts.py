@@ -35,7 +35,9 @@ def read_prompts(settings: RunSettings) -> list[dict[str, Any]]:
 def _read_stdin() -> list[str]:
     """Lines of stdin: request objects if the first one starts with a brace, else texts."""
     try:
-        lines = [line for line in sys.stdin.read().split("\n") if line.strip()]
+        lines = [
+            line for line in sys.stdin.read().removeprefix("\ufeff").split("\n") if line.strip()
+        ]
         "".join(lines).encode()  # in some locales Python lets other bytes through
     except UnicodeError:
         raise SpecDecError("stdin is not UTF-8 text", "convert it to UTF-8") from None

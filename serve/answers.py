@@ -22,9 +22,16 @@ class Choice:
     A token is told of when its own text is; what a stop word cuts off never is.
     """
 
-    def __init__(self, index: int, job: Job, prefix: str) -> None:
-        """prefix: the prompt, where it is to be echoed."""
+    def __init__(
+        self, index: int, job: Job, prefix: str, *, starts: Sequence[int] = (),
+        has_output: bool = True,
+    ) -> None:  # fmt: skip
+        """prefix: the prompt, where it is to be echoed. starts: where its tokens begin, if they are
+        to be told of. has_output: False tells of the prompt alone.
+        """
         self.index, self.job = index, job
+        self.starts, self.has_output = starts, has_output
+        self.prompt: list[tuple[int, TokenLogprob | None, int]] = []  # with offset
         self.text = prefix
         self.tokens: list[tuple[int, TokenLogprob | None, int, Origin]] = []  # with offset, origin
         self.finish_reason: str | None = None
@@ -36,6 +43,14 @@ class Choice:
     def add(self, event: Event) -> tuple[str, int]:
         """Take an event; return the new text, and how many tokens were told of before it."""
         known = len(self.tokens)
+        if self.starts and event.prompt_logprobs:
+            ids = self.job.request.input_ids
+            self.prompt = list(zip(ids, event.prompt_logprobs, self.starts, strict=True))
+        if event.finish_reason is not None:
+            self.finish_reason = FINISHED[event.finish_reason]
+        if not self.has_output:
+            self.finish_reason = self.finish_reason and "length"
+            return "", known
         self.text += event.text
         self._length += len(event.text)
         told: Sequence[TokenLogprob | None] = event.logprobs or [None] * len(event.token_ids)
@@ -47,8 +62,6 @@ class Choice:
             self._pending.append((token, logprob, self._ended, end, origin))
             self._ended = end
         is_over = event.finish_reason is not None
-        if event.finish_reason is not None:
-            self.finish_reason = FINISHED[event.finish_reason]
         while self._pending:
             token, own, start, end, how = self._pending[0]
             if end > self._length and not (is_over and start < self._length):
@@ -63,15 +76,23 @@ class Choice:
 class Answer:
     """The answer to one HTTP request: its id, its choices, and their forms."""
 
-    def __init__(self, asked: Asked, model: str, jobs: Sequence[Job], table: TokenTable) -> None:
+    def __init__(
+        self, asked: Asked, model: str, jobs: Sequence[Job], table: TokenTable,
+        starts: Sequence[Sequence[int]] = (),
+    ) -> None:  # fmt: skip
+        """starts: see Choice, for each job, or for none."""
         self.asked, self.model, self.table = asked, model, table
         self.is_chat = isinstance(asked, ChatAsked)
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         echoes = isinstance(asked, CompletionAsked) and asked.echo
         self.choices = [
-            Choice(at, job, job.request.input_text if echoes else "") for at, job in enumerate(jobs)
-        ]
+            Choice(
+                at, job, job.request.input_text if echoes else "",
+                starts=starts[at] if starts else (), has_output=asked.max_tokens != 0,
+            )
+            for at, job in enumerate(jobs)
+        ]  # fmt: skip
 
     @property
     def is_over(self) -> bool:
@@ -89,7 +110,7 @@ class Answer:
                 }  # fmt: skip
             else:
                 document["text"] = choice.text
-            document["logprobs"] = self._describe_tokens(choice, 0)
+            document["logprobs"] = self._describe_tokens(choice, 0, choice.prompt)
             document["finish_reason"] = choice.finish_reason
             document |= self._describe_origins(choice, 0) | self._describe_ids(choice, 0)
             if self.asked.return_token_ids:
@@ -102,17 +123,21 @@ class Answer:
         for choice in self.choices:
             if self.is_chat:
                 yield self._make_chunk(choice, {"role": "assistant", "content": ""})
-            elif choice.text:
+            elif choice.text and not choice.starts:  # else it comes with its log-probabilities
                 yield self._make_chunk(choice, choice.text)
 
     def add(self, choice: Choice, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
         """The chunks of what a choice has gained; its last one has the finish_reason."""
         text, known = "", len(choice.tokens)
+        tells_prompt = bool(choice.starts) and not choice.prompt
         for event in events:
             text += choice.add(event)[0]
+        if tells_prompt and choice.prompt:
+            text = choice.job.request.input_text + text
         if text or len(choice.tokens) > known:
             chunk = self._make_chunk(choice, {"content": text} if self.is_chat else text)
-            chunk["choices"][0]["logprobs"] = self._describe_tokens(choice, known)
+            prompt = choice.prompt if tells_prompt else []
+            chunk["choices"][0]["logprobs"] = self._describe_tokens(choice, known, prompt)
             chunk["choices"][0] |= self._describe_origins(choice, known)
             chunk["choices"][0] |= self._describe_ids(choice, known)
             if self.asked.return_trees:
@@ -139,7 +164,7 @@ class Answer:
         requests = [job.request for job in jobs]
         prompt = count_prompt_tokens(requests, self.asked.n or 1)
         stats = [job.stats for job in jobs if job.stats is not None]
-        output = sum(s.num_output_tokens for s in stats)
+        output = sum(s.num_output_tokens for s in stats) if self.asked.max_tokens != 0 else 0
         accepted = sum(s.num_accepted for s in stats)
         drafted = sum(s.num_draft_tokens for s in stats)
         usage = {
@@ -197,7 +222,10 @@ class Answer:
         tokens = [self.table.get_text(token) for token in tree.tokens]
         return {"tokens": tokens, "parents": tree.parents, "accepted": tree.accepted}
 
-    def _describe_tokens(self, choice: Choice, start: int) -> dict[str, Any] | None:
+    def _describe_tokens(
+        self, choice: Choice, start: int,
+        prompt: Sequence[tuple[int, TokenLogprob | None, int]] = (),
+    ) -> dict[str, Any] | None:  # fmt: skip
         """The log-probabilities of tokens, in the form of either endpoint."""
         if self.asked.num_top is None:
             return None
@@ -212,14 +240,15 @@ class Answer:
                 "refusal": None,
             }
         text = self.table.get_text
+        listed = [*prompt, *told]
         return {
-            "tokens": [text(token) for token, _, _ in told],
-            "token_logprobs": [own.logprob for _, own, _ in told],
+            "tokens": [text(token) for token, _, _ in listed],
+            "token_logprobs": [own and own.logprob for _, own, _ in listed],
             "top_logprobs": [
-                {text(token): own.logprob} | {text(top): value for top, value in own.top}
-                for token, own, _ in told
+                own and {text(t): own.logprob} | {text(top): value for top, value in own.top}
+                for t, own, _ in listed
             ],
-            "text_offset": [at for _, _, at in told],
+            "text_offset": [at for _, _, at in listed],
         }
 
     def _describe_token(self, token: int, logprob: float) -> dict[str, Any]:

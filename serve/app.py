@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from specdec import Engine, SpecDecError, __version__, logs
+from specdec.decode.requests import Request as InferenceRequest
 from specdec.errors import summarize
 from specdec.files.reading import parse_json
 
@@ -28,12 +29,14 @@ from .errors import make_error
 from .metrics import Metrics
 from .scheduler import Closing, Job, QueueFull, Scheduler
 from .schema import (
+    Asked,
     BadRequest,
     ChatAsked,
     CompletionAsked,
     DetokenizeAsked,
     TokenizeAsked,
     check_model,
+    find_starts,
     make_requests,
     read_asked,
 )
@@ -128,9 +131,7 @@ class Front:
         return await self._generate(request, ChatAsked)
 
     async def _generate(self, http: Request, kind: type[Any]) -> Response:
-        asked, requests = await self._read(
-            http, kind, lambda asked: make_requests(self._engine, asked)
-        )
+        asked, (requests, starts) = await self._read(http, kind, self._prepare)
         most = self._scheduler.max_queue + self._engine.max_batch_size
         if len(requests) > most:
             raise BadRequest(
@@ -139,7 +140,7 @@ class Front:
         changed = asyncio.Event()
         wake = self._bell.make(changed)
         jobs = [Job(request, wake) for request in requests]
-        answer = Answer(asked, self._model, jobs, self._table)
+        answer = Answer(asked, self._model, jobs, self._table, starts)
         self._scheduler.submit(jobs)
         deadline = asyncio.get_running_loop().time() + self._timeout
         events = self._follow(answer, changed, deadline)
@@ -157,6 +158,12 @@ class Front:
             leaving.cancel()
             cancel_all(self._scheduler, jobs)
         return JSONResponse(answer.to_json())
+
+    def _prepare(self, asked: Asked) -> tuple[list[InferenceRequest], list[list[int]]]:
+        """What is asked for, and where the tokens of prompts begin that are to be told of."""
+        requests = make_requests(self._engine, asked)
+        told = requests if asked.tells_prompt else []
+        return requests, [find_starts(self._engine, request) for request in told]
 
     async def _follow(
         self, answer: Answer, changed: asyncio.Event, deadline: float

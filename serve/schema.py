@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from specdec import Engine, Prompt, SpecDecError
 from specdec.decode.prompts import MAX_COUNT, MAX_LOGPROBS
 from specdec.decode.requests import Request
+from specdec.decode.text import TextStream
 from specdec.errors import shorten, suggest, summarize
 
 MAX_CHOICES = 128  # of one HTTP request, over all its prompts
@@ -165,6 +166,11 @@ class Asked(Model):
         """Likeliest tokens to tell of at each place; None tells no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether to tell the log-probabilities of the prompt, too."""
+        return False
+
     def find_sources(self) -> list[dict[str, Any]]:
         """The prompts, each as the one argument of a Prompt."""
         raise NotImplementedError
@@ -213,6 +219,7 @@ class Asked(Model):
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.find_bias(),
             logprobs=self.num_top,
+            prompt_logprobs=self.tells_prompt,
             speculation=self.speculation,
             keep_trees=self.return_trees,
             grammar=self.find_grammar(),
@@ -223,12 +230,17 @@ class CompletionAsked(Asked):
     """The body of /v1/completions."""
 
     prompt: Annotated[Any, PlainValidator(check_prompt)]
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def num_top(self) -> int | None:
         return self.logprobs
+
+    @property
+    def tells_prompt(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
 
     def find_sources(self) -> list[dict[str, Any]]:
         prompt: Any = self.prompt
@@ -356,9 +368,9 @@ def make_requests(engine: Engine, asked: Asked) -> list[Request]:
             raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
         asked.check_messages(str(engine.tokenizer.chat_template or ""))
     elif isinstance(asked, CompletionAsked):
-        limit = limit or 16
-        if asked.echo and asked.logprobs is not None:
-            raise BadRequest("echo with logprobs is not supported", "echo")
+        if limit == 0 and not asked.echo:
+            raise BadRequest("max_tokens 0 asks for nothing without echo", "max_tokens")
+        limit = 16 if limit is None else max(1, limit)  # the prompt's own pass makes a token
     sources, count = asked.find_sources(), asked.n or 1
     if len(sources) * count > MAX_CHOICES:
         raise BadRequest(
@@ -380,6 +392,16 @@ def make_requests(engine: Engine, asked: Asked) -> list[Request]:
             sampling = dataclasses.replace(request.sampling, seed=own_seed)
             requests.append(dataclasses.replace(request, index=len(requests), sampling=sampling))
     return requests
+
+
+def find_starts(engine: Engine, request: Request) -> list[int]:
+    """Where in a prompt's text each of its tokens begins."""
+    stream = TextStream(engine.tokenizer)
+    for token in request.input_ids:
+        stream.add(token)
+    # Of ids, the text has special tokens as well.
+    before = max(0, request.input_text.find(stream.finish()))
+    return [0, *(before + end for end in stream.ends[:-1])]
 
 
 def find_culprit(engine: Engine, asked: Asked, error: SpecDecError) -> str | None:

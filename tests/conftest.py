@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
+import pytest
 
 if TYPE_CHECKING:
     import torch
@@ -40,9 +41,25 @@ ROOT = Path(__file__).resolve().parent.parent
 # Kernels are compiled once for all processes of all runs, and nothing is written to a home folder.
 os.environ.setdefault("SPECDEC_CACHE_DIR", str(ROOT / ".build" / "cache"))
 
+# Begun first, in this order: nothing long is left for the end, when one worker is without work, and
+# what needs kernels comes after those that compile them.
+LONG_FILES = (
+    "engine/test_native_kernels.py", "convert/test_convert_families.py",
+    "convert/test_convert_golden.py", "parity/test_families.py", "train/test_train_command.py",
+    "e2e/test_readme.py", "e2e/test_recipes.py", "e2e/test_demo.py", "e2e/test_walkthrough.py",
+    "run/test_requests.py", "run/test_eagle.py", "run/test_exactness.py",
+)  # fmt: skip
+
 # How the three kinds of published ReDrafter files name (input projection, head).
 DRAFTER_NAMES = {"A": ("input_proj", "lm_head"), "B": ("input_projs", "lm_heads"), "C": ("", "0")}
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONG_FILES)}
+    assert all(file.is_file() for file in places), places
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def make_llama(

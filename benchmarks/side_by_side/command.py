@@ -32,6 +32,10 @@ STEP_SIZES = [1, 4, 8, 16, 32]
 PAST_LEN = 256
 STEP_REPEAT = 15
 BATCH_ROUNDS = 2
+# llama.cpp decodes quantized weights in a form for AMX where the processor has it, and ends with a
+# segmentation fault (0.3.36's, and its newest of November 2026). This leaves out all such forms.
+NO_REPACK = "--no-repack"
+NO_REPACK_REASON = f"{NO_REPACK}, as its form of them for AMX ends with a segmentation fault"
 MODULES = {
     "specdec": "engine", "specdec-draft": "engine", "transformers": "transformers_models",
     "llama.cpp": "llama_cpp", "openvino": "openvino",
@@ -211,11 +215,14 @@ def list_settings(
         if kind:
             files = models.quantize_gguf(files, kind, programs / "llama-quantize", log)
         positions = json.loads((found.target / "config.json").read_text())
+        spoils = kind is not None and "amx_int8" in read_cpu_flags()
         return {
             f"{peer}-{kind}" if kind else peer: common
             | {name: str(path) for name, path in files.items()}
             | {
-                "server": str(programs / "llama-server"), "kind": kind or DTYPE,
+                "server": str(programs / "llama-server"), "flags": [NO_REPACK] if spoils else [],
+                "computes_in": f"{kind or DTYPE} weights"
+                + (f"; {NO_REPACK_REASON}" if spoils else ""),
                 "positions": positions["max_position_embeddings"],
                 "version": f"of {install.LLAMA_CPP}",
             }

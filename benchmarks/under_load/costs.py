@@ -37,11 +37,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass
 class Run:
-    """Tokens a second, and processor milliseconds a token, of the engine's process."""
+    """Tokens a second, and processor milliseconds a token, of the engine's process.
+
+    http_share: of its processor time, what others than the engine's threads took.
+    """
 
     rate: float
     busy_ms: float
     looked: int = 0
+    http_share: float = 0.0
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -103,10 +107,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 return sum(reply.num_tokens for reply in replies), looked
 
             busy, began = count_group_seconds([server.group]), time.perf_counter()
+            threads = count_thread_seconds(server.group)
             count, looked = asyncio.run(ask())
             seconds = time.perf_counter() - began
+            share = share_of_http(threads, count_thread_seconds(server.group), args.threads)
             busy = count_group_seconds([server.group]) - busy
-            return Run(count / seconds, 1000 * busy / count, looked)
+            return Run(count / seconds, 1000 * busy / count, looked, share)
 
         ways: dict[str, Callable[[list[Body], int], Run]] = {
             "engine": run_engine, "served": run_server,
@@ -133,6 +139,24 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def count_thread_seconds(pid: int) -> dict[str, float]:
+    """Processor seconds of each thread of a process."""
+    found = {}
+    for folder in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            found[folder.name] = int((folder / "schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+def share_of_http(before: dict[str, float], after: dict[str, float], threads: int) -> float:
+    """The share of processor time that threads took beside the engine's, which are the busiest.
+
+    Those take requests apart, tokenize prompts and send events; tokens become text in the engine's.
+    """
+    spent = sorted(seconds - before.get(name, 0.0) for name, seconds in after.items())
+    return sum(spent[: max(0, len(spent) - threads)]) / sum(spent)
+
+
 def describe(runs: dict[str, list[Run]]) -> dict[str, Any]:
     """Figures by way, and what each addition takes: of tokens a second, and of processor time."""
     found: dict[str, Any] = {
@@ -140,6 +164,7 @@ def describe(runs: dict[str, list[Run]]) -> dict[str, Any]:
             "tokens_per_second": summarize([run.rate for run in made]),
             "processor_ms_per_token": summarize([run.busy_ms for run in made]),
             "health_requests": statistics.median(run.looked for run in made),
+            "http_share": round(statistics.median(run.http_share for run in made), 4),
         }
         for name, made in runs.items()
     }  # fmt: skip

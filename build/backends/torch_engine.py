@@ -107,6 +107,15 @@ class TorchPlan:
         return sum(map(len, self.files.values()))
 
 
+def sum_packed(plan: TorchPlan, model: ModelConfig) -> int:
+    """The bytes of the matrices that are stored packed besides."""
+    from .packing import list_packed
+
+    if not plan.packs:
+        return 0
+    return sum(f[name].num_bytes for f in plan.files.values() for name in list_packed(f, model))
+
+
 def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Path) -> TorchPlan:
     """Check everything the torch backend needs; raise SpecDecError that lists what is wrong."""
     # Imported here, not above: this module is also what `--help` and `--dry-run` errors load.

@@ -43,9 +43,9 @@ def measure_acceptance(outputs: list[dict[str, Any]]) -> float | None:
 
 def evaluate(args: argparse.Namespace, max_output_len: int) -> dict[str, Any]:
     """Acceptance with outputs of at most `max_output_len` tokens."""
-    drafting = []
+    drafting = ["--draft-budget", "fixed"]  # in every step, whether it pays or not
     if args.draft_engine_dir is not None:
-        drafting = ["--draft-engine-dir", str(args.draft_engine_dir)]
+        drafting += ["--draft-engine-dir", str(args.draft_engine_dir)]
         drafting += ["--draft-len", str(args.draft_len)]
     drafted = run_engine(args, max_output_len, *drafting)
     plain = run_engine(args, max_output_len, "--no-speculation")

@@ -3,6 +3,7 @@
 
     python -m examples.pycode.methods              # from the project's root, on a quiet machine
     python -m examples.pycode.methods --render     # table and plot anew, of what was measured
+    python -m examples.pycode.methods --prompts FILE.jsonl    # other prompts, one object a line
 
 Makes every method's engine by its recipe, with the drafter that ships, and measures it by
 specdec-bench, which decodes with and without speculation by turns on the same weights: acceptance
@@ -29,7 +30,7 @@ from specdec.processes import call_stage
 
 OUTPUT_LENGTHS = (16, 64)
 REPEAT = 3
-FILES = ("methods.json", "methods.md", "methods.png")
+SUFFIXES = (".json", ".md", ".png")  # of what is written: data, table and plot
 # Facts of the machine and its state that specdec-bench tells with every measurement.
 MACHINE = (
     "date", "processor", "usable_cores", "threads", "torch", "load_average",
@@ -66,6 +67,10 @@ SHOWN = (
     Variant("EAGLE-3: a dynamic tree", "eagle3"),
     Variant("draft model, 4 tokens", "draft_target"),
     Variant("draft model, its length adapted", "draft_target", {"bench": {"draft_len": "auto"}}),
+    Variant(
+        "suffix decoding, else the draft model", "draft_target",
+        {"bench": {"draft_chain": "suffix,draft_target", "suffix_max_tokens": 8}},
+    ),
     Variant("prompt lookup, 8 tokens", "prompt_lookup"),
     Variant("lookahead, W 4, N 4, G 4", "lookahead"),
 )  # fmt: skip
@@ -222,9 +227,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def write_files(report: dict[str, Any], folder: Path) -> None:
-    """Write what FILES names."""
-    data, table, plot = (folder / name for name in FILES)
+def write_files(report: dict[str, Any], path: Path) -> None:
+    """Write path's name with each of SUFFIXES."""
+    data, table, plot = (path.with_suffix(suffix) for suffix in SUFFIXES)
     data.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     table.write_text(format_table(report), encoding="utf-8")
     if has_matplotlib():
@@ -245,19 +250,25 @@ def main(
     parser.add_argument("--work-dir", type=Path, default=Path("out/methods"))
     parser.add_argument("--output-dir", type=Path, default=Path("examples/pycode"))
     parser.add_argument("--only", nargs="+", help="some methods, written into --work-dir")
+    parser.add_argument(
+        "--prompts", type=Path, default=Path(PROMPTS),
+        help="other prompts; the results are then called NAME-methods.*, after the file",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="two prompts, into --work-dir")
     parser.add_argument("--render", action="store_true", help="of the methods.json that is there")
     args = parser.parse_args(arguments)
     args.work_dir.mkdir(parents=True, exist_ok=True)
     output = args.work_dir if args.quick or args.only else args.output_dir
+    named = "methods" if args.prompts == Path(PROMPTS) else f"{args.prompts.stem}-methods"
+    output /= named
     if args.render:
-        write_files(json.loads((output / FILES[0]).read_text(encoding="utf-8")), output)
+        write_files(json.loads(output.with_suffix(".json").read_text(encoding="utf-8")), output)
         return
     lengths: Sequence[int] = OUTPUT_LENGTHS
-    repeat, moved = REPEAT, dict(paths or {})
+    repeat, moved = REPEAT, {PROMPTS: str(args.prompts), **(paths or {})}
     if args.quick:
         lengths, repeat = (8, 16), 1
-        lines = Path(moved.get(PROMPTS, PROMPTS)).read_text(encoding="utf-8").splitlines()
+        lines = Path(moved[PROMPTS]).read_text(encoding="utf-8").splitlines()
         few = args.work_dir / "prompts.jsonl"
         few.write_text("\n".join(lines[:2]) + "\n", encoding="utf-8")
         moved[PROMPTS] = str(few)

@@ -7,8 +7,9 @@
 Plain next-token training on packed files: Muon for the matrices inside the layers, AdamW for the
 rest, linear decay to zero. With `--teacher-dir` the loss is the divergence from the teacher's own
 distribution instead, which is what a draft model is for; `--start-from` goes on from a trained
-model. Resumes from `OUTPUT/training_state.pt` after a kill. Writes the model in bfloat16 with its
-tokenizer, and `training_log.jsonl`.
+model, and `--data` makes half of every batch texts of that file, from their beginnings on. Resumes
+from `OUTPUT/training_state.pt` after a kill. Writes the model in bfloat16 with its tokenizer, and
+`training_log.jsonl`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.pretrained import load_model, load_tokenizer
+from specdec.train.features import OutputHead
+from specdec.train.loss import Teacher
+from specdec.train.loss import compute_loss as compute_fused_loss
 
 SEQUENCE_LENGTH = 1024
 SHAPES: dict[str, dict[str, int]] = {
@@ -54,10 +58,18 @@ def pack_tokens(path: Path, tokenizer: Any, cache: Path) -> np.ndarray:
     return packed
 
 
-def sample_batch(tokens: np.ndarray, batch_size: int, seed: int) -> torch.Tensor:
-    """Cut `batch_size` random windows; the same seed gives the same windows."""
-    starts = np.random.default_rng(seed).integers(0, len(tokens) - SEQUENCE_LENGTH - 1, batch_size)
-    rows = np.stack([tokens[s : s + SEQUENCE_LENGTH + 1] for s in starts])
+def sample_batch(
+    tokens: np.ndarray,
+    batch_size: int,
+    seed: int,
+    length: int = SEQUENCE_LENGTH,
+    starts: np.ndarray | None = None,
+) -> torch.Tensor:
+    """Cut `batch_size` windows, at random or from some of `starts`; a seed gives the same ones."""
+    last = len(tokens) - length - 1
+    kept = None if starts is None else starts[starts < last]
+    at = np.random.default_rng(seed).integers(0, last if kept is None else len(kept), batch_size)
+    rows = np.stack([tokens[s : s + length + 1] for s in (at if kept is None else kept[at])])
     return torch.from_numpy(rows.astype(np.int64))
 
 
@@ -70,6 +82,14 @@ def predict(model: LlamaForCausalLM, rows: torch.Tensor, float32: bool) -> torch
     return log_probs
 
 
+def compute_states(model: LlamaForCausalLM, rows: torch.Tensor, float32: bool) -> torch.Tensor:
+    """Last hidden states, [B * T, D], of rows [B, T + 1]."""
+    device = "cuda" if rows.is_cuda else "cpu"
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=not float32):
+        states: torch.Tensor = model.model(rows[:, :-1]).last_hidden_state.flatten(0, 1)
+    return states if float32 else states.bfloat16()
+
+
 def compute_loss(
     model: LlamaForCausalLM,
     rows: torch.Tensor,
@@ -77,12 +97,20 @@ def compute_loss(
     teacher: LlamaForCausalLM | None = None,
 ) -> torch.Tensor:
     """Mean loss a token, in nats: next-token cross-entropy, or KL(teacher || model)."""
-    predicted = predict(model, rows, float32)
+    labels = rows[:, 1:].flatten()
     if teacher is None:
-        return torch.nn.functional.nll_loss(predicted, rows[:, 1:].flatten())
+        return torch.nn.functional.nll_loss(predict(model, rows, float32), labels)
     with torch.no_grad():
-        expected = predict(teacher, rows, float32)
-    return torch.nn.functional.kl_div(predicted, expected, reduction="batchmean", log_target=True)
+        expected = compute_states(teacher, rows, float32)
+    losses: torch.Tensor = compute_fused_loss(
+        compute_states(model, rows, float32),
+        model.lm_head.weight,
+        labels,
+        torch.full((len(labels),), 1 / len(labels), device=rows.device),
+        measure=False,
+        teacher=Teacher(expected, OutputHead(teacher.lm_head.weight.detach()), share=1.0),
+    )[0]
+    return losses
 
 
 def evaluate(model: LlamaForCausalLM, tokens: np.ndarray, device: str, float32: bool) -> float:
@@ -103,8 +131,10 @@ def main() -> None:
     parser.add_argument("--corpus-dir", type=Path, required=True)
     parser.add_argument("--tokenizer-dir", type=Path, required=True)
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--start-from", type=Path, help="a trained model of the same shape")
+    parser.add_argument("--start-from", type=Path, help="a trained model, of any shape")
     parser.add_argument("--teacher-dir", type=Path, help="learn this model's distribution")
+    parser.add_argument("--data", type=Path, help="texts, such as specdec-train data writes")
+    parser.add_argument("--sequence-length", type=int, default=SEQUENCE_LENGTH)
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
@@ -125,6 +155,10 @@ def main() -> None:
     heldout = pack_tokens(
         args.corpus_dir / "heldout.jsonl", tokenizer, args.corpus_dir / "heldout.npy"
     )
+    texts, beginnings = None, None
+    if args.data is not None:
+        texts = pack_tokens(args.data, tokenizer, output_dir / "data.npy")
+        beginnings = np.flatnonzero(texts[:-1] == tokenizer.eos_token_id) + 1
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=SEQUENCE_LENGTH,
@@ -173,7 +207,14 @@ def main() -> None:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * scale
-        rows = sample_batch(train, args.batch_size, args.seed * 10**7 + step).to(device)
+        seed = args.seed * 10**7 + step
+        num_texts = 0 if texts is None else args.batch_size // 2
+        rows = sample_batch(train, args.batch_size - num_texts, seed, args.sequence_length)
+        if texts is not None:
+            rows = torch.cat(
+                (rows, sample_batch(texts, num_texts, seed, args.sequence_length, beginnings))
+            )
+        rows = rows.to(device)
         loss = compute_loss(forward, rows, args.float32, teacher)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -185,12 +226,12 @@ def main() -> None:
         if done % 20 == 0 or done == args.steps:
             line: dict[str, Any] = {
                 "step": done,
-                "tokens": done * args.batch_size * SEQUENCE_LENGTH,
+                "tokens": done * args.batch_size * args.sequence_length,
                 "loss": round(sum(recent) / len(recent), 4),
                 "seconds": round(time.monotonic() - began, 1),
             }
             recent = []
-            if done % 200 == 0 or done == args.steps:
+            if done % 500 == 0 or done == args.steps:
                 line["heldout_loss"] = round(evaluate(model, heldout, device, args.float32), 4)
             print(json.dumps(line), flush=True)
             log.write(json.dumps(line) + "\n")
@@ -205,7 +246,8 @@ def main() -> None:
             state_path.with_suffix(".tmp").replace(state_path)
     model.to(torch.bfloat16).save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
-    state_path.unlink(missing_ok=True)
+    for path in (state_path, output_dir / "data.npy"):
+        path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

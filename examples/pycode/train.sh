@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that made the pycode models, from the interpreter's own standard library on.
-# About two hours on 2 CPU cores; what was interrupted resumes when it is started again.
+# About three hours on 2 CPU cores; what was interrupted resumes when it is started again.
 set -euo pipefail
 cd "$(dirname "$0")"
 WORK=${WORK:-work}
@@ -20,38 +20,56 @@ pretrain() {
 }
 pretrain target target --steps 1200 --compile
 pretrain draft draft-pretrained --steps 600 --compile
-pretrain draft draft --start-from "$WORK/draft-pretrained" --teacher-dir "$WORK/target" \
+pretrain draft draft-distilled --start-from "$WORK/draft-pretrained" --teacher-dir "$WORK/target" \
   --steps 700 --batch-size 4 --seed 2 --float32
 
-# What the target itself writes: Medusa's, the EAGLEs' and DFlash's drafters learned from that, ReDrafter's from the files.
-if [ ! -f "$WORK/data.jsonl" ]; then
+# What the target itself writes, of training files only: texts OUTPUT NUM_PROMPTS PER_FILE DTYPE MAX_TOKENS, and more
+# options of specdec-train data.
+texts() {
+  [ ! -f "$1" ] || return 0
   $PYTHON make_prompts.py --data "$WORK/corpus/train.jsonl" --output "$WORK/train_prompts.jsonl" \
-    --num-prompts 4000 --per-file 8
-  specdec-convert --model-dir "$WORK/target" --output-dir "$WORK/checkpoint" --dtype float32 --force
+    --num-prompts "$2" --per-file "$3"
+  specdec-convert --model-dir "$WORK/target" --output-dir "$WORK/checkpoint" --dtype "$4" --force
   specdec-build --checkpoint-dir "$WORK/checkpoint" --output-dir "$WORK/engine" \
-    --max-batch-size 32 --max-seq-len 512 --force
+    --max-batch-size 64 --max-seq-len 512 --force
   specdec-train data --input "$WORK/train_prompts.jsonl" --engine-dir "$WORK/engine" \
-    --tokenizer-dir "$WORK/target" --completion --max-tokens 256 --temperature 0.6 --seed 1 \
-    --output "$WORK/data.jsonl" --resume
-fi
+    --tokenizer-dir "$WORK/target" --completion --max-tokens "$5" --temperature 0.6 --seed 1 \
+    --output "$1" --resume "${@:6}"
+}
+texts "$WORK/short.jsonl" 8000 100 bfloat16 128 --max-rows 2560  # of which the draft model and ReDrafter learned last
+texts "$WORK/data.jsonl" 4000 8 float32 256  # of which the other drafters learned
 
+# The draft model was grown to 1.9 times its size, which changes nothing that it computes, and learned on.
+[ -d "$WORK/draft-grown" ] ||
+  $PYTHON ../../benchmarks/grow.py --model-dir "$WORK/draft-distilled" --output-dir "$WORK/draft-grown" \
+    --layers 3 --hidden 144 --intermediate 384 --heads 6 --kv-heads 2 --head-size 24 --dtype float32
+learn_on() {
+  pretrain draft "$1" --start-from "$WORK/$2" --teacher-dir "$WORK/target" --data "$WORK/short.jsonl" \
+    --sequence-length 256 --batch-size 8 "${@:3}"
+}
+learn_on draft-relearned draft-grown --steps 1000 --learning-rate 3e-3 --seed 3
+learn_on draft draft-relearned --steps 400 --learning-rate 2e-3 --seed 4
+
+# drafter FOLDER METHOD DATA SEED, and more options of specdec-train.
 drafter() {
   [ -f "$WORK/$1/config.json" ] ||
-    specdec-train --method "${1%3}" --model-dir "$WORK/target" --data "$2" \
-      --eval-data "$WORK/corpus/heldout.jsonl" --output-dir "$WORK/$1" --seed 1 --resume "${@:3}"
+    specdec-train --method "$2" --model-dir "$WORK/target" --data "$3" \
+      --eval-data "$WORK/corpus/heldout.jsonl" --output-dir "$WORK/$1" --seed "$4" --resume "${@:5}"
 }
-TEXT=$WORK/corpus/train.jsonl
-drafter redrafter "$TEXT" --model-max-length 512 --max-steps 2000 --batch-size 8 --learning-rate 2e-3 --redrafter-num-layers 2 \
+drafter redrafter-files redrafter "$WORK/corpus/train.jsonl" 1 --model-max-length 512 --max-steps 2000 --batch-size 8 --learning-rate 2e-3 --redrafter-num-layers 2 \
   --redrafter-exit-dim 320 --redrafter-predict-n-tokens 5 --eval-steps 500 --eval-rows 64 \
   --save-steps 100
-drafter medusa "$WORK/data.jsonl" --model-max-length 512 --max-steps 1200 --batch-size 4 --learning-rate 1e-3 \
+drafter redrafter redrafter "$WORK/short.jsonl" 2 --start-from "$WORK/redrafter-files" --model-max-length 256 --max-steps 240 \
+  --batch-size 8 --learning-rate 1e-3 --self-distillation 1 --redrafter-num-layers 2 --redrafter-exit-dim 320 \
+  --redrafter-predict-n-tokens 5 --eval-steps 0 --eval-rows 64 --save-steps 40
+drafter medusa medusa "$WORK/data.jsonl" 1 --model-max-length 512 --max-steps 1200 --batch-size 4 --learning-rate 1e-3 \
   --self-distillation 1 --medusa-num-heads 4 --medusa-num-layers 1 --eval-steps 300 --eval-rows 16 \
   --save-steps 50
-drafter eagle "$WORK/data.jsonl" --model-max-length 384 --max-steps 320 --batch-size 8 \
+drafter eagle eagle "$WORK/data.jsonl" 1 --model-max-length 384 --max-steps 320 --batch-size 8 \
   --learning-rate 1e-3 --eagle-token-weight 0.5 --eagle-num-steps 2 --eval-steps 160 --eval-rows 16 \
   --save-steps 50
-drafter eagle3 "$WORK/data.jsonl" --model-max-length 256 --max-steps 400 --batch-size 8 --learning-rate 2e-3 --eagle-version 3 \
+drafter eagle3 eagle "$WORK/data.jsonl" 1 --model-max-length 256 --max-steps 400 --batch-size 8 --learning-rate 2e-3 --eagle-version 3 \
   --eagle-num-steps 3 --eagle-draft-vocab-size 1024 --dtype bfloat16 --eval-steps 200 --eval-rows 16 --save-steps 40
-drafter dflash "$WORK/data.jsonl" --model-max-length 384 --max-steps 600 --batch-size 8 \
+drafter dflash dflash "$WORK/data.jsonl" 1 --model-max-length 384 --max-steps 600 --batch-size 8 \
   --learning-rate 2e-3 --dflash-block-size 8 --dflash-num-anchors 48 --eval-steps 300 --eval-rows 64 \
   --save-steps 50

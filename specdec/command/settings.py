@@ -214,12 +214,29 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
     return Path(text) if flag.kind == "path" else text
 
 
+def _refuse_twins(mapping: Any) -> None:
+    """Raise ValueError for a section, or a key of one, that is there twice: YAML takes the last."""
+    import yaml
+
+    if not isinstance(mapping, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in mapping.value:
+        if str(key.value) in seen:
+            raise ValueError(f"{key.value} is there twice, again on line {key.start_mark.line + 1}")
+        seen.add(str(key.value))
+        _refuse_twins(value)
+
+
 def read_recipe(path: Path, section: str) -> dict[str, Any]:
     """Read one section of a YAML recipe; sections and their form are checked, keys are not."""
     import yaml
 
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        _refuse_twins(node)
+        document = None if node is None else loader.construct_document(node)
     except FileNotFoundError:
         raise UsageError(f"recipe {path} does not exist", "check the path after --config") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -65,7 +65,8 @@ class Prompt:
     output; empty for none. min_p: least share of the likeliest token's probability.
     logit_bias: what is added to the logits of tokens. The penalties: repetition_penalty of tokens
     in prompt or output, the two others of those in the output. logprobs: how many of the likeliest
-    tokens to tell of beside each new one; None tells nothing. speculation: False drafts nothing
+    tokens to tell of beside each new one; None tells nothing. prompt_logprobs: whether to tell of
+    the prompt's tokens, too, which takes reading it whole. speculation: False drafts nothing
     for this prompt. keep_trees: let the events of a stream have the tree of each step. grammar:
     what the text keeps to: {"json_schema": {...}}, {"json_object": True}, {"regex": "..."} or
     {"lark": "..."}.
@@ -87,6 +88,7 @@ class Prompt:
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logprobs: int | None = None
+    prompt_logprobs: bool | None = None
     speculation: bool | None = None
     keep_trees: bool | None = None
     grammar: Mapping[str, Any] | None = None
@@ -103,7 +105,8 @@ class Output:
     the one that ended them included. origins: how each of them came: "draft", an accepted draft;
     "bonus", the target's own token behind a draft; "plain", a token for which nothing was drafted.
     finish_reason: "length", "eos", "stop" or "cancelled"; None of a stream that goes on.
-    logprobs: one a token where the prompt asks for them, else empty.
+    logprobs: one a token where the prompt asks for them, else empty. prompt_logprobs: the same of
+    the prompt's tokens, None of the first.
     """
 
     prompt: str
@@ -114,6 +117,7 @@ class Output:
     finish_reason: FinishReason | None
     stats: RequestStats
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +127,8 @@ class Event:
     text: what has become certain; a character of several tokens, or the beginning of a stop word,
     comes later than its tokens. ends: by token, how many characters the stream's text has with it;
     empty without a tokenizer. trees: what each of its steps verified, the prompt's own pass first,
-    where the prompt asks for them. finish_reason and stats: of the last event alone.
+    where the prompt asks for them. prompt_logprobs: see Output; of the first event alone.
+    finish_reason and stats: of the last event alone.
     """
 
     text: str
@@ -132,6 +137,7 @@ class Event:
     ends: list[int]
     logprobs: list[TokenLogprob]
     trees: list[DraftTree] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
 
@@ -528,6 +534,7 @@ class Stream:
                 ends=active.text.ends[at:] if active.text is not None else [],
                 logprobs=active.logprobs[at:],
                 trees=active.trees[trees_at:],
+                prompt_logprobs=active.prompt_logprobs if at == 0 else [],
                 finish_reason=reason,
                 stats=active.stats if reason is not None else None,
             )
@@ -606,6 +613,7 @@ def _to_entry(prompt: Prompt) -> dict[str, Any]:
         "stop": stop if stop is None or isinstance(stop, str) else list(stop),
         "logit_bias": None if prompt.logit_bias is None else dict(prompt.logit_bias),
         "logprobs": prompt.logprobs,
+        "prompt_logprobs": prompt.prompt_logprobs,
         "speculation": prompt.speculation,
         "keep_trees": prompt.keep_trees,
         **{name: getattr(prompt, name) for name in SHAPING_KEYS},
@@ -630,6 +638,7 @@ def _describe(result: Result, tokenizer: Any) -> Output:
         token_ids=list(result.output_ids),
         origins=list(result.origins),
         logprobs=result.logprobs,
+        prompt_logprobs=result.prompt_logprobs,
         finish_reason=result.finish_reason,
         stats=result.stats,
     )

@@ -51,6 +51,7 @@ from specdec.engine.tree import Tree, build_tree_mask, make_root
 # Tokens of a prefix that another request is about to bring into the cache, for which one waits
 # where prompts are read in chunks.
 WORTH_WAITING = 16
+LOGPROB_TOKENS = 64  # of a prompt, whose logits are in memory at once
 
 
 @dataclasses.dataclass
@@ -199,12 +200,8 @@ class Batch:
             proposer.max_catch_up = options.prompt_chunk
         self._ahead = PlainAhead(decoder, self.cache)
         self._reading: list[ActiveRequest] = []  # whose prompts are on their way into their rows
-        self._reader = PromptReader(
-            decoder,
-            self.cache,
-            options.max_num_tokens,
-            proposer.follow if isinstance(proposer, PromptFollower) else None,
-        )
+        self._reader = PromptReader(decoder, self.cache, options.max_num_tokens)
+        self._follow_prompts()
         self._held: list[list[int]] = [[] for _ in range(num_rows)]  # tokens in a row's cache
 
     @property
@@ -266,9 +263,11 @@ class Batch:
             request = self.waiting[0]
             if request.finish_reason is None:  # not cancelled before its turn
                 prompt = request.request.input_ids
-                source, shared = self._find_prefix(free, prompt)
-                if self._is_being_read(prompt, shared):
-                    return
+                source, shared = free[0], 0
+                if not request.request.tells_prompt:
+                    source, shared = self._find_prefix(free, prompt)
+                    if self._is_being_read(prompt, shared):
+                        return
                 request.row = source if source in free else free[0]
                 free.remove(request.row)
                 self._copy_prefix(source, request.row, shared)
@@ -276,6 +275,7 @@ class Batch:
                 self._note_read(request)
                 self._reading.append(request)
             self.waiting.popleft()
+        self._follow_prompts()
 
     def _read_prompts(self) -> None:
         """Read all prompts to their ends."""
@@ -300,6 +300,30 @@ class Batch:
             hidden = torch.stack([*ended.values()])[:, None]
             self._start([*ended], hidden, self.decoder.compute_logits(hidden))
 
+    def _follow_prompts(self) -> None:
+        """Let those have the states of prompts that want them."""
+        proposer = self.proposer
+        self._reader.follow = proposer.follow if isinstance(proposer, PromptFollower) else None
+        if any(request.request.tells_prompt for request in self._reading):
+            self._reader.follow = self._tell_prompts
+
+    def _tell_prompts(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+    ) -> None:
+        """Note the log-probabilities of prompts where they are asked for; see PromptFollower."""
+        if isinstance(self.proposer, PromptFollower):
+            self.proposer.follow(rows, starts, counts, states)
+        by_row = {request.row: request for request in self._reading}
+        for row, start, count, own in zip(rows, starts, counts, states, strict=True):
+            request = by_row[row]
+            if not request.request.tells_prompt:
+                continue
+            # What follows the last token is no more of the prompt.
+            count = min(count, len(request.request.input_ids) - start - 1)
+            for at in range(0, count, LOGPROB_TOKENS):
+                part = own[at : min(at + LOGPROB_TOKENS, count)]
+                request.note_prompt(self.decoder.compute_logits(part))
+
     def _note_read(self, request: ActiveRequest) -> None:
         """Remember what a row holds of its prompt."""
         length = int(self.cache.past_lens[request.row])
@@ -318,6 +342,7 @@ class Batch:
         self._observe(requests, states, paths)
         self.active = sorted([*self.active, *requests], key=lambda r: r.row)
         self._reading = [r for r in self._reading if r.row not in rows]
+        self._follow_prompts()
         self._retire()
 
     def _verify(self, chunk: int | None = None) -> None:

@@ -102,7 +102,7 @@ class PromptReader:
     of the step as it takes; else rows of like length do. Padding is never committed. Who is first:
     each prompt should be read by the time that as many tokens more as it has were, and the one that
     is due first goes first. So short ones overtake long ones, and nobody waits forever.
-    follow: called after every pass.
+    follow: called after every pass; None for nobody.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PromptReader:
         max_num_tokens: int,
         follow: Follow | None = None,
     ) -> None:
-        self._decoder, self._cache, self._follow = decoder, cache, follow
+        self._decoder, self._cache, self.follow = decoder, cache, follow
         self._max_num_tokens = max_num_tokens
         self._prompts: dict[int, Sequence[int]] = {}  # by row, the one that is due first first
         self._due: dict[int, int] = {}
@@ -181,10 +181,10 @@ class PromptReader:
         for row, count in zip(reading.rows, reading.counts, strict=True):
             self._cache.commit(row, list(range(count)))
         self._num_read += sum(reading.counts)
-        if self._follow is not None:
+        if self.follow is not None:
             if isinstance(self._decoder, Decoder) and self._decoder.observed is not None:
                 self._decoder.observed = reading.gather(self._decoder.observed)
-            self._follow(reading.rows, reading.starts, reading.counts, reading.gather(states))
+            self.follow(reading.rows, reading.starts, reading.counts, reading.gather(states))
         for at in reading.ended:
             self.drop(reading.rows[at])
 

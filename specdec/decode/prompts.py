@@ -23,10 +23,10 @@ MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library ta
 
 
 def read_lines(path: Path, flag: str) -> list[str]:
-    """Return the lines of a text file that a flag names."""
+    """Return the lines of a text file that a flag names, without a byte order mark before them."""
     try:
         # Not splitlines(): U+2028 and its like may stand inside a JSON text.
-        return path.read_text(encoding="utf-8").split("\n")
+        return path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise SpecDecError(f"{path} does not exist", f"check the path of {flag}") from None
     except UnicodeDecodeError:
@@ -43,10 +43,13 @@ def read_entries(
     if suffix == ".txt":
         entries: list[dict[str, Any]] = [{"prompt": line} if line.strip() else {} for line in lines]
     elif suffix == ".jsonl":
-        entries = [
-            read(f"{path} line {n}", line) if line.strip() else {}
-            for n, line in enumerate(lines, 1)
-        ]
+        entries, problems = [], Problems()
+        for n, line in enumerate(lines, 1):
+            try:
+                entries.append(read(f"{path} line {n}", line) if line.strip() else {})
+            except SpecDecError as error:
+                problems += error.problems
+        problems.raise_all()
     else:
         raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
     if not any(entries):
@@ -154,7 +157,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     **{
         name: (lambda v: isinstance(v, bool), "true or false")
-        for name in ("speculation", "keep_trees")
+        for name in ("speculation", "keep_trees", "prompt_logprobs")
     },
     "logprobs": (
         lambda v: _is_count(v, 0) and v <= MAX_LOGPROBS,
@@ -211,6 +214,11 @@ def make_requests(
                 "stop words need a tokenizer, and the engine holds none",
                 "give the base model's folder as --tokenizer-dir, here or to specdec-build",
             )
+        if prompt.get("prompt_logprobs") and "logprobs" not in prompt:
+            raise SpecDecError(
+                f"prompt {index} has prompt_logprobs and no logprobs",
+                "say how many of the likeliest tokens to tell of: logprobs, 0 or more",
+            )
         top_k, top_p = prompt.get("top_k", settings.top_k), prompt.get("top_p", settings.top_p)
         default = temperatures[index] if temperatures else float(top_k > 0 or top_p < 1)
         requests.append(
@@ -231,6 +239,7 @@ def make_requests(
                 ),
                 stop=stop,
                 num_logprobs=prompt.get("logprobs"),
+                tells_prompt=prompt.get("prompt_logprobs", False),
                 drafts=prompt.get("speculation", True),
                 keep_trees=prompt.get("keep_trees", False),
                 grammar=prompt.get("grammar"),

@@ -33,6 +33,7 @@ class Request:
 
     Generation ends at any token of `end_ids`, and where the text comes to hold any of `stop`.
     num_logprobs: how many of the likeliest tokens to tell of at every place; None tells nothing.
+    tells_prompt: of the prompt's places, too, which is then read whole, not taken from the cache.
     drafts: False decodes one token a step. keep_trees: return the tree of every step. grammar: what
     the output keeps to.
     """
@@ -45,6 +46,7 @@ class Request:
     sampling: SamplingParams = GREEDY
     stop: tuple[str, ...] = ()
     num_logprobs: int | None = None
+    tells_prompt: bool = False
     drafts: bool = True
     keep_trees: bool = False
     grammar: Grammar | None = None
@@ -64,7 +66,7 @@ class DraftTree:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of an emitted token, and the likeliest tokens there with theirs.
+    """The log-probability of a token, and the likeliest tokens there with theirs.
 
     By the target's own distribution, before temperature, penalties and the rest.
     """
@@ -134,7 +136,7 @@ class Result:
     output_ids: new tokens only; the last is the one that ended it. finish_reason: None where the
     run was interrupted. text: the text without the stop word, where it was followed on the way.
     logits: [output tokens, V] in float32, those that each token was chosen by, if asked for.
-    logprobs: one a token, if asked for.
+    logprobs: one a token, if asked for. prompt_logprobs: the same of the prompt; None of its first.
     origins: one a token; None where the backend does not tell. rejected: by the place of the token
     that the target emitted instead, the drafted tokens that were not accepted there (of a tree, its
     first branch), if asked for.
@@ -147,6 +149,7 @@ class Result:
     text: str | None = None
     logits: Tensor | None = None
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=list)
     origins: list[Origin] | None = None
     rejected: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
@@ -165,6 +168,7 @@ class ActiveRequest:
         self.text = text
         self.logits: list[Tensor] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] = [None] * request.tells_prompt
         self.trees: list[DraftTree] = []
         self.origins: list[Origin] = []  # as many as are known, from the first token on
         self.rejected: dict[int, list[int]] = {}  # see Result
@@ -196,14 +200,25 @@ class ActiveRequest:
 
     def note_logprobs(self, logits: Tensor) -> None:
         """Keep what is told of the newest tokens; logits: [n, V], those that they follow from."""
+        self.logprobs += self._describe(logits, self.output_ids[-len(logits) :])
+
+    def note_prompt(self, logits: Tensor) -> None:
+        """The same of the next of the prompt's tokens."""
+        at = len(self.prompt_logprobs)
+        tokens = self.request.input_ids[at : at + len(logits)]
+        self.prompt_logprobs += self._describe(logits, tokens)
+
+    def _describe(self, logits: Tensor, tokens: Sequence[int]) -> list[TokenLogprob]:
         num_top = self.request.num_logprobs
         assert num_top is not None
         logprobs = logits.float().log_softmax(-1)
-        tokens = to_device(self.output_ids[-len(logits) :], logits.device)[:, None]
+        own = logprobs.gather(1, to_device(list(tokens), logits.device)[:, None])
         best = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
-        found = (part.tolist() for part in to_host(logprobs.gather(1, tokens), *best))
-        for (own,), values, ids in zip(*found, strict=True):
-            self.logprobs.append(TokenLogprob(own, list(zip(ids, values, strict=True))))
+        found = (part.tolist() for part in to_host(own, *best))
+        return [
+            TokenLogprob(value, list(zip(ids, values, strict=True)))
+            for (value,), values, ids in zip(*found, strict=True)
+        ]
 
     def release(self) -> None:
         """Forget what only further tokens would need: a run may have many requests."""
@@ -256,6 +271,7 @@ class ActiveRequest:
             text=self.text.finish() if self.text is not None else None,
             logits=torch.cat(self.logits) if self.logits else None,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             origins=self.origins if len(self.origins) == len(self.output_ids) else None,
             rejected=self.rejected,
         )

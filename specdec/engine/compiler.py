@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -15,6 +16,15 @@ from pathlib import Path
 
 from specdec.errors import SpecDecError
 
+SOURCE = Path(__file__).with_name("kernels.cpp")
+# Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
+# -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
+# know, as -mcpu=native would not (Macs under Linux).
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native",
+    *(("-mtune=native",) if platform.machine() in ("aarch64", "arm64") else ()),
+    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
+)  # fmt: skip
 MAX_SECONDS = 900.0  # of one call; the kernels take less than a minute on a slow machine
 MAX_MESSAGE = 600  # characters of a compiler's last lines in an error
 
@@ -84,3 +94,21 @@ def describe_cpu() -> str:
     except OSError:
         features = platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:16]}"
+
+
+def describe_arithmetic(compiler: str) -> dict[str, str]:
+    """The kinds of arithmetic of docs/kernels.md that the kernels get here, by what they multiply.
+
+    Read from what the compiler makes of the source before it compiles it.
+    """
+    text = call_compiler([*shlex.split(compiler), *FLAGS, "-E", "-dD", str(SOURCE)])
+    is_fused = re.search(r"^#define SPECDEC_FUSED 1$", text, re.MULTILINE)
+    kinds = re.search(r"kMultipliesPairs = (true|false), kSumsBands = (true|false);", text)
+    if kinds is None:
+        raise SpecDecError(
+            f"{compiler} leaves out of the kernels' source how they multiply bfloat16 weights",
+            "set CXX to another C++ compiler",
+        )
+    usual = "fused" if is_fused else "product and sum"
+    pairs, bands = (word == "true" for word in kinds.groups())
+    return {"others": usual, "bfloat16": "pairs" if pairs else "bands" if bands else usual}

@@ -1507,8 +1507,8 @@ struct Bands {
 
 // Adds the products of kX blocks of `rows` rows with kW tiles, kX * kW <= 2, to sums
 // [kX * rows, kW * kTile], which begin at zero. x: all bands of the first block, x_bytes before the
-// next one's. Of what lies `ahead` so many lines are fetched meanwhile for each band of each tile, into
-// the second cache: the way into the nearest is left to what is multiplied now.
+// next one's. Of what lies `ahead` so many lines are fetched meanwhile for each band of each tile: with
+// two blocks into the second cache, as they keep the way into the nearest busy.
 template <int kX, int kW>
 inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w, const char *ahead,
                     int64_t lines, float *sums) {
@@ -1536,7 +1536,7 @@ inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w
     const char *inputs = x + band * rows * kLine;
     for (int64_t line = 0; line < lines; ++line, ahead += kLine)
 #pragma GCC unroll 2
-      for (int64_t g = 0; g < kW; ++g) __builtin_prefetch(ahead + g * w.tile_bytes, 0, 2);
+      for (int64_t g = 0; g < kW; ++g) __builtin_prefetch(ahead + g * w.tile_bytes, 0, kX == 2 ? 2 : 3);
     load_register<4>(inputs, kLine);
     load_register<6>(from, kStepBytes);
     multiply_registers<0, 4, 6>();
@@ -1813,7 +1813,6 @@ void multiply_integers(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
 #if SPECDEC_AMX_INTEGERS
   if (M >= kAmxLeastRows && can_use_amx()) {
     const int64_t blocks = (M + kAmxRows - 1) / kAmxRows, rows = (M + blocks - 1) / blocks;
-    if (rows <= 4) return multiply_by_bytes<4>(x, M, w, bias, N, y);
     if (rows <= 8) return multiply_by_bytes<8>(x, M, w, bias, N, y);
     if (rows <= 12) return multiply_by_bytes<12>(x, M, w, bias, N, y);
     return multiply_by_bytes<16>(x, M, w, bias, N, y);

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
-import platform
 import shlex
 import shutil
 import tempfile
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor
 
 from specdec import logs
+from specdec.engine.compiler import FLAGS as FLAGS
+from specdec.engine.compiler import SOURCE as SOURCE
 from specdec.engine.compiler import call_compiler
 from specdec.engine.compiler import describe_cpu as describe_cpu
 from specdec.engine.compiler import find_compiler as find_compiler
@@ -30,18 +31,9 @@ from specdec.model.config import ModelConfig
 from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
-SOURCE = Path(__file__).with_name("kernels.cpp")
 LIBRARY_NAME = "kernels.so"
 ABI_VERSION = 15
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
-# Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
-# -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
-# know, as -mcpu=native would not (Macs under Linux).
-FLAGS = (
-    "-std=c++17", "-O3", "-march=native",
-    *(("-mtune=native",) if platform.machine() in ("aarch64", "arm64") else ()),
-    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
-)  # fmt: skip
 # Activations of a gated MLP, by the kernel that computes them.
 GATES = {
     "silu": "silu", "swiglu": "silu", "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",

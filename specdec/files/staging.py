@@ -37,12 +37,50 @@ def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = 
         )
 
 
+def check_output_file(path: Path) -> None:
+    """Raise SpecDecError where a file cannot be written, before the work that is to fill it."""
+    if path.is_dir():
+        raise SpecDecError(f"{path} is a folder", "name a file for the output")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise SpecDecError(
+            f"{path} cannot be written: there is no folder {path.parent}, or it is read-only",
+            "check the path and its permissions",
+        )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in one piece: where the disk is full, what was there before stays."""
+    if path.exists() and not path.is_file():  # a pipe or a terminal
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # what a link leads to, not the link
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def measure_free_space(output_dir: Path) -> tuple[Path, int]:
     """Return the existing folder that an output will lie in, and the free bytes of its disk."""
     folder = output_dir.resolve()
     while not folder.exists():
         folder = folder.parent
     return folder, shutil.disk_usage(folder).free
+
+
+def check_free_space(output_dir: Path, num_bytes: int, taken: str) -> None:
+    """Raise SpecDecError where a disk cannot hold an output; taken: as "the checkpoint takes"."""
+    folder, free = measure_free_space(output_dir)
+    # What an interrupted run has written is gone on with, or removed first.
+    partial = get_partial(output_dir)
+    free += sum(path.stat().st_size for path in partial.rglob("*")) if partial.is_dir() else 0
+    if free < num_bytes:
+        raise SpecDecError(
+            f"{taken} {num_bytes / 1e6:.1f} MB, {folder} has {free / 1e6:.1f} MB free",
+            "free some space, or choose another folder",
+        )
 
 
 def list_local(*given: Path | str | None) -> list[Path]:

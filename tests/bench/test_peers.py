@@ -18,6 +18,7 @@ from benchmarks.side_by_side.rounds import Work, compare, describe_ways, measure
 from benchmarks.side_by_side.ways import Way, list_ways
 from benchmarks.side_by_side.wire import cut_at_end
 from benchmarks.side_by_side.workers import engine as engine_worker
+from benchmarks.side_by_side.workers import llama_cpp as llama_cpp_worker
 from benchmarks.side_by_side.workers.transformers_models import Models as Transformers
 from specdec.bench.measure import summarize
 from tests.conftest import ROOT, make_llama, make_tokenizer
@@ -191,6 +192,50 @@ def test_without_the_package_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = None
     with pytest.raises(PeerError, match=r"gguf.*pip install 'specdec-toolchain\[gguf\]'"):
         models.make_gguf(nothing)
+
+
+@pytest.mark.parametrize(
+    ("peer", "flags", "spoils"),
+    [
+        ("llama.cpp-Q4_0", {"amx_tile", "amx_int8"}, True),
+        ("llama.cpp-Q4_0", {"avx512f"}, False),
+        ("llama.cpp", {"amx_int8"}, False),
+    ],
+)
+def test_quantized_llama_cpp_where_amx_is(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peer: str, flags: set[str],
+    spoils: bool,
+) -> None:  # fmt: skip
+    """Its form for AMX is left out, and the table of peers says why."""
+    files = {"target": tmp_path / "model.gguf", "draft": tmp_path / "draft.gguf"}
+    monkeypatch.setattr(models, "prepare_models", lambda *_: models.Models(*[target] * 4))
+    monkeypatch.setattr(models, "make_gguf", lambda _: files)
+    monkeypatch.setattr(models, "quantize_gguf", lambda files, *_: files)
+    monkeypatch.setattr(command, "install_peer", lambda *_: tmp_path / "environment/bin/python")
+    monkeypatch.setattr(command, "read_cpu_flags", lambda: flags)
+    given: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(
+        command, "make_starter", lambda name, _, __, settings, ___: given.setdefault(name, settings)
+    )
+    words = ["--peers", peer, "--folder", str(tmp_path)]
+    assert command.prepare(command.parse_args("", words))[2] == {}
+    started: list[list[str]] = []
+
+    class NoServer:
+        load_seconds = 1.0
+
+        def __init__(self, words: list[str]) -> None:
+            started.append(words)
+
+        def end(self) -> None:
+            pass
+
+    monkeypatch.setattr(llama_cpp_worker, "Server", NoServer)
+    about, _ = llama_cpp_worker.start(**given[peer])
+    assert ("--no-repack" in started[0]) is spoils
+    assert ("for AMX ends with a segmentation fault" in about["computes_in"]) is spoils
+    kind = peer.partition("-")[2] or "bfloat16"
+    assert about["computes_in"].startswith(f"{kind} weights")
 
 
 def test_our_engine_and_transformers_as_workers(

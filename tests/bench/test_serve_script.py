@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from benchmarks import serve
 from benchmarks.side_by_side.processes import PeerError
 from benchmarks.under_load import compare
 from benchmarks.under_load.client import Body, Reply
+from benchmarks.under_load.costs import count_thread_seconds, share_of_http
 from benchmarks.under_load.exact import mix_bodies
 from benchmarks.under_load.figures import count_tokens, describe, join_bursts
 from benchmarks.under_load.servers import LLAMA_CPP, OURS, VLLM, Setting
@@ -32,6 +34,15 @@ def test_what_one_step_gives_is_one_arrival() -> None:
     arrivals = [(1.0, "a"), (1.0004, "b"), (1.0009, "c"), (1.5, "d")]
     assert join_bursts(arrivals) == [(1.0009, "abc"), (1.5, "d")]
     assert count_tokens(["aB", "cd", "e"], Words()) == [1, 2, 1], "Bc ends within the second"
+
+
+def test_the_busiest_threads_are_the_engines() -> None:
+    before = {"1": 5.0, "2": 1.0}
+    after = {"1": 6.0, "2": 41.0, "3": 58.0, "4": 1.0}
+    assert share_of_http(before, after, 2) == pytest.approx(0.02)
+    assert share_of_http(before, after, 1) == pytest.approx(0.42)
+    found = count_thread_seconds(os.getpid())
+    assert found[str(os.getpid())] > 0
 
 
 def test_tokens_of_a_step_share_its_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,18 @@ def test_missing_tensor_is_named(checkpoint: Path, tmp_path: Path) -> None:
         "1 missing: drafter.rnn_u.bias",
         "--checkpoint-dir", folder, "--output-dir", tmp_path / "engine",
     )  # fmt: skip
+
+
+def test_full_disk_is_told_before_the_build(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for the weights, but not for those that lie packed besides."""
+    weights = (checkpoint / "rank0.safetensors").stat().st_size
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=weights))
+    with pytest.raises(SpecDecError, match=r"the engine takes at least 1.0 MB, .* 0.5 MB free"):
+        call("build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine")
+    assert not list(tmp_path.iterdir())
 
 
 def test_existing_output_needs_force(checkpoint: Path, tmp_path: Path) -> None:

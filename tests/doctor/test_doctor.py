@@ -14,13 +14,15 @@ import pytest
 
 from specdec.doctor.abilities import find_pin_problems, list_abilities, list_pins
 from specdec.doctor.engine import check_engine
-from specdec.doctor.machine import describe_machine, read_memory
+from specdec.doctor.machine import describe_kernels, describe_machine, read_memory
 from specdec.doctor.report import examine, find_error, format_report
 from specdec.doctor.settings import DoctorSettings
+from specdec.engine import compiler
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json, write_json
 from specdec.trtllm.environment import Environment, Gpu
 from tests.conftest import ROOT, make_llama, read_error_lines, run_cli
+from tests.engine.kernels import FORMS, needs_compiler
 from tests.engines import call, make_engine
 from tests.trtllm.checkpoints import CheckpointStore
 from tests.trtllm.double import H100, install_double, write_script
@@ -86,6 +88,36 @@ def test_text_tells_the_same(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert line in done.stdout.splitlines()
     assert "Versions that go together:" in done.stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", FORMS)
+def test_arithmetic_of_the_kernels(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the compiler reads the kernels' source, whatever this processor is."""
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, *FORMS[form]))
+    kinds = describe_kernels()
+    if form in ("pairs", "bands"):
+        assert kinds["bfloat16"] == form
+    if form == "sse2":
+        assert set(kinds.values()) == {"product and sum"}
+    if form in ("avx2", "bands"):
+        assert kinds["others"] == "fused"
+    assert set(kinds) == {"others", "bfloat16"}
+
+
+def test_arithmetic_where_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = examine(DoctorSettings())
+    for words, told in (
+        ("false", " failed with status 1: it printed no message"),
+        ("true", " leaves out of the kernels' source how they multiply bfloat16 weights"),
+    ):
+        monkeypatch.setenv("CXX", words)
+        found = format_report(report | {"kernels": describe_kernels()}).splitlines()
+        (line,) = [line for line in found if "arithmetic" in line]
+        assert line == f"  arithmetic of the native kernels: {shutil.which(words)}{told}"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert describe_kernels() == {}
+    assert "arithmetic" not in format_report(report | {"kernels": {}})
 
 
 def test_nothing_heavy_is_imported() -> None:

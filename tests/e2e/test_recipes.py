@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
-from examples.pycode import methods, recipe
+from examples.pycode import edits, methods, recipe
 from specdec.methods import METHODS
+from specdec.pretrained import load_tokenizer
 from specdec.train import acceptance
 from specdec.train.data import engine as data_engine
 from specdec.train.settings import TRAINABLE
@@ -201,7 +202,7 @@ def test_the_table_measures_every_method(
     arguments = ["--quick", "--work-dir", str(work), "--output-dir", str(tmp_path / "unused")]
     methods.main(arguments, moved, {"build": {"optimize": "none"}}, call_here)
     report = json.loads((work / "methods.json").read_text())
-    assert {row["method"] for row in report["rows"]} == {*METHODS}
+    assert {row["method"] for row in report["rows"]} >= {*METHODS}
     assert [row["name"] for row in report["rows"]] == [v.name for v in methods.VARIANTS]
     for row in report["rows"]:
         for length, found in zip(report["max_output_lens"], row["lengths"], strict=True):
@@ -221,6 +222,46 @@ def test_the_table_measures_every_method(
     methods.main(["--quick", "--render", "--work-dir", str(work)])
     assert (work / "methods.md").read_text() == table
     assert not (tmp_path / "unused").exists()
+
+
+def test_what_edits_are_written_in(paths: dict[str, str], tmp_path: Path) -> None:
+    """A random target, held to texts: one that its prompt has, one that it has not."""
+    lines = {"copy": "for x in range(10):\n    return", "new": "class Stack:\n    def add(a, b):"}
+    begun = "for x in range(10):\n    return\n\n"
+    entries = [
+        {"category": name, "prompt": begun, "reference": text} for name, text in lines.items()
+    ]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    edits.main(
+        [
+            "--only", "prompt_lookup", "draft_target", "--work-dir", str(tmp_path),
+            "--prompts", str(tmp_path / "few.jsonl"),
+        ],
+        {old: new for old, new in paths.items() if old != "out/"},
+        {"build": {"optimize": "none"}}, call_here,
+    )  # fmt: skip
+    report = json.loads((tmp_path / "few.json").read_text())
+    assert report["lines"] == {"copy": 1, "new": 1, "all": 2}
+    lookup, pair, chain = (
+        report["rows"][name]
+        for name in (
+            "prompt lookup, 8 tokens", "draft model, 4 tokens",
+            "suffix decoding, else the draft model",
+        )
+    )  # fmt: skip
+    assert len(report["rows"]) == 3, "a length that adapts is left out"
+    assert lookup["copy"] > 3 > lookup["new"] >= 1
+    assert chain["copy"] > pair["copy"], "suffix decoding finds what a random draft model does not"
+    assert "| prompt lookup, 8 tokens | " in (tmp_path / "few.md").read_text()
+
+
+def test_shipped_edits_fit_the_shipped_target() -> None:
+    tokenizer = load_tokenizer(str(ROOT / "examples/pycode/target"))
+    made = edits.make_requests(edits.EDITS, tokenizer, len(tokenizer))
+    assert {category for category, _ in made} == {"refactor", "diff", "log"}
+    for _, request in made:
+        assert len(request.input_ids) + request.max_output_len < 1024
+        assert request.max_output_len > 20
 
 
 def test_a_row_of_the_table() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specdec.convert import pipeline as convert_pipeline
+from specdec.files import staging
 from tests.conftest import ROOT, make_drafter, make_medusa_heads, make_tokenizer
 from tests.e2e.test_recipes import call_here
 from tests.sparse import write_sparse
@@ -154,7 +154,7 @@ def real(
             (folder / "config.json").write_text(json.dumps(document))
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(convert_pipeline, "measure_free_space", lambda path: (path, 10**12))
+    monkeypatch.setattr(staging, "measure_free_space", lambda path: (path, 10**12))
     return tmp_path
 
 

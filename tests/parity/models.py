@@ -190,6 +190,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 NAMES = [f"{name}-{variant}" for name, variants in VARIANTS.items() for variant in variants]
+FIRST_NAMES = [f"{name}-{next(iter(variants))}" for name, variants in VARIANTS.items()]
+# Every model with kernels, and one of each family without.
+WITH_KERNELS_OR_NOT = [(name, "auto") for name in NAMES] + [(name, "none") for name in FIRST_NAMES]
 
 
 def make_model(

@@ -21,7 +21,16 @@ from specdec.engine.tree import Tree, build_tree_mask
 from specdec.errors import SpecDecError
 from tests.conftest import make_drafter
 from tests.engines import continue_greedily, list_paths, make_engine
-from tests.parity.models import NAMES, SWITCH, VARIANTS, VOCAB, WINDOW, make_model
+from tests.parity.models import (
+    FIRST_NAMES,
+    NAMES,
+    SWITCH,
+    VARIANTS,
+    VOCAB,
+    WINDOW,
+    WITH_KERNELS_OR_NOT,
+    make_model,
+)
 
 # Of the largest logit. Both sides compute in float32; sums are taken in another order.
 TOLERANCE = 2e-5
@@ -179,8 +188,7 @@ def test_logits_equal_transformers(
             assert_near(of_tree[row, path], expected[len(text) :], f"row {row}, nodes {path}")
 
 
-@pytest.mark.parametrize("optimize", ["none", "auto"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "optimize"), WITH_KERNELS_OR_NOT)
 def test_greedy_text_equals_transformers(
     name: str, optimize: str, get_engine: GetEngine, get_target: Callable[[str], Path]
 ) -> None:
@@ -252,7 +260,7 @@ BITS = {"bfloat16": 8, "float16": 11}
 
 
 @pytest.mark.parametrize("dtype", BITS)
-@pytest.mark.parametrize("name", [f"{a}-{next(iter(v))}" for a, v in VARIANTS.items()])
+@pytest.mark.parametrize("name", FIRST_NAMES)
 @torch.inference_mode()
 def test_half_precision_is_as_near_as_transformers(name: str, dtype: str, tmp_path: Path) -> None:
     """Held against float32 on the same weights, the engine's mean error is not above 1.5 times that

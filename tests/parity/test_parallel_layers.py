@@ -21,14 +21,14 @@ from specdec.engine.step import Step
 from specdec.engine.tree import build_tree_mask
 from tests.conftest import ROOT, make_llama
 from tests.engines import call, make_engine
-from tests.parity.models import NAMES, VARIANTS, VOCAB, make_model
+from tests.parity.models import FIRST_NAMES, NAMES, VOCAB, WITH_KERNELS_OR_NOT, make_model
 from tests.parity.test_families import TREE, assert_near, run_step
 
 GOLDEN = ROOT / "tests/golden/modelopt/trtllm"
 CPU = torch.device("cpu")
 CHUNKS = (70, 5, 1, 1)  # beyond a window; then single tokens
 # Of every architecture by rows; by columns where the head is not the embedding itself.
-SPLIT_EMBEDDINGS = [(f"{name}-{next(iter(variants))}", 0) for name, variants in VARIANTS.items()]
+SPLIT_EMBEDDINGS = [(name, 0) for name in FIRST_NAMES]
 SPLIT_EMBEDDINGS += [
     ("LlamaForCausalLM-plain", 1), ("LlamaForCausalLM-tied_head_dim", 1),
     ("PhiForCausalLM-gelu_new", 1), ("GPT2LMHeadModel-gelu_untied", 1),
@@ -135,8 +135,7 @@ def compute_rank(decoder: Decoder) -> torch.Tensor:
     return torch.cat([*logits, *tree])
 
 
-@pytest.mark.parametrize("optimize", ["none", "auto"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "optimize"), WITH_KERNELS_OR_NOT)
 def test_four_ranks_compute_the_whole_model(
     name: str, optimize: str, make_decoders: MakeDecoders
 ) -> None:

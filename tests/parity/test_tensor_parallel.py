@@ -11,10 +11,9 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.ranks.processes import end_ranks
 from tests.conftest import make_drafter
 from tests.engines import OracleProposer, make_engine
-from tests.parity.models import SWITCH, VARIANTS, VOCAB, make_model
+from tests.parity.models import FIRST_NAMES, SWITCH, VOCAB, make_model
 from tests.parity.test_families import LIMIT, generate, generate_reference
 
-NAMES = [f"{name}-{next(iter(variants))}" for name, variants in VARIANTS.items()]
 LENGTHS = (5, SWITCH - LIMIT, 1, 70)
 
 
@@ -26,7 +25,7 @@ def end_all() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [(name, []) for name in NAMES] + [("Qwen2MoeForCausalLM-plain", ["--moe-ep-size", 2])],
+    [(name, []) for name in FIRST_NAMES] + [("Qwen2MoeForCausalLM-plain", ["--moe-ep-size", 2])],
 )
 def test_greedy_text_of_two_ranks_equals_transformers(
     name: str, flags: list[object], tmp_path: Path

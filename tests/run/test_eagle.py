@@ -81,6 +81,7 @@ class Case:
     """A drafter's folder and its engine."""
 
     def __init__(self, name: str, parent: Path, target: Path) -> None:
+        self.number = [*DRAFTERS].index(name)
         self.version = DRAFTERS[name].get("version", 1)
         self.target = target
         self.drafter = make_eagle_drafter(parent, scale=2.0, **DRAFTERS[name])
@@ -164,10 +165,9 @@ def test_drafts_are_the_reference_s(case: Case, tree: str) -> None:
             assert paths == wanted
 
 
-@pytest.mark.parametrize("tree", ["static", "dynamic"])
-def test_drafts_depend_on_the_text_alone(case: Case, tree: str) -> None:
+def test_drafts_depend_on_the_text_alone(case: Case) -> None:
     """Not on the batch, a row's last request, chunks of prompts, or a prefix from the cache."""
-    case.use(tree)
+    case.use(("static", "dynamic")[case.number % 2])
     stem = [7, 3, 9, 22, 41, 13, 6, 80]
     prompts = [*PROMPTS, [*stem, 5, 5], [*stem, 9], stem, [*stem[:4], 90, 91]]
     requests = make_requests(prompts, limit=8)
@@ -216,8 +216,9 @@ def test_random_drafters_leave_the_text_unchanged(
         stats = result.stats
         assert len(stats.accepted_histogram) == 1 + case.proposer.max_draft_depth
         assert stats.num_draft_tokens == stats.num_verify_steps * case.proposer.max_draft_tokens
-    alone = [case.engine.generate([request])[0].output_ids for request in make_requests()]
-    assert alone == expected
+    if tree == [*TREES][case.number % len(TREES)]:  # each drafter with one, and each tree
+        alone = [case.engine.generate([request])[0].output_ids for request in make_requests()]
+        assert alone == expected
 
 
 @pytest.mark.parametrize(("version", "mask"), [(1, None), (3, None), (3, 5)])

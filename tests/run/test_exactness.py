@@ -72,17 +72,20 @@ def outputs_of(results: list[Result]) -> list[list[int]]:
     return [r.output_ids for r in results]
 
 
-@pytest.mark.parametrize("optimize", ["none", "auto"])
 @pytest.mark.parametrize(
-    # Every number of beams with every length, and each of both with each way to share keys.
-    ("target", "beams", "length"),
+    # Every number of beams with every length, each of both with each way to share keys, and each of
+    # all these with kernels and without.
+    ("target", "beams", "length", "optimize"),
     [
-        (sorted(SHAPES)[(row + column) % len(SHAPES)], beams, length)
+        (
+            sorted(SHAPES)[(row + column) % len(SHAPES)], beams, length,
+            "none" if (row + 2 * column) % 3 == 0 else "auto",
+        )
         for row, beams in enumerate((1, 2, 5))
         for column, length in enumerate((1, 3, 5))
     ],
     indirect=["target"],
-)
+)  # fmt: skip
 def test_redrafter_equals_transformers(
     target: Path, drafter: Path, tmp_path: Path, beams: int, length: int, optimize: str
 ) -> None:
@@ -94,8 +97,15 @@ def test_redrafter_equals_transformers(
     assert alone == expected, "batch 1 differs from batch 4"
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
-@pytest.mark.parametrize("optimize", ["none", "auto"])
+@pytest.mark.parametrize(
+    ("target", "method", "optimize"),
+    [
+        (shape, method, ("none", "auto")[(row + column) % 2])
+        for row, shape in enumerate(sorted(SHAPES))
+        for column, method in enumerate(("medusa", "eagle", "eagle3"))
+    ],
+    indirect=["target"],
+)
 def test_heads_and_eagle_equal_transformers(
     target: Path, tmp_path: Path, method: str, optimize: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
+from specdec.files.staging import write_whole
 from specdec.run.cli import format_stats
 from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
 from tests.engines import call, make_engine, run_cli_here
@@ -109,8 +111,10 @@ def test_the_line_says_where_nothing_was_drafted(values: dict[str, Any], told: s
 def test_jsonl_requests(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "ab", "max_output_len": 3}, {"input_ids": [5, 6, 7]}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    file.write_text(text, encoding="utf-8-sig")  # with the mark that editors of Windows begin with
     report = run(folder, "--input-file", file, "--max-output-len", 6, "--end-id", 0)
+    assert report["outputs"][0]["input_text"] == "ab"
     assert len(report["outputs"][0]["output_ids"]) == 3
     assert report["outputs"][1]["input_ids"] == [5, 6, 7]
     assert report["outputs"][1]["stats"]["num_output_tokens"] == 6
@@ -151,6 +155,30 @@ def test_limits_name_every_prompt(folder: Path) -> None:
     assert "--max-output-len to 510" in hint
 
 
+def test_where_writing_fails_the_old_output_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out.txt").write_text("old")
+    real = Path.write_text
+
+    def fill_disk(path: Path, text: str, **kind: Any) -> None:
+        real(path, text[:1], **kind)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "out.txt", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.txt", "old")]
+
+
+def test_where_nothing_can_be_written_nothing_is_generated(folder: Path, tmp_path: Path) -> None:
+    for file, match in ((tmp_path, "is a folder"), (tmp_path / "no/x", "there is no folder")):
+        with pytest.raises(SpecDecError, match=match):
+            call(
+                "run", "--engine-dir", tmp_path / "none", "--input-text", "a", "--output-file", file
+            )
+
+
 @pytest.mark.parametrize(
     ("line", "match"),
     [
@@ -165,6 +193,7 @@ def test_limits_name_every_prompt(folder: Path) -> None:
         ('{"prompt": "a", "max_output_len": 0}', "max_output_len is 0"),
         ('{"input_ids": [500]}', "holds token 500, the model's vocabulary has 128"),
         ('{"input_ids": []}', "prompt 0 is empty"),
+        ('{"prompt": 3}\n\n{"prompt": "a"}\n{', r"2 problems: .*line 1: .*line 4 is not JSON"),
         ("", "holds no prompt"),
     ],
 )

@@ -69,9 +69,12 @@ class Server:
 class Servers:
     """One server that decodes plainly, and one for the newest setting of each other way."""
 
-    def __init__(self, server: str, target: str, draft: str, threads: int, positions: int) -> None:
+    def __init__(
+        self, server: str, flags: list[str], target: str, draft: str, threads: int, positions: int
+    ) -> None:
         self._common = [
-            server, "--model", target, "--threads", str(threads), "--threads-batch", str(threads),
+            server, *flags, "--model", target,
+            "--threads", str(threads), "--threads-batch", str(threads),
             "--ctx-size", str(positions), "--parallel", "1", "--cache-ram", "0", "--fit", "off",
         ]  # fmt: skip
         self._draft, self._threads = draft, threads
@@ -129,14 +132,15 @@ class Servers:
 
 
 def start(
-    server: str, target: str, draft: str, threads: int, positions: int, version: str, kind: str
-) -> tuple[dict[str, Any], Calls]:
-    servers = Servers(server, target, draft, threads, positions)
+    server: str, flags: list[str], target: str, draft: str, threads: int, positions: int,
+    version: str, computes_in: str,
+) -> tuple[dict[str, Any], Calls]:  # fmt: skip
+    servers = Servers(server, flags, target, draft, threads, positions)
     atexit.register(servers.end)
     about = {
         "load_seconds": servers.get("plain", {}).load_seconds,
         "versions": {"llama.cpp": version},
-        "computes_in": f"{kind} weights",
+        "computes_in": computes_in,
     }
     return about, {"run": servers.run}
 

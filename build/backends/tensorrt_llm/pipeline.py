@@ -13,7 +13,7 @@ from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError, join_names, name_extra
 from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.reading import read_json
-from specdec.files.staging import check_output_dir, measure_free_space, stage_folder
+from specdec.files.staging import check_free_space, check_output_dir, stage_folder
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.trtllm.environment import BUILD_COMMAND, Environment, read_environment
@@ -68,7 +68,7 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
         return {"dry_run": settings.dry_run, **report}
     if settings.dry_run:
         return {"dry_run": True, **report}
-    check_disk(plan)
+    check_free_space(plan.output_dir, sum(plan.weights_bytes), "the engine takes at least")
     recorded = run_build(plan, settings, here, tokenizer)
     seconds = round(time.monotonic() - began, 2)
     logger.info("engine %s: %s, TensorRT-LLM %s, %d rank(s), %.1f s", settings.output_dir,
@@ -87,18 +87,6 @@ def check_installed(here: Environment) -> None:
             f"run this in NVIDIA's container, or {name_extra('tensorrt-llm')}; --dry-run and"
             " --emit-script FILE write the build down for another machine, and --backend"
             " torch builds for this one",
-        )
-
-
-def check_disk(plan: TensorRTPlan) -> None:
-    """Raise SpecDecError where the engine's weights alone do not fit on the disk."""
-    folder, free = measure_free_space(plan.output_dir)
-    needed = sum(plan.weights_bytes)
-    if free < needed:
-        raise SpecDecError(
-            f"the engine takes at least {needed / 1e6:.1f} MB, {folder} has {free / 1e6:.1f} MB"
-            " free",
-            "free some space, or choose another folder",
         )
 
 
