@@ -1733,18 +1733,24 @@ inline void unpack_steps(const IntegerMatrix<4> &w, const char *tile, int64_t be
   }
 }
 
-// y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of kRows, the last filled up with zeros.
-template <int kRows, int kBits, typename X, typename B, typename O>
+// y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of equal size,
+// which is one that add_groups is compiled for; the last is filled up with zeros.
+template <int kBits, typename X, typename B, typename O>
 void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, const B *bias, int64_t N,
                        O *y) {
   typedef IntegerMatrix<kBits> Matrix;
   struct Line {
     alignas(kLine) char bytes[kLine];
   };
+  const int64_t least = (M + (M + kAmxRows - 1) / kAmxRows - 1) / ((M + kAmxRows - 1) / kAmxRows);
+  const int64_t rows = least <= 8 ? 8 : least <= 12 ? 12 : kAmxRows, blocks = (M + rows - 1) / rows;
+  const auto add = rows == 8    ? add_groups<8, kBits == 4>
+                   : rows == 12 ? add_groups<12, kBits == 4>
+                                : add_groups<kAmxRows, kBits == 4>;
   const int64_t group = w.group_steps * Matrix::kElements, part_words = std::min(kBand, group / 4);
-  const int64_t parts = group / part_words / 4, blocks = (M + kRows - 1) / kRows;
-  const int64_t tiles = (N + kTile - 1) / kTile, x_bytes = w.groups * group * kRows;
-  const int64_t chunk = kAmxChunk / group, head = 2 * kRows;
+  const int64_t parts = group / part_words / 4;
+  const int64_t tiles = (N + kTile - 1) / kTile, x_bytes = w.groups * group * rows;
+  const int64_t chunk = kAmxChunk / group, head = 2 * rows;
   const int64_t lines = (kAmxChunk / Matrix::kElements * kStepBytes / kLine + 2 * blocks * chunk - 1) /
                         (2 * blocks * chunk);
   static thread_local std::vector<Line> x_memory;
@@ -1757,28 +1763,28 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
   {
 #pragma omp for schedule(static)
     for (int64_t g = 0; g < w.groups; ++g)
-      for (int64_t m = 0; m < blocks * kRows; ++m) {
-        const int64_t block = m / kRows, r = m % kRows;
+      for (int64_t m = 0; m < blocks * rows; ++m) {
+        const int64_t block = m / rows, r = m % rows;
         int8_t bytes[kMaxGroup] = {};
         const float factor = kBits == 4 && !w.has_zeros ? 0.0625f : 1.0f;
         const float scale = m < M ? w.round(x + m * w.depth, g, bytes) * factor : 0.0f;
         uint32_t *own = heads + (block * w.groups + g) * head;
         own[r] = as_bits(scale);
-        own[kRows + r] = static_cast<uint32_t>(Matrix::begin_sum(add_bytes(bytes)));
-        char *to = inputs + block * x_bytes + g * group * kRows + r * 4 * part_words;
+        own[rows + r] = static_cast<uint32_t>(Matrix::begin_sum(add_bytes(bytes)));
+        char *to = inputs + block * x_bytes + g * group * rows + r * 4 * part_words;
         for (int64_t part = 0; part < parts; ++part)
-          std::memcpy(to + part * part_words * 4 * kRows, bytes + part * part_words * 4, part_words * 4);
+          std::memcpy(to + part * part_words * 4 * rows, bytes + part * part_words * 4, part_words * 4);
       }
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int64_t last = tiles * (thread + 1) / threads;
-    const Registers registers(kRows, part_words);
+    const Registers registers(rows, part_words);
     alignas(kLine) char unpacked[kAmxChunk * kTile] = {};
     static thread_local std::vector<Line> sums_memory;
-    sums_memory.resize(blocks * kRows * kTile * sizeof(float) / sizeof(Line));
+    sums_memory.resize(blocks * rows * kTile * sizeof(float) / sizeof(Line));
     float *sums = reinterpret_cast<float *>(sums_memory.data());
     for (int64_t t = tiles * thread / threads; t < last; ++t) {
       const char *tile = w.tiles + t * w.tile_bytes;
-      std::fill_n(sums, blocks * kRows * kTile, 0.0f);
+      std::fill_n(sums, blocks * rows * kTile, 0.0f);
       for (int64_t g = 0; g < w.groups; g += chunk) {
         const int64_t count = std::min(chunk, w.groups - g), step = g * w.group_steps;
         const int64_t end = std::min(w.steps, step + count * w.group_steps);
@@ -1793,12 +1799,12 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
         if (is_copied) from = unpacked;
         for (int64_t block = 0; block < blocks; ++block)
           for (int64_t k = 0; k < kWords; ++k, ahead += chunk * lines * kLine)
-            add_groups<kRows, kBits == 4>(
-                {inputs + block * x_bytes + g * group * kRows, from + k * kLine,
+            add(
+                {inputs + block * x_bytes + g * group * rows, from + k * kLine,
                  tile + (g * w.scale_stride + k * kVector) * 4, ahead,
                  heads + (block * w.groups + g) * head, count, parts, part_words,
                  w.scale_stride * 4, lines},
-                sums + block * kRows * kTile + k * kVector);
+                sums + block * rows * kTile + k * kVector);
       }
       const int64_t output = t * kTile;
       put_sums(sums, M, kTile, bias, output, std::min(kTile, N - output), N, y);
@@ -1811,12 +1817,7 @@ template <int kBits, typename X, typename B, typename O>
 void multiply_integers(const X *x, int64_t M, const IntegerMatrix<kBits> &w, const B *bias, int64_t N,
                        O *y) {
 #if SPECDEC_AMX_INTEGERS
-  if (M >= kAmxLeastRows && can_use_amx()) {
-    const int64_t blocks = (M + kAmxRows - 1) / kAmxRows, rows = (M + blocks - 1) / blocks;
-    if (rows <= 8) return multiply_by_bytes<8>(x, M, w, bias, N, y);
-    if (rows <= 12) return multiply_by_bytes<12>(x, M, w, bias, N, y);
-    return multiply_by_bytes<16>(x, M, w, bias, N, y);
-  }
+  if (M >= kAmxLeastRows && can_use_amx()) return multiply_by_bytes(x, M, w, bias, N, y);
 #endif
   multiply_matrix(x, M, w, bias, N, y);
 }
