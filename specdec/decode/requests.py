@@ -310,12 +310,6 @@ def find_problems(
             f" {vocab_size}",
             "leave it out",
         )
-    if request.end_ids and min(request.end_ids) >= vocab_size:
-        problems.add(
-            f"{where} ends at token {min(request.end_ids)}, the model's vocabulary has"
-            f" {vocab_size}: no text would end",
-            "give --end-id a token of the model, or the tokenizer that belongs to it",
-        )
     return problems
 
 

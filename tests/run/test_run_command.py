@@ -155,14 +155,6 @@ def test_limits_name_every_prompt(folder: Path) -> None:
     assert "--max-output-len to 510" in hint
 
 
-def test_an_end_that_no_text_can_reach_is_refused(folder: Path) -> None:
-    with pytest.raises(SpecDecError, match="ends at token 128, the model's vocabulary has 128"):
-        call(
-            "run", "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
-            "--input-text", "ab", "--end-id", 128,
-        )  # fmt: skip
-
-
 def test_where_writing_fails_the_old_output_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
