@@ -122,6 +122,11 @@ def check_settings(settings: GenerateSettings) -> None:
         raise UsageError(
             "--draft-vocabulary without --draft-model-dir", "give the draft model, or leave it out"
         )
+    if settings.draft_len not in (None, "auto") and settings.draft_model_dir is None:
+        raise UsageError(
+            f"--draft-len {settings.draft_len} without --draft-model-dir",
+            "give the draft model, or 'auto', which adapts the length of any drafts",
+        )
     if settings.no_cache and settings.force:
         raise UsageError("--force has no effect with --no-cache", "leave one of them out")
 

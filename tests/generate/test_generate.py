@@ -265,6 +265,10 @@ def test_a_hub_model_is_known_by_its_commit(
             ["--model-dir", "x", "--drafter-model-dir", "y", "--draft-model-dir", "z", "abc"],
             "--drafter-model-dir and --draft-model-dir exclude one another",
         ),
+        (
+            ["--model-dir", "x", "--drafter-model-dir", "y", "--draft-len", "4", "abc"],
+            "--draft-len 4 without --draft-model-dir",
+        ),
         (["--model-dir", "x", "--no-cache", "--force", "abc"], "--force has no effect"),
         (["--clear-cache", "abc"], "TEXT was given too"),
     ],
