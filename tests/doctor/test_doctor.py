@@ -64,7 +64,8 @@ def test_report_of_this_machine() -> None:
     report = json.loads(done.stdout)
     import torch
 
-    assert report["packages"]["torch"] == torch.__version__
+    # A package's own version need not tell the build: torch of the index says +cu130 only itself.
+    assert torch.__version__.startswith(report["packages"]["torch"])
     assert report["packages"]["tensorrt_llm"] is None
     can = {ability["what"]: ability["can"] for ability in report["abilities"]}
     assert can["convert checkpoints"]

@@ -127,7 +127,7 @@ OTHERS_FLAGS = {
     "--no-repack", "--random-input-len", "--random-output-len", "--stop-timeout",
     "--max-concurrency", "--tokenizer", "--target", "--nnodes", "--rdzv-backend",
     "--rdzv-endpoint", "--start-period", "--llama-server", "--vllm-python", "--dataset-name",
-    "--endpoint", "--num-prompts", "--no-compile", "--spec-draft-p-min",
+    "--endpoint", "--num-prompts", "--no-compile", "--spec-draft-p-min", "--model-args", "--tasks",
 }  # fmt: skip
 
 
