@@ -47,7 +47,7 @@ SHAPES = {
     "full": ("--layers", "22", "--hidden", "2048", "--intermediate", "5632", "--heads", "32",
              "--kv-heads", "4", "--head-size", "64"),
 }  # fmt: skip
-DRAFT_SHAPE = ("--layers", "2", "--hidden", "96", "--intermediate", "256", "--heads", "4",
+DRAFT_SHAPE = ("--layers", "3", "--hidden", "144", "--intermediate", "384", "--heads", "6",
                "--kv-heads", "2", "--head-size", "32")  # fmt: skip
 REQUESTS = {1: 3, 4: 8}  # of a round, by concurrency; else twice the concurrency
 FIGURES = ("ttft", "itl", "gap")
@@ -77,6 +77,8 @@ def prepare(args: argparse.Namespace) -> Weights:
     """Grow, convert, build and export what is not there yet."""
     log = args.folder.resolve() / "logs" / "prepare.log"
     digest = hashlib.sha256(GROW.read_bytes() + json.dumps([SHAPES, DRAFT_SHAPE]).encode())
+    for name in ("target", "draft"):
+        digest.update((PYCODE / name / "model.safetensors").read_bytes())
     folder = args.folder.resolve() / f"{args.size}-{digest.hexdigest()[:12]}"
     folders = {
         "target": grow(PYCODE / "target", folder / "target", SHAPES[args.size], log),
