@@ -51,6 +51,7 @@ DRAFT_SHAPE = ("--layers", "3", "--hidden", "144", "--intermediate", "384", "--h
                "--kv-heads", "2", "--head-size", "32")  # fmt: skip
 REQUESTS = {1: 3, 4: 8}  # of a round, by concurrency; else twice the concurrency
 FIGURES = ("ttft", "itl", "gap")
+SETTLING = 3.0  # seconds before a turn: other servers' threads spin on, ended ones free memory
 LEAST_RATIO, MOST_RATIO = 1.2, 1.1  # of the best peer's tokens a second; of its times
 
 
@@ -275,6 +276,7 @@ def run_rounds(
         for number in range(args.rounds):
             bodies = prompts.make_bodies(REQUESTS.get(concurrency, 2 * concurrency))
             for server in list(best) if number % 2 == 0 else list(best)[::-1]:
+                time.sleep(SETTLING)
                 runs[server].append(field.run(best[server], bodies, concurrency))
                 rate = runs[server][-1]["tokens_per_second"]
                 print(f"{best[server]}, {concurrency} at a time: {rate:.1f} tokens/s",

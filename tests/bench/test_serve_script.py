@@ -79,7 +79,8 @@ class FakeField:
 
 
 @pytest.fixture
-def report() -> dict[str, Any]:
+def report(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(compare, "SETTLING", 0.0)
     args = argparse.Namespace(concurrency=[1, 4], rounds=2)
     names = ((OURS, "plain"), (OURS, "draft 4"), (LLAMA_CPP, "plain"), (LLAMA_CPP, "draft 4"),
              (VLLM, "broken"))  # fmt: skip
