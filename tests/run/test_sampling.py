@@ -223,6 +223,11 @@ def _fill_window(*text: int) -> Tree:
     return tree
 
 
+def _list_places(*context: int) -> Tensor:
+    """Logits of a block's places [3, V], of which the first alone knows the text."""
+    return torch.stack([DRAFT_MODEL.get_logits(context), *DRAFT_MODEL.table.mean(0)[:2]])
+
+
 def draft_block(text: list[int], sampler: Sampler) -> Candidates:
     """DFlash's: every place of a block by itself, the likeliest paths of their tokens."""
     return _grow_block(*[0, 0, *text][-2:])
@@ -230,8 +235,7 @@ def draft_block(text: list[int], sampler: Sampler) -> Candidates:
 
 @functools.cache
 def _grow_block(*context: int) -> Candidates:
-    places = torch.stack([DRAFT_MODEL.get_logits(context), *DRAFT_MODEL.table.mean(0)[:2]])
-    best = places.softmax(-1).topk(3, dim=-1)
+    best = _list_places(*context).softmax(-1).topk(3, dim=-1)
     return grow_tree(context[-1], best.indices.numpy(), best.values.numpy(), 6)
 
 
@@ -258,9 +262,8 @@ def draft_markov(text: list[int], sampler: Sampler) -> Candidates:
 
 @functools.cache
 def _grow_markov(*context: int) -> Candidates:
-    places = torch.stack([DRAFT_MODEL.get_logits(context), *DRAFT_MODEL.table.mean(0)[:2]])
     net: Any = ToyBlock()
-    draft = BlockDraft(net, places[None], np.array(context[-1:]))
+    draft = BlockDraft(net, _list_places(*context)[None], np.array(context[-1:]))
     return DynamicTree(top_k=3, depth=3, num_tokens=6).grow(draft)[0]
 
 
@@ -271,8 +274,7 @@ def draft_pass(text: list[int], sampler: Sampler) -> Candidates:
 
 @functools.cache
 def _grow_pass(*context: int) -> Candidates:
-    places = torch.stack([DRAFT_MODEL.get_logits(context), *DRAFT_MODEL.table.mean(0)[:2]])
-    best = places.log_softmax(-1).topk(3, dim=-1)
+    best = _list_places(*context).log_softmax(-1).topk(3, dim=-1)
     draft = PassDraft(np.array(context[-1:]), best.indices[None].numpy(), best.values[None].numpy())
     return DynamicTree(top_k=3, depth=3, num_tokens=6).grow(draft)[0]
 

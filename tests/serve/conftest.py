@@ -1,14 +1,27 @@
-"""The engine that the tests of the server share."""
+"""The engine that the tests of the server share, and each file's server of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.serve.servers import make_served_engine
+from specdec.serve.server import Server
+from tests.serve.servers import make_served_engine, serve_here
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_served_engine(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[tuple[Server, str]]:
+    with serve_here(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(served: tuple[Server, str]) -> str:
+    return served[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,10 @@ import torch
 
 from specdec import Engine, Prompt, SpecDecError
 from specdec.decode.loop import LOGPROB_TOKENS
-from specdec.serve.server import Server
-from tests.serve.servers import post, read_events, serve_here
+from tests.serve.servers import post, read_events
 
 LONG = [5 + (7 * at + at // 9) % 80 for at in range(LOGPROB_TOKENS + 30)]
 NUM_TOP = 3
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[Server, str]]:
-    with serve_here(folder) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def url(served: tuple[Server, str]) -> str:
-    return served[1]
 
 
 @pytest.fixture(scope="module")

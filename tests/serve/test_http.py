@@ -43,17 +43,6 @@ def expected(folder: Path) -> Any:
         return engine.generate(Prompt(text=TEXT, temperature=0, end_ids=()), max_output_len=40)[0]
 
 
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[Server, str]]:
-    with serve_here(folder) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def url(served: tuple[Server, str]) -> str:
-    return served[1]
-
-
 def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not is_so():

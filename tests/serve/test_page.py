@@ -23,17 +23,11 @@ from tests.serve.browser import (
     find_browser,
     start_browser,
 )
-from tests.serve.servers import CLIENT, MODEL, serve_here
+from tests.serve.servers import CLIENT, MODEL
 
 PAGE = ROOT / "serve" / "page.html"
 TEXT = "hello ab"
 LENGTH = 24
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[Server, str]]:
-    with serve_here(folder) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
