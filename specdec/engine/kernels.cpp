@@ -375,7 +375,8 @@ constexpr int64_t kCacheBytes = 1 << 19;  // of tiles that are kept for more blo
 // there is no such processor.
 #if defined(SPECDEC_PAIRS)
 constexpr bool kMultipliesPairs = true, kSumsBands = false;
-#elif defined(SPECDEC_BANDS) || (defined(__AMX_BF16__) && defined(__AVX512F__))
+// Clang up to 14 writes these names without the second underscore.
+#elif defined(SPECDEC_BANDS) || ((defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512F__))
 constexpr bool kMultipliesPairs = false, kSumsBands = true;
 static_assert(SPECDEC_FUSED, "AMX's sums are of fused products");
 #elif defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -383,14 +384,14 @@ constexpr bool kMultipliesPairs = true, kSumsBands = false;
 #else
 constexpr bool kMultipliesPairs = false, kSumsBands = false;
 #endif
-#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__) && \
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512F__) && defined(__linux__) && \
     !defined(SPECDEC_BANDS) && !defined(SPECDEC_PAIRS)
 #define SPECDEC_AMX 1
 #else
 #define SPECDEC_AMX 0
 #endif
 // Products of integers by AMX, whose sums are exact and so the same as by other instructions.
-#if defined(__AMX_INT8__) && defined(__AVX512BW__) && defined(__linux__)
+#if (defined(__AMX_INT8__) || defined(__AMXINT8__)) && defined(__AVX512BW__) && defined(__linux__)
 #define SPECDEC_AMX_INTEGERS 1
 #else
 #define SPECDEC_AMX_INTEGERS 0
