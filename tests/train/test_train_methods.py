@@ -179,7 +179,7 @@ def test_a_drafter_of_other_sizes_is_no_start(run_train: Any, inputs: Any, tmp_p
     nothing = run_train(*options, "--output-dir", out, "--start-from", tmp_path / "none")
     assert nothing.status == 1
     assert f"--start-from {tmp_path / 'none'} is no folder" in nothing.last_lines[0]
-    assert not out.exists()
+    assert list(tmp_path.iterdir()) == [first], "nothing that the next command stumbles over"
 
 
 @pytest.mark.parametrize(
