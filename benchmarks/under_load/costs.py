@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -16,13 +17,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from benchmarks.side_by_side.processes import Worker, count_group_seconds
 from specdec.bench.machine import LoadMeter, describe_load, describe_machine
 from specdec.bench.measure import divide, summarize
+from specdec.engine.compiler import call_compiler, find_compiler
+from specdec.errors import SpecDecError
 
 from . import compare
-from .client import Body, Reply, ask_all
+from .client import Body, Reply, ask_all, make_head
 from .figures import join_bursts
 from .servers import OURS, Server, list_ours
 
@@ -85,6 +89,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         prompts = compare.Prompts(1, args.max_tokens)
         meter, began = LoadMeter(), time.monotonic()
         groups = [server.group, worker.group]
+        program = make_prober(args.folder.resolve())
         own = count_group_seconds(groups)
 
         def run_engine(bodies: list[Body], concurrency: int) -> Run:
@@ -123,7 +128,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                         runs[name].append(made)
             count = args.health_rounds * concurrency * (4 if concurrency == 1 else 1)
             health = run_probed(
-                server.address, prompts.make_bodies(count), concurrency, args.health
+                program, server.address, prompts.make_bodies(count), concurrency, args.health
             )
             table.append({"concurrency": concurrency, **describe(runs), "health": health})
             print(json.dumps(table[-1]), file=sys.stderr, flush=True)
@@ -138,19 +143,40 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_probed(
-    address: str, bodies: list[Body], concurrency: int, per_second: float
+    program: Path, address: str, bodies: list[Body], concurrency: int, per_second: float
 ) -> dict[str, Any]:
     """Ask while /health is asked for every other second; tell what that took."""
-    prober = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.under_load.prober", address, "/health", str(per_second),
-         str(PROBE_SECONDS)], stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    prober = start_prober(program, address, "/health", per_second, PROBE_SECONDS)
     try:
         replies = asyncio.run(ask_all(address, bodies, concurrency))
     finally:
         prober.terminate()
         lines = prober.communicate()[0].splitlines()
-    return compare_steps(replies, [json.loads(line) for line in lines])
+    return compare_steps(replies, [[float(word) for word in line.split()] for line in lines])
+
+
+def make_prober(folder: Path) -> Path:
+    """Compile what asks; raise SpecDecError."""
+    program, source = folder / "prober", Path(__file__).with_name("prober.cpp")
+    compiler = find_compiler()
+    if compiler is None:
+        raise SpecDecError("there is no C++ compiler", "install one, or set CXX")
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["-O2", "-o", str(program), str(source)]
+    call_compiler([*shlex.split(compiler), *words], output=program)
+    return program
+
+
+def start_prober(
+    program: Path, address: str, path: str, per_second: float, seconds: float
+) -> subprocess.Popen[str]:
+    """Ask for a path so many times a second for so many seconds, pause as long, and so on."""
+    parts = urlsplit(address)
+    request = make_head(address, path, None, keep=True).decode()
+    return subprocess.Popen(
+        [program, str(parts.hostname), str(parts.port), request, str(per_second), str(seconds)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def compare_steps(replies: Sequence[Reply], probed: Sequence[Sequence[float]]) -> dict[str, Any]:

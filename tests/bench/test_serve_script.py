@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import http.server
-import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -19,12 +16,16 @@ from benchmarks import serve
 from benchmarks.side_by_side.processes import PeerError
 from benchmarks.under_load import compare
 from benchmarks.under_load.client import Body, Reply
-from benchmarks.under_load.costs import compare_steps, count_thread_seconds, share_of_http
+from benchmarks.under_load.costs import (
+    compare_steps,
+    count_thread_seconds,
+    make_prober,
+    share_of_http,
+    start_prober,
+)
 from benchmarks.under_load.exact import mix_bodies
 from benchmarks.under_load.figures import count_tokens, describe, join_bursts
 from benchmarks.under_load.servers import LLAMA_CPP, OURS, VLLM, Setting
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Words:
@@ -69,7 +70,7 @@ def test_steps_are_compared_with_those_right_after() -> None:
         compare_steps([Reply(0.0, moments)], probed[:1])
 
 
-def test_the_prober_asks_as_often_as_told() -> None:
+def test_the_prober_asks_as_often_as_told(tmp_path: Path) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -81,28 +82,23 @@ def test_the_prober_asks_as_often_as_told() -> None:
         def log_message(self, *_: Any) -> None:
             pass
 
-    def start(path: str) -> subprocess.Popen[str]:
-        words = [f"http://127.0.0.1:{server.server_port}", path, "100", "0.1"]
-        return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.under_load.prober", *words],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
-
+    program = make_prober(tmp_path)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            with start("/health") as prober:
+            address = f"http://127.0.0.1:{server.server_port}"
+            with start_prober(program, address, "/health", 100, 0.1) as prober:
                 assert prober.stdout is not None
-                lines = [json.loads(prober.stdout.readline()) for _ in range(2)]
+                lines = [prober.stdout.readline().split() for _ in range(2)]
                 prober.terminate()
-            with start("/elsewhere") as refused:
+            with start_prober(program, address, "/elsewhere", 100, 0.1) as refused:
                 assert "404" in refused.communicate()[1]
         finally:
             server.shutdown()
     (began, ended, count), (next_began, _, next_count) = lines
-    assert count == next_count == 10
-    assert ended - began >= 0.09
-    assert next_began - ended >= 0.1
+    assert count == next_count == "10"
+    assert float(ended) - float(began) >= 0.09
+    assert float(next_began) - float(ended) >= 0.1
 
 
 def test_tokens_of_a_step_share_its_time() -> None:
