@@ -76,8 +76,9 @@ class AuditSettings:
         [], kind="list", metavar="NAME...", help=f"Only these checks, of {', '.join(CHECKS)}."
     )
     timeout: float = setting(
-        120.0, kind="float", minimum=0.1, metavar="S", help="Seconds that an answer may take."
-    )
+        120.0, kind="float", minimum=0.1, maximum=10**6, metavar="S",
+        help="Seconds that an answer may take.",
+    )  # fmt: skip
     json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
 
 

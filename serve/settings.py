@@ -52,7 +52,12 @@ class ServeSettings:
         help="Tokens of new prompts that are read in a step of running requests.",
     )  # fmt: skip
     request_timeout: float = setting(
-        600.0, kind="float", minimum=0.001, metavar="S", help="Seconds that a request may take."
+        600.0,
+        kind="float",
+        minimum=0.001,
+        maximum=10**6,
+        metavar="S",
+        help="Seconds that a request may take.",
     )
     max_body_mb: float = setting(
         4.0, kind="float", minimum=0.001, metavar="MB", help="Size of the largest request."

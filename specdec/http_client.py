@@ -61,8 +61,9 @@ def check_url(url: str, flag: str, extra: str, key_source: str) -> None:
         parts.host.encode("idna")  # what the resolver does with it
     except (httpx.InvalidURL, ValueError):
         raise UsageError(f"{flag} is {url!r}", hint) from None
-    is_good = parts.scheme in ("http", "https") and bool(parts.host) and parts.port != 0
-    if not is_good or parts.query or parts.fragment:
+    is_good = parts.scheme in ("http", "https") and bool(parts.host)
+    is_port = parts.port is None or 0 < parts.port < 2**16
+    if not (is_good and is_port) or parts.query or parts.fragment:
         raise UsageError(f"{flag} is {url!r}", hint)
     if parts.userinfo:
         raise UsageError(

@@ -726,7 +726,15 @@ def test_progress_is_told(
 
 @pytest.mark.parametrize(
     "url",
-    ["", "localhost:8000/v1", "ftp://h/v1", "http://", "http://h:x/v1", "http://h/v1?key=1"],
+    [
+        "",
+        "localhost:8000/v1",
+        "ftp://h/v1",
+        "http://",
+        "http://h:x/v1",
+        "http://h:99999/v1",
+        "http://h/v1?key=1",
+    ],
 )
 def test_wrong_urls(url: str) -> None:
     with pytest.raises(UsageError, match="--base-url is"):

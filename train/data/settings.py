@@ -63,10 +63,10 @@ class DataSettings:
     )
     dataset_split: str = setting("train", help="Split of a Hub dataset.", metavar="NAME")
     concurrency: int = setting(
-        16, kind="int", minimum=1, help="Requests to the server at the same time."
+        16, kind="int", minimum=1, maximum=4096, help="Requests to the server at the same time."
     )
     timeout: float = setting(
-        600.0, kind="float", minimum=0.1, metavar="SECONDS",
+        600.0, kind="float", minimum=0.1, maximum=10**6, metavar="SECONDS",
         help="Longest wait for an answer from the server.",
     )  # fmt: skip
     max_retries: int = setting(
