@@ -14,10 +14,11 @@ import torch
 from specdec.engine import layers, native
 from specdec.engine.torch_layers import build_full_mask
 from specdec.engine.tree import BoolArray
-from tests.engine.kernels import FORMS, in_every_form, needs_compiler
+from tests.engine.kernels import FORMS, needs_compiler
 
 pytestmark = needs_compiler
 
+PLAIN_AND_OWN = [form for form in ("own", "bands") if form in FORMS]
 # Of the largest value: weights and results are rounded to bfloat16.
 TOLERANCE = 1e-2
 PARENTS = [-1, 0, 0, 1, 3, 3, 4, 4, 7, 2, 8, 10]
@@ -85,8 +86,8 @@ class Text:
         positions = (past + mask.sum(axis=1) - 1)[None]
         full = build_full_mask(past, mask[None], positions, cache.shape[3], self.how.window)
         return layers.attend(
-            view[: self.heads].transpose(0, 1)[None].contiguous(), cache[0], cache[1], torch.from_numpy(full),
-            self.how.scale, self.how.cap,
+            view[: self.heads].transpose(0, 1)[None].contiguous(), cache[0], cache[1],
+            torch.from_numpy(full), self.how.scale, self.how.cap,
         )[0]  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def test_plain_code_has_the_bits_of_amx(
             assert torch.equal(by_amx.view(torch.int16), expected.view(torch.int16)), (past, name)
 
 
-@in_every_form
+@pytest.mark.parametrize("library", PLAIN_AND_OWN, indirect=True)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_token_has_the_same_bits_in_every_step(
     library: Path, shape: tuple[int, int, int, int | None, float | None]
