@@ -64,23 +64,6 @@ async def get(address: str, path: str) -> bytes:
         writer.close()
 
 
-async def look_often(address: str, path: str, per_second: float) -> int:
-    """Ask for a path over one connection until cancelled; return how often that was."""
-    reader, writer = await _send(address, path, None, keep=True)
-    count, began = 0, time.perf_counter()
-    try:
-        while True:
-            _, headers = await _read_head(reader)
-            await reader.readexactly(int(headers[b"content-length"]))
-            count += 1
-            await asyncio.sleep(max(0.0, began + count / per_second - time.perf_counter()))
-            writer.write(_make_head(address, path, None, keep=True))
-    except asyncio.CancelledError:
-        return count
-    finally:
-        writer.close()
-
-
 async def ask_all(address: str, bodies: Sequence[Body], concurrency: int) -> list[Reply]:
     """Ask for completions in their order, so many at a time."""
     left = iter(enumerate(bodies))
@@ -95,15 +78,16 @@ async def ask_all(address: str, bodies: Sequence[Body], concurrency: int) -> lis
 
 
 async def _send(
-    address: str, path: str, body: bytes | None, *, keep: bool = False
+    address: str, path: str, body: bytes | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     parts = urlsplit(address)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    writer.write(_make_head(address, path, body, keep=keep) + (body or b""))
+    writer.write(make_head(address, path, body) + (body or b""))
     return reader, writer
 
 
-def _make_head(address: str, path: str, body: bytes | None, *, keep: bool) -> bytes:
+def make_head(address: str, path: str, body: bytes | None, *, keep: bool = False) -> bytes:
+    """What stands before a request's body; keep: the connection, for another."""
     lines = [
         f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
         f"Host: {urlsplit(address).netloc}", f"Connection: {'keep-alive' if keep else 'close'}",

@@ -6,22 +6,31 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import functools
+import itertools
 import json
+import random
+import shlex
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from benchmarks.side_by_side.processes import Worker, count_group_seconds
 from specdec.bench.machine import LoadMeter, describe_load, describe_machine
 from specdec.bench.measure import divide, summarize
+from specdec.engine.compiler import call_compiler, find_compiler
+from specdec.errors import SpecDecError
 
 from . import compare
-from .client import Body, ask_all, look_often
+from .client import Body, Reply, ask_all, make_head
+from .figures import join_bursts
 from .servers import OURS, Server, list_ours
+
+PROBE_SECONDS = 1.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--health", type=float, default=200, help="requests a second")
+    parser.add_argument("--health-rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("out/serve"), help="kept for next time")
 
@@ -44,15 +54,14 @@ class Run:
 
     rate: float
     busy_ms: float
-    looked: int = 0
     http_share: float = 0.0
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Three ways by turns: the engine in a process of its own, as a server, and with /health.
+    """Two ways by turns: the engine in a process of its own, and as a server; then /health.
 
-    The engine alone takes prompts as tokens and gives tokens. What the client takes of the
-    processors counts as serving's, where they are all in use.
+    The engine alone takes prompts as tokens and gives tokens. What clients take of the processors
+    counts as serving's and as /health's, where they are all in use.
     """
     from tokenizers import Tokenizer
 
@@ -80,6 +89,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         prompts = compare.Prompts(1, args.max_tokens)
         meter, began = LoadMeter(), time.monotonic()
         groups = [server.group, worker.group]
+        program = make_prober(args.folder.resolve())
         own = count_group_seconds(groups)
 
         def run_engine(bodies: list[Body], concurrency: int) -> Run:
@@ -94,29 +104,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             count = answer["num_tokens"]
             return Run(count / answer["seconds"], 1000 * busy / count)
 
-        def run_server(bodies: list[Body], concurrency: int, health: float = 0) -> Run:
-            async def ask() -> tuple[int, int]:
-                looking = asyncio.ensure_future(look_often(server.address, "/health", health or 1))
-                if not health:
-                    looking.cancel()
-                replies = await ask_all(server.address, bodies, concurrency)
-                looking.cancel()
-                looked = 0
-                with contextlib.suppress(asyncio.CancelledError):
-                    looked = await looking
-                return sum(reply.num_tokens for reply in replies), looked
-
+        def run_server(bodies: list[Body], concurrency: int) -> Run:
             busy, began = count_group_seconds([server.group]), time.perf_counter()
             threads = count_thread_seconds(server.group)
-            count, looked = asyncio.run(ask())
+            replies = asyncio.run(ask_all(server.address, bodies, concurrency))
             seconds = time.perf_counter() - began
             share = share_of_http(threads, count_thread_seconds(server.group), args.threads)
             busy = count_group_seconds([server.group]) - busy
-            return Run(count / seconds, 1000 * busy / count, looked, share)
+            count = sum(reply.num_tokens for reply in replies)
+            return Run(count / seconds, 1000 * busy / count, share)
 
         ways: dict[str, Callable[[list[Body], int], Run]] = {
             "engine": run_engine, "served": run_server,
-            "served, /health": functools.partial(run_server, health=args.health),
         }  # fmt: skip
         table = []
         for concurrency in args.concurrency:
@@ -127,7 +126,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     made = ways[name](bodies, concurrency)
                     if number:  # the first warms up
                         runs[name].append(made)
-            table.append({"concurrency": concurrency, **describe(runs)})
+            count = args.health_rounds * concurrency * (4 if concurrency == 1 else 1)
+            health = run_probed(
+                program, server.address, prompts.make_bodies(count), concurrency, args.health
+            )
+            table.append({"concurrency": concurrency, **describe(runs), "health": health})
             print(json.dumps(table[-1]), file=sys.stderr, flush=True)
         others = meter.measure()
         if others is not None:
@@ -136,6 +139,79 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return machine | {
         "size": args.size, "setting": setting.key, "health_per_second": args.health,
         "costs": table, "processors_used_by_others": others, "warnings": describe_load(others),
+    }  # fmt: skip
+
+
+def run_probed(
+    program: Path, address: str, bodies: list[Body], concurrency: int, per_second: float
+) -> dict[str, Any]:
+    """Ask while /health is asked for every other second; tell what that took."""
+    prober = start_prober(program, address, "/health", per_second, PROBE_SECONDS)
+    try:
+        replies = asyncio.run(ask_all(address, bodies, concurrency))
+    finally:
+        prober.terminate()
+        lines = prober.communicate()[0].splitlines()
+    return compare_steps(replies, [[float(word) for word in line.split()] for line in lines])
+
+
+def make_prober(folder: Path) -> Path:
+    """Compile what asks; raise SpecDecError."""
+    program, source = folder / "prober", Path(__file__).with_name("prober.cpp")
+    compiler = find_compiler()
+    if compiler is None:
+        raise SpecDecError("there is no C++ compiler", "install one, or set CXX")
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["-O2", "-o", str(program), str(source)]
+    call_compiler([*shlex.split(compiler), *words], output=program)
+    return program
+
+
+def start_prober(
+    program: Path, address: str, path: str, per_second: float, seconds: float
+) -> subprocess.Popen[str]:
+    """Ask for a path so many times a second for so many seconds, pause as long, and so on."""
+    parts = urlsplit(address)
+    request = make_head(address, path, None, keep=True).decode()
+    return subprocess.Popen(
+        [program, str(parts.hostname), str(parts.port), request, str(per_second), str(seconds)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def compare_steps(replies: Sequence[Reply], probed: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """How much longer steps were while something was asked for than right after that.
+
+    A step is the time between two events of a reply. probed: begin and end of each while, and its
+    requests; as long a while after it is compared with it. Raises ValueError where there are fewer
+    than two of them with steps. of_tokens_per_second is in 95 of 100 such runs in the range.
+    """
+    middles = [
+        ((before + after) / 2, after - before)
+        for reply in replies
+        for (before, _), (after, _) in itertools.pairwise(join_bursts(reply.arrivals))
+    ]
+    pairs: list[tuple[list[float], list[float]]] = []
+    for begin, end, _ in probed:
+        within = [gap for at, gap in middles if begin <= at < end]
+        after = [gap for at, gap in middles if end <= at < 2 * end - begin]
+        if within and after:
+            pairs.append((within, after))
+    if len(pairs) < 2:
+        raise ValueError(f"{len(pairs)} of {len(probed)} whiles have steps: ask for more tokens")
+
+    def compare(chosen: Sequence[tuple[list[float], list[float]]]) -> float:
+        within, after = (list(itertools.chain(*side)) for side in zip(*chosen, strict=True))
+        return 1 - statistics.fmean(after) / statistics.fmean(within)
+
+    dice = random.Random(1)
+    again = sorted(compare(dice.choices(pairs, k=len(pairs))) for _ in range(1000))
+    return {
+        "of_tokens_per_second": round(compare(pairs), 4),
+        "range": [round(again[25], 4), round(again[975], 4)],
+        "pairs": len(pairs), "requests": int(sum(count for _, _, count in probed)),
+        "per_second": round(sum(n for _, _, n in probed) / sum(e - b for b, e, _ in probed), 1),
+        "steps": sum(len(a) + len(b) for a, b in pairs),
     }  # fmt: skip
 
 
@@ -163,18 +239,14 @@ def describe(runs: dict[str, list[Run]]) -> dict[str, Any]:
         name: {
             "tokens_per_second": summarize([run.rate for run in made]),
             "processor_ms_per_token": summarize([run.busy_ms for run in made]),
-            "health_requests": statistics.median(run.looked for run in made),
             "http_share": round(statistics.median(run.http_share for run in made), 4),
         }
         for name, made in runs.items()
     }  # fmt: skip
-    for name, over, under in (
-        ("serving", "served", "engine"), ("health", "served, /health", "served"),
-    ):  # fmt: skip
-        rates = divide([run.rate for run in runs[over]], [run.rate for run in runs[under]])
-        busy = divide([run.busy_ms for run in runs[over]], [run.busy_ms for run in runs[under]])
-        found[f"{name} takes"] = {
-            "of_tokens_per_second": round(1 - rates["median"], 4),
-            "of_processor_time": round(busy["median"] - 1, 4),
-        }
+    rates = divide([run.rate for run in runs["served"]], [run.rate for run in runs["engine"]])
+    busy = divide([run.busy_ms for run in runs["served"]], [run.busy_ms for run in runs["engine"]])
+    found["serving takes"] = {
+        "of_tokens_per_second": round(1 - rates["median"], 4),
+        "of_processor_time": round(busy["median"] - 1, 4),
+    }
     return found

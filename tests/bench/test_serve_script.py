@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import http.server
 import os
+import threading
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,13 @@ from benchmarks import serve
 from benchmarks.side_by_side.processes import PeerError
 from benchmarks.under_load import compare
 from benchmarks.under_load.client import Body, Reply
-from benchmarks.under_load.costs import count_thread_seconds, share_of_http
+from benchmarks.under_load.costs import (
+    compare_steps,
+    count_thread_seconds,
+    make_prober,
+    share_of_http,
+    start_prober,
+)
 from benchmarks.under_load.exact import mix_bodies
 from benchmarks.under_load.figures import count_tokens, describe, join_bursts
 from benchmarks.under_load.servers import LLAMA_CPP, OURS, VLLM, Setting
@@ -43,6 +52,53 @@ def test_the_busiest_threads_are_the_engines() -> None:
     assert share_of_http(before, after, 1) == pytest.approx(0.42)
     found = count_thread_seconds(os.getpid())
     assert found[str(os.getpid())] > 0
+
+
+def test_steps_are_compared_with_those_right_after() -> None:
+    moments, at = [], 0.0
+    while at < 8:
+        moments.append((at, "a"))
+        at += 0.11 if at % 2 < 1 else 0.1  # slower in every other second
+    probed = [[begin, begin + 1.0, 200] for begin in (0.0, 2.0, 4.0, 6.0)]
+    found = compare_steps([Reply(0.0, moments)], probed)
+    assert found["of_tokens_per_second"] == pytest.approx(1 - 0.1 / 0.11, abs=0.01)
+    assert found["range"][0] <= found["of_tokens_per_second"] <= found["range"][1]
+    assert (found["pairs"], found["requests"], found["per_second"]) == (4, 800, 200.0)
+    same = compare_steps([Reply(0.0, [(0.1 * n, "a") for n in range(80)])], probed)
+    assert same["of_tokens_per_second"] == pytest.approx(0, abs=1e-4)
+    with pytest.raises(ValueError, match="1 of 1 whiles"):
+        compare_steps([Reply(0.0, moments)], probed[:1])
+
+
+def test_the_prober_asks_as_often_as_told(tmp_path: Path) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    program = make_prober(tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}"
+            with start_prober(program, address, "/health", 100, 0.1) as prober:
+                assert prober.stdout is not None
+                lines = [prober.stdout.readline().split() for _ in range(2)]
+                prober.terminate()
+            with start_prober(program, address, "/elsewhere", 100, 0.1) as refused:
+                assert "404" in refused.communicate()[1]
+        finally:
+            server.shutdown()
+    (began, ended, count), (next_began, _, next_count) = lines
+    assert count == next_count == "10"
+    assert float(ended) - float(began) >= 0.09
+    assert float(next_began) - float(ended) >= 0.1
 
 
 def test_tokens_of_a_step_share_its_time() -> None:
