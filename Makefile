@@ -82,13 +82,15 @@ bench: $(READY)
 	@for entry in benchmarks/*.py; do \
 		case $$entry in \
 			*/convert.py) size=--quick;; \
-			*/grow.py|*/peers.py) continue;; \
+			*/grow.py|*/peers.py|*/contexts.py|*/without_loops.py) continue;; \
 			*/gpu.py) size=; \
 				$(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || \
 				{ echo "no GPU here: $$entry is left out"; continue; };; \
+			*/batches.py) size="--size $(SIZE)";; \
 			*) size=;; esac; \
 		$(BIN)/python "$$entry" $$size || exit 1; done
 	@$(BIN)/python benchmarks/peers.py --size $(SIZE) --peers $(PEERS) $(PEERS_FLAGS)
+	@case " $(PEERS) " in *" llama.cpp "*) $(BIN)/python benchmarks/contexts.py;; esac
 
 # Not `python -m build`: here that would run our folder of that name.
 dist: $(READY)

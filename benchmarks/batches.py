@@ -1,117 +1,145 @@
 #!/usr/bin/env python3
 """Speculation over plain decoding by batch size: every method as set, and with a budget.
 
-    python benchmarks/batches.py [--small] [--batch-sizes 1,2,4,8,16] [--output-dir out/batches]
+    python benchmarks/batches.py [--size full|small|pycode] [--prepare] [--record]
+                                 [--batch-sizes 1,2,4,8,16] [--max-output-len 48]
 
-Grows the pycode model to the 305M shape of `make demo` (--small: leaves it as it is), builds an
-engine for outside drafts and one of its ReDrafter drafter, and decodes the same held-out prompts
-with every method and plainly, by turns in one process. A batch size decodes as many prompts as it
-has rows, at least four. Medusa and EAGLE are measured with --small alone: they are not grown.
-Writes batches.json and batches.png; fails where a text differs from plain decoding's.
+Decodes the same held-out prompts with every method and plainly, by turns in one process for each
+engine. A batch size decodes as many prompts as it has rows, at least four. The models are those of
+benchmarks/peers.py, grown once; engines are built if they are not there, or by --prepare, which
+ends then: some minutes that need no quiet machine. Build them anew after a change of the engine.
+Writes batches-SIZE.json and batches.png into --output-dir, or with --record into benchmarks/results
+and docs; fails where a text differs from plain decoding's.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-import subprocess
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.grow import parse_args as parse_shape  # noqa: E402
+from benchmarks.side_by_side import models  # noqa: E402
+from benchmarks.side_by_side.eagle import write_eagle  # noqa: E402
+from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES, Models  # noqa: E402
+from benchmarks.side_by_side.report import lay_out  # noqa: E402
 from specdec.bench.combine import pace  # noqa: E402
-from specdec.bench.engine import Bench, open_bench  # noqa: E402
+from specdec.bench.engine import Bench, Pass, open_bench  # noqa: E402
 from specdec.bench.machine import LoadMeter, describe_machine  # noqa: E402
-from specdec.bench.measure import alternate, compare_texts, divide, summarize  # noqa: E402
-from specdec.bench.prompts import read_prompt_set  # noqa: E402
-from specdec.decode.drafters.base import Proposer  # noqa: E402
+from specdec.bench.measure import compare_texts, divide, summarize  # noqa: E402
+from specdec.bench.prompts import Prompt, read_prompt_set  # noqa: E402
+from specdec.decode.drafters.base import Proposer, TreeReader  # noqa: E402
 from specdec.decode.drafters.chain import join_proposers  # noqa: E402
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer  # noqa: E402
 from specdec.decode.drafters.suffix import SuffixProposer  # noqa: E402
-from specdec.methods.prompt_lookup import LookupOptions  # noqa: E402
 from specdec.methods.suffix import SuffixOptions  # noqa: E402
+from specdec.processes import call_stage  # noqa: E402
 from specdec.run.settings import RunSettings  # noqa: E402
 
-PYCODE = ROOT / "examples" / "pycode"
-# Of the grown model: that of `make demo`.
-SHAPE = (
-    "--layers", "12", "--hidden", "1536", "--intermediate", "4096", "--heads", "24",
-    "--kv-heads", "4", "--exit-dim", "1024",
-)  # fmt: skip
-EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", "8")
-BEAMS = ("--redrafter-num-beams", "1", "--redrafter-draft-len-per-beam", "3")
 LEAST_PROMPTS = 4
-NUM_LOOKED_UP, NUM_DRAFTED = 8, 4
+NUM_DRAFTED = 8
+BEAMS, TREE_LENGTH = 1, 5  # of ReDrafter
 AUTO = ", budget auto"
-# Flags of specdec-convert for a drafter in the checkpoint.
-DRAFTERS: Mapping[str, list[str]] = {
-    "ReDrafter 1 x 3": ["--drafter-model-dir", "{redrafter}", *BEAMS],
-    "Medusa": ["--medusa-model-dir", str(PYCODE / "medusa")],
-    "EAGLE": ["--eagle-model-dir", str(PYCODE / "eagle")],
-}
+WARM_UP_TOKENS = 8
 
 
-def call(name: str, *words: object) -> None:
-    """Run a command of specdec, or a script."""
-    program = [name] if name.endswith(".py") else ["-m", "specdec", name]
-    subprocess.run([sys.executable, *program, *map(str, words)], check=True, cwd=ROOT)
-
-
-def make_engine(folder: Path, model: Path, dtype: str, rows: int, *convert: str,
-                build: tuple[str, ...] = ()) -> Path:  # fmt: skip
-    """Convert and build."""
-    checkpoint = folder.with_name(f"{folder.name}-checkpoint")
-    call("convert", "--model-dir", model, "--output-dir", checkpoint, "--dtype", dtype, "--force",
-         *convert)  # fmt: skip
-    call("build", "--checkpoint-dir", checkpoint, "--output-dir", folder, "--force",
-         "--max-batch-size", rows, *build)  # fmt: skip
-    return folder
-
-
-def open_engine(engine: Path, args: argparse.Namespace, **flags: Any) -> tuple[Bench, RunSettings]:
-    """Load an engine whose drafter drafts as set."""
-    settings = RunSettings(
-        engine_dir=engine, tokenizer_dir=str(PYCODE / "target"), device="cpu",
-        max_output_len=args.max_output_len, **{"draft_budget": "fixed", **flags},
+def prepare_engines(found: Models, size: str) -> dict[str, Path]:
+    """Build all engines; EAGLE-3's drafter is grown first."""
+    engines = models.build_engines(found, BEAMS, TREE_LENGTH, NUM_DRAFTED, [])
+    drafter, shape = PYCODE / "eagle3", SIZES[size].shape
+    if shape:
+        drafter = found.folder / "eagle3"
+        shutil.rmtree(drafter, ignore_errors=True)
+        words = ["--model-dir", str(PYCODE / "eagle3"), "--output-dir", str(drafter)]
+        write_eagle(PYCODE / "eagle3", drafter, parse_shape([*words, *shape]))
+    checkpoint, engines["eagle3"] = (
+        engines["draft"].with_name(n) for n in ("checkpoint", "eagle3")
+    )
+    call_stage(
+        "convert",
+        ["--model-dir", str(found.target), "--output-dir", str(checkpoint), "--dtype", DTYPE,
+         "--eagle-model-dir", str(drafter)],
     )  # fmt: skip
-    return open_bench(settings), settings
+    call_stage(
+        "build",
+        ["--checkpoint-dir", str(checkpoint), "--output-dir", str(engines["eagle3"]),
+         "--max-batch-size", str(models.MAX_BATCH_SIZE)],
+    )  # fmt: skip
+    shutil.rmtree(checkpoint)
+    return engines
+
+
+def find_engines(found: Models, args: argparse.Namespace) -> dict[str, Path]:
+    """Those that an earlier run has left, or new ones."""
+    names = ("redrafter", "draft-target", "draft", "eagle3")
+    engines = {name: found.folder / "engines" / name for name in names}
+    if args.prepare or not all((path / "config.json").exists() for path in engines.values()):
+        print("building the engines", file=sys.stderr, flush=True)
+        return prepare_engines(found, args.size)
+    return engines
+
+
+def list_ways(name: str, proposer: Proposer) -> dict[str, Proposer]:
+    """Those of an engine, by their names, each as it is and, where it can be, within a budget."""
+    if name == "draft-target":
+        suffix = SuffixOptions(max_tokens=NUM_DRAFTED)
+        ways: dict[str, Proposer] = {
+            f"suffix of {NUM_DRAFTED}": SuffixProposer(suffix),
+            f"draft model, {NUM_DRAFTED}": proposer,
+            "suffix, else draft model": join_proposers([[SuffixProposer(suffix)], [proposer]]),
+        }
+    elif name == "redrafter":
+        ways = {f"ReDrafter {BEAMS} x {TREE_LENGTH}": proposer}
+    else:
+        ways = {"EAGLE-3": proposer}
+    return {
+        label + mark: pace(way) if mark else way
+        for label, way in ways.items()
+        for mark in ("", AUTO)
+        if not (mark and isinstance(way, TreeReader))
+    }
 
 
 def measure(
-    bench: Bench, settings: RunSettings, ways: Mapping[str, Proposer], args: argparse.Namespace
-) -> dict[str, list[dict[str, Any]]]:
+    bench: Bench, settings: RunSettings, ways: Mapping[str, Proposer], prompts: Sequence[Prompt],
+    args: argparse.Namespace,
+) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
     """By method, a row for each batch size."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-    prompts = read_prompt_set(PYCODE / "prompts.jsonl")
+    everything = {"plain": bench.plain, **ways}
+    brief = dataclasses.replace(settings, max_output_len=WARM_UP_TOKENS)
+    bench.take_prompts(prompts[:1], brief)
+    for proposer in everything.values():
+        bench.run(proposer, 1)
     for size in args.batch_sizes:
         bench.take_prompts(prompts[: max(size, LEAST_PROMPTS)], settings)
-        rounds = alternate(bench, {"plain": bench.plain, **ways}, size, args.repeat)
-        plain = rounds["plain"]
+        passes: dict[str, list[Pass]] = {name: [] for name in everything}
+        for number in range(args.repeat):
+            for name in list(everything)[:: -1 if number % 2 else 1]:
+                passes[name].append(bench.run(everything[name], size))
+        rates = {
+            name: [done.count_tokens() / sum(done.seconds.values()) for done in turns]
+            for name, turns in passes.items()
+        }
         for name in ways:
-            rates, texts = rounds[name].list_rates(), rounds[name].warm_up.texts
-            ratio = divide(rates, plain.list_rates())
+            ratio = divide(rates[name], rates["plain"])
             found[name].append(
                 {
-                    "batch_size": size, "ratio": ratio, "tokens_per_second": summarize(rates),
-                    "plain_tokens_per_second": summarize(plain.list_rates()),
-                    "texts": compare_texts(texts, plain.warm_up.texts),
+                    "batch_size": size, "ratio": ratio,
+                    "tokens_per_second": summarize(rates[name]),
+                    "plain_tokens_per_second": summarize(rates["plain"]),
+                    "texts": compare_texts(passes[name][0].texts, passes["plain"][0].texts),
                 }
             )  # fmt: skip
             print(f"  batch {size:2}: {name:40} {ratio['median']:.3f}", flush=True)
     return found
-
-
-def add_budgets(ways: Mapping[str, Proposer]) -> dict[str, Proposer]:
-    """Each as it is, and within a budget."""
-    return {
-        name + suffix: pace(proposer) if suffix else proposer
-        for name, proposer in ways.items()
-        for suffix in ("", AUTO)
-    }
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
@@ -121,13 +149,12 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8, 4.5))
     axes = figure.subplots()
     names = [name for name in report["methods"] if not name.endswith(AUTO)]
-    for number, name in enumerate(names):
-        for suffix, style in (("", "-"), (AUTO, "--")):
-            rows = report["methods"][name + suffix]
-            axes.plot(
-                [row["batch_size"] for row in rows], [row["ratio"]["median"] for row in rows],
-                style, marker="o", color=f"C{number}", label=name + suffix,
-            )  # fmt: skip
+    for name, rows in report["methods"].items():
+        axes.plot(
+            [row["batch_size"] for row in rows], [row["ratio"]["median"] for row in rows],
+            "--" if name.endswith(AUTO) else "-", marker="o", label=name,
+            color=f"C{names.index(name.removesuffix(AUTO))}",
+        )  # fmt: skip
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(report["batch_sizes"], [str(size) for size in report["batch_sizes"]])
@@ -138,65 +165,72 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
+def format_table(report: Mapping[str, Any]) -> str:
+    """Ratios to plain decoding, a row for each method."""
+    head = ("times plain, by requests at once", *map(str, report["batch_sizes"]))
+    rows = [
+        [name, *(f"{row['ratio']['median']:.2f}" for row in rows)]
+        for name, rows in report["methods"].items()
+    ]
+    return lay_out(head, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "batches")
-    parser.add_argument("--small", action="store_true", help="the 10M model itself, in float32")
+    parser.add_argument("--size", default="full", choices=SIZES)
+    parser.add_argument("--prepare", action="store_true", help="build the engines, and end")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16")
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--max-output-len", type=int, default=64)
+    parser.add_argument("--max-output-len", type=int, default=48)
+    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
+                        help="models, as of benchmarks/peers.py")  # fmt: skip
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "batches")
+    parser.add_argument("--record", action="store_true",
+                        help="write benchmarks/results and docs")  # fmt: skip
     args = parser.parse_args()
     args.batch_sizes = [int(size) for size in args.batch_sizes.split(",")]
-    rows, dtype = max(args.batch_sizes), "float32" if args.small else "bfloat16"
-    folder = args.output_dir.resolve() / "work"
-    folder.mkdir(parents=True, exist_ok=True)
-    target, redrafter = PYCODE / "target", PYCODE / "redrafter"
-    if not args.small:
-        target, redrafter = folder / "model", folder / "redrafter-model"
-        if not target.exists():
-            call(
-                "benchmarks/grow.py", "--model-dir", PYCODE / "target", "--output-dir", target,
-                "--drafter-model-dir", PYCODE / "redrafter", "--drafter-output-dir", redrafter,
-                *SHAPE,
-            )  # fmt: skip
-    meter = LoadMeter()
+    if max(args.batch_sizes) > models.MAX_BATCH_SIZE:
+        parser.error(f"--batch-sizes end at {models.MAX_BATCH_SIZE}")
+    log = args.folder / "logs" / "batches.log"
+    found = models.prepare_models(SIZES[args.size], args.folder.resolve() / "models", log)
+    engines = find_engines(found, args)
+    if args.prepare:
+        return
+    head, meter = describe_machine(), LoadMeter()
+    prompts = read_prompt_set(PYCODE / "prompts.jsonl")
     methods: dict[str, list[dict[str, Any]]] = {}
-    engine = make_engine(folder / "target", target, dtype, rows, build=EXTERNAL)
-    draft = make_engine(folder / "draft", PYCODE / "draft", dtype, rows)
-    bench, settings = open_engine(
-        engine, args, draft_engine_dir=draft, draft_len=str(NUM_DRAFTED)
-    )  # fmt: skip
-    model, lookup = bench.engine.proposer, SuffixOptions(max_tokens=NUM_LOOKED_UP)
-    ways: dict[str, Proposer] = {
-        f"prompt lookup of {NUM_LOOKED_UP}": PromptLookupProposer(
-            LookupOptions(num_tokens=NUM_LOOKED_UP, max_ngram_size=3)
-        ),
-        f"suffix of {NUM_LOOKED_UP}": SuffixProposer(lookup),
-        f"draft model, {NUM_DRAFTED}": model,
-        "suffix, else draft model": join_proposers([[SuffixProposer(lookup)], [model]]),
-    }
-    methods |= measure(bench, settings, add_budgets(ways), args)
-    bench.engine.close()
-    for name in DRAFTERS if args.small else [*DRAFTERS][:1]:
-        flags = [word.format(redrafter=redrafter) for word in DRAFTERS[name]]
-        path = make_engine(folder / name.split()[0].lower(), target, dtype, rows, *flags)
-        bench, settings = open_engine(path, args)
-        methods |= measure(bench, settings, add_budgets({name: bench.engine.proposer}), args)
+    for name in ("draft-target", "redrafter", "eagle3"):
+        drafts: dict[str, Any] = {}
+        if name == "draft-target":
+            drafts = {"draft_engine_dir": engines["draft"], "draft_len": str(NUM_DRAFTED)}
+        settings = RunSettings(
+            engine_dir=engines[name], tokenizer_dir=str(PYCODE / "target"), device="cpu",
+            max_output_len=args.max_output_len, draft_budget="fixed", **drafts,
+        )  # fmt: skip
+        bench = open_bench(settings)
+        ways = list_ways(name, bench.engine.proposer)
+        methods |= measure(bench, settings, ways, prompts, args)
         bench.engine.close()
+    gigabytes = (found.target / "model.safetensors").stat().st_size / 1e9
     report = {
-        **describe_machine(), "processors_used_by_others": meter.measure(),
-        "model": "pycode" if args.small else "pycode grown to 305M", "dtype": dtype,
+        **head, "processors_used_by_others": meter.measure(), "commit": models.read_commit(),
+        "model": f"pycode, {args.size}: {gigabytes:.2f} GB", "dtype": DTYPE,
         "batch_sizes": args.batch_sizes, "repeat": args.repeat,
         "max_output_len": args.max_output_len, "methods": methods,
     }  # fmt: skip
-    (args.output_dir / "batches.json").write_text(json.dumps(report, indent=2) + "\n")
-    draw(report, args.output_dir / "batches.png")
+    results, docs = ROOT / "benchmarks" / "results", ROOT / "docs"
+    if not args.record:
+        results = docs = args.output_dir
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+    (results / f"batches-{args.size}.json").write_text(json.dumps(report, indent=2) + "\n")
+    draw(report, docs / "batches.png")
+    print(format_table(report))
     different = [
         f"{name} at batch {row['batch_size']}"
-        for name, found in methods.items()
-        for row in found
+        for name, found_rows in methods.items()
+        for row in found_rows
         if row["texts"]["equal"] < row["texts"]["compared"]
     ]
     if different:

@@ -4,7 +4,6 @@
     python benchmarks/verify_cost.py [--layers 22] [--hidden 2048]
                                      [--dtype bfloat16|float16|float32] [--quantization int8|int4]
                                      [--contexts 256,8192,32768] [--prompt 8192] [--chart FILE.png]
-                                     [--llama-bench PROGRAM --gguf FILE]
     python benchmarks/verify_cost.py --experts 32 --top-k 4 --intermediate 768 [--shared 0] ...
 
 Random weights of a Llama shape (the default has 986M parameters and needs 2 GB), batch 1, 256
@@ -13,8 +12,7 @@ two limits, both measured in the same run: reading as many bytes, and as many pr
 by many tokens at a time. The report has the time over the larger one, and --chart draws the three.
 
 --contexts: positions in the cache, each its own table; the limits are of the first. --prompt: the
-time to read so many tokens. --llama-bench: the same steps and prompt by llama.cpp's program on a
-model of the same shape. It reads each context's tokens before it times a step: minutes for 32768.
+time to read so many tokens. benchmarks/contexts.py holds both against llama.cpp's.
 
 With --experts it is a mixture, whose experts have the size --intermediate: beside each step's time
 stand the experts a layer that its tokens read, and the bytes of all that is read.
@@ -24,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -136,25 +133,6 @@ def time_prompt(decoder: Decoder, length: int) -> float:
     return time.perf_counter() - began
 
 
-def run_llama_bench(
-    program: Path, gguf: Path, contexts: list[int], prompt: int, repeat: int
-) -> list[dict[str, float]]:
-    """Milliseconds of llama.cpp's steps behind each context, and of a prompt behind nothing."""
-    base = [str(program), "-m", str(gguf), "-t", str(torch.get_num_threads()), "-o", "json"]
-    steps = ["-n", "1", "-p", ",".join(map(str, SIZES[1:])), "-d", ",".join(map(str, contexts))]
-    calls = [[*base, *steps, "-r", str(repeat)]]
-    if prompt:
-        calls.append([*base, "-n", "0", "-p", str(prompt), "-r", "1"])
-    found = []
-    for call in calls:
-        done = subprocess.run(call, capture_output=True, text=True, check=True)
-        for row in json.loads(done.stdout):
-            size = row["n_prompt"] or row["n_gen"]
-            milliseconds = round(row["avg_ns"] / 1e6, 2)
-            found.append({"tokens": size, "context": row["n_depth"], "ms": milliseconds})
-    return found
-
-
 def draw_chart(path: Path, measured: dict[int, float], limits: dict[int, dict[str, float]]) -> None:
     """Step time by tokens, and both limits."""
     import matplotlib as mpl
@@ -190,14 +168,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--contexts", default=str(PAST_LEN), help="numbers with commas")
     parser.add_argument("--prompt", type=int, default=0, help="tokens")
-    parser.add_argument("--llama-bench", type=Path)
-    parser.add_argument("--gguf", type=Path)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--chart", type=Path)
     args = parser.parse_args()
     contexts = [int(number) for number in args.contexts.split(",")]
-    if (args.llama_bench is None) != (args.gguf is None):
-        parser.error("--llama-bench and --gguf go together")
     if args.experts and args.quantization == INT4:
         parser.error("experts have no four-bit form")
     experts = None
@@ -274,10 +248,6 @@ def main() -> None:
         report["over_larger_limit"] = {
             size: round(medians[size] / max(limits[size].values()), 2) for size in SIZES
         }
-    if args.llama_bench is not None:
-        report["llama_cpp"] = run_llama_bench(
-            args.llama_bench, args.gguf, contexts, args.prompt, min(3, args.repeat)
-        )
     print(json.dumps(report, indent=2))
     if args.output is not None:
         args.output.write_text(json.dumps(report, indent=2) + "\n")

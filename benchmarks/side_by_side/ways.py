@@ -42,10 +42,12 @@ def list_ways(
     drafts = tuple({"length": length} for length in lengths)
     beams = tuple({"tree": f"{width} x {length}"} for width, length in trees)
     automatic: tuple[Setting, ...] = ({"length": "auto"},)
+    chains = tuple({"chain": name_chain(length)} for length in lengths)
     ways = [
         Way("specdec", "specdec", PLAIN),
         Way("specdec", "specdec", "redrafter", beams),
         Way("specdec", "specdec-draft", "draft-target", (*drafts, *automatic)),
+        Way("specdec", "specdec-draft", "chain", chains),
         Way("transformers", "transformers", PLAIN),
         Way("transformers", "transformers", "assisted", ({}, *drafts)),
         Way("transformers", "transformers", "prompt lookup", drafts),
@@ -61,6 +63,11 @@ def list_ways(
         else:
             ways.append(Way(name, name, "draft model", ({}, *drafts)))
     return [way for way in ways if way.peer in peers]
+
+
+def name_chain(length: int) -> str:
+    """Suffix decoding where that promises more, else a draft model's so many tokens."""
+    return f"suffix, else {length} tokens"
 
 
 def describe_setting(setting: Setting) -> str:

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from benchmarks.side_by_side.eagle import write_eagle
 from specdec.bench.engine import open_bench
 from specdec.bench.prompts import read_prompt_set
 from specdec.decode.requests import sum_stats
 from specdec.run.settings import RunSettings
-from tests.conftest import ROOT, make_drafter, make_llama, make_tokenizer
-from tests.engines import make_engine
+from tests.conftest import ROOT, make_drafter, make_eagle_drafter, make_llama, make_tokenizer
+from tests.engines import make_engine, make_tree_engine
 
 SHAPE = (
     "--layers", "3", "--hidden", "96", "--intermediate", "160", "--heads", "12", "--kv-heads", "3",
@@ -76,6 +77,35 @@ def test_the_same_text_and_the_same_drafts(grow: ModuleType, small: Path, tmp_pa
         found.append((done.texts, sum_stats(results), [r.stats.to_json() for r in results]))
     assert found[0] == found[1]
     assert found[0][1]["acceptance_length"] > 1.0
+
+
+def test_the_same_drafts_of_eagle3(grow: ModuleType, small: Path, tmp_path: Path) -> None:
+    run_grow(grow, small, tmp_path, "--dtype", "float32")
+    drafter = make_eagle_drafter(
+        tmp_path, version=3, draft_vocab=70, own_embedding=False, seed=5, scale=3.0
+    )
+    words = ["--model-dir", str(drafter), "--output-dir", str(tmp_path / "grown")]
+    shape = grow.parse_args([*words, *SHAPE, "--dtype", "float32"])
+    write_eagle(drafter, tmp_path / "grown", shape)
+    found: list[Any] = []
+    for parent, own in ((small, drafter), (tmp_path, tmp_path / "grown")):
+        engine = make_tree_engine(
+            "eagle", tmp_path / own.name / "engines", parent / "target", own, optimize="none"
+        )
+        settings = RunSettings(
+            engine_dir=engine, tokenizer_dir=str(parent / "target"), device="cpu",
+            max_output_len=30,
+        )  # fmt: skip
+        bench = open_bench(settings)
+        bench.take_prompts(read_prompt_set(None), settings)
+        done = bench.run(bench.engine.proposer, 2)
+        results = [r for group in done.results.values() for r in group]
+        found.append((done.texts, [r.stats.to_json() for r in results]))
+    assert found[0] == found[1]
+    strange = load_file(drafter / "model.safetensors") | {"input_norm.weight": torch.ones(128)}
+    save_file(strange, drafter / "model.safetensors")
+    with pytest.raises(SystemExit, match="input_norm.weight is not known"):
+        write_eagle(drafter, tmp_path / "other", shape)
 
 
 def test_what_is_added_is_not_zero(grow: ModuleType, small: Path, tmp_path: Path) -> None:

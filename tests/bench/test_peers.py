@@ -15,7 +15,7 @@ from benchmarks.side_by_side.goals import MET, MISSED, UNKNOWN, list_goals
 from benchmarks.side_by_side.processes import PeerError, Worker, count_group_seconds, run_logged
 from benchmarks.side_by_side.report import format_markdown, put_section
 from benchmarks.side_by_side.rounds import Work, compare, describe_ways, measure_ways
-from benchmarks.side_by_side.ways import Way, list_ways
+from benchmarks.side_by_side.ways import Way, list_ways, name_chain
 from benchmarks.side_by_side.wire import cut_at_end
 from benchmarks.side_by_side.workers import engine as engine_worker
 from benchmarks.side_by_side.workers import llama_cpp as llama_cpp_worker
@@ -264,6 +264,9 @@ def test_our_engine_and_transformers_as_workers(
     for length in (2, "auto"):
         found = calls["run"]("draft-target", {"length": length}, **common)
         assert found["texts"] == texts
+    chain = calls["run"]("chain", {"chain": name_chain(3)}, **common)
+    assert chain["texts"] == texts
+    assert chain["acceptance_length"] > 2.2
     perfect = calls["run"]("draft-target", {"length": 2}, **common)
     assert perfect["acceptance_length"] > 2.2, "the target drafts for itself"
     theirs = Transformers(str(folder / "target"), str(folder / "target"), "float32")
@@ -469,7 +472,7 @@ def test_the_command(
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "peers-pycode.json").read_text())
     by_way = {f"{row['peer']}: {row['way']}": row for row in report["ways"]}
-    assert len(by_way) == 10
+    assert len(by_way) == 11
     assert by_way["openvino: plain"]["error"] == "No matching distribution found"
     assert by_way["llama.cpp: plain"]["error"] == "ended with status -9: Killed"
     assert by_way["specdec: draft-target"]["setting"] == {"length": 4}
@@ -497,6 +500,7 @@ def test_settings_of_the_command() -> None:
     with pytest.raises(Exception, match="is not of the form 2,4"):
         command.read_lengths("2,,4")
     ways = list_ways(["specdec"], [(1, 3)], [2, 4])
-    assert [way.name for way in ways] == ["plain", "redrafter", "draft-target"]
+    assert [way.name for way in ways] == ["plain", "redrafter", "draft-target", "chain"]
     assert ways[2].settings == ({"length": 2}, {"length": 4}, {"length": "auto"})
+    assert ways[3].settings == ({"chain": name_chain(2)}, {"chain": name_chain(4)})
     assert (ROOT / "benchmarks" / "peers.py").is_file()

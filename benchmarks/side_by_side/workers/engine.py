@@ -1,4 +1,4 @@
-"""Our own engine: plain, with ReDrafter, or with a draft model."""
+"""Our own engine: plain, with ReDrafter, with a draft model, or that and suffix decoding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from specdec.bench.methods.draft_target import list_lengths
 from specdec.bench.methods.redrafter import list_searches
 from specdec.bench.steps import time_steps
 from specdec.decode.drafters.base import Proposer
+from specdec.decode.drafters.chain import join_proposers
+from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.loop import Timing
 from specdec.decode.requests import Request, sum_stats
+from specdec.methods.suffix import SuffixOptions
 from specdec.run.settings import RunSettings
 
+from ..ways import name_chain
 from ..wire import Calls, cut_at_end, serve
 
 
@@ -40,7 +44,11 @@ class Engine:
         if is_draft_target:
             self._proposers["draft-target", "auto"] = self.bench.engine.proposer
             for candidate in list_lengths(self.bench, max_length):
-                self._proposers["draft-target", candidate.run["draft_len"]] = candidate.proposer
+                length = candidate.run["draft_len"]
+                self._proposers["draft-target", length] = candidate.proposer
+                suffix = SuffixProposer(SuffixOptions(max_tokens=max_length))
+                chain = join_proposers([[suffix], [candidate.proposer]])
+                self._proposers["chain", name_chain(int(length))] = chain
         else:
             for candidate in list_searches(self.bench, beams, max_length):
                 self._proposers["redrafter", candidate.name] = candidate.proposer

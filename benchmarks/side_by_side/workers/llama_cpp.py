@@ -47,14 +47,18 @@ class Server:
 
     def complete(self, prompt: list[int], max_output_len: int) -> dict[str, Any]:
         """Continue a prompt of tokens greedily; nothing of earlier prompts is used again."""
+        return self.post(
+            "/completion",
+            {
+                "prompt": prompt, "n_predict": max_output_len, "temperature": 0.0, "top_k": 1,
+                "cache_prompt": False, "return_tokens": True, "samplers": ["top_k"],
+            },
+        )  # fmt: skip
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send an object; return the answer."""
         request = urllib.request.Request(
-            f"{self.address}/completion",
-            json.dumps(
-                {
-                    "prompt": prompt, "n_predict": max_output_len, "temperature": 0.0, "top_k": 1,
-                    "cache_prompt": False, "return_tokens": True, "samplers": ["top_k"],
-                }
-            ).encode(),
+            f"{self.address}{path}", json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )  # fmt: skip
         with urllib.request.urlopen(request) as answer:

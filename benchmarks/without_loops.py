@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Choose the prompts whose plain greedy texts do not run in circles: others flatter drafts.
+
+    python benchmarks/without_loops.py --output FILE.jsonl [--prompt-file FILE.jsonl]
+                                       [--engine-dir ENGINE] [--max-output-len 64]
+
+Without --engine-dir the shipped pycode model writes them in bfloat16, of which benchmarks/grow.py
+makes larger ones that write the same. For --prompt-file of benchmarks/peers.py and --prompts of
+specdec-bench; bench/repetition.py says what a circle is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from specdec import Engine
+from specdec.bench.repetition import is_looping
+from specdec.processes import call_stage
+
+PYCODE = Path(__file__).resolve().parent.parent / "examples" / "pycode"
+
+
+def build_pycode(folder: Path) -> Path:
+    """An engine of the shipped model."""
+    call_stage(
+        "convert",
+        ["--model-dir", str(PYCODE / "target"), "--output-dir", str(folder / "checkpoint"),
+         "--dtype", "bfloat16"],
+    )  # fmt: skip
+    call_stage(
+        "build",
+        ["--checkpoint-dir", str(folder / "checkpoint"), "--output-dir", str(folder / "engine")],
+    )
+    return folder / "engine"
+
+
+def choose(engine_dir: Path, lines: list[str], max_output_len: int) -> list[str]:
+    """Those lines of a prompt file whose texts do not loop."""
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    with Engine.load(engine_dir, tokenizer=PYCODE / "target", speculation=False) as engine:
+        outputs = engine.generate(prompts, max_output_len=max_output_len)
+    return [
+        line
+        for line, output in zip(lines, outputs, strict=True)
+        if not is_looping(list(output.token_ids))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--prompt-file", type=Path, default=PYCODE / "prompts.jsonl")
+    parser.add_argument("--engine-dir", type=Path)
+    parser.add_argument("--max-output-len", type=int, default=64)
+    args = parser.parse_args()
+    lines = args.prompt_file.read_text(encoding="utf-8").splitlines()
+    with tempfile.TemporaryDirectory() as folder:
+        engine_dir = args.engine_dir or build_pycode(Path(folder))
+        chosen = choose(engine_dir, lines, args.max_output_len)
+    args.output.write_text("".join(f"{line}\n" for line in chosen), encoding="utf-8")
+    print(f"{len(chosen)} of {len(lines)} texts do not loop")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""benchmarks/batches.py with tiny models: engines, turns, the table and the chart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import batches
+from benchmarks.side_by_side import models
+from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_tokenizer
+from tests.engines import call
+
+
+def test_all_methods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_llama(tmp_path, seed=3, dtype="bfloat16")
+    make_tokenizer(target)
+    draft = tmp_path / "draft"
+    shutil.copytree(target, draft)
+    redrafter = make_drafter(tmp_path, exit_dim=80, seed=5)
+    make_eagle_drafter(tmp_path, version=3, draft_vocab=70, own_embedding=False, name="eagle3")
+    prompts = ["def add(a, b): return a + b", "class Stack: pass", "import os", "x = 1"]
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
+    )
+    found = models.Models(tmp_path / "models", target, redrafter, draft)
+    monkeypatch.setattr(batches, "PYCODE", tmp_path)
+    monkeypatch.setattr(models, "prepare_models", lambda *_: found)
+    built: list[str] = []
+
+    def call_here(stage: str, words: Any) -> None:
+        built.append(stage)
+        call(stage, *words)
+
+    for module in (models, batches):
+        monkeypatch.setattr(module, "call_stage", call_here)
+    out = tmp_path / "out"
+    words = ["--size", "pycode", "--batch-sizes", "1,2", "--max-output-len", "6",
+             "--folder", str(tmp_path), "--output-dir", str(out)]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["batches.py", *words, "--prepare"])
+    batches.main()
+    assert built == ["convert", "build"] * 4
+    assert not out.exists()
+    monkeypatch.setattr("sys.argv", ["batches.py", *words])
+    batches.main()
+    assert len(built) == 8, "engines that are there are used"
+    report = json.loads((out / "batches-pycode.json").read_text())
+    assert list(report["methods"]) == [
+        "suffix of 8", "suffix of 8, budget auto", "draft model, 8", "draft model, 8, budget auto",
+        "suffix, else draft model", "suffix, else draft model, budget auto",
+        "ReDrafter 1 x 5", "ReDrafter 1 x 5, budget auto", "EAGLE-3", "EAGLE-3, budget auto",
+    ]  # fmt: skip
+    for rows in report["methods"].values():
+        assert [row["batch_size"] for row in rows] == [1, 2]
+        assert all(row["texts"] == {"compared": 4, "equal": 4} for row in rows)
+        assert all(row["ratio"]["median"] > 0 for row in rows)
+    assert (out / "batches.png").read_bytes().startswith(b"\x89PNG")
+    assert "| suffix of 8, budget auto | " in capsys.readouterr().out
