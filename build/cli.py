@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specdec.command.stages import run_command, stage_command, take_sigterm
+from specdec.command.stages import run_command, stage_command
 
 from .settings import BuildSettings
 
@@ -17,8 +17,7 @@ def command(settings: BuildSettings) -> None:
     """Turn a checkpoint folder into an engine folder."""
     from .pipeline import build_engine
 
-    with take_sigterm():
-        report = build_engine(settings)
+    report = build_engine(settings)
     if settings.json:
         click.echo(json.dumps(report))
     elif settings.dry_run:

@@ -59,10 +59,10 @@ class BuildSettings:
         help="native: compile kernels for this CPU; auto: the same if there is a C++ compiler;"
         " none: use PyTorch's operators.",
     )  # fmt: skip
-    packed_weights: bool = setting(
-        True, kind="enable",
+    packed_weights: bool | None = setting(
+        kind="enable",
         help="Also store the weights as this machine's kernels read them: twice the disk, and the"
-        " engine loads in a moment. Torch backend only.",
+        " engine loads in a moment. Torch backend only.  [default: enable, with native kernels]",
     )  # fmt: skip
     quantization: str | None = setting(
         choices=("int8", "int4"),

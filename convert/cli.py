@@ -6,7 +6,7 @@ import json
 
 import click
 
-from specdec.command.stages import run_command, stage_command, take_sigterm
+from specdec.command.stages import run_command, stage_command
 
 from .settings import ConvertSettings
 
@@ -16,8 +16,7 @@ def command(settings: ConvertSettings) -> None:
     """Turn a Hugging Face model, and its drafter, into a checkpoint folder."""
     from .pipeline import convert_model, format_report
 
-    with take_sigterm():
-        report = convert_model(settings)
+    report = convert_model(settings)
     if settings.json:
         click.echo(json.dumps(report))
     elif settings.dry_run:

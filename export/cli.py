@@ -6,7 +6,7 @@ import json
 
 import click
 
-from specdec.command.stages import run_command, stage_command, take_sigterm
+from specdec.command.stages import run_command, stage_command
 
 from .settings import ExportSettings, check_settings
 
@@ -17,8 +17,7 @@ def command(settings: ExportSettings) -> None:
     check_settings(settings)
     from .pipeline import export_model
 
-    with take_sigterm():
-        report = export_model(settings)
+    report = export_model(settings)
     click.echo(json.dumps(report) if settings.json else report["command"])
 
 

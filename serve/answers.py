@@ -23,14 +23,12 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, job: Job, prefix: str, *, starts: Sequence[int] = (),
-        has_output: bool = True,
+        self, index: int, job: Job, prefix: str, *, starts: Sequence[int] = ()
     ) -> None:  # fmt: skip
         """prefix: the prompt, where it is to be echoed. starts: where its tokens begin, if they are
-        to be told of. has_output: False tells of the prompt alone.
+        to be told of.
         """
-        self.index, self.job = index, job
-        self.starts, self.has_output = starts, has_output
+        self.index, self.job, self.starts = index, job, starts
         self.prompt: list[tuple[int, TokenLogprob | None, int]] = []  # with offset
         self.text = prefix
         self.tokens: list[tuple[int, TokenLogprob | None, int, Origin]] = []  # with offset, origin
@@ -48,7 +46,7 @@ class Choice:
             self.prompt = list(zip(ids, event.prompt_logprobs, self.starts, strict=True))
         if event.finish_reason is not None:
             self.finish_reason = FINISHED[event.finish_reason]
-        if not self.has_output:
+        if not self.job.has_output:
             self.finish_reason = self.finish_reason and "length"
             return "", known
         self.text += event.text
@@ -89,7 +87,7 @@ class Answer:
         self.choices = [
             Choice(
                 at, job, job.request.input_text if echoes else "",
-                starts=starts[at] if starts else (), has_output=asked.max_tokens != 0,
+                starts=starts[at] if starts else (),
             )
             for at, job in enumerate(jobs)
         ]  # fmt: skip
@@ -164,7 +162,7 @@ class Answer:
         requests = [job.request for job in jobs]
         prompt = count_prompt_tokens(requests, self.asked.n or 1)
         stats = [job.stats for job in jobs if job.stats is not None]
-        output = sum(s.num_output_tokens for s in stats) if self.asked.max_tokens != 0 else 0
+        output = sum(job.num_output_tokens for job in jobs)
         accepted = sum(s.num_accepted for s in stats)
         drafted = sum(s.num_draft_tokens for s in stats)
         usage = {

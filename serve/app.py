@@ -139,7 +139,8 @@ class Front:
             )
         changed = asyncio.Event()
         wake = self._bell.make(changed)
-        jobs = [Job(request, wake) for request in requests]
+        has_output = asked.max_tokens != 0
+        jobs = [Job(request, wake, has_output=has_output) for request in requests]
         answer = Answer(asked, self._model, jobs, self._table, starts)
         self._scheduler.submit(jobs)
         deadline = asyncio.get_running_loop().time() + self._timeout

@@ -96,7 +96,7 @@ class Metrics:
         drafts = drafted = accepted = generated = 0
         places: Counts[int] = Counts()
         for job, event in jobs:
-            generated += len(event.token_ids)
+            generated += len(event.token_ids) if job.has_output else 0
             filled += len(job.request.input_ids)
             if job.stream is not None:
                 filled += job.stream.stats.num_output_tokens
@@ -130,11 +130,13 @@ class Metrics:
 
     def note_end(self, job: Job, reason: str) -> None:
         """Count a request that is over."""
+        if not job.has_output and reason == "eos":
+            reason = "length"  # as it is told
         self._success.labels(self._model, FINISHED.get(reason, "error")).inc()
         times = job.times
         if times.begun is None or times.first_token is None or times.last_token is None:
             return
-        num_tokens = job.stats.num_output_tokens if job.stats is not None else 0
+        num_tokens = job.num_output_tokens
         observed = {
             "time_to_first_token_seconds": times.first_token - times.queued,
             "e2e_request_latency_seconds": time.perf_counter() - times.queued,
@@ -160,7 +162,7 @@ def describe_jobs(jobs: Sequence[Job]) -> dict[str, Any]:
     drafted, accepted = (sum(step[at] for step in drafted_steps) for at in (0, 1))
     columns = itertools.zip_longest(*(s.accepted_histogram for s in stats), fillvalue=0)
     emitted = sum(max(0, s.num_output_tokens - 1) for s in stats)
-    num_tokens = sum(s.num_output_tokens for s in stats)
+    num_tokens = sum(job.num_output_tokens for job in jobs)
     gaps = [gap for job in jobs for gap in job.times.gaps]
     begun = min((j.times.begun for j in jobs if j.times.begun is not None), default=None)
     ends = [job.times.last_token for job in jobs if job.times.last_token is not None]

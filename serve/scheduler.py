@@ -51,9 +51,14 @@ class Job:
     What waits to be taken is never more than the request's own output.
     """
 
-    def __init__(self, request: Request, on_change: Callable[[], None]) -> None:
-        """on_change: called in the engine's thread, when there is something to take."""
-        self.request = request
+    def __init__(
+        self, request: Request, on_change: Callable[[], None], *, has_output: bool = True
+    ) -> None:
+        """on_change: called in the engine's thread, when there is something to take.
+
+        has_output: whether the tokens that it brings are asked for, not the prompt alone.
+        """
+        self.request, self.has_output = request, has_output
         self.times = Times(time.perf_counter())
         self.stream: Stream | None = None
         self.steps: list[tuple[int, int]] = []  # of each verify step: tokens drafted, accepted
@@ -68,6 +73,11 @@ class Job:
     @property
     def is_over(self) -> bool:
         return self.stats is not None or self.error is not None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of a request that is over, those that were asked for."""
+        return self.stats.num_output_tokens if self.stats is not None and self.has_output else 0
 
     def take(self) -> list[Event]:
         """Return what has come since the last call; raise what ended the request."""

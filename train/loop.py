@@ -280,6 +280,8 @@ class Loop:
 
     def _report_evaluation(self) -> dict[str, Any]:
         evaluation = self.evaluate()
+        if not math.isfinite(evaluation["loss"]):
+            self._refuse_to_continue(self.step, evaluation["loss"])
         acceptance = self._measure_acceptance()
         if acceptance is not None:
             evaluation["acceptance"] = acceptance

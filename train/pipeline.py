@@ -57,9 +57,17 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     if settings.push_to_hub and accelerator.is_main_process:
         hub = open_hub(settings.push_to_hub)
     report = None
-    with open_output(settings, is_main=accelerator.is_main_process) as folder:
+    with (
+        tell_of_resume(settings),
+        open_output(settings, is_main=accelerator.is_main_process) as folder,
+    ):
         job = prepare_job(settings, accelerator, split)
-        loop = start_loop(job)
+        try:
+            loop = start_loop(job)
+        except SpecDecError:
+            if folder is not None and not settings.resume:
+                job.state.remove()  # nothing was learned: the next command may be another
+            raise
         began = time.monotonic()
         outcome = loop.run()
         weights = loop.gather_weights()
@@ -87,6 +95,22 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return report
+
+
+@contextlib.contextmanager
+def tell_of_resume(settings: TrainSettings) -> Iterator[None]:
+    """Let Ctrl-C say what it left behind."""
+    from .state import TrainingState
+
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        folder = TrainingState(settings.output_dir).folder
+        if not folder.is_dir():
+            raise
+        raise KeyboardInterrupt(
+            f"the same command with --resume goes on with what is in {folder}"
+        ) from error
 
 
 def fill_defaults(settings: TrainSettings) -> TrainSettings:

@@ -55,10 +55,10 @@ class TrainSettings:
         minimum=0,
     )
     batch_size: int = setting(
-        4, help="Rows in a forward pass, on each device.", kind="int", minimum=1
+        4, help="Rows in a forward pass, on each device.", kind="int", minimum=1, maximum=2**16
     )
     gradient_accumulation_steps: int = setting(
-        1, help="Forward passes per optimizer step.", kind="int", minimum=1
+        1, help="Forward passes per optimizer step.", kind="int", minimum=1, maximum=2**16
     )
     model_max_length: int | None = setting(
         help="Tokens in a row; if not given, the target's limit, at most 2048.",
@@ -68,13 +68,16 @@ class TrainSettings:
     warmup_ratio: float = setting(
         0.1, help="Share of the steps in which the learning rate rises.", kind="float", minimum=0
     )
-    weight_decay: float = setting(0.0, help="AdamW's weight decay.", kind="float", minimum=0)
+    weight_decay: float = setting(
+        0.0, help="AdamW's weight decay.", kind="float", minimum=0, maximum=1
+    )
     max_grad_norm: float = setting(
         1.0, help="Clip gradients to this norm; 0: never.", kind="float", minimum=0
     )
     seed: int = setting(
-        0, help="Seed of the first weights and of the order of the data.", kind="int"
-    )
+        0, help="Seed of the first weights and of the order of the data.", kind="int",
+        minimum=0, maximum=2**64 - 1,
+    )  # fmt: skip
     dtype: str = setting(
         "auto",
         help="Type to compute in; the weights that are trained stay float32. auto: bfloat16 if"

@@ -153,6 +153,12 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
             f" ({algorithm or checkpoint.quantization.kv_cache_quant_algo})",
             "leave it out, or convert the model without --quantization",
         )
+    if settings.packed_weights and settings.optimize == "none":
+        problems.add(
+            "--packed-weights enable: weights are packed for native kernels, and --optimize none"
+            " leaves these out",
+            "leave out one of the two",
+        )
     if settings.group_size is not None and settings.quantization != INT4:
         problems.add("--group-size without --quantization int4", "leave it out")
     if settings.drafter_weights != SAME and drafter is None:
@@ -179,6 +185,12 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     quantized = check_sources(sources, checkpoint)
     compile_kernels = settings.optimize != "none"
     if settings.optimize == "auto" and find_compiler() is None:
+        if settings.packed_weights:
+            raise SpecDecError(
+                "--packed-weights enable: weights are packed for native kernels, and no C++"
+                " compiler was found",
+                "install g++, or leave --packed-weights out",
+            )
         logger.warning(
             "no C++ compiler found: the engine will run on torch's own operators, slower on a CPU"
         )
@@ -228,7 +240,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         prepack=settings.optimize != "none",
         compile_kernels=compile_kernels,
         needs_kernels=settings.optimize == "native",
-        packs=compile_kernels and settings.packed_weights,
+        packs=compile_kernels and settings.packed_weights is not False,
         quantization=settings.quantization,
         drafter_weights=drafter_weights,
         draft_tokens=draft_tokens,

@@ -200,8 +200,8 @@ class ExternalLoop:
             while self._waiting or self._active:
                 self._admit()
                 self._step()
-        except KeyboardInterrupt:
-            raise Interrupted(self._collect()) from None
+        except KeyboardInterrupt as error:
+            raise Interrupted(self._collect()) from error
         return self._collect()
 
     def _admit(self) -> None:

@@ -182,8 +182,8 @@ class TensorRTEngine:
         except Interrupted as interrupted:
             results |= zip(places, interrupted.results, strict=True)
             raise Interrupted(_fill(requests, results)) from None
-        except KeyboardInterrupt:
-            raise Interrupted(_fill(requests, results)) from None
+        except KeyboardInterrupt as error:
+            raise Interrupted(_fill(requests, results)) from error
         return _fill(requests, results)
 
     def _run(self, requests: Sequence[Request], options: Options) -> list[Result]:

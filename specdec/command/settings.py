@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -193,6 +194,8 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
             value = int(value) if flag.kind == "int" else float(value)
         except (TypeError, ValueError, OverflowError):
             raise wrong("a whole number" if flag.kind == "int" else "a number") from None
+        if flag.kind == "float" and not math.isfinite(value):
+            raise wrong("a finite number")
         if flag.minimum is not None and not value >= flag.minimum:
             raise wrong(f"at least {flag.minimum:g}")
         if flag.maximum is not None and not value <= flag.maximum:

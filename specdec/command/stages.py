@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -232,9 +233,11 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if args is None else args
     calm_threads()
     try:
-        status = command.main(arguments, standalone_mode=False)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        # A launcher's process may wait for others, where Python's handlers do not run.
+        with contextlib.nullcontext() if _is_launched() else take_sigterm():
+            status = command.main(arguments, standalone_mode=False)
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
         status = 1
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the one place that reports
@@ -243,7 +246,7 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
         if "--debug" in arguments:
             traceback.print_exception(error)
         status, message, hint = _explain_error(error)
-        if status == 2 and _is_follower():
+        if status == 2 and _is_launched() and logs.get_launched_rank():
             # Rank 0 says the same, and its launcher would cut it short for this one's end.
             time.sleep(1)
         else:
@@ -263,6 +266,9 @@ def take_sigterm() -> Iterator[None]:
     def end(*_: object) -> None:
         raise Terminated
 
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield
+        return
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
@@ -270,10 +276,10 @@ def take_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _is_follower() -> bool:
-    """Whether a launcher started this process as another rank than 0."""
+def _is_launched() -> bool:
+    """Whether a launcher such as torchrun started this process."""
     try:
-        return bool(logs.get_launched_rank())
+        return logs.get_launched_rank() is not None
     except SpecDecError:
         return False
 
@@ -299,11 +305,15 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
         return 2, f"no such option {error.option_name}{nearest}", _HELP_HINT
     if isinstance(error, click.ClickException):
         return 2, error.format_message(), _HELP_HINT
-    if isinstance(error, Terminated) or isinstance(error.__cause__, Terminated):
-        return 143, "ended by SIGTERM", _AGAIN_HINT
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        return 130, "interrupted", _AGAIN_HINT
-    if isinstance(error, MemoryError):
+        chain: list[BaseException] = [error]  # click's Abort has the interrupt as its cause
+        while (cause := chain[-1].__cause__) is not None:
+            chain.append(cause)
+        hint = next(filter(None, map(str, chain)), _AGAIN_HINT)  # an interrupt's text is one
+        if any(isinstance(one, Terminated) for one in chain):
+            return 143, "ended by SIGTERM", hint
+        return 130, "interrupted", hint
+    if isinstance(error, MemoryError) or _is_out_of_memory(error):
         return 1, "out of memory", "use a smaller batch, or a machine with more memory"
     if isinstance(error, OSError) and error.errno is not None:
         where = f": {error.filename}" if error.filename is not None else ""
@@ -314,6 +324,12 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
         f"unexpected {type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {error}",
         "this is a fault in specdec; run it again with --debug and report the traceback",
     )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch says so, which has no MemoryError."""
+    told = "can't allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, RuntimeError) and told
 
 
 _AGAIN_HINT = "nothing half-written was left behind; run it again"

@@ -100,11 +100,11 @@ class _Stopwatch:
             self._timing.add(self._part, time.perf_counter() - self._began)
 
 
-class Interrupted(Exception):
+class Interrupted(KeyboardInterrupt):
     """Raised by `generate` on Ctrl-C; `results` hold what there is."""
 
     def __init__(self, results: list[Result]) -> None:
-        super().__init__("interrupted")
+        super().__init__()
         self.results = results
 
 
@@ -148,8 +148,8 @@ def generate(
     try:
         while batch.is_busy:
             batch.step()
-    except KeyboardInterrupt:
-        raise Interrupted([request.make_result() for request in active]) from None
+    except KeyboardInterrupt as error:
+        raise Interrupted([request.make_result() for request in active]) from error
     return [request.make_result() for request in active]
 
 

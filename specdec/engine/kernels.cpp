@@ -1370,13 +1370,22 @@ struct Blocks {
 template <typename B, typename O>
 inline void put_sums(const float *sums, int64_t rows, int64_t width, const B *bias, int64_t output,
                      int64_t used, int64_t N, O *y) {
+  const auto put = [&](int64_t m, int64_t first, int64_t count) {
+    O *to = y + m * N + output + first;
+    const float *from = sums + m * width + first;
+    if (bias == nullptr) {
+#pragma omp simd
+      for (int64_t j = 0; j < count; ++j) store(to[j], from[j]);
+    } else {
+      const B *add = bias + output + first;
+#pragma omp simd
+      for (int64_t j = 0; j < count; ++j) store(to[j], from[j] + to_float(add[j]));
+    }
+  };
   for (int64_t m = 0; m < rows; ++m) {
-    O *to = y + m * N + output;
-    const float *from = sums + m * width;
-    if (bias == nullptr)
-      for (int64_t j = 0; j < used; ++j) store(to[j], from[j]);
-    else
-      for (int64_t j = 0; j < used; ++j) store(to[j], from[j] + to_float(bias[output + j]));
+    int64_t first = 0;
+    for (; first + kTile <= used; first += kTile) put(m, first, kTile);  // a constant for the compiler
+    put(m, first, used - first);
   }
 }
 
@@ -1450,10 +1459,11 @@ inline bool can_use_amx() {
 }
 
 // How a thread's AMX registers are shaped while there is one: `rows` of sums in 0 to 3 and of inputs
-// in 4 and 5; in 6 and 7 so many words of 16 outputs, a band or less.
+// in 4 and 5; in 6 and 7 so many words of 16 outputs, a band or less. Or for a band and three blocks of
+// rows: sums in 0 to 5, outputs in 6, inputs in 7.
 class Registers {
  public:
-  explicit Registers(int64_t rows, int64_t words = kBand) {
+  explicit Registers(int64_t rows, int64_t words = kBand, bool is_for_three = false) {
     struct {
       uint8_t palette = 1, start = 0, unused[14] = {};
       uint16_t row_bytes[16] = {};
@@ -1461,7 +1471,7 @@ class Registers {
     } shape;
     for (int at = 0; at < 8; ++at) {
       shape.row_bytes[at] = static_cast<uint16_t>(at == 4 || at == 5 ? 4 * words : kLine);
-      shape.rows[at] = static_cast<uint8_t>(at < 6 ? rows : words);
+      shape.rows[at] = static_cast<uint8_t>(at < 6 || (at == 7 && is_for_three) ? rows : words);
     }
     static_assert(sizeof shape == 64, "as the instruction takes it");
     asm volatile("ldtilecfg %0" : : "m"(shape));
@@ -1495,7 +1505,10 @@ inline void multiply_registers() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
 }
 
-constexpr int64_t kChunk = 64;  // bands that stay in the second cache for all rows of many
+// Up to kFewBlocks blocks of rows read a tile from memory by the first two or three of them, so many bands
+// at a time, which are in the second cache for the others. More take so many tiles together, by so few
+// bands that the inputs of two blocks stay in the nearest cache for all of these.
+constexpr int64_t kFewBlocks = 8, kFewBands = 64, kManyTiles = 8, kManyBands = 8;
 // From here on a matrix is read from memory, for one row a little faster by plain code.
 constexpr int64_t kCachedNumbers = 1 << 20;
 
@@ -1506,66 +1519,113 @@ struct Bands {
   int64_t tile_bytes, whole, begin, end;
 };
 
-// Adds the products of kX blocks of `rows` rows with kW tiles, kX * kW <= 2, to sums
+// Adds the products of kX blocks of `rows` rows with kW tiles, of which one is 1, to sums
 // [kX * rows, kW * kTile], which begin at zero. x: all bands of the first block, x_bytes before the
-// next one's. Of what lies `ahead` so many lines are fetched meanwhile for each band of each tile: with
-// two blocks into the second cache, as they keep the way into the nearest busy.
-template <int kX, int kW>
+// next one's. What lies `ahead` is fetched meanwhile, a band for each, a part between two products: with
+// more blocks into the second cache, as they keep the way into the nearest busy.
+template <int kX, int kW, bool kFetches>
 inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w, const char *ahead,
-                    int64_t lines, float *sums) {
+                    float *sums) {
   constexpr int64_t kWidth = kW * kTile * 4;  // bytes of a row of sums
-  constexpr bool kIsDouble = kX * kW == 2;
-  char *to = reinterpret_cast<char *>(sums), *more = kX == 2 ? to + rows * kWidth : to + 2 * kLine;
+  char *to = reinterpret_cast<char *>(sums), *more = kW == 1 ? to + rows * kWidth : to + 2 * kLine;
+  char *last = more + rows * kWidth;  // of three blocks
   if (w.begin == 0) {
     clear_register<0>();
     clear_register<1>();
-    if constexpr (kIsDouble) {
+    if constexpr (kX * kW >= 2) {
       clear_register<2>();
       clear_register<3>();
+    }
+    if constexpr (kX == 3) {
+      clear_register<4>();
+      clear_register<5>();
     }
   } else {
     load_register<0>(to, kWidth);
     load_register<1>(to + kLine, kWidth);
-    if constexpr (kIsDouble) {
+    if constexpr (kX * kW >= 2) {
       load_register<2>(more, kWidth);
       load_register<3>(more + kLine, kWidth);
+    }
+    if constexpr (kX == 3) {
+      load_register<4>(last, kWidth);
+      load_register<5>(last + kLine, kWidth);
     }
   }
   for (int64_t band = w.begin; band < w.end; ++band) {
     const bool is_whole = band < w.whole;
     const char *from = is_whole ? w.tile + band * kBandBytes : w.rest;
     const char *inputs = x + band * rows * kLine;
-    for (int64_t line = 0; line < lines; ++line, ahead += kLine)
+    const auto fetch = [&](int64_t begin, int64_t end) {  // of a band's 32 lines
+      if constexpr (kFetches)
+#pragma GCC unroll 32
+        for (int64_t line = begin; line < end; ++line)
 #pragma GCC unroll 2
-      for (int64_t g = 0; g < kW; ++g) __builtin_prefetch(ahead + g * w.tile_bytes, 0, kX == 2 ? 2 : 3);
-    load_register<4>(inputs, kLine);
-    load_register<6>(from, kStepBytes);
-    multiply_registers<0, 4, 6>();
-    load_register<7>(from + kLine, kStepBytes);
-    multiply_registers<1, 4, 7>();
-    if constexpr (kX == 2) {
+          for (int64_t g = 0; g < kW; ++g)
+            __builtin_prefetch(ahead + g * w.tile_bytes + line * kLine, 0, kX > 1 ? 2 : 3);
+    };
+    if constexpr (kX == 3) {
+      fetch(0, 8);
+      load_register<7>(inputs, kLine);
+      load_register<6>(from, kStepBytes);
+      multiply_registers<0, 7, 6>();
+      fetch(8, 16);
+      load_register<7>(inputs + x_bytes, kLine);
+      multiply_registers<2, 7, 6>();
+      fetch(16, 24);
+      load_register<7>(inputs + 2 * x_bytes, kLine);
+      multiply_registers<4, 7, 6>();
+      fetch(24, 32);
+      load_register<6>(from + kLine, kStepBytes);
+      multiply_registers<5, 7, 6>();
+      load_register<7>(inputs + x_bytes, kLine);
+      multiply_registers<3, 7, 6>();
+      load_register<7>(inputs, kLine);
+      multiply_registers<1, 7, 6>();
+    } else if constexpr (kX == 2) {
+      fetch(0, 8);
+      load_register<4>(inputs, kLine);
+      load_register<6>(from, kStepBytes);
+      multiply_registers<0, 4, 6>();
+      fetch(8, 16);
+      load_register<7>(from + kLine, kStepBytes);
+      multiply_registers<1, 4, 7>();
+      fetch(16, 24);
       load_register<5>(inputs + x_bytes, kLine);
       multiply_registers<2, 5, 6>();
+      fetch(24, 32);
       multiply_registers<3, 5, 7>();
-    } else if constexpr (kW == 2) {
-      from += is_whole ? w.tile_bytes : kBandBytes;
+    } else {
+      fetch(0, 32);
+      load_register<4>(inputs, kLine);
       load_register<6>(from, kStepBytes);
-      multiply_registers<2, 4, 6>();
-      load_register<7>(from + kLine, kStepBytes);
-      multiply_registers<3, 4, 7>();
+      multiply_registers<0, 4, 6>();
+      load_register<6>(from + kLine, kStepBytes);
+      multiply_registers<1, 4, 6>();
+      if constexpr (kW == 2) {
+        from += is_whole ? w.tile_bytes : kBandBytes;
+        load_register<6>(from, kStepBytes);
+        multiply_registers<2, 4, 6>();
+        load_register<6>(from + kLine, kStepBytes);
+        multiply_registers<3, 4, 6>();
+      }
     }
+    ahead += kBandBytes;
   }
   store_register<0>(to, kWidth);
   store_register<1>(to + kLine, kWidth);
-  if constexpr (kIsDouble) {
+  if constexpr (kX * kW >= 2) {
     store_register<2>(more, kWidth);
     store_register<3>(more + kLine, kWidth);
+  }
+  if constexpr (kX == 3) {
+    store_register<4>(last, kWidth);
+    store_register<5>(last + kLine, kWidth);
   }
 }
 
 // y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of up to kAmxRows, all of one size, the
-// last filled up with zeros. One block takes two tiles at a time, two take each tile once; with more a
-// chunk of a tile serves all of them while it is cached.
+// last filled up with zeros. One block takes two tiles at a time, two or three take each tile once.
 template <typename X, typename B, typename O>
 void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, const B *bias,
                   int64_t N, O *y) {
@@ -1576,63 +1636,78 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
   const int64_t steps = count_steps<bf16>(depth), bands = (steps + kBand - 1) / kBand;
   const int64_t blocks = (M + kAmxRows - 1) / kAmxRows, rows = (M + blocks - 1) / blocks;
   const int64_t tiles = (N + kTile - 1) / kTile, tile_bytes = steps * kStepBytes;
-  const int64_t passes = (blocks + 1) / 2, chunk = passes == 1 ? bands : kChunk;
+  const bool is_alone = blocks == 1, is_for_three = blocks == 3 || blocks == 4;
+  const int64_t most = is_for_three ? 3 : 2, x_bytes = bands * rows * kLine;
+  const int64_t together = is_alone ? 2 : blocks <= kFewBlocks ? 1 : kManyTiles;
+  const int64_t stretch = blocks <= most ? bands : blocks <= kFewBlocks ? kFewBands : kManyBands;
   static thread_local std::vector<Line> scratch;
   scratch.resize(blocks * bands * rows);
   Line *inputs = scratch.data();
 #pragma omp parallel if (M * N * depth > kParallelWork)
   {
 #pragma omp for schedule(static)
-    for (int64_t band = 0; band < bands; ++band) {
-      const int64_t begin = 2 * kBand * band, used = std::min(2 * kBand, depth - begin);
-      for (int64_t block = 0, m = 0; block < blocks; ++block) {
-        Line *to = inputs + (block * bands + band) * rows;
-        for (int64_t r = 0; r < rows; ++r, ++m, ++to) {
-          const X *from = x + m * depth + begin;
-          if constexpr (std::is_same<X, bf16>::value)
-            if (m < M && used == 2 * kBand) {
-              std::memcpy(to->numbers, from, sizeof to->numbers);
-              continue;
-            }
-          *to = Line{};
-          for (int64_t i = 0; m < M && i < used; ++i) store(to->numbers[i], to_float(from[i]));
-        }
+    for (int64_t m = 0; m < blocks * rows; ++m) {
+      Line *to = inputs + m / rows * bands * rows + m % rows;
+      for (int64_t begin = 0; begin < depth; begin += 2 * kBand, to += rows) {
+        const int64_t used = m < M ? std::min(2 * kBand, depth - begin) : 0;
+        const X *from = x + m * depth + begin;
+        if constexpr (std::is_same<X, bf16>::value)
+          if (used == 2 * kBand) {
+            std::memcpy(to->numbers, from, sizeof to->numbers);
+            continue;
+          }
+        *to = Line{};
+        for (int64_t i = 0; i < used; ++i) store(to->numbers[i], to_float(from[i]));
       }
     }
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int64_t last = tiles * (thread + 1) / threads;
-    const Registers registers(rows);
-    Line rest[2 * kBandBytes / kLine] = {};
+    const Registers registers(rows, kBand, is_for_three);
+    Line rest[kManyTiles * kBandBytes / kLine] = {};
     static thread_local std::vector<Line> sums_memory;
-    sums_memory.resize(std::max<int64_t>(blocks, 2) * rows * kTile * sizeof(float) / sizeof(Line));
+    sums_memory.resize(together * blocks * rows * kTile * sizeof(float) / sizeof(Line));
     float *sums = reinterpret_cast<float *>(sums_memory.data());
-    for (int64_t t = tiles * thread / threads; t < last;) {
-      const int64_t wide = blocks == 1 && t + 2 <= last ? 2 : 1, output = t * kTile;
-      Bands w{reinterpret_cast<const char *>(packed) + t * tile_bytes,
-              reinterpret_cast<const char *>(rest), tile_bytes, steps / kBand, 0, 0};
+    const char *first = reinterpret_cast<const char *>(packed);
+    for (int64_t t = tiles * thread / threads; t < last; t += together) {
+      const int64_t count = std::min(together, last - t);
+      Bands w{first + t * tile_bytes, reinterpret_cast<const char *>(rest), tile_bytes, steps / kBand, 0, 0};
       if (w.whole < bands)
-        for (int64_t g = 0; g < wide; ++g)
+        for (int64_t g = 0; g < count; ++g)
           std::memcpy(&rest[g * kBandBytes / kLine], w.tile + g * tile_bytes + w.whole * kBandBytes,
                       tile_bytes - w.whole * kBandBytes);
+      const int64_t output = t * kTile, used = std::min(count * kTile, N - output);
       for (; w.begin < bands; w.begin = w.end) {
-        w.end = std::min(w.begin + chunk, bands);
-        const char *ahead = w.tile + w.begin * kBandBytes + kPrefetchBytes;
-        for (int64_t pass = 0; pass < passes; ++pass) {
-          const int64_t lines = pass == 0 ? kBandBytes / kLine : 0;
-          const int64_t x_bytes = bands * rows * kLine;
-          const char *from = reinterpret_cast<const char *>(inputs) + 2 * pass * x_bytes;
-          float *to = sums + 2 * pass * rows * kTile;
-          if (wide == 2)
-            add_amx<1, 2>(from, x_bytes, rows, w, ahead, lines, to);
-          else if (2 * pass + 2 <= blocks)
-            add_amx<2, 1>(from, x_bytes, rows, w, ahead, lines, to);
-          else
-            add_amx<1, 1>(from, x_bytes, rows, w, ahead, lines, to);
+        w.end = std::min(w.begin + stretch, bands);
+        for (int64_t block = 0; block < blocks; block += most) {
+          const char *from = reinterpret_cast<const char *>(inputs) + block * x_bytes;
+          for (int64_t g = 0; g < count; g += is_alone ? 2 : 1) {
+            Bands own = w;
+            own.tile += g * tile_bytes;
+            own.rest += g * kBandBytes;
+            const char *ahead = own.tile + w.begin * kBandBytes + kPrefetchBytes;
+            float *to = sums + (g * blocks + block) * rows * kTile;
+            if (is_alone && count == 2)
+              add_amx<1, 2, true>(from, x_bytes, rows, own, ahead, to);
+            else if (is_alone)
+              add_amx<1, 1, true>(from, x_bytes, rows, own, ahead, to);
+            else if (block == 0 && is_for_three)
+              add_amx<3, 1, true>(from, x_bytes, rows, own, ahead, to);
+            else if (block == 0)
+              add_amx<2, 1, true>(from, x_bytes, rows, own, ahead, to);
+            else if (block + 2 <= blocks)
+              add_amx<2, 1, false>(from, x_bytes, rows, own, ahead, to);
+            else
+              add_amx<1, 1, false>(from, x_bytes, rows, own, ahead, to);
+          }
         }
       }
-      const int64_t width = wide * kTile;
-      put_sums(sums, M, width, bias, output, std::min(width, N - output), N, y);
-      t += wide;
+      if (is_alone) {
+        put_sums(sums, M, count * kTile, bias, output, used, N, y);
+        continue;
+      }
+      for (int64_t g = 0; g < count; ++g)
+        put_sums(sums + g * blocks * rows * kTile, M, kTile, bias, output + g * kTile,
+                 std::min(kTile, used - g * kTile), N, y);
     }
   }
 }

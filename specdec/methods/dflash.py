@@ -234,7 +234,7 @@ class DFlashTrain:
     )  # fmt: skip
     dflash_loss_decay: float = setting(
         0.8, help="Weight of each place of a DFlash block relative to the one before.",
-        kind="float", minimum=0,
+        kind="float", minimum=0, maximum=1,
     )  # fmt: skip
     dflash_markov_rank: int = setting(
         0, help="DSpark: the rank of the head that tells a place of a DFlash block of the token"

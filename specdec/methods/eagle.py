@@ -407,21 +407,23 @@ class EagleTrain:
         1, help="Decoder layers of the EAGLE drafter.", kind="int", minimum=1, maximum=MAX_MODULES
     )
     eagle_num_steps: int = setting(
-        3, help="Draft steps in a row that are trained; EAGLE-1 has 1.", kind="int", minimum=1
-    )
+        3, help="Draft steps in a row that are trained; EAGLE-1 has 1.",
+        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS,
+    )  # fmt: skip
     eagle_loss_decay: float = setting(
         0.9, help="Weight of each EAGLE draft step relative to the one before.", kind="float",
-        minimum=0,
+        minimum=0, maximum=1,
     )  # fmt: skip
     eagle_token_weight: float = setting(
         0.1, help="EAGLE-1: weight of the token loss, relative to the feature loss.", kind="float",
-        minimum=0,
+        minimum=0, maximum=1000,
     )  # fmt: skip
     eagle_noise: float = setting(
         0.2,
         help="EAGLE-1: width of the uniform noise added to the features.",
         kind="float",
         minimum=0,
+        maximum=1000,
     )
     eagle_bias: bool = setting(
         True, kind="flag", help="EAGLE-1: give `fc` a bias, which vLLM has no room for."

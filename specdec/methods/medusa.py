@@ -137,7 +137,7 @@ class MedusaTrain:
     )
     medusa_loss_decay: float = setting(
         0.8, help="Weight of each Medusa head's loss relative to the one before.", kind="float",
-        minimum=0,
+        minimum=0, maximum=1,
     )  # fmt: skip
 
 

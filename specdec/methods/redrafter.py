@@ -174,6 +174,7 @@ class ReDrafterTrain:
         help="Width of the residual blocks; if not given, twice the target's hidden size.",
         kind="int",
         minimum=1,
+        maximum=MAX_SIZE,
     )
     redrafter_rnn: bool = setting(
         True,
@@ -182,7 +183,7 @@ class ReDrafterTrain:
     )
     redrafter_loss_decay: float = setting(
         1.0, help="Weight of each draft position relative to the one before.", kind="float",
-        minimum=0,
+        minimum=0, maximum=1,
     )  # fmt: skip
 
 

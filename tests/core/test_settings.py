@@ -129,11 +129,10 @@ def test_enable_words_and_booleans(value: Any, expected: bool) -> None:
     assert resolve(use_fmha=value).use_fmha is expected
 
 
-@pytest.mark.parametrize("value", [10**400, "nan", float("nan")])
+@pytest.mark.parametrize("value", [10**400, "nan", float("nan"), "inf", "-1e400"])
 def test_numbers_that_are_none(value: Any) -> None:
-    flag = dataclasses.replace(get_flags(ToySettings)["rate"][0], minimum=0)
-    with pytest.raises(UsageError, match="rate: expected"):
-        check_value("rate", value, flag)
+    with pytest.raises(UsageError, match="rate: expected a (finite )?number"):
+        check_value("rate", value, get_flags(ToySettings)["rate"][0])
 
 
 def test_largest_number() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import sys
 
 from specdec.command.settings import setting, to_plain
@@ -38,13 +40,18 @@ def do_action(settings: ToySettings) -> None:
         "usage": UsageError("wrong", "right"),
         "eof": EOFError("Ran out of input"),
         "interrupt": KeyboardInterrupt(),
+        "interrupt-with-remedy": KeyboardInterrupt("--resume goes on"),
         "bug": ZeroDivisionError("oh no"),
         "memory": MemoryError(),
+        "torch-memory": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
     }
     if settings.action in errors:
         raise errors[settings.action]
     if settings.action == "missing-file":
         open("/nonexistent/file")
+    elif settings.action == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("not reached")
     elif settings.action == "long":
         sys.stdout.writelines(f"line {i}\n" for i in range(100_000))
     else:

@@ -130,6 +130,29 @@ def test_it_is_left_out_on_request(tmp_path: Path) -> None:
     assert not (plain / PACKED_FOLDER).exists()
 
 
+def test_asked_for_without_kernels_it_is_refused(folder: Path, tmp_path: Path) -> None:
+    checkpoint = next(folder.parent.glob("ckpt-*"))
+    build = ["build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine"]
+    for words, hint in (
+        (["--optimize", "none"], "leave out one of the two"),
+        (["--optimize", "none", "--packed-weights", "disable"], ""),
+    ):
+        done = run_cli_here(*build, "--packed-weights", "enable", *words, "--dry-run")
+        assert (done.returncode, hint in done.stderr) == (1 if hint else 0, True), done.stderr
+
+
+def test_asked_for_without_a_compiler_it_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = next(folder.parent.glob("ckpt-*"))
+    build = ["build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "e", "--dry-run"]
+    monkeypatch.setattr("specdec.engine.native.find_compiler", lambda: None)
+    done = run_cli_here(*build, "--packed-weights", "enable")
+    assert done.returncode == 1
+    assert "install g++" in done.stderr
+    assert run_cli_here(*build).returncode == 0
+
+
 def test_plain_decoding_takes_it_too(folder: Path) -> None:
     assert generate(folder, speculate=False) == generate(folder)
 

@@ -813,6 +813,7 @@ def test_metrics_add_up(folder: Path) -> None:
         body = {"prompt": TEXT, "max_tokens": 30, "seed": 3, "n": 3, "ignore_eos": True}
         told = post(url, "/v1/completions", **body)["metrics"]["speculative_decoding"]
         post(url, "/v1/completions", prompt=TEXT, max_tokens=1)
+        alone = post(url, "/v1/completions", prompt=TEXT, max_tokens=0, echo=True)
         text = CLIENT.get(f"{url}/metrics").text
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -826,16 +827,18 @@ def test_metrics_add_up(folder: Path) -> None:
     places = [v for k, v in found.items() if "accepted_tokens_per_pos_total" in k]
     assert sum(places) == accepted
     assert places == sorted(places, reverse=True)
+    assert alone["usage"]["completion_tokens"] == 0 == alone["metrics"]["tokens_per_second"]
     assert found["vllm:generation_tokens_total"] == 91
+    assert found["vllm:request_generation_tokens_sum"] == 91
     assert found["vllm:prompt_tokens_total"] == found["vllm:prefix_cache_queries_total"]
     assert found["vllm:prefix_cache_hits_total"] > 0
-    assert found["vllm:request_success_total{length}"] == 4
+    assert found["vllm:request_success_total{length}"] == 5
     for name in (
         "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
         "request_prefill_time_seconds", "request_decode_time_seconds",
         "request_inference_time_seconds", "request_time_per_output_token_seconds",
     ):  # fmt: skip
-        assert found[f"vllm:{name}_count"] == (3 if "per_output" in name else 4)
+        assert found[f"vllm:{name}_count"] == (3 if "per_output" in name else 5)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert f"vllm:{name}" in found
     assert found["vllm:inter_token_latency_seconds_count"] > 3

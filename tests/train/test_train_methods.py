@@ -179,7 +179,7 @@ def test_a_drafter_of_other_sizes_is_no_start(run_train: Any, inputs: Any, tmp_p
     nothing = run_train(*options, "--output-dir", out, "--start-from", tmp_path / "none")
     assert nothing.status == 1
     assert f"--start-from {tmp_path / 'none'} is no folder" in nothing.last_lines[0]
-    assert not out.exists()
+    assert list(tmp_path.iterdir()) == [first], "nothing that the next command stumbles over"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,10 @@ def test_an_interrupted_training_resumes_to_the_same_bytes(
 
     with monkeypatch.context() as patch:
         patch.setattr(loop.Loop, "_take_step", stop_at_eight)
-        assert run_train(*options, "--output-dir", cut).status == 130
+        stopped = run_train(*options, "--output-dir", cut)
+    assert stopped.status == 130
+    assert stopped.last_lines[0] == "error: interrupted"
+    assert "--resume goes on with what is in" in stopped.last_lines[1]
     resumed = run_train(*options, "--output-dir", cut, "--resume")
     assert resumed.status == 0, resumed.err
     assert "resumed at step 6" in resumed.err

@@ -52,8 +52,9 @@ class DataSettings:
         help="Sample from the most likely tokens whose probabilities sum to this.",
     )
     seed: int | None = setting(
-        kind="int", minimum=0, help="Seed of the first row; each row after it has the next one."
-    )
+        kind="int", minimum=0, maximum=2**63 - 1,
+        help="Seed of the first row; each row after it has the next one.",
+    )  # fmt: skip
     system_prompt: str | None = setting(
         help="System message for conversations that have none.", metavar="TEXT"
     )

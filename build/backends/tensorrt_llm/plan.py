@@ -163,9 +163,10 @@ def make_plan(
             f"--optimize {settings.optimize} has no meaning for TensorRT-LLM",
             "leave --optimize out",
         )
-    if not settings.packed_weights:
+    if settings.packed_weights is not None:
+        word = "enable" if settings.packed_weights else "disable"
         problems.add(
-            "--packed-weights disable has no meaning for TensorRT-LLM",
+            f"--packed-weights {word} has no meaning for TensorRT-LLM",
             "leave --packed-weights out",
         )
     if settings.quantization is not None:

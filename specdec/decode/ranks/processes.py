@@ -329,11 +329,11 @@ class Ranks:
                 os._exit(130 if is_interrupted else 1)
 
     def _take_interrupt(self) -> bool:
-        """Whether Ctrl-C has come since the last call."""
+        """Whether Ctrl-C or SIGTERM has come since the last call."""
         if self._signals is None:
             return False
         try:
-            return signal.SIGINT in os.read(self._signals, 4096)
+            return not {signal.SIGINT, signal.SIGTERM}.isdisjoint(os.read(self._signals, 4096))
         except BlockingIOError:  # nothing has come
             return False
 
