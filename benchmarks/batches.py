@@ -216,7 +216,7 @@ def main() -> None:
     gigabytes = (found.target / "model.safetensors").stat().st_size / 1e9
     report = {
         **head, "processors_used_by_others": meter.measure(), "commit": models.read_commit(),
-        "model": f"pycode, {args.size}: {gigabytes:.2f} GB", "dtype": DTYPE,
+        "model": f"pycode, size {args.size}, {gigabytes:.2f} GB", "dtype": DTYPE,
         "batch_sizes": args.batch_sizes, "repeat": args.repeat,
         "max_output_len": args.max_output_len, "methods": methods,
     }  # fmt: skip

@@ -28,6 +28,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -323,6 +324,7 @@ def main() -> None:
     theirs = Theirs(
         args.llama_server, folder / "gguf" / "model.gguf", folder, positions, args.threads
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the server would live on
     try:
         if args.prepare:
             for length in args.contexts:

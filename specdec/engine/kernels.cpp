@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -512,6 +513,63 @@ inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const uint
   }
 }
 
+#if SPECDEC_AMX || SPECDEC_AMX_INTEGERS
+// Whether the system lets this process use AMX's registers, which it must be asked once. Where it does
+// not, plain code takes the same sums.
+inline bool can_use_amx() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
+  static const bool is_permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return is_permitted;
+}
+
+// How a thread's AMX registers are shaped while there is one: `rows` of sums in 0 to 3 and of inputs
+// in 4 and 5; in 6 and 7 so many words of 16 outputs, a band or less. Or for a band and three blocks of
+// rows: sums in 0 to 5, outputs in 6, inputs in 7.
+class Registers {
+ public:
+  explicit Registers(int64_t rows, int64_t words = kBand, bool is_for_three = false) {
+    struct {
+      uint8_t palette = 1, start = 0, unused[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shape;
+    for (int at = 0; at < 8; ++at) {
+      shape.row_bytes[at] = static_cast<uint16_t>(at == 4 || at == 5 ? 4 * words : kLine);
+      shape.rows[at] = static_cast<uint8_t>(at < 6 || (at == 7 && is_for_three) ? rows : words);
+    }
+    static_assert(sizeof shape == 64, "as the instruction takes it");
+    asm volatile("ldtilecfg %0" : : "m"(shape));
+  }
+  ~Registers() { asm volatile("tilerelease"); }
+};
+
+// Instructions as they are: compilers' functions for them do not all say what memory is read.
+template <int kRegister>
+inline void clear_register() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(kRegister));
+}
+
+template <int kRegister>
+inline void load_register(const char *from, int64_t row_bytes) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(kRegister) : "memory");
+}
+
+template <int kRegister>
+inline void store_register(char *to, int64_t row_bytes) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(row_bytes), "i"(kRegister) : "memory");
+}
+
+constexpr int64_t kAmxRows = 16, kBandBytes = kBand * kStepBytes;
+#endif
+
+#if SPECDEC_AMX
+// Adds the products of inputs X with a band W to sums.
+template <int kSums, int kX, int kW>
+inline void multiply_registers() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
+}
+#endif
+
 // How a layer attends. q_norm, k_norm: weights [H] of the norms of each query and each key before
 // they are rotated, or null; cosine, sine: [lines, rotated]; window: positions that a token sees,
 // itself included, or 0 for all; scale: of the scores; cap: a score s becomes cap tanh(s / cap), or 0
@@ -755,6 +813,334 @@ void add_values(const float *weights, int64_t count, int64_t stride, const E *va
   }
 }
 
+struct Line {
+  alignas(kLine) char bytes[kLine];
+};
+
+// Attention in bfloat16 where products are summed as AMX does, by AMX or in plain code. Queries go by
+// kLanes side by side. Scores are summed over the head by bands, before they are scaled; weights are
+// rounded to bfloat16, and their products with values summed by bands of positions, which begin where
+// a block does: so a band's positions depend on a token's place in its text alone, too.
+constexpr int64_t kLanes = 16, kBandPositions = 2 * kBand, kLaneWords = kBand * kLanes;
+// Keys that are multiplied at a time.
+constexpr int64_t kKeys = 4 * kLanes;
+constexpr int64_t kBandBlock = kBlockPositions / kBandPositions;  // bands of a block
+
+// What is read next, which is fetched into the second cache while something else is computed.
+struct Ahead {
+  const char *from;
+  int64_t lines;  // at each step
+
+  void fetch() {
+    for (int64_t line = 0; line < lines; ++line, from += kLine) __builtin_prefetch(from, 0, 2);
+  }
+};
+
+// `kCount` keys, `row` bytes one after the other, times queries [bands, kBand, kLanes] of pairs.
+template <int kCount>
+inline void score_plainly(const char *keys, int64_t row, int64_t bands, const uint32_t *queries,
+                          float *scores) {
+  for (int64_t lane = 0; lane < kLanes; lane += kVector) {
+    Floats sums[kCount] = {};
+    for (int64_t band = 0; band < bands; ++band) {
+      Floats even[kCount] = {}, odd[kCount] = {};
+      for (int64_t i = band * kBand; i < (band + 1) * kBand; ++i) {
+        const Words words = load<Words>(queries + i * kLanes + lane);
+        const Floats low = widen_low(words), high = widen_high(words);
+#pragma GCC unroll 4
+        for (int k = 0; k < kCount; ++k) {
+          uint32_t key;
+          std::memcpy(&key, keys + k * row + i * 4, 4);
+          even[k] = mul_add(low, spread<Floats>(as_float(key << 16)), even[k]);
+          odd[k] = mul_add(high, spread<Floats>(as_float(key & 0xffff0000u)), odd[k]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int k = 0; k < kCount; ++k) sums[k] += even[k] + odd[k];
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k)
+      std::memcpy(scores + k * kLanes + lane, &sums[k], sizeof(Floats));
+  }
+}
+
+#if SPECDEC_AMX
+// kKeys keys.
+inline void score_amx(const char *keys, int64_t row, int64_t bands, const uint32_t *queries,
+                      float *scores) {
+  char *to = reinterpret_cast<char *>(scores);
+  clear_register<0>();
+  clear_register<1>();
+  clear_register<2>();
+  clear_register<3>();
+  for (int64_t band = 0; band < bands; ++band, keys += kLine) {
+    load_register<4>(reinterpret_cast<const char *>(queries + band * kLaneWords), kLine);
+    load_register<5>(keys, row);
+    multiply_registers<0, 5, 4>();
+    load_register<6>(keys + kLanes * row, row);
+    multiply_registers<1, 6, 4>();
+    load_register<7>(keys + 2 * kLanes * row, row);
+    multiply_registers<2, 7, 4>();
+    load_register<5>(keys + 3 * kLanes * row, row);
+    multiply_registers<3, 5, 4>();
+  }
+  store_register<0>(to, kLine);
+  store_register<1>(to + kLanes * kLine, kLine);
+  store_register<2>(to + 2 * kLanes * kLine, kLine);
+  store_register<3>(to + 3 * kLanes * kLine, kLine);
+}
+
+// Sums of the weights of kLanes queries times kTiles tiles of values.
+template <int kTiles>
+inline void add_weighted_amx(const char *weights, const char *values, int64_t row, int64_t bands,
+                             const char *from, char *to) {
+  const auto for_tiles = [](const auto &run) {
+    run(std::integral_constant<int, 0>());
+    if constexpr (kTiles > 1) run(std::integral_constant<int, 1>());
+    if constexpr (kTiles > 2) run(std::integral_constant<int, 2>());
+    if constexpr (kTiles > 3) run(std::integral_constant<int, 3>());
+  };
+  for_tiles([&](auto tile) {
+    constexpr int kAt = decltype(tile)::value;
+    if (from == nullptr)
+      clear_register<kAt>();
+    else
+      load_register<kAt>(from + kAt * kLine, row);
+  });
+  for (int64_t band = 0; band < bands; ++band, weights += kLanes * kLine, values += kBand * row) {
+    load_register<4>(weights, kLine);
+    for_tiles([&](auto tile) {
+      constexpr int kAt = decltype(tile)::value;
+      load_register<5 + kAt % 3>(values + kAt * kLine, row);
+      multiply_registers<kAt, 4, 5 + kAt % 3>();
+    });
+  }
+  for_tiles([&](auto tile) {
+    constexpr int kAt = decltype(tile)::value;
+    store_register<kAt>(to + kAt * kLine, row);
+  });
+}
+#endif
+
+// sums [kLanes, width] = those before, or zeros, plus weights [bands, kLanes, kBand] times values
+// [bands, kBand, width], both pairs; of queries `first` to `last`, others may be computed too.
+inline void add_weighted(const uint32_t *weights, int64_t first, int64_t last,
+                         const uint32_t *values, int64_t width, int64_t bands, bool by_amx,
+                         const float *before, float *sums) {
+#if SPECDEC_AMX
+  if (by_amx) {
+    for (int64_t h = 0; h < width; h += 4 * kLanes) {
+      const char *weight = reinterpret_cast<const char *>(weights);
+      const char *value = reinterpret_cast<const char *>(values + h);
+      const char *from = before != nullptr ? reinterpret_cast<const char *>(before + h) : nullptr;
+      char *to = reinterpret_cast<char *>(sums + h);
+      const int64_t tiles = (width - h) / kLanes;
+      const auto add = tiles == 1   ? add_weighted_amx<1>
+                       : tiles == 2 ? add_weighted_amx<2>
+                       : tiles == 3 ? add_weighted_amx<3>
+                                    : add_weighted_amx<4>;
+      add(weight, value, width * 4, bands, from, to);
+    }
+    return;
+  }
+#else
+  (void)by_amx;
+#endif
+  constexpr int kCount = 4;
+  const Flushing flushing;
+  for (int64_t h = 0; h < width; h += kVector)
+    for (int64_t q = first / kCount * kCount; q < last; q += kCount) {
+      Floats total[kCount] = {};
+      if (before != nullptr)
+        for (int64_t r = 0; r < kCount; ++r) total[r] = load<Floats>(before + (q + r) * width + h);
+      for (int64_t band = 0; band < bands; ++band) {
+        Floats even[kCount] = {}, odd[kCount] = {};
+        for (int64_t i = 0; i < kBand; ++i) {
+          const Words words = load<Words>(values + (band * kBand + i) * width + h);
+          const Floats low = widen_low(words), high = widen_high(words);
+#pragma GCC unroll 4
+          for (int64_t r = 0; r < kCount; ++r) {
+            const uint32_t weight = weights[band * kLaneWords + (q + r) * kBand + i];
+            even[r] = mul_add(low, spread<Floats>(as_float(weight << 16)), even[r]);
+            odd[r] = mul_add(high, spread<Floats>(as_float(weight & 0xffff0000u)), odd[r]);
+          }
+        }
+#pragma GCC unroll 4
+        for (int64_t r = 0; r < kCount; ++r) total[r] += even[r] + odd[r];
+      }
+      for (int64_t r = 0; r < kCount; ++r)
+        std::memcpy(sums + (q + r) * width + h, &total[r], sizeof(Floats));
+    }
+}
+
+// Raw scores [count, kLanes] of keys [count, H]; what lies beyond `count`, up to whole kKeys, is of
+// no key. scratch: [kKeys, bands of the head].
+inline void score_lanes(const bf16 *keys, int64_t count, int64_t H, const uint32_t *queries,
+                        bool by_amx, Ahead ahead, bf16 *scratch, float *scores) {
+  const int64_t bands = (H + 2 * kBand - 1) / (2 * kBand), row = bands * kLine;
+  const auto run = [&] {
+    for (int64_t p = 0; p < count; p += kKeys, keys += kKeys * H, scores += kKeys * kLanes) {
+      const int64_t some = std::min(kKeys, count - p);
+      const bf16 *from = keys;
+      ahead.fetch();
+      if (some < kKeys || H * 2 != row) {
+        std::memset(static_cast<void *>(scratch), 0, kKeys * row);
+        for (int64_t k = 0; k < some; ++k)
+          std::memcpy(static_cast<void *>(scratch + k * row / 2), keys + k * H, H * sizeof(bf16));
+        from = scratch;
+      }
+      const char *bytes = reinterpret_cast<const char *>(from);
+#if SPECDEC_AMX
+      if (by_amx) {
+        score_amx(bytes, row, bands, queries, scores);
+        continue;
+      }
+#endif
+      for (int64_t k = 0; k < kKeys; k += 4)
+        score_plainly<4>(bytes + k * row, row, bands, queries, scores + k * kLanes);
+    }
+  };
+  if (by_amx) return run();
+  const Flushing flushing;
+  run();
+}
+
+// Scores [rows, kLanes] of whole bands become weights in bfloat16, [bands, kLanes, kBand] pairs, 0
+// where they are hidden or next to nothing; of each query the largest score and the sum of weights.
+inline void weigh_lanes(const float *scores, int64_t rows, float scale, Ahead ahead,
+                        uint32_t *weights, float *tops, float *totals) {
+  const float factor = scale * 1.44269504088896341f;
+  for (int64_t lane = 0; lane < kLanes; lane += kVector) {
+    Floats most = Floats{} + kHidden;
+    for (int64_t i = 0; i < rows; ++i) {
+      const Floats x = load<Floats>(scores + i * kLanes + lane);
+      most = x > most ? x : most;
+    }
+    const Floats top = most > Floats{} + kHidden ? most : Floats{};
+    // 2^x with a relative error below 3e-6, rounded to nearest.
+    const auto round_weight = [&](const float *from) {
+      const Floats x = (load<Floats>(from) - top) * factor, rounding = Floats{} + 12582912.0f;
+      const Floats rounded = x + rounding, part = x - (rounded - rounding);
+      Floats p = Floats{} + 9.58285e-3f;
+      p = mul_add(p, part, Floats{} + 5.590644e-2f);
+      p = mul_add(p, part, Floats{} + 2.4024099e-1f);
+      p = mul_add(p, part, Floats{} + 6.9312419e-1f);
+      p = mul_add(p, part, Floats{} + 1.0f);
+      const Words weight = (Words)p + ((Words)rounded << 23);
+      return (x > Floats{} - 125.0f ? weight : Words{}) + 0x8000u;
+    };
+    Floats parts[4] = {};
+    for (int64_t band = 0; band < rows / kBandPositions; ++band)
+      for (int64_t pair = 0; pair < kBand; pair += kVector) {
+        if (lane + pair == 0) ahead.fetch();
+        Words words[kVector];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kVector; ++i) {
+          const float *from = scores + (band * kBandPositions + 2 * (pair + i)) * kLanes + lane;
+          const Words low = round_weight(from), high = round_weight(from + kLanes) & 0xffff0000u;
+          words[i] = low >> 16 | high;
+          parts[i % 2 * 2] += widen_high(low);
+          parts[i % 2 * 2 + 1] += (Floats)high;
+        }
+        turn(words);
+        for (int64_t q = 0; q < kVector; ++q)
+          std::memcpy(weights + band * kLaneWords + (lane + q) * kBand + pair, &words[q],
+                      sizeof(Words));
+      }
+    const Floats total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    const Floats scaled = most > Floats{} + kHidden ? most * scale : most;
+    std::memcpy(tops + lane, &scaled, sizeof scaled);
+    std::memcpy(totals + lane, &total, sizeof total);
+  }
+}
+
+// Hides scores [rows, kLanes] but those from first[lane] to last[lane].
+inline void hide(const float *first, const float *last, int64_t rows, float *scores) {
+  const float seen = *std::max_element(first, first + kLanes);
+  const float end = *std::min_element(last, last + kLanes);
+  for (int64_t i = 0; i < rows; ++i) {
+    const float at = static_cast<float>(i);
+    if (at >= seen && at < end) continue;
+    for (int64_t lane = 0; lane < kLanes; lane += kVector) {
+      float *to = scores + i * kLanes + lane;
+      const Floats score = load<Floats>(to), place = Floats{} + at;
+      const Floats late = place < load<Floats>(last + lane) ? score : Floats{} + kHidden;
+      const Floats kept = place >= load<Floats>(first + lane) ? late : Floats{} + kHidden;
+      std::memcpy(to, &kept, sizeof kept);
+    }
+  }
+}
+
+// Pairs of two rows of values [H], or null for zeros: [width].
+inline void pair_rows(const bf16 *low, const bf16 *high, int64_t H, int64_t width, uint32_t *to) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kVector)));
+  const auto read_words = [](const bf16 *from, int64_t h) {
+    return from == nullptr ? Words{} : __builtin_convertvector(load<Halves>(from + h), Words);
+  };
+  int64_t h = 0;
+  for (; h + kVector <= H; h += kVector) {
+    const Words words = read_words(low, h) | read_words(high, h) << 16;
+    std::memcpy(to + h, &words, sizeof words);
+  }
+  for (; h < width; ++h) {
+    const uint32_t one = low != nullptr && h < H ? low[h].bits : 0;
+    to[h] = one | (high != nullptr && h < H ? static_cast<uint32_t>(high[h].bits) << 16 : 0);
+  }
+}
+
+// The queries of a K/V head in pairs, [bands, kBand, kLanes]: `find` tells where a lane's query is,
+// null for none.
+template <typename Find>
+inline void pair_queries(const Find &find, int64_t H, uint32_t *to) {
+  const int64_t bands = (H + 2 * kBand - 1) / (2 * kBand);
+  for (int64_t band = 0; band < bands; ++band) {
+    uint32_t lines[kLanes][kBand] = {};
+    const int64_t size = std::min(2 * kBand, H - band * 2 * kBand);
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      if (const bf16 *query = find(lane))
+        std::memcpy(lines[lane], query + band * 2 * kBand, size * sizeof(bf16));
+    for (int64_t lane = 0; lane < kLanes; lane += kVector)
+      for (int64_t pair = 0; pair < kBand; pair += kVector) {
+        Words words[kVector];
+        for (int64_t i = 0; i < kVector; ++i) words[i] = load<Words>(lines[lane + i] + pair);
+        turn(words);
+        for (int64_t i = 0; i < kVector; ++i)
+          std::memcpy(to + band * kLaneWords + (pair + i) * kLanes + lane, &words[i], sizeof(Words));
+      }
+  }
+}
+
+// What a thread needs for queries by lanes, one part after the other.
+struct LaneMemory {
+  int64_t query_words;  // of a query in pairs
+  uint32_t *queries, *weights, *values, *own_values;
+  float *scores, *newest, *sums;
+  bf16 *keys;
+
+  static int64_t count_words(int64_t H) { return round_up(H, kBandPositions) / 2; }
+
+  // In floats, of which each part takes whole lines.
+  static int64_t measure(int64_t queries, int64_t H, int64_t C) {
+    const int64_t words = count_words(H), width = round_up(H, kLanes);
+    return (queries + kKeys) * words + kLanes * (round_up(C, kKeys) + width) +
+           kBlockPositions * (kLanes + kLanes / 2 + width);
+  }
+
+  LaneMemory(float *memory, int64_t count, int64_t H, int64_t C) : query_words(count_words(H)) {
+    const int64_t width = round_up(H, kLanes), block = kBlockPositions;
+    const auto take = [&](int64_t size) { return std::exchange(memory, memory + size); };
+    const auto take_words = [&](int64_t size) { return reinterpret_cast<uint32_t *>(take(size)); };
+    queries = take_words(count * query_words);
+    weights = take_words(block / 2 * kLanes);
+    values = take_words(block / 2 * width);
+    own_values = take_words(block / 2 * width);
+    scores = take(block * kLanes);
+    newest = take(round_up(C, kKeys) * kLanes);
+    sums = take(kLanes * width);
+    keys = reinterpret_cast<bf16 *>(take(kKeys * query_words));
+  }
+};
+
 // qkv: [B, T, (N + 2K) H], normed and rotated in place; cache: keys [R, K, S, H] then values of one
 // layer; positions, lines: [B, T], the token's place in the sequence and its line of the tables;
 // tree_mask: [B, T, C], of the C newest tokens in the cache, the step's own last (C is T where there
@@ -766,6 +1152,7 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
             int64_t H, int64_t R, int64_t S) {
   const int64_t stride = (N + 2 * K) * H, group = N / K, head = S * H;
   const int64_t rotated = how.rotated, window = how.window;
+  constexpr bool kByBands = kSumsBands && std::is_same<E, bf16>::value;
   E *key_cache = cache, *value_cache = cache + R * K * head;
   const bool parallel_rotate = B * T * stride > kParallelWork;
 #pragma omp parallel for if (parallel_rotate)
@@ -792,7 +1179,18 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
   // step's tokens. Those may lie in more than one block, by their places in the text.
   struct Range {
     int64_t first, last, num_last;
+    bool is_chain;  // each of the step's tokens lies at its place, so all blocks are alike
     int64_t count() const { return last + num_last - first; }
+  };
+  const auto find_chain = [&](int64_t b) {
+    bool is_chain = kByBands && C == T;
+    for (int64_t t = 0; t < T && is_chain; ++t) {
+      const uint8_t *mask = tree_mask + (b * T + t) * C;
+      is_chain = (window <= 0 || positions[b * T + t] == past[b] + t) &&
+                 std::all_of(mask, mask + t + 1, [](uint8_t seen) { return seen; }) &&
+                 std::none_of(mask + t + 1, mask + C, [](uint8_t seen) { return seen; });
+    }
+    return is_chain;
   };
   std::vector<Range> ranges(B);
   int64_t longest = 0, most_blocks = 0;
@@ -800,17 +1198,33 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
     int64_t first = past[b];
     for (int64_t t = 0; t < T; ++t) first = std::min(first, find_first(b, t));
     const int64_t last = past[b] / kBlockPositions;
-    ranges[b] = {first / kBlockPositions, last,
-                 (past[b] % kBlockPositions + C - 1) / kBlockPositions + 1};
+    const int64_t num_last = (past[b] % kBlockPositions + C - 1) / kBlockPositions + 1;
+    if (find_chain(b))
+      ranges[b] = {first / kBlockPositions, last + num_last - 1, 1, true};
+    else
+      ranges[b] = {first / kBlockPositions, last, num_last, false};
     longest = std::max(longest, past[b] + C - ranges[b].first * kBlockPositions);
     most_blocks = std::max(most_blocks, ranges[b].count());
+  }
+  // Where a row is no chain: which of the newest tokens each one sees, and as the last how many.
+  std::vector<int32_t> seen;
+  const bool has_trees = std::any_of(ranges.begin(), ranges.end(),
+                                     [](const Range &range) { return !range.is_chain; });
+  if (kByBands && has_trees) {
+    seen.resize(B * T * (C + 1));
+    for (int64_t bt = 0; bt < B * T; ++bt) {
+      int32_t *slots = &seen[bt * (C + 1)];
+      for (int64_t j = 0; j < C; ++j)
+        if (tree_mask[bt * C + j]) slots[slots[C]++] = static_cast<int32_t>(j);
+    }
   }
   // The queries of a K/V head are numbered q = t * group + g, and go by tiles.
   const int64_t num_queries = T * group, tile = num_queries > kQueries ? kQueries / 2 : num_queries;
   const int64_t tiles = (num_queries + tile - 1) / tile;
-  const int64_t width = round_up(H, kVector);
+  const int64_t width = round_up(H, kByBands ? kLanes : kVector);
   const int64_t row = round_up(std::min(longest, kBlockPositions + C), kSpan);
-  const int64_t found_size = tile * (width + 2);
+  const int64_t found_queries = kByBands ? round_up(tile, kLanes) : tile;
+  const int64_t found_size = found_queries * (width + 2);
   const bool parallel_attend = B * T * N * H * longest > kParallelWork;
   // With fewer heads than threads each one's blocks are shared out, and merged afterwards.
   const int64_t threads = parallel_attend ? omp_get_max_threads() : 1, items = B * K * tiles;
@@ -820,13 +1234,24 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
 
 #pragma omp parallel if (parallel_attend)
   {
-    static thread_local std::vector<float> memory;
-    memory.resize(tile * (H + 2 * row) + kSpan * width + kBlockPositions + 2 * found_size);
-    float *queries = memory.data(), *scores = queries + tile * H;
+    static thread_local std::vector<Line> memory;
+    const int64_t size =
+        kByBands ? LaneMemory::measure(found_queries, H, C)
+                 : tile * (H + 2 * row) + kSpan * width + kBlockPositions;
+    memory.resize((2 * found_size + size) * sizeof(float) / sizeof(Line) + 1);
+    float *found_at = reinterpret_cast<float *>(memory.data());
+    const Found whole(found_at, found_queries, width);
+    const Found block_found(found_at + found_size, found_queries, width);
+    const LaneMemory lanes(found_at + 2 * found_size, found_queries, H, C);
+    float *queries = found_at + 2 * found_size, *scores = queries + tile * H;
     float *weights = scores + tile * row, *wide = weights + tile * row;
     float *line = wide + kSpan * width;
-    float *found_at = line + kBlockPositions;
-    const Found whole(found_at, tile, width), block_found(found_at + found_size, tile, width);
+    bool by_amx = false;
+#if SPECDEC_AMX
+    std::optional<Registers> registers;
+    by_amx = kByBands && can_use_amx();
+    if (by_amx) registers.emplace(kAmxRows);
+#endif
     int64_t b, k, first, count;  // of the item at hand: its row, K/V head and queries
     const auto set_item = [&](int64_t item) {
       b = item / (K * tiles), k = item / tiles % K, first = item % tiles * tile;
@@ -865,8 +1290,119 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
           to[before + j] = mask[j] && ++at > 0 && at <= used ? line[at - 1] : 0.0f;
       }
     };
+    // The same as run_part does, by lanes.
+    const auto run_lanes = [&](int64_t part, const auto &find, const auto &take) {
+      if constexpr (kByBands) {
+        const Range range = ranges[b];
+        const int64_t units = range.last + 1 - range.first, newest = past[b] % kBlockPositions;
+        const E *keys = key_cache + (rows[b] * K + k) * head;
+        const E *values = value_cache + (rows[b] * K + k) * head;
+        const bool is_capped = how.cap > 0.0f || !(how.scale > 0.0f);
+        const auto score_keys = [&](int64_t slot, int64_t num_keys, int64_t q, Ahead ahead, float *to) {
+          score_lanes(keys + slot * H, num_keys, H, lanes.queries + q * lanes.query_words, by_amx,
+                      ahead, lanes.keys, to);
+          for (float *end = to + num_keys * kLanes; to < end && is_capped; to += kVector) {
+            Floats x = load<Floats>(to) * how.scale;
+            if (how.cap > 0.0f) x = how.cap * tanh_fast(x / how.cap);
+            std::memcpy(to, &x, sizeof x);
+          }
+        };
+        const auto get_seen = [&](int64_t t) { return &seen[(b * T + t) * (C + 1)]; };
+        for (int64_t q = 0; q < count; q += kLanes)
+          pair_queries(
+              [&](int64_t lane) {
+                const int64_t at = std::min(q + lane, count - 1);
+                return qkv + (b * T + get_token(at)) * stride + get_head(at) * H;
+              },
+              H, lanes.queries + q * lanes.query_words);
+        const int64_t last_block = range.first + units * (part + 1) / parts;
+        for (int64_t block = range.first + units * part / parts; block < last_block; ++block) {
+          const int64_t base = block * kBlockPositions;
+          const bool is_tree = block == range.last && !range.is_chain;
+          const int64_t length = is_tree ? newest : std::min(kBlockPositions, past[b] + C - base);
+          // Positions of bands that are the same for all queries.
+          const int64_t common =
+              is_tree ? newest / kBandPositions * kBandPositions : round_up(length, kBandPositions);
+          // While the first queries read keys, values are fetched; then the next block's keys.
+          const int64_t lines = kBandPositions * H * 2 / kLine;  // of a band's
+          const char *next = reinterpret_cast<const char *>(keys + (base + kBlockPositions) * H);
+          const bool has_next = block + 1 < last_block;
+          const auto pair_values = [&] {
+            Ahead ahead{next + lines / 2 * kBandBlock * kLine, has_next ? lines / 2 : 0};
+            for (int64_t p = 0; p < common; p += 2) {
+              const E *low = values + (base + p) * H;
+              if (p % kBandPositions == 0) ahead.fetch();
+              pair_rows(p < length ? low : nullptr, p + 1 < length ? low + H : nullptr, H, width,
+                        lanes.values + p / 2 * width);
+            }
+          };
+          for (int64_t i = 0; i < (is_tree ? range.num_last : 1); ++i) {
+            const Found found = find(block - range.first + i);
+            const int64_t begin = i * kBlockPositions - newest;  // the first of the step's here
+            const int64_t before = i == 0 ? length : 0, bands = i == 0 ? common / kBandPositions : 0;
+            for (int64_t q = 0; q < count; q += kLanes) {
+              const int64_t some = std::min(kLanes, count - q);
+              const bool is_first = i == 0 && q == 0;
+              const Ahead at_values{reinterpret_cast<const char *>(values + base * H),
+                                    is_first ? lines * kKeys / kBandPositions : 0};
+              if (before > 0) score_keys(base, before, q, at_values, lanes.scores);
+              float unseen[kLanes], used[kLanes];
+              int64_t most = before;
+              for (int64_t lane = 0; lane < kLanes; ++lane) {
+                const int64_t t = get_token(std::min(q + lane, count - 1));
+                const int64_t from = window > 0 ? positions[b * T + t] - window + 1 - base : 0;
+                const int64_t to = range.is_chain ? past[b] + t + 1 - base : before;
+                unseen[lane] = static_cast<float>(std::min(std::max<int64_t>(from, 0), before));
+                used[lane] = static_cast<float>(std::min(std::max<int64_t>(to, 0), before));
+                if (is_tree)
+                  most = std::max(most, std::min<int64_t>(kBlockPositions, get_seen(t)[C] - begin));
+              }
+              const int64_t places = round_up(most, kBandPositions);
+              hide(unseen, used, places, lanes.scores);
+              if (is_tree) {
+                score_keys(past[b], C, q, Ahead{nullptr, 0}, lanes.newest);
+                for (int64_t lane = 0; lane < some; ++lane) {
+                  const int64_t t = get_token(q + lane), *place = positions + b * T;
+                  const int32_t *slots = get_seen(t);
+                  const int64_t end = std::min<int64_t>(slots[C], begin + kBlockPositions);
+                  for (int64_t n = std::max<int64_t>(begin, 0); n < end; ++n)
+                    if (window <= 0 || place[slots[n]] > place[t] - window)
+                      lanes.scores[(n - begin) * kLanes + lane] = lanes.newest[slots[n] * kLanes + lane];
+                }
+              }
+              float *sums = found.sums + q * width;
+              weigh_lanes(lanes.scores, places, is_capped ? 1.0f : how.scale,
+                          Ahead{next, is_first && has_next ? lines / 2 : 0}, lanes.weights,
+                          found.tops + q, found.totals + q);
+              if (is_first) pair_values();
+              add_weighted(lanes.weights, 0, some, lanes.values, width, bands, by_amx, nullptr, sums);
+              // What follows is each token's own, or that of several with the same.
+              for (int64_t lane = 0, next = 0; is_tree && lane < some; lane = next) {
+                const int32_t *slots = get_seen(get_token(q + lane));
+                for (next = lane + 1; next < some; ++next)
+                  if (!std::equal(slots, slots + C + 1, get_seen(get_token(q + next)))) break;
+                const int64_t end = std::min<int64_t>(slots[C] - begin, kBlockPositions);
+                const int64_t first_place = bands * kBandPositions;
+                const auto find_value = [&](int64_t at) -> const E * {
+                  if (at < before) return values + (base + at) * H;
+                  return at < end ? values + (past[b] + slots[at + begin]) * H : nullptr;
+                };
+                uint32_t *to = lanes.own_values;
+                for (int64_t at = first_place; at < round_up(end, kBandPositions); at += 2, to += width)
+                  pair_rows(find_value(at), find_value(at + 1), H, width, to);
+                add_weighted(lanes.weights + bands * kLaneWords, lane, next, lanes.own_values, width,
+                             (to - lanes.own_values) / (kBand * width), by_amx, sums, lanes.sums);
+                std::copy(lanes.sums + lane * width, lanes.sums + next * width, sums + lane * width);
+              }
+            }
+            take(found);
+          }
+        }
+      }
+    };
     // Hands each block that a part of an item has to `take`.
     const auto run_part = [&](int64_t part, const auto &find, const auto &take) {
+      if constexpr (kByBands) return run_lanes(part, find, take);
       const Range range = ranges[b];
       const int64_t units = range.last + 1 - range.first;
       const E *keys = key_cache + (rows[b] * K + k) * head;
@@ -902,7 +1438,7 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
       }
     };
     const auto find_kept = [&](int64_t item, int64_t block) {
-      return Found(&kept[(item * most_blocks + block) * found_size], tile, width);
+      return Found(&kept[(item * most_blocks + block) * found_size], found_queries, width);
     };
     if (parts == 1) {
 #pragma omp for schedule(static)
@@ -1370,13 +1906,22 @@ struct Blocks {
 template <typename B, typename O>
 inline void put_sums(const float *sums, int64_t rows, int64_t width, const B *bias, int64_t output,
                      int64_t used, int64_t N, O *y) {
+  const auto put = [&](int64_t m, int64_t first, int64_t count) {
+    O *to = y + m * N + output + first;
+    const float *from = sums + m * width + first;
+    if (bias == nullptr) {
+#pragma omp simd
+      for (int64_t j = 0; j < count; ++j) store(to[j], from[j]);
+    } else {
+      const B *add = bias + output + first;
+#pragma omp simd
+      for (int64_t j = 0; j < count; ++j) store(to[j], from[j] + to_float(add[j]));
+    }
+  };
   for (int64_t m = 0; m < rows; ++m) {
-    O *to = y + m * N + output;
-    const float *from = sums + m * width;
-    if (bias == nullptr)
-      for (int64_t j = 0; j < used; ++j) store(to[j], from[j]);
-    else
-      for (int64_t j = 0; j < used; ++j) store(to[j], from[j] + to_float(bias[output + j]));
+    int64_t first = 0;
+    for (; first + kTile <= used; first += kTile) put(m, first, kTile);  // a constant for the compiler
+    put(m, first, used - first);
   }
 }
 
@@ -1440,62 +1985,11 @@ void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int6
   }
 }
 
-#if SPECDEC_AMX || SPECDEC_AMX_INTEGERS
-// Whether the system lets this process use AMX's registers, which it must be asked once. Where it does
-// not, plain code takes the same sums.
-inline bool can_use_amx() {
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
-  static const bool is_permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return is_permitted;
-}
-
-// How a thread's AMX registers are shaped while there is one: `rows` of sums in 0 to 3 and of inputs
-// in 4 and 5; in 6 and 7 so many words of 16 outputs, a band or less.
-class Registers {
- public:
-  explicit Registers(int64_t rows, int64_t words = kBand) {
-    struct {
-      uint8_t palette = 1, start = 0, unused[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } shape;
-    for (int at = 0; at < 8; ++at) {
-      shape.row_bytes[at] = static_cast<uint16_t>(at == 4 || at == 5 ? 4 * words : kLine);
-      shape.rows[at] = static_cast<uint8_t>(at < 6 ? rows : words);
-    }
-    static_assert(sizeof shape == 64, "as the instruction takes it");
-    asm volatile("ldtilecfg %0" : : "m"(shape));
-  }
-  ~Registers() { asm volatile("tilerelease"); }
-};
-
-// Instructions as they are: compilers' functions for them do not all say what memory is read.
-template <int kRegister>
-inline void clear_register() {
-  asm volatile("tilezero %%tmm%c0" : : "i"(kRegister));
-}
-
-template <int kRegister>
-inline void load_register(const char *from, int64_t row_bytes) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(kRegister) : "memory");
-}
-
-template <int kRegister>
-inline void store_register(char *to, int64_t row_bytes) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(row_bytes), "i"(kRegister) : "memory");
-}
-
-constexpr int64_t kAmxRows = 16, kBandBytes = kBand * kStepBytes;
-#endif
-
 #if SPECDEC_AMX
-// Adds the products of inputs X with a band W to sums.
-template <int kSums, int kX, int kW>
-inline void multiply_registers() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
-}
-
-constexpr int64_t kChunk = 64;  // bands that stay in the second cache for all rows of many
+// Up to kFewBlocks blocks of rows read a tile from memory by the first two or three of them, so many bands
+// at a time, which are in the second cache for the others. More take so many tiles together, by so few
+// bands that the inputs of two blocks stay in the nearest cache for all of these.
+constexpr int64_t kFewBlocks = 8, kFewBands = 64, kManyTiles = 8, kManyBands = 8;
 // From here on a matrix is read from memory, for one row a little faster by plain code.
 constexpr int64_t kCachedNumbers = 1 << 20;
 
@@ -1506,66 +2000,113 @@ struct Bands {
   int64_t tile_bytes, whole, begin, end;
 };
 
-// Adds the products of kX blocks of `rows` rows with kW tiles, kX * kW <= 2, to sums
+// Adds the products of kX blocks of `rows` rows with kW tiles, of which one is 1, to sums
 // [kX * rows, kW * kTile], which begin at zero. x: all bands of the first block, x_bytes before the
-// next one's. Of what lies `ahead` so many lines are fetched meanwhile for each band of each tile: with
-// two blocks into the second cache, as they keep the way into the nearest busy.
-template <int kX, int kW>
+// next one's. What lies `ahead` is fetched meanwhile, a band for each, a part between two products: with
+// more blocks into the second cache, as they keep the way into the nearest busy.
+template <int kX, int kW, bool kFetches>
 inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w, const char *ahead,
-                    int64_t lines, float *sums) {
+                    float *sums) {
   constexpr int64_t kWidth = kW * kTile * 4;  // bytes of a row of sums
-  constexpr bool kIsDouble = kX * kW == 2;
-  char *to = reinterpret_cast<char *>(sums), *more = kX == 2 ? to + rows * kWidth : to + 2 * kLine;
+  char *to = reinterpret_cast<char *>(sums), *more = kW == 1 ? to + rows * kWidth : to + 2 * kLine;
+  char *last = more + rows * kWidth;  // of three blocks
   if (w.begin == 0) {
     clear_register<0>();
     clear_register<1>();
-    if constexpr (kIsDouble) {
+    if constexpr (kX * kW >= 2) {
       clear_register<2>();
       clear_register<3>();
+    }
+    if constexpr (kX == 3) {
+      clear_register<4>();
+      clear_register<5>();
     }
   } else {
     load_register<0>(to, kWidth);
     load_register<1>(to + kLine, kWidth);
-    if constexpr (kIsDouble) {
+    if constexpr (kX * kW >= 2) {
       load_register<2>(more, kWidth);
       load_register<3>(more + kLine, kWidth);
+    }
+    if constexpr (kX == 3) {
+      load_register<4>(last, kWidth);
+      load_register<5>(last + kLine, kWidth);
     }
   }
   for (int64_t band = w.begin; band < w.end; ++band) {
     const bool is_whole = band < w.whole;
     const char *from = is_whole ? w.tile + band * kBandBytes : w.rest;
     const char *inputs = x + band * rows * kLine;
-    for (int64_t line = 0; line < lines; ++line, ahead += kLine)
+    const auto fetch = [&](int64_t begin, int64_t end) {  // of a band's 32 lines
+      if constexpr (kFetches)
+#pragma GCC unroll 32
+        for (int64_t line = begin; line < end; ++line)
 #pragma GCC unroll 2
-      for (int64_t g = 0; g < kW; ++g) __builtin_prefetch(ahead + g * w.tile_bytes, 0, kX == 2 ? 2 : 3);
-    load_register<4>(inputs, kLine);
-    load_register<6>(from, kStepBytes);
-    multiply_registers<0, 4, 6>();
-    load_register<7>(from + kLine, kStepBytes);
-    multiply_registers<1, 4, 7>();
-    if constexpr (kX == 2) {
+          for (int64_t g = 0; g < kW; ++g)
+            __builtin_prefetch(ahead + g * w.tile_bytes + line * kLine, 0, kX > 1 ? 2 : 3);
+    };
+    if constexpr (kX == 3) {
+      fetch(0, 8);
+      load_register<7>(inputs, kLine);
+      load_register<6>(from, kStepBytes);
+      multiply_registers<0, 7, 6>();
+      fetch(8, 16);
+      load_register<7>(inputs + x_bytes, kLine);
+      multiply_registers<2, 7, 6>();
+      fetch(16, 24);
+      load_register<7>(inputs + 2 * x_bytes, kLine);
+      multiply_registers<4, 7, 6>();
+      fetch(24, 32);
+      load_register<6>(from + kLine, kStepBytes);
+      multiply_registers<5, 7, 6>();
+      load_register<7>(inputs + x_bytes, kLine);
+      multiply_registers<3, 7, 6>();
+      load_register<7>(inputs, kLine);
+      multiply_registers<1, 7, 6>();
+    } else if constexpr (kX == 2) {
+      fetch(0, 8);
+      load_register<4>(inputs, kLine);
+      load_register<6>(from, kStepBytes);
+      multiply_registers<0, 4, 6>();
+      fetch(8, 16);
+      load_register<7>(from + kLine, kStepBytes);
+      multiply_registers<1, 4, 7>();
+      fetch(16, 24);
       load_register<5>(inputs + x_bytes, kLine);
       multiply_registers<2, 5, 6>();
+      fetch(24, 32);
       multiply_registers<3, 5, 7>();
-    } else if constexpr (kW == 2) {
-      from += is_whole ? w.tile_bytes : kBandBytes;
+    } else {
+      fetch(0, 32);
+      load_register<4>(inputs, kLine);
       load_register<6>(from, kStepBytes);
-      multiply_registers<2, 4, 6>();
-      load_register<7>(from + kLine, kStepBytes);
-      multiply_registers<3, 4, 7>();
+      multiply_registers<0, 4, 6>();
+      load_register<6>(from + kLine, kStepBytes);
+      multiply_registers<1, 4, 6>();
+      if constexpr (kW == 2) {
+        from += is_whole ? w.tile_bytes : kBandBytes;
+        load_register<6>(from, kStepBytes);
+        multiply_registers<2, 4, 6>();
+        load_register<6>(from + kLine, kStepBytes);
+        multiply_registers<3, 4, 6>();
+      }
     }
+    ahead += kBandBytes;
   }
   store_register<0>(to, kWidth);
   store_register<1>(to + kLine, kWidth);
-  if constexpr (kIsDouble) {
+  if constexpr (kX * kW >= 2) {
     store_register<2>(more, kWidth);
     store_register<3>(more + kLine, kWidth);
+  }
+  if constexpr (kX == 3) {
+    store_register<4>(last, kWidth);
+    store_register<5>(last + kLine, kWidth);
   }
 }
 
 // y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of up to kAmxRows, all of one size, the
-// last filled up with zeros. One block takes two tiles at a time, two take each tile once; with more a
-// chunk of a tile serves all of them while it is cached.
+// last filled up with zeros. One block takes two tiles at a time, two or three take each tile once.
 template <typename X, typename B, typename O>
 void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, const B *bias,
                   int64_t N, O *y) {
@@ -1576,63 +2117,78 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
   const int64_t steps = count_steps<bf16>(depth), bands = (steps + kBand - 1) / kBand;
   const int64_t blocks = (M + kAmxRows - 1) / kAmxRows, rows = (M + blocks - 1) / blocks;
   const int64_t tiles = (N + kTile - 1) / kTile, tile_bytes = steps * kStepBytes;
-  const int64_t passes = (blocks + 1) / 2, chunk = passes == 1 ? bands : kChunk;
+  const bool is_alone = blocks == 1, is_for_three = blocks == 3 || blocks == 4;
+  const int64_t most = is_for_three ? 3 : 2, x_bytes = bands * rows * kLine;
+  const int64_t together = is_alone ? 2 : blocks <= kFewBlocks ? 1 : kManyTiles;
+  const int64_t stretch = blocks <= most ? bands : blocks <= kFewBlocks ? kFewBands : kManyBands;
   static thread_local std::vector<Line> scratch;
   scratch.resize(blocks * bands * rows);
   Line *inputs = scratch.data();
 #pragma omp parallel if (M * N * depth > kParallelWork)
   {
 #pragma omp for schedule(static)
-    for (int64_t band = 0; band < bands; ++band) {
-      const int64_t begin = 2 * kBand * band, used = std::min(2 * kBand, depth - begin);
-      for (int64_t block = 0, m = 0; block < blocks; ++block) {
-        Line *to = inputs + (block * bands + band) * rows;
-        for (int64_t r = 0; r < rows; ++r, ++m, ++to) {
-          const X *from = x + m * depth + begin;
-          if constexpr (std::is_same<X, bf16>::value)
-            if (m < M && used == 2 * kBand) {
-              std::memcpy(to->numbers, from, sizeof to->numbers);
-              continue;
-            }
-          *to = Line{};
-          for (int64_t i = 0; m < M && i < used; ++i) store(to->numbers[i], to_float(from[i]));
-        }
+    for (int64_t m = 0; m < blocks * rows; ++m) {
+      Line *to = inputs + m / rows * bands * rows + m % rows;
+      for (int64_t begin = 0; begin < depth; begin += 2 * kBand, to += rows) {
+        const int64_t used = m < M ? std::min(2 * kBand, depth - begin) : 0;
+        const X *from = x + m * depth + begin;
+        if constexpr (std::is_same<X, bf16>::value)
+          if (used == 2 * kBand) {
+            std::memcpy(to->numbers, from, sizeof to->numbers);
+            continue;
+          }
+        *to = Line{};
+        for (int64_t i = 0; i < used; ++i) store(to->numbers[i], to_float(from[i]));
       }
     }
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int64_t last = tiles * (thread + 1) / threads;
-    const Registers registers(rows);
-    Line rest[2 * kBandBytes / kLine] = {};
+    const Registers registers(rows, kBand, is_for_three);
+    Line rest[kManyTiles * kBandBytes / kLine] = {};
     static thread_local std::vector<Line> sums_memory;
-    sums_memory.resize(std::max<int64_t>(blocks, 2) * rows * kTile * sizeof(float) / sizeof(Line));
+    sums_memory.resize(together * blocks * rows * kTile * sizeof(float) / sizeof(Line));
     float *sums = reinterpret_cast<float *>(sums_memory.data());
-    for (int64_t t = tiles * thread / threads; t < last;) {
-      const int64_t wide = blocks == 1 && t + 2 <= last ? 2 : 1, output = t * kTile;
-      Bands w{reinterpret_cast<const char *>(packed) + t * tile_bytes,
-              reinterpret_cast<const char *>(rest), tile_bytes, steps / kBand, 0, 0};
+    const char *first = reinterpret_cast<const char *>(packed);
+    for (int64_t t = tiles * thread / threads; t < last; t += together) {
+      const int64_t count = std::min(together, last - t);
+      Bands w{first + t * tile_bytes, reinterpret_cast<const char *>(rest), tile_bytes, steps / kBand, 0, 0};
       if (w.whole < bands)
-        for (int64_t g = 0; g < wide; ++g)
+        for (int64_t g = 0; g < count; ++g)
           std::memcpy(&rest[g * kBandBytes / kLine], w.tile + g * tile_bytes + w.whole * kBandBytes,
                       tile_bytes - w.whole * kBandBytes);
+      const int64_t output = t * kTile, used = std::min(count * kTile, N - output);
       for (; w.begin < bands; w.begin = w.end) {
-        w.end = std::min(w.begin + chunk, bands);
-        const char *ahead = w.tile + w.begin * kBandBytes + kPrefetchBytes;
-        for (int64_t pass = 0; pass < passes; ++pass) {
-          const int64_t lines = pass == 0 ? kBandBytes / kLine : 0;
-          const int64_t x_bytes = bands * rows * kLine;
-          const char *from = reinterpret_cast<const char *>(inputs) + 2 * pass * x_bytes;
-          float *to = sums + 2 * pass * rows * kTile;
-          if (wide == 2)
-            add_amx<1, 2>(from, x_bytes, rows, w, ahead, lines, to);
-          else if (2 * pass + 2 <= blocks)
-            add_amx<2, 1>(from, x_bytes, rows, w, ahead, lines, to);
-          else
-            add_amx<1, 1>(from, x_bytes, rows, w, ahead, lines, to);
+        w.end = std::min(w.begin + stretch, bands);
+        for (int64_t block = 0; block < blocks; block += most) {
+          const char *from = reinterpret_cast<const char *>(inputs) + block * x_bytes;
+          for (int64_t g = 0; g < count; g += is_alone ? 2 : 1) {
+            Bands own = w;
+            own.tile += g * tile_bytes;
+            own.rest += g * kBandBytes;
+            const char *ahead = own.tile + w.begin * kBandBytes + kPrefetchBytes;
+            float *to = sums + (g * blocks + block) * rows * kTile;
+            if (is_alone && count == 2)
+              add_amx<1, 2, true>(from, x_bytes, rows, own, ahead, to);
+            else if (is_alone)
+              add_amx<1, 1, true>(from, x_bytes, rows, own, ahead, to);
+            else if (block == 0 && is_for_three)
+              add_amx<3, 1, true>(from, x_bytes, rows, own, ahead, to);
+            else if (block == 0)
+              add_amx<2, 1, true>(from, x_bytes, rows, own, ahead, to);
+            else if (block + 2 <= blocks)
+              add_amx<2, 1, false>(from, x_bytes, rows, own, ahead, to);
+            else
+              add_amx<1, 1, false>(from, x_bytes, rows, own, ahead, to);
+          }
         }
       }
-      const int64_t width = wide * kTile;
-      put_sums(sums, M, width, bias, output, std::min(width, N - output), N, y);
-      t += wide;
+      if (is_alone) {
+        put_sums(sums, M, count * kTile, bias, output, used, N, y);
+        continue;
+      }
+      for (int64_t g = 0; g < count; ++g)
+        put_sums(sums + g * blocks * rows * kTile, M, kTile, bias, output + g * kTile,
+                 std::min(kTile, used - g * kTile), N, y);
     }
   }
 }
@@ -2312,7 +2868,7 @@ extern "C" {
 
 // Bumped with every change of a signature below, or of the order of packed numbers or of sums;
 // checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 15; }
+int64_t specdec_abi_version() { return 16; }
 
 // Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.

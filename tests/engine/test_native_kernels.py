@@ -360,14 +360,15 @@ def test_products_in_the_order_of_amx(
         bits = sign << 15 | exponent << 7 | fraction
         return bits.to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
-    for num_outputs, depth in [(1, 1), (70, 39), (33, 320), (100, 2112)]:
+    # Up to two, three, four and more blocks of rows are multiplied in different orders.
+    for num_outputs, depth in [(1, 1), (70, 39), (600, 70), (33, 320), (100, 2112)]:
         half = depth // 2
-        x, weight = make(40, depth), make(num_outputs, depth)
+        x, weight = make(144 if depth == 70 else 64, depth), make(num_outputs, depth)
         for start in (0, 20):  # every other row cancels
-            x[start:40:2, half : 2 * half] = -x[start:40:2, :half]
+            x[start::2, half : 2 * half] = -x[start::2, :half]
         weight[:, half : 2 * half] = weight[:, :half]
         packed, expected = kernels.pack_matrix(weight), multiply_in_bands(x, weight)
-        for count in (40, 33, 17, 5, 1):
+        for count in (144, 72, 64, 57, 40, 33, 17, 5, 1):
             actual = kernels.multiply(x[:count], packed, None, num_outputs)
             torch.testing.assert_close(actual, expected[:count], rtol=0, atol=0, equal_nan=True)
 
