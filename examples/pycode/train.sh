@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that made the pycode models, from the interpreter's own standard library on.
-# About three hours on 2 CPU cores; what was interrupted resumes when it is started again.
+# About five hours on 2 CPU cores; what was interrupted resumes when it is started again.
 set -euo pipefail
 cd "$(dirname "$0")"
 WORK=${WORK:-work}
@@ -33,22 +33,26 @@ texts() {
   specdec-build --checkpoint-dir "$WORK/checkpoint" --output-dir "$WORK/engine" \
     --max-batch-size 64 --max-seq-len 512 --force
   specdec-train data --input "$WORK/train_prompts.jsonl" --engine-dir "$WORK/engine" \
-    --tokenizer-dir "$WORK/target" --completion --max-tokens "$5" --temperature 0.6 --seed 1 \
-    --output "$1" --resume "${@:6}"
+    --tokenizer-dir "$WORK/target" --completion --max-tokens "$5" --output "$1" --resume "${@:6}"
 }
-texts "$WORK/short.jsonl" 8000 100 bfloat16 128 --max-rows 2560  # of which the draft model and ReDrafter learned last
-texts "$WORK/data.jsonl" 4000 8 float32 256  # of which the other drafters learned
+# Of the first two the draft model and ReDrafter learned last, of the third the other drafters.
+texts "$WORK/short.jsonl" 8000 100 bfloat16 128 --temperature 0.6 --seed 1 --max-rows 2560
+texts "$WORK/greedy.jsonl" 8000 100 bfloat16 96 --temperature 0
+texts "$WORK/data.jsonl" 4000 8 float32 256 --temperature 0.6 --seed 1
+cat "$WORK/short.jsonl" "$WORK/greedy.jsonl" > "$WORK/both.jsonl"
 
 # The draft model was grown to 1.9 times its size, which changes nothing that it computes, and learned on.
 [ -d "$WORK/draft-grown" ] ||
   $PYTHON ../../benchmarks/grow.py --model-dir "$WORK/draft-distilled" --output-dir "$WORK/draft-grown" \
     --layers 3 --hidden 144 --intermediate 384 --heads 6 --kv-heads 2 --head-size 24 --dtype float32
 learn_on() {
-  pretrain draft "$1" --start-from "$WORK/$2" --teacher-dir "$WORK/target" --data "$WORK/short.jsonl" \
-    --sequence-length 256 --batch-size 8 "${@:3}"
+  pretrain draft "$1" --start-from "$WORK/$2" --teacher-dir "$WORK/target" --data "$WORK/$3.jsonl" \
+    --sequence-length 256 --batch-size 8 "${@:4}"
 }
-learn_on draft-relearned draft-grown --steps 1000 --learning-rate 3e-3 --seed 3
-learn_on draft draft-relearned --steps 400 --learning-rate 2e-3 --seed 4
+learn_on draft-1 draft-grown short --steps 1000 --learning-rate 3e-3 --seed 3
+learn_on draft-2 draft-1 short --steps 400 --learning-rate 2e-3 --seed 4
+learn_on draft-3 draft-2 short --steps 2500 --learning-rate 3e-3 --seed 5
+learn_on draft draft-3 both --steps 5000 --learning-rate 3e-3 --seed 6
 
 # drafter FOLDER METHOD DATA SEED, and more options of specdec-train.
 drafter() {
@@ -59,9 +63,13 @@ drafter() {
 drafter redrafter-files redrafter "$WORK/corpus/train.jsonl" 1 --model-max-length 512 --max-steps 2000 --batch-size 8 --learning-rate 2e-3 --redrafter-num-layers 2 \
   --redrafter-exit-dim 320 --redrafter-predict-n-tokens 5 --eval-steps 500 --eval-rows 64 \
   --save-steps 100
-drafter redrafter redrafter "$WORK/short.jsonl" 2 --start-from "$WORK/redrafter-files" --model-max-length 256 --max-steps 240 \
-  --batch-size 8 --learning-rate 1e-3 --self-distillation 1 --redrafter-num-layers 2 --redrafter-exit-dim 320 \
-  --redrafter-predict-n-tokens 5 --eval-steps 0 --eval-rows 64 --save-steps 40
+redrafter_on() {
+  drafter "$1" redrafter "$WORK/$3.jsonl" "$4" --start-from "$WORK/$2" --model-max-length 256 --max-steps "$5" --batch-size 8 \
+    --learning-rate 1e-3 --self-distillation 1 --redrafter-num-layers 2 --redrafter-exit-dim 320 \
+    --redrafter-predict-n-tokens 5 --eval-steps 0 --eval-rows 64 --save-steps 40
+}
+redrafter_on redrafter-1 redrafter-files short 2 240
+redrafter_on redrafter redrafter-1 both 3 1000
 drafter medusa medusa "$WORK/data.jsonl" 1 --model-max-length 512 --max-steps 1200 --batch-size 4 --learning-rate 1e-3 \
   --self-distillation 1 --medusa-num-heads 4 --medusa-num-layers 1 --eval-steps 300 --eval-rows 16 \
   --save-steps 50
