@@ -120,7 +120,7 @@ OTHERS_FLAGS = {
     "--nproc-per-node", "--num-processes", "--no-python", "--no-deps", "--drafter-output-dir",
     "--use-fsdp", "--fsdp-version", "--use-deepspeed", "--zero-stage", "--multi-gpu",
     "--config-file", "--gradient-clipping", "--mixed-precision", "--dynamo-backend",
-    "--quick", "--shapes", "--param", "--only", "--compilers", "--full",
+    "--quick", "--prepare", "--shapes", "--param", "--only", "--compilers", "--full",
     "--chat-template", "--enforce-eager", "--max-model-len", "--max-num-seqs",
     "--speculative-config", "--create-home", "--index-url", "--no-cache-dir",
     "--no-install-recommends", "--experts", "--intermediate",

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -276,7 +277,7 @@ def test_half_characters_wait_and_tokens_are_bytes(folder: Path) -> None:
     assert [table.get_text(n) for n in range(4)] == names
     assert table.get_bytes(9) == b"</s>"
     assert table.get_bytes(77) == b""
-    job: Any = None
+    job: Any = SimpleNamespace(has_output=True)
     choice = Choice(0, job, "")
     shown, counts = [], []
     for token, (text, end) in enumerate([("a", 1), ("", 1), ("€", 2), ("", 2)]):
