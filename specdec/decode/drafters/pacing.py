@@ -149,7 +149,8 @@ class DraftLength:
     tokens. Nothing is drafted that would lose more than `bound_loss` in all, if nothing of it were
     accepted; what was won before may be lost again. The first steps are plain; the draft model runs
     a prompt by pieces, the first of which is small and the one cost that no account foresees;
-    drafting is tried on one request, and on others only as the account allows. Where drafts are
+    drafting is tried on one request, and on others as the account allows: at once where reading
+    their prompts costs no more than further trials. Where drafts are
     known not to pay, they are tried again on one request, for a smaller share of the time.
     """
 
@@ -163,6 +164,7 @@ class DraftLength:
         self._accepted, self._reached = FIRST_ACCEPTED, FIRST_REACHED
         self._verify, self._draft = Costs(), Costs()  # by tokens in the step, by requests
         self._catch_up = Costs()  # a token, under size 1
+        self._longest_piece = 0  # tokens, of which that is known
         self._num_plain = self._num_drafted = self._since_plain = 0
         self._spent = self._lost = 0.0
         self._gain_share = 1.0  # of the step that was planned last
@@ -193,9 +195,18 @@ class DraftLength:
         bound = bound_loss(num_rows, MODEL_LOSS)
         allowance = bound * (self._spent + ahead) - self._lost
         best, gain = self._find_best(num_rows)
-        if self._draft.largest == 0 or (best and num_rows > 1 and self._num_drafted < TRIAL_TOKENS):
-            return self._try_one(usable[0], lags, remaining, allowance)
         price = self._catch_up.estimate(1) or 0.0
+        if self._draft.largest == 0:
+            return self._try_one(usable[0], lags, remaining, allowance)
+        # What reading a prompt costs is known of a small piece alone, which is dear by the token.
+        longest = min(lags[usable[-1]], int(allowance / (2 * price)) if price else 0)
+        if best and num_rows > 1 and longest > 2 * self._longest_piece:
+            return DraftPlan(nothing.counts, {usable[-1]: longest})
+        if best and num_rows > 1 and self._num_drafted < TRIAL_TOKENS:
+            trials = TRIAL_TOKENS - self._num_drafted
+            trial = self._predict_step(1, num_rows, 1) - self._predict_step(0, num_rows)
+            if price * sum(lags[row] for row in usable) > trials * trial:
+                return self._try_one(usable[0], lags, remaining, allowance)
         if self._draft.largest < num_rows:
             best = min(best, 1)  # what a pass for more requests costs is a guess yet
         worth = [row for row in usable if gain * remaining[row] / num_rows > price * lags[row]]
@@ -303,9 +314,11 @@ class DraftLength:
             self._verify.record(num_rows * num_tokens, verify_seconds)
         self._spent += draft_seconds + verify_seconds
         num_drafting = sum(drafted > 0 for drafted, _ in drafts)
-        if num_caught_up:
+        # A few cost a pass next to nothing, so that the pass is what was measured.
+        if num_caught_up > (4 * FIRST_CHUNK if num_passes else 0):
             usual = num_passes * (self._draft.estimate(num_drafting) or 0.0)
             self._catch_up.record(1, max(0.0, draft_seconds - usual) / num_caught_up)
+            self._longest_piece = max(self._longest_piece, num_caught_up)
         elif num_passes:
             self._draft.record(num_drafting, draft_seconds / num_passes)
         if not num_passes:
