@@ -40,7 +40,6 @@ from specdec.decode.drafters.base import Proposer, TreeReader  # noqa: E402
 from specdec.decode.drafters.chain import join_proposers  # noqa: E402
 from specdec.decode.drafters.suffix import SuffixProposer  # noqa: E402
 from specdec.methods.suffix import SuffixOptions  # noqa: E402
-from specdec.processes import call_stage  # noqa: E402
 from specdec.run.settings import RunSettings  # noqa: E402
 
 LEAST_PROMPTS = 4
@@ -59,20 +58,10 @@ def prepare_engines(found: Models, size: str) -> dict[str, Path]:
         shutil.rmtree(drafter, ignore_errors=True)
         words = ["--model-dir", str(PYCODE / "eagle3"), "--output-dir", str(drafter)]
         write_eagle(PYCODE / "eagle3", drafter, parse_shape([*words, *shape]))
-    checkpoint, engines["eagle3"] = (
-        engines["draft"].with_name(n) for n in ("checkpoint", "eagle3")
-    )
-    call_stage(
-        "convert",
-        ["--model-dir", str(found.target), "--output-dir", str(checkpoint), "--dtype", DTYPE,
-         "--eagle-model-dir", str(drafter)],
+    engines["eagle3"] = models.build_engine(
+        found.target, engines["draft"].with_name("eagle3"), ["--eagle-model-dir", str(drafter)],
+        ["--max-batch-size", str(models.MAX_BATCH_SIZE)],
     )  # fmt: skip
-    call_stage(
-        "build",
-        ["--checkpoint-dir", str(checkpoint), "--output-dir", str(engines["eagle3"]),
-         "--max-batch-size", str(models.MAX_BATCH_SIZE)],
-    )  # fmt: skip
-    shutil.rmtree(checkpoint)
     return engines
 
 

@@ -212,18 +212,10 @@ def make_model(args: argparse.Namespace, positions: int) -> Path:
             ["--model-dir", str(folder / "model"), "--to", "gguf",
              "--output-dir", str(folder / "gguf")],
         )  # fmt: skip
-    shutil.rmtree(folder / "engine", ignore_errors=True)  # ours may have changed
-    call_stage(
-        "convert",
-        ["--model-dir", str(folder / "model"), "--output-dir", str(folder / "checkpoint"),
-         "--dtype", "bfloat16", "--force"],
+    models.build_engine(  # anew: ours may have changed
+        folder / "model", folder / "engine",
+        build=["--max-batch-size", "1", "--max-input-len", str(positions - ROOM // 2)],
     )  # fmt: skip
-    call_stage(
-        "build",
-        ["--checkpoint-dir", str(folder / "checkpoint"), "--output-dir", str(folder / "engine"),
-         "--max-batch-size", "1", "--max-input-len", str(positions - ROOM // 2)],
-    )  # fmt: skip
-    shutil.rmtree(folder / "checkpoint")
     return folder
 
 

@@ -13,28 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 
-from specdec import Engine
-from specdec.bench.repetition import is_looping
-from specdec.processes import call_stage
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-PYCODE = Path(__file__).resolve().parent.parent / "examples" / "pycode"
-
-
-def build_pycode(folder: Path) -> Path:
-    """An engine of the shipped model."""
-    call_stage(
-        "convert",
-        ["--model-dir", str(PYCODE / "target"), "--output-dir", str(folder / "checkpoint"),
-         "--dtype", "bfloat16"],
-    )  # fmt: skip
-    call_stage(
-        "build",
-        ["--checkpoint-dir", str(folder / "checkpoint"), "--output-dir", str(folder / "engine")],
-    )
-    return folder / "engine"
+from benchmarks.side_by_side.models import PYCODE, build_engine  # noqa: E402
+from specdec import Engine  # noqa: E402
+from specdec.bench.repetition import is_looping  # noqa: E402
 
 
 def choose(engine_dir: Path, lines: list[str], max_output_len: int) -> list[str]:
@@ -60,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     lines = args.prompt_file.read_text(encoding="utf-8").splitlines()
     with tempfile.TemporaryDirectory() as folder:
-        engine_dir = args.engine_dir or build_pycode(Path(folder))
+        engine_dir = args.engine_dir or build_engine(PYCODE / "target", Path(folder) / "engine")
         chosen = choose(engine_dir, lines, args.max_output_len)
     args.output.write_text("".join(f"{line}\n" for line in chosen), encoding="utf-8")
     print(f"{len(chosen)} of {len(lines)} texts do not loop")

@@ -120,20 +120,26 @@ def build_engines(
     if quantization is None:
         made.insert(0, ("redrafter", models.target, redrafter, ["--drafter-weights", "int8"]))
     for name, model, convert, build in made:
-        checkpoint = folder / f"{name}-checkpoint"
-        engines[name] = folder / name
-        call_stage(
-            "convert",
-            ["--model-dir", str(model), "--output-dir", str(checkpoint), "--dtype", DTYPE,
-             *convert],
+        engines[name] = build_engine(
+            model, folder / name, convert,
+            ["--max-batch-size", str(MAX_BATCH_SIZE), *build, *build_flags],
         )  # fmt: skip
-        call_stage(
-            "build",
-            ["--checkpoint-dir", str(checkpoint), "--output-dir", str(engines[name]),
-             "--backend", "torch", "--max-batch-size", str(MAX_BATCH_SIZE), *build, *build_flags],
-        )  # fmt: skip
-        shutil.rmtree(checkpoint)
     return engines
+
+
+def build_engine(
+    model: Path, folder: Path, convert: Sequence[str] = (), build: Sequence[str] = ()
+) -> Path:
+    """Convert and build a model in bfloat16 into a folder, in place of what is there."""
+    checkpoint = folder.with_name(f"{folder.name}-checkpoint")
+    for old in (folder, checkpoint):
+        shutil.rmtree(old, ignore_errors=True)
+    words = ["--model-dir", str(model), "--output-dir", str(checkpoint), "--dtype", DTYPE]
+    call_stage("convert", [*words, *convert])
+    words = ["--checkpoint-dir", str(checkpoint), "--output-dir", str(folder)]
+    call_stage("build", [*words, "--backend", "torch", *build])
+    shutil.rmtree(checkpoint)
+    return folder
 
 
 def make_gguf(models: Models) -> dict[str, Path]:

@@ -17,12 +17,19 @@ from typing import Any
 
 from benchmarks.side_by_side.goals import Goal, judge
 from benchmarks.side_by_side.install import install_peer
-from benchmarks.side_by_side.models import DTYPE, GROW, PYCODE, Models, make_gguf, read_commit
+from benchmarks.side_by_side.models import (
+    DTYPE,
+    GROW,
+    PYCODE,
+    Models,
+    build_engine,
+    make_gguf,
+    read_commit,
+)
 from benchmarks.side_by_side.processes import PeerError, count_group_seconds, run_logged
 from benchmarks.side_by_side.report import format_goals, lay_out
 from specdec.bench.machine import LoadMeter, describe_load, describe_machine
 from specdec.bench.measure import divide, summarize
-from specdec.processes import call_stage
 
 from .client import Body, Reply, ask_all
 from .figures import describe
@@ -90,16 +97,10 @@ def prepare(args: argparse.Namespace) -> Weights:
     flags = {"target": (*external, str(longest)), "draft": ()}
     engines = {}
     for name, source in folders.items():
-        engines[name] = folder / "engines" / name
-        checkpoint = folder / f"{name}-checkpoint"
-        for old in (engines[name], checkpoint):  # made anew: the engine may have changed
-            shutil.rmtree(old, ignore_errors=True)
-        call_stage("convert", ["--model-dir", str(source), "--output-dir", str(checkpoint),
-                               "--dtype", DTYPE])  # fmt: skip
-        call_stage("build", ["--checkpoint-dir", str(checkpoint), "--output-dir",
-                             str(engines[name]), "--backend", "torch", "--max-batch-size",
-                             str(max(args.concurrency)), *flags[name]])  # fmt: skip
-        shutil.rmtree(checkpoint)
+        engines[name] = build_engine(  # anew: the engine may have changed
+            source, folder / "engines" / name,
+            build=["--max-batch-size", str(max(args.concurrency)), *flags[name]],
+        )  # fmt: skip
     gguf = {}
     if LLAMA_CPP in args.servers:
         gguf = make_gguf(Models(folder, folders["target"], folder, folders["draft"]))

@@ -37,8 +37,7 @@ def test_all_methods(
         built.append(stage)
         call(stage, *words)
 
-    for module in (models, batches):
-        monkeypatch.setattr(module, "call_stage", call_here)
+    monkeypatch.setattr(models, "call_stage", call_here)
     out = tmp_path / "out"
     words = ["--size", "pycode", "--batch-sizes", "1,2", "--max-output-len", "6",
              "--folder", str(tmp_path), "--output-dir", str(out)]  # fmt: skip

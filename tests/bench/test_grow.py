@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.side_by_side.eagle import write_eagle
-from specdec.bench.engine import open_bench
+from specdec.bench.engine import Pass, open_bench
 from specdec.bench.prompts import read_prompt_set
-from specdec.decode.requests import sum_stats
+from specdec.decode.requests import Result, sum_stats
 from specdec.run.settings import RunSettings
 from tests.conftest import ROOT, make_drafter, make_eagle_drafter, make_llama, make_tokenizer
 from tests.engines import make_engine, make_tree_engine
@@ -55,6 +55,16 @@ def run_grow(grow: ModuleType, small: Path, out: Path, *flags: str) -> dict[str,
     return report
 
 
+def decode(engine: Path, target: Path) -> tuple[Pass, list[Result]]:
+    settings = RunSettings(
+        engine_dir=engine, tokenizer_dir=str(target), device="cpu", max_output_len=30
+    )
+    bench = open_bench(settings)
+    bench.take_prompts(read_prompt_set(None), settings)
+    done = bench.run(bench.engine.proposer, 2)
+    return done, [result for group in done.results.values() for result in group]
+
+
 def test_the_same_text_and_the_same_drafts(grow: ModuleType, small: Path, tmp_path: Path) -> None:
     report = run_grow(grow, small, tmp_path, "--dtype", "float32")
     assert report["float32"]["max_difference"] < 1e-4
@@ -66,14 +76,7 @@ def test_the_same_text_and_the_same_drafts(grow: ModuleType, small: Path, tmp_pa
             tmp_path / parent.name, parent / "target", parent / "drafter", beams=2, length=3,
             optimize="none",
         )  # fmt: skip
-        settings = RunSettings(
-            engine_dir=engine, tokenizer_dir=str(parent / "target"), device="cpu",
-            max_output_len=30,
-        )  # fmt: skip
-        bench = open_bench(settings)
-        bench.take_prompts(read_prompt_set(None), settings)
-        done = bench.run(bench.engine.proposer, 2)
-        results = [r for group in done.results.values() for r in group]
+        done, results = decode(engine, parent / "target")
         found.append((done.texts, sum_stats(results), [r.stats.to_json() for r in results]))
     assert found[0] == found[1]
     assert found[0][1]["acceptance_length"] > 1.0
@@ -92,14 +95,7 @@ def test_the_same_drafts_of_eagle3(grow: ModuleType, small: Path, tmp_path: Path
         engine = make_tree_engine(
             "eagle", tmp_path / own.name / "engines", parent / "target", own, optimize="none"
         )
-        settings = RunSettings(
-            engine_dir=engine, tokenizer_dir=str(parent / "target"), device="cpu",
-            max_output_len=30,
-        )  # fmt: skip
-        bench = open_bench(settings)
-        bench.take_prompts(read_prompt_set(None), settings)
-        done = bench.run(bench.engine.proposer, 2)
-        results = [r for group in done.results.values() for r in group]
+        done, results = decode(engine, parent / "target")
         found.append((done.texts, [r.stats.to_json() for r in results]))
     assert found[0] == found[1]
     strange = load_file(drafter / "model.safetensors") | {"input_norm.weight": torch.ones(128)}

@@ -198,14 +198,14 @@ class DraftLength:
         price = self._catch_up.estimate(1) or 0.0
         if self._draft.largest == 0:
             return self._try_one(usable[0], lags, remaining, allowance)
-        # What reading a prompt costs is known of a small piece alone, which is dear by the token.
-        longest = min(lags[usable[-1]], int(allowance / (2 * price)) if price else 0)
-        if best and num_rows > 1 and longest > 2 * self._longest_piece:
-            return DraftPlan(nothing.counts, {usable[-1]: longest})
-        if best and num_rows > 1 and self._num_drafted < TRIAL_TOKENS:
+        if best and num_rows > 1:
+            # What reading costs is known of a small piece at first, which is dear by the token.
+            longest = min(lags[usable[-1]], int(allowance / (2 * price)) if price else 0)
+            if longest > 2 * self._longest_piece:
+                return DraftPlan(nothing.counts, {usable[-1]: longest})
             trials = TRIAL_TOKENS - self._num_drafted
             trial = self._predict_step(1, num_rows, 1) - self._predict_step(0, num_rows)
-            if price * sum(lags[row] for row in usable) > trials * trial:
+            if trials > 0 and price * sum(lags[row] for row in usable) > trials * trial:
                 return self._try_one(usable[0], lags, remaining, allowance)
         if self._draft.largest < num_rows:
             best = min(best, 1)  # what a pass for more requests costs is a guess yet
