@@ -86,7 +86,7 @@ class TuneSettings(PromptSettings):
     """One field is one flag of specdec tune."""
 
     checkpoint_dir: Path = setting(
-        required=True, kind="path", metavar="CKPT",
+        required=True, kind="path", folder="checkpoint", metavar="CKPT",
         help="Checkpoint folder of the target, with its drafter.",
     )  # fmt: skip
     batch_sizes: str = _batch_sizes("1")

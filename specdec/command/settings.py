@@ -27,6 +27,7 @@ class Flag:
     hidden: bool = False
     is_argument: bool = False  # the words that belong to no option; a list
     required: bool = False  # `require` refuses settings without it, so that its type is never None
+    folder: str | None = None  # the kind of folder it names, one of files/folders.py
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
