@@ -162,7 +162,7 @@ def stage_command(
             logs.set_up(debug=debug)
             recipe = Path(config) if config else None
             others = _group_others(ctx)
-            settings = resolve_settings(settings_class, section or name, typed, recipe, others)
+            settings: Any = resolve_settings(settings_class, section or name, typed, recipe, others)
             _check_folders(settings, flags)
             work(settings)
 
