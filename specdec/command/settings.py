@@ -12,6 +12,11 @@ from specdec.errors import UsageError, shorten, suggest
 
 T = TypeVar("T")
 SECTIONS = ("convert", "build", "run", "serve", "train", "data", "verify", "bench")
+# How a field is given, by its type, without `| None`; a bool that may be None: enable or disable.
+KINDS = {
+    "str": "str", "int": "int", "float": "float", "Path": "path", "bool": "flag",
+    "bool | None": "enable", "list[str]": "list",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +24,7 @@ class Flag:
     """How a settings field appears on the command line and in a recipe."""
 
     help: str
-    kind: str = "str"  # str, int, float, path, flag, enable (enable|disable), list (several values)
+    kind: str = ""  # one of KINDS, by the field's type
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
@@ -57,14 +62,17 @@ def _declare(default: Any, metadata: dict[str, Any]) -> Any:
 
 
 def get_flags(settings_class: type) -> dict[str, tuple[Flag, Any]]:
-    """Map each field of a settings class to (flag, default)."""
+    """Map each field of a settings class to (flag, default); its module postpones annotations."""
     flags = {}
     for field in dataclasses.fields(settings_class):
         if "flag" in field.metadata:
             default = field.default
             if field.default_factory is not dataclasses.MISSING:
                 default = field.default_factory()
-            flags[field.name] = (field.metadata["flag"], default)
+            written = str(field.type)
+            kind = KINDS.get(written) or KINDS[written.removesuffix(" | None")]
+            flag = dataclasses.replace(field.metadata["flag"], kind=kind)
+            flags[field.name] = (flag, default)
     return flags
 
 

@@ -26,13 +26,13 @@ from specdec.train.data.settings import DataSettings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToySettings:
-    output_dir: Path | None = setting(help="where", kind="path")
-    max_len: int = setting(10, help="length", kind="int", minimum=1)
-    rate: float = setting(0.5, help="rate", kind="float")
+    output_dir: Path | None = setting(help="where")
+    max_len: int = setting(10, help="length", minimum=1)
+    rate: float = setting(0.5, help="rate")
     mode: str = setting("draft_tokens", help="mode", choices=("draft_tokens", "eagle"))
-    use_fmha: bool | None = setting(help="plugin", kind="enable")
-    verbose: bool = setting(False, help="talk", kind="flag")
-    texts: list[str] = setting([], help="texts", kind="list")
+    use_fmha: bool | None = setting(help="plugin")
+    verbose: bool = setting(False, help="talk")
+    texts: list[str] = setting([], help="texts")
 
 
 def resolve(recipe: Path | None = None, **typed: Any) -> ToySettings:
@@ -151,7 +151,7 @@ def test_require_names_every_missing_flag() -> None:
 def test_a_required_field_need_not_be_named() -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Strict(ToySettings):
-        input_dir: Path = setting(help="from", kind="path", required=True)
+        input_dir: Path = setting(help="from", required=True)
 
     require(Strict(input_dir=Path("a")))
     with pytest.raises(UsageError, match="missing --input-dir$"):
