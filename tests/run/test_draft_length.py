@@ -16,6 +16,7 @@ from specdec.decode.drafters.pacing import (
     Costs,
     DraftLength,
     DraftPlan,
+    bound_catch_up,
 )
 
 
@@ -293,3 +294,10 @@ def test_shared_steps_alone_measure_nothing() -> None:
             num_rows=1, num_tokens=1, num_passes=0, num_caught_up=0, draft_seconds=0.0,
             drafts=[(0, 0)], verify_seconds=None,
         )  # fmt: skip
+
+
+def test_catching_up_is_bounded_and_begins_with_those_that_lack_least() -> None:
+    plan = bound_catch_up(DraftPlan([4, 4, 0, 4], most=6), [50, 3, 9, 10], 20)
+    assert plan == DraftPlan([0, 4, 0, 4], {0: 7}, most=6)
+    plan = bound_catch_up(DraftPlan([0, 0], {0: 30}), [50, 3], 20)
+    assert plan == DraftPlan([0, 0], {0: 20})

@@ -122,10 +122,12 @@ class DraftPlan:
 def bound_catch_up(plan: DraftPlan, lags: Sequence[int], limit: int) -> DraftPlan:
     """A plan by which a drafter reads at most `limit` tokens that it lags behind.
 
-    It catches up with one request after another; nothing is drafted for those it lags behind still.
+    It catches up with one request after another, those first that lack least; nothing is drafted
+    for those it lags behind still.
     """
     read, counts, catch_up = 0, list(plan.counts), {}
-    for at, lag in enumerate(lags):
+    for at in sorted(range(len(lags)), key=lags.__getitem__):
+        lag = lags[at]
         wanted = lag if counts[at] else plan.catch_up.get(at, 0)
         taken = min(wanted, limit - read)
         read += taken
