@@ -42,8 +42,9 @@ class TrainSettings:
         metavar="X",
     )  # fmt: skip
     learning_rate: float = setting(
-        help="Highest learning rate of AdamW; if not given, the method's default.", minimum=0
-    )
+        help="Highest learning rate of AdamW; if not given, the method's default.",
+        minimum=0, maximum=1000,
+    )  # fmt: skip
     batch_size: int = setting(
         4, help="Rows in a forward pass, on each device.", minimum=1, maximum=2**16
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -204,9 +206,9 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         if flag.kind == "float" and not math.isfinite(value):
             raise wrong("a finite number")
         if flag.minimum is not None and not value >= flag.minimum:
-            raise wrong(f"at least {flag.minimum:g}")
+            raise wrong(f"at least {flag.minimum}")
         if flag.maximum is not None and not value <= flag.maximum:
-            raise wrong(f"at most {flag.maximum:g}")
+            raise wrong(f"at most {flag.maximum}")
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise wrong("a text")
@@ -215,6 +217,8 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         raise wrong("text of whole characters, in UTF-8")
     if flag.kind == "path" and (not text or "\0" in text):
         raise wrong("a path")  # Path("") would be the current folder
+    if flag.kind == "path" and _leads_in_circles(text):
+        raise wrong("a path without a circle of links")
     same = {choice.replace("_", "-"): choice for choice in flag.choices}
     text = same.get(text.replace("_", "-"), text)
     if flag.choices and text not in flag.choices:
@@ -229,6 +233,14 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
 def _is_whole(text: str) -> bool:
     """Whether a text has neither bytes that the locale cannot read nor halves of characters."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _leads_in_circles(path: str) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _refuse_twins(mapping: Any) -> None:

@@ -53,7 +53,8 @@ def check_output_file(path: Path) -> None:
     """Raise SpecDecError where a file cannot be written, before the work that is to fill it."""
     if path.is_dir():
         raise SpecDecError(f"{path} is a folder", "name a file for the output")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    place = path if path.exists() else path.parent
+    if not path.parent.is_dir() or not os.access(place, os.W_OK):
         raise SpecDecError(
             f"{path} cannot be written: there is no folder {path.parent}, or it is read-only",
             "check the path and its permissions",

@@ -172,7 +172,12 @@ def test_where_writing_fails_the_old_output_stays(
 
 
 def test_where_nothing_can_be_written_nothing_is_generated(folder: Path, tmp_path: Path) -> None:
-    for file, match in ((tmp_path, "is a folder"), (tmp_path / "no/x", "there is no folder")):
+    (tmp_path / "file").touch()
+    for file, match in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "no/x", "there is no folder"),
+        (tmp_path / "file/x", "there is no folder"),
+    ):
         with pytest.raises(SpecDecError, match=match):
             call(
                 "run", "--engine-dir", folder / "engine", "--input-text", "a",
