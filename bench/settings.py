@@ -82,8 +82,9 @@ class TuneSettings(PromptSettings):
     """One field is one flag of specdec tune."""
 
     checkpoint_dir: Path = setting(
-        required=True, metavar="CKPT", help="Checkpoint folder of the target, with its drafter."
-    )
+        required=True, folder="checkpoint", metavar="CKPT",
+        help="Checkpoint folder of the target, with its drafter.",
+    )  # fmt: skip
     batch_sizes: str = _batch_sizes("1")
     max_length: int = setting(
         5, minimum=1, metavar="N", help="Longest draft to try, for ReDrafter and draft models."

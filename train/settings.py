@@ -18,7 +18,7 @@ class TrainSettings:
 
     method: str = setting("redrafter", help="Kind of drafter.", choices=TRAINABLE)
     model_dir: str = setting(
-        required=True, metavar="BASE",
+        required=True, folder="model", metavar="BASE",
         help="The target: a Hugging Face folder or Hub id; it is not changed.",
     )  # fmt: skip
     data: Path = setting(

@@ -32,6 +32,7 @@ class Flag:
     hidden: bool = False
     is_argument: bool = False  # the words that belong to no option; a list
     required: bool = False  # `require` refuses settings without it, so that its type is never None
+    folder: str | None = None  # the kind of folder it names, one of files/folders.py
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,10 +191,8 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
             raise wrong("a text or a list of texts")
-        try:
-            "".join(map(str, values)).encode()
-        except UnicodeEncodeError:  # bytes that the locale cannot read, or a half in a recipe
-            raise wrong("text of whole characters, in UTF-8") from None
+        if not all(_is_whole(str(v)) for v in values):
+            raise wrong("text of whole characters, in UTF-8")
         return [str(v) for v in values]
     if flag.kind in ("int", "float"):
         try:
@@ -212,6 +211,8 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise wrong("a text")
     text = str(value)
+    if not _is_whole(text):
+        raise wrong("text of whole characters, in UTF-8")
     if flag.kind == "path" and (not text or "\0" in text):
         raise wrong("a path")  # Path("") would be the current folder
     same = {choice.replace("_", "-"): choice for choice in flag.choices}
@@ -223,6 +224,11 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
             f"choose one of {choices}",
         )
     return Path(text) if flag.kind == "path" else text
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a text has neither bytes that the locale cannot read nor halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _refuse_twins(mapping: Any) -> None:
