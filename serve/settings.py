@@ -46,7 +46,7 @@ class ServeSettings:
         256, minimum=0, help="Requests that may wait; beyond, clients get 429."
     )
     prompt_chunk: int | None = setting(
-        kind="int", minimum=1,
+        minimum=1,
         help="Tokens of new prompts that are read in a step of running requests; if not given, 16"
         " for each request, at least 64 and at most 512.",
     )  # fmt: skip

@@ -366,7 +366,7 @@ class Batch:
         """
         active = self.active
         if isinstance(self.proposer, StepTimer):
-            self.proposer.is_shared = chunk is not None
+            self.proposer.num_beside = 0 if chunk is None else min(chunk, self._reader.num_left)
         with self._clocks["draft"]:
             candidates = self._propose(active)
         trees = [c.tree for c in candidates]
