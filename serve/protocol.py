@@ -75,6 +75,8 @@ class Connection(H11Protocol):
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # it began with the headers: its answer comes too late
         self.transport.close()
 
     def _should_upgrade(self) -> bool:

@@ -542,6 +542,8 @@ RAW: list[tuple[bytes, int]] = [
     (POST + b"Content-Length: -5\r\n\r\n", 400),
     (POST + b"Transfer-Encoding: gzip\r\n\r\n", 501),
     (POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n\r\n", 400),
+    # Answered for its host before its body is looked at.
+    (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n\r\n", 400),
     (
         b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: upgrade, close"
         b"\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: x3JJHMbDL1EzLkh9GBhXDw==\r\n\r\n",
@@ -551,12 +553,15 @@ RAW: list[tuple[bytes, int]] = [
 
 
 @pytest.mark.parametrize(("sent", "status"), RAW)
-def test_what_is_not_http_is_an_error_in_openais_form(url: str, sent: bytes, status: int) -> None:
+def test_what_is_not_http_is_an_error_in_openais_form(
+    url: str, sent: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
     head, _, body = talk(url, sent).partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status} ".encode())
     if status != 200:
         assert json.loads(body)["error"].keys() == {"message", "type", "param", "code"}
     assert CLIENT.get(f"{url}/health").status_code == 200
+    assert "Exception in ASGI application" not in caplog.text
 
 
 def test_health_is_answered_alike_however_it_is_asked_for(
