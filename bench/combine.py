@@ -18,7 +18,7 @@ from specdec.methods.suffix import SuffixOptions
 
 from .methods.base import Candidate
 
-NUM_SUFFIX_TOKENS = 8  # that suffix decoding drafts in a chain
+NUM_SUFFIX_TOKENS = 15  # that suffix decoding drafts in a chain
 
 
 def list_combined(fixed: Sequence[Candidate], methods: Sequence[Method]) -> list[Candidate]:

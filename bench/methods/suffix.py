@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ..replay import Recording
     from ..settings import TuneSettings
 
-NUM_TOKENS = (2, 3, 5, 7, 10, 15)
-FACTORS = (1.0, 2.0, 4.0)
+NUM_TOKENS = (2, 3, 5, 8, 15, 31)
+FACTORS = (1.0, 4.0, 16.0)
 
 
 def prepare(settings: TuneSettings, folder: Path) -> Trial:

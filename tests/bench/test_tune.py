@@ -244,7 +244,7 @@ def test_a_table_and_its_recipe(
     assert {row["name"] for row in fixed} == {"1 x 1", "1 x 2", "2 x 1", "2 x 2"}
     best = fixed[0]["name"]
     made = {row["name"] for row in combined}
-    assert {f"{best}, budget auto", f"suffix of 8, else {best}"} <= made
+    assert {f"{best}, budget auto", f"suffix of 15, else {best}"} <= made
     assert len(made) == len({best, "2 x 2"}) + 1
     assert [row["measured"] is not None for row in fixed] == [True, True, False, False]
     assert all(row["measured"] is not None for row in combined)
@@ -338,7 +338,7 @@ def test_a_table_without_a_drafter(folder: Path, plain: Path) -> None:
     """Methods that need no drafter, of a plain checkpoint; each runs as its recipe says."""
     report = run_tune(folder, folder / PLAIN_CHECKPOINT, num_measured=1, max_output_len=4)
     names = [row["name"] for row in report["batches"][0]["settings"]]
-    assert {"lookup of 3, 2-grams", "suffix of 5, factor 2", "lookahead [2,2,2]"} < set(names)
+    assert {"lookup of 3, 2-grams", "suffix of 5, factor 4", "lookahead [2,2,2]"} < set(names)
     fake: Any = SimpleNamespace(engine=SimpleNamespace(decoder=None))
     candidates = list_free(fake)
     for candidate, method in ((candidates[0], "prompt_lookup"), (candidates[-1], "lookahead")):
