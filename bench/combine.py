@@ -11,6 +11,7 @@ from specdec.decode.drafters.budget import bind
 from specdec.decode.drafters.chain import join_proposers
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.drafters.redrafter import ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.methods import Method
 from specdec.methods.suffix import METHOD as SUFFIX
@@ -48,6 +49,8 @@ def add_budget(candidate: Candidate) -> Candidate:
 
 def pace(proposer: Proposer) -> Proposer:
     """What drafts as a proposer does, as far as that pays."""
+    if isinstance(proposer, ReDrafterProposer):
+        proposer = proposer.fit_budget()
     if not isinstance(proposer, DraftTargetProposer):
         return bind(proposer)
     paced = copy.copy(proposer)  # what a run changes is made anew for each

@@ -101,12 +101,18 @@ def rank_tokens(
     Returns the target's tokens and their log-probabilities, both [..., width].
     """
     head = decoder.lm_head
-    if head.kernels is not None and head.packed is not None:
-        tokens, scores = head.kernels.rank_outputs(
-            x, head.packed, head.bias, head.num_outputs, width
-        )
-    else:
-        return rank_logits(decoder.compute_logits(x).float(), width, offsets)
+    if head.kernels is not None:
+        return rank_packed(head, x, width, offsets)
+    return rank_logits(decoder.compute_logits(x).float(), width, offsets)
+
+
+def rank_packed(
+    head: Linear, x: Tensor, width: int, offsets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same of a head that native kernels have packed."""
+    assert head.kernels is not None
+    assert head.packed is not None
+    tokens, scores = head.kernels.rank_outputs(x, head.packed, head.bias, head.num_outputs, width)
     return name_tokens(tokens, offsets), scores
 
 

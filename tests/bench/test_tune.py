@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.bench.combine import add_budget
 from specdec.bench.engine import Bench, open_bench
 from specdec.bench.forecast import Forecaster, spread_seconds
 from specdec.bench.measure import list_results
@@ -34,6 +35,8 @@ from specdec.bench.tune_cli import MAX_ROWS, format_report
 from specdec.build.settings import BuildSettings
 from specdec.command.settings import resolve_settings
 from specdec.convert.settings import ConvertSettings
+from specdec.decode.drafters.budget import BudgetProposer
+from specdec.decode.drafters.redrafter import DynamicProposer
 from specdec.decode.drafters.trees import grow_choices
 from specdec.decode.requests import sum_stats
 from specdec.engine.tree import pack_beams
@@ -85,8 +88,14 @@ def test_replay_of_redrafter(engine: Path, folder: Path) -> None:
     bench = load(engine, folder)
     candidates = redrafter.list_searches(bench, [1, 3], 4)
     assert [c.name for c in candidates][:5] == ["1 x 1", "1 x 2", "1 x 3", "1 x 4", "3 x 1"]
-    lengths = check_replays(bench, candidates[::3], record(bench, 2))
+    trees = [c for c in candidates if c.run]
+    assert [c.name for c in trees] == ["3 x 3, best 7", "3 x 4, best 7"]
+    assert trees[0].run == {"redrafter_tree_tokens": 7}
+    lengths = check_replays(bench, [*candidates[::3], trees[1]], record(bench, 2))
     assert max(lengths) > 1.0, "something is accepted"
+    paced = add_budget(candidates[-2]).proposer
+    assert isinstance(paced, BudgetProposer)
+    assert isinstance(paced.proposer, DynamicProposer), "as --draft-budget auto drafts"
     assert bench.engine.proposer.head.params.num_beams == 2, "the engine's own is as it was"
 
 

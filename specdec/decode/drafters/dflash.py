@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, StateKeeper, get_graphs, list_rows
-from specdec.decode.drafters.eagle import DynamicTree, Level
+from specdec.decode.drafters.levels import DynamicTree, Level
 from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS, DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
