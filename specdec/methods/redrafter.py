@@ -144,19 +144,16 @@ class ReDrafterConvert:
         metavar="DRAFTER", help="A ReDrafter drafter: a folder or Hub id."
     )
     redrafter_num_beams: int | None = setting(
-        kind="int",
-        minimum=1,
-        maximum=MAX_DRAFT_TOKENS,
-        metavar="N",
+        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Beams of the drafter's search; 5 if not given.",
-    )
+    )  # fmt: skip
     redrafter_draft_len_per_beam: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Draft tokens of each beam, at most as many as the drafter was trained for; 5 if"
         " not given.",
     )  # fmt: skip
     redrafter_no_greedy_search: bool = setting(
-        False, kind="flag", help="For a TensorRT-LLM engine: sample instead of searching greedily."
+        False, help="For a TensorRT-LLM engine: sample instead of searching greedily."
     )
 
 
@@ -165,26 +162,21 @@ class ReDrafterTrain:
     """Options of specdec-train."""
 
     redrafter_num_layers: int = setting(
-        2, help="Residual blocks in the drafter's head.", kind="int", minimum=0, maximum=MAX_MODULES
+        2, help="Residual blocks in the drafter's head.", minimum=0, maximum=MAX_MODULES
     )
     redrafter_predict_n_tokens: int = setting(
-        5, help="Draft tokens that the loss covers.", kind="int", minimum=1, maximum=MAX_MODULES
+        5, help="Draft tokens that the loss covers.", minimum=1, maximum=MAX_MODULES
     )
     redrafter_exit_dim: int | None = setting(
         help="Width of the residual blocks; if not given, twice the target's hidden size.",
-        kind="int",
-        minimum=1,
-        maximum=MAX_SIZE,
-    )
+        minimum=1, maximum=MAX_SIZE,
+    )  # fmt: skip
     redrafter_rnn: bool = setting(
-        True,
-        help="Learn the recurrence; otherwise it is the sum of the token embeddings.",
-        kind="flag",
+        True, help="Learn the recurrence; otherwise it is the sum of the token embeddings."
     )
     redrafter_loss_decay: float = setting(
-        1.0, help="Weight of each draft position relative to the one before.", kind="float",
-        minimum=0, maximum=1,
-    )  # fmt: skip
+        1.0, help="Weight of each draft position relative to the one before.", minimum=0, maximum=1
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
