@@ -71,9 +71,12 @@ redrafter_on() {
 redrafter_on redrafter-1 redrafter-files short 2 240
 redrafter_on redrafter-2 redrafter-1 both 3 1000
 redrafter_on redrafter redrafter-2 both 4 2000
-drafter medusa medusa "$WORK/data.jsonl" 1 --model-max-length 512 --max-steps 1200 --batch-size 4 --learning-rate 1e-3 \
-  --self-distillation 1 --medusa-num-heads 4 --medusa-num-layers 1 --eval-steps 300 --eval-rows 16 \
-  --save-steps 50
+medusa() {
+  drafter "$1" medusa "$WORK/$2.jsonl" "$3" --learning-rate 1e-3 --self-distillation 1 --medusa-num-heads 4 --medusa-num-layers 1 --eval-rows 16 \
+    --save-steps 50 "${@:4}"
+}
+medusa medusa-1 data 1 --model-max-length 512 --max-steps 1200 --batch-size 4 --eval-steps 300
+medusa medusa both 2 --model-max-length 256 --max-steps 200 --batch-size 8 --eval-steps 0 --start-from "$WORK/medusa-1"
 drafter eagle eagle "$WORK/data.jsonl" 1 --model-max-length 384 --max-steps 320 --batch-size 8 \
   --learning-rate 1e-3 --eagle-token-weight 0.5 --eagle-num-steps 2 --eval-steps 160 --eval-rows 16 \
   --save-steps 50
