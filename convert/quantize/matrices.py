@@ -226,11 +226,11 @@ class IntMatrix(Matrix):
             )
         return num_inputs // size
 
-    def set_groups(self, kind: str, dtype: str = "int32") -> None:
+    def set_groups(self, kind: str) -> None:
         """Read which group each column belongs to, where the folder says so."""
         if not self.has(kind):
             return
-        groups = self.folder.read(self.get(kind, (dtype,), (self.shape[1],)))
+        groups = self.folder.read(self.get(kind, ("int32",), (self.shape[1],)))
         size = self.shape[1] // self.num_groups
         expected = np.repeat(np.arange(self.num_groups), size)
         if np.array_equal(groups, expected):

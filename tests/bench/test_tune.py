@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.bench.combine import add_budget
 from specdec.bench.engine import Bench, open_bench
 from specdec.bench.forecast import Forecaster, spread_seconds
 from specdec.bench.measure import list_results
@@ -305,6 +306,14 @@ def follow_recipe(candidate: Any, checkpoint: Path, tokenizer: Path, method: str
     shutil.rmtree(report["recipe"]["build"]["output_dir"])
     stats: dict[str, Any] = out["stats"]
     return stats | {"stages": stages, "most": len(out["outputs"][0]["stats"]["accepted_histogram"])}
+
+
+def test_a_budget_leaves_the_setting_that_it_is_for_alone(eagle1: Path) -> None:
+    """Both are measured by turns: what the budget cuts is its own drafts."""
+    bench = load(eagle1 / "engine", eagle1, 6)
+    *_, dynamic = eagle_tuning.list_candidates(bench, record(bench, 2), TuneSettings())
+    bench.run(add_budget(dynamic).proposer, 2)
+    assert dynamic.proposer.goes_on is None
 
 
 def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:

@@ -208,18 +208,6 @@ def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
     return np.array([request.row for request in requests], np.int64)
 
 
-def keep_newest(
-    kept: Tensor,
-    requests: Sequence[ActiveRequest],
-    states: Tensor,
-    paths: Sequence[Sequence[int]],
-) -> None:
-    """Write the state of each request's newest committed token into its row of `kept` [R, D]."""
-    last = to_device([path[-1] for path in paths], kept.device)
-    newest = states[torch.arange(len(paths), device=kept.device), last]
-    kept[to_device(list_rows(requests), kept.device)] = newest
-
-
 class StateKeeper:
     """Part of a drafter that keeps something of the target's states at every committed token.
 
@@ -346,7 +334,10 @@ class StateProposer:
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
     ) -> None:
         """Keep the hidden state of each row's newest committed token: it is drafted from next."""
-        keep_newest(self._hidden, requests, states, paths)
+        device = self._hidden.device
+        last = to_device([path[-1] for path in paths], device)
+        newest = states[torch.arange(len(paths), device=device), last]
+        self._hidden[to_device(list_rows(requests), device)] = newest
 
 
 class PlainProposer:
