@@ -26,7 +26,7 @@ class AuditSettings:
     )  # fmt: skip
     model: str = setting(required=True, metavar="NAME", help="The model's name at the server.")
     reference_engine: Path | None = setting(
-        metavar="ENGINE",
+        folder="engine", metavar="ENGINE",
         help="Engine of ours with the same weights; its plain decoding is the reference.",
     )  # fmt: skip
     same_drafter: bool = setting(

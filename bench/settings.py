@@ -10,6 +10,7 @@ from specdec.command.settings import add_options, like, require, setting
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError
 from specdec.methods import list_options, name_options
+from specdec.model.bounds import MAX_DRAFT_TOKENS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,14 @@ class TuneSettings(PromptSettings):
     """One field is one flag of specdec tune."""
 
     checkpoint_dir: Path = setting(
-        required=True, metavar="CKPT", help="Checkpoint folder of the target, with its drafter."
-    )
+        required=True, folder="checkpoint", metavar="CKPT",
+        help="Checkpoint folder of the target, with its drafter.",
+    )  # fmt: skip
     batch_sizes: str = _batch_sizes()
     max_length: int = setting(
-        5, minimum=1, metavar="N", help="Longest draft to try, for ReDrafter and draft models."
-    )
+        5, minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        help="Longest draft to try, for ReDrafter and draft models.",
+    )  # fmt: skip
     num_measured: int = setting(
         3, minimum=1, metavar="N",
         help="How many settings to measure: those that are predicted to be fastest.",

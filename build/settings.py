@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specdec.command.settings import Other, setting
 from specdec.methods import list_modes
-from specdec.model.bounds import MAX_DRAFT_TOKENS
+from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_SIZE
 from specdec.trtllm.facts import LABELS
 
 LAUNCHERS = ("local", "mpirun", "srun")
@@ -34,16 +34,18 @@ class BuildSettings:
         choices=list_modes(),
         help="How drafts are made; if not given, as the checkpoint says.",
     )
-    max_batch_size: int = setting(8, minimum=1, help="Most requests in one batch.")
+    max_batch_size: int = setting(8, minimum=1, maximum=2**16, help="Most requests in one batch.")
     max_input_len: int | None = setting(
-        minimum=1,
+        minimum=1, maximum=MAX_SIZE,
         help="Longest prompt in tokens; if not given, --max-seq-len minus 1, or 1024 with"
         " TensorRT-LLM.",
     )  # fmt: skip
     max_seq_len: int | None = setting(
         minimum=2, help="Longest prompt plus output in tokens; the model's limit if not given."
     )
-    max_num_tokens: int | None = setting(minimum=1, help="Most tokens in one forward pass.")
+    max_num_tokens: int | None = setting(
+        minimum=1, maximum=MAX_SIZE, help="Most tokens in one forward pass."
+    )
     max_draft_len: int | None = setting(
         minimum=0, maximum=MAX_DRAFT_TOKENS,
         help="Most draft tokens in a step; for ReDrafter, given by its beams and their length.",

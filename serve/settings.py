@@ -45,9 +45,11 @@ class ServeSettings:
     max_queue: int = setting(
         256, minimum=0, help="Requests that may wait; beyond, clients get 429."
     )
-    prompt_chunk: int = setting(
-        64, minimum=1, help="Tokens of new prompts that are read in a step of running requests."
-    )
+    prompt_chunk: int | None = setting(
+        minimum=1,
+        help="Tokens of new prompts that are read in a step of running requests; if not given, 16"
+        " for each request, at least 64 and at most 512.",
+    )  # fmt: skip
     request_timeout: float = setting(
         600.0, minimum=0.001, maximum=10**6, metavar="S", help="Seconds that a request may take."
     )

@@ -18,7 +18,7 @@ class TrainSettings:
 
     method: str = setting("redrafter", help="Kind of drafter.", choices=TRAINABLE)
     model_dir: str = setting(
-        required=True, metavar="BASE",
+        required=True, folder="model", metavar="BASE",
         help="The target: a Hugging Face folder or Hub id; it is not changed.",
     )  # fmt: skip
     data: Path = setting(
@@ -42,8 +42,9 @@ class TrainSettings:
         metavar="X",
     )  # fmt: skip
     learning_rate: float = setting(
-        help="Highest learning rate of AdamW; if not given, the method's default.", minimum=0
-    )
+        help="Highest learning rate of AdamW; if not given, the method's default.",
+        minimum=0, maximum=1000,
+    )  # fmt: skip
     batch_size: int = setting(
         4, help="Rows in a forward pass, on each device.", minimum=1, maximum=2**16
     )

@@ -29,10 +29,14 @@ class VerifySettings:
         help="Files to hash at the same time; if not given, one for each processor core.",
     )  # fmt: skip
     engine_dir: Path | None = setting(
-        metavar="ENGINE", help="The engine whose text is compared with its model's."
+        folder="engine",
+        metavar="ENGINE",
+        help="The engine whose text is compared with its model's.",
     )
     model_dir: str | None = setting(
-        metavar="HF", help="Folder or Hub id of the base model that the engine was made from."
+        folder="model",
+        metavar="HF",
+        help="Folder or Hub id of the base model that the engine was made from.",
     )
     acceptance: str = setting(
         "exact", choices=("exact", "typical"), hidden=True, help="typical is refused: it is lossy."

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +34,7 @@ class Flag:
     hidden: bool = False
     is_argument: bool = False  # the words that belong to no option; a list
     required: bool = False  # `require` refuses settings without it, so that its type is never None
+    folder: str | None = None  # the kind of folder it names, one of files/folders.py
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,10 +191,8 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
             raise wrong("a text or a list of texts")
-        try:
-            "".join(map(str, values)).encode()
-        except UnicodeEncodeError:  # bytes that the locale cannot read, or a half in a recipe
-            raise wrong("text of whole characters, in UTF-8") from None
+        if not all(_is_whole(str(v)) for v in values):
+            raise wrong("text of whole characters, in UTF-8")
         return [str(v) for v in values]
     if flag.kind in ("int", "float"):
         try:
@@ -203,15 +204,19 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         if flag.kind == "float" and not math.isfinite(value):
             raise wrong("a finite number")
         if flag.minimum is not None and not value >= flag.minimum:
-            raise wrong(f"at least {flag.minimum:g}")
+            raise wrong(f"at least {flag.minimum}")
         if flag.maximum is not None and not value <= flag.maximum:
-            raise wrong(f"at most {flag.maximum:g}")
+            raise wrong(f"at most {flag.maximum}")
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise wrong("a text")
     text = str(value)
+    if not _is_whole(text):
+        raise wrong("text of whole characters, in UTF-8")
     if flag.kind == "path" and (not text or "\0" in text):
         raise wrong("a path")  # Path("") would be the current folder
+    if flag.kind == "path" and _leads_in_circles(text):
+        raise wrong("a path without a circle of links")
     same = {choice.replace("_", "-"): choice for choice in flag.choices}
     text = same.get(text.replace("_", "-"), text)
     if flag.choices and text not in flag.choices:
@@ -221,6 +226,19 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
             f"choose one of {choices}",
         )
     return Path(text) if flag.kind == "path" else text
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a text has neither bytes that the locale cannot read nor halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _leads_in_circles(path: str) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _refuse_twins(mapping: Any) -> None:

@@ -17,7 +17,9 @@ class DecodeSettings:
     One field is one flag and one recipe key.
     """
 
-    engine_dir: Path = setting(required=True, help="Folder written by specdec-build.")
+    engine_dir: Path = setting(
+        required=True, folder="engine", help="Folder written by specdec-build."
+    )
     tokenizer_dir: str | None = setting(
         help="Folder or Hub id of the tokenizer, usually the Hugging Face base model's; if not"
         " given, the one that the engine was built with.",

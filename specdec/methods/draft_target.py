@@ -31,7 +31,9 @@ class DraftTargetDraft:
     """Options of every command that decodes."""
 
     draft_engine_dir: Path | None = setting(
-        metavar="DRAFT", help="The draft model's own engine, built without a drafter."
+        folder="engine",
+        metavar="DRAFT",
+        help="The draft model's own engine, built without a drafter.",
     )
     draft_tokenizer_dir: str | None = like(DraftTargetTokens, "draft_tokenizer_dir")
     draft_vocabulary: str = like(DraftTargetTokens, "draft_vocabulary")
@@ -57,7 +59,9 @@ class DraftTargetTune:
     """Options of specdec tune."""
 
     draft_checkpoint_dir: Path | None = setting(
-        metavar="CKPT", help="The draft model's checkpoint folder."
+        folder="checkpoint",
+        metavar="CKPT",
+        help="The draft model's checkpoint folder.",
     )
     draft_tokenizer_dir: str | None = like(DraftTargetTokens, "draft_tokenizer_dir")
     draft_vocabulary: str = like(DraftTargetTokens, "draft_vocabulary")

@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from specdec.decode.api import Engine, Output, read_options
 from specdec.decode.prompts import find_end_ids
@@ -69,16 +69,22 @@ class ExecutorEngine(Engine):
         speculation: bool = True,
         max_batch_size: int | None = None,
         max_seq_len: int | None = None,
-        prompt_chunk: int | None = None,
+        prompt_chunk: int | Literal["auto"] | None = None,
         kv_cache_free_gpu_memory_fraction: float | None = None,
         **options: Any,
     ) -> ExecutorEngine:
         """Load an engine folder; the parameters are those of `Engine.load`.
 
-        prompt_chunk has no effect: the executor decides how prompts are read.
+        prompt_chunk: no number, since the executor decides how prompts are read.
         kv_cache_free_gpu_memory_fraction: 0.9 if not given. Raises SpecDecError for what the
         executor cannot do by itself.
         """
+        if isinstance(prompt_chunk, int):
+            raise UsageError(
+                f"--prompt-chunk {prompt_chunk} has no effect on a TensorRT-LLM engine, whose"
+                " executor decides how prompts are read",
+                "leave it out",
+            )
         given = read_options(options, {
             "engine_dir": Path(path), "device": device, "no_speculation": not speculation,
             "draft_engine_dir": None if draft is None else Path(draft),

@@ -194,3 +194,30 @@ def test_problems_are_reported_together() -> None:
 def test_suggest_only_near_names() -> None:
     assert suggest("redraftr", ["medusa", "redrafter"]) == " (did you mean redrafter?)"
     assert suggest("zzz", ["medusa", "redrafter"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "value", "most"),
+    [
+        ("build", "max_batch_size", 2**62, "65536"),
+        ("build", "max_num_tokens", 2**62, "2147483647"),
+        ("tune", "max_length", 2**62, "4096"),
+        ("train", "learning_rate", 1e300, "1000"),
+    ],
+)
+def test_numbers_beyond_what_later_steps_take(
+    stage: str, name: str, value: float, most: str
+) -> None:
+    kind = load_command(stage).settings_class
+    with pytest.raises(UsageError, match=f"{name_flag(name)}: expected at most {most}, got"):
+        resolve_settings(kind, stage, {name: value}, None)
+
+
+def test_a_circle_of_links(tmp_path: Path) -> None:
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    kind = load_command("run").settings_class
+    for name in ("engine_dir", "output_file", "input_file"):
+        for path in (circle, circle / "below"):
+            with pytest.raises(UsageError, match=f"{name_flag(name)}: .*circle of links"):
+                resolve_settings(kind, "run", {name: str(path)}, None)

@@ -81,10 +81,10 @@ class PromptLatecomer(Protocol):
 class StepTimer(Protocol):
     """A proposer that takes the time of steps.
 
-    is_shared: whether the next one also reads prompts, and so tells nothing of what drafts cost.
+    num_beside: about how many prompt tokens the next one reads beside its own.
     """
 
-    is_shared: bool
+    num_beside: int
 
 
 @runtime_checkable
