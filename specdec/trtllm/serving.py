@@ -19,7 +19,7 @@ from specdec.decode.prompts import find_end_ids
 from specdec.decode.requests import NO_ROW, ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
-from specdec.errors import Problems, SpecDecError
+from specdec.errors import Problems, SpecDecError, UsageError
 from specdec.methods import METHODS
 from specdec.methods.draft_target import adapts_drafts
 from specdec.methods.prompt_lookup import read_options as read_lookup_options
