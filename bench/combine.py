@@ -51,10 +51,10 @@ def pace(proposer: Proposer) -> Proposer:
     """What drafts as a proposer does, as far as that pays."""
     if isinstance(proposer, ReDrafterProposer):
         proposer = proposer.fit_budget()
-    if not isinstance(proposer, DraftTargetProposer):
-        return bind(proposer)
     paced = copy.copy(proposer)  # what a run changes is made anew for each
-    paced.draft_length = DraftLength(proposer.draft_length.maximum, is_auto=True)
+    if not isinstance(paced, DraftTargetProposer):
+        return bind(paced)
+    paced.draft_length = DraftLength(paced.draft_length.maximum, is_auto=True)
     return paced
 
 

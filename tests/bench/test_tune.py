@@ -113,7 +113,7 @@ def test_replay_of_a_draft_model(pair: tuple[Path, Path], folder: Path) -> None:
 def test_replay_of_medusa(medusa: Path, folder: Path) -> None:
     bench = load(medusa, folder)
     recordings = record(bench, 2)
-    candidates = medusa_tuning.list_candidates(bench, recordings)
+    candidates = medusa_tuning.list_candidates(bench, recordings, TuneSettings())
     assert candidates[0].run == {"medusa_choices": "[[0]]"}
     assert max(len(json.loads(c.run["medusa_choices"])) for c in candidates) <= 20
     check_replays(bench, candidates[::3], recordings)
@@ -125,7 +125,7 @@ def test_forecasts_of_eagle(version: str, request: pytest.FixtureRequest) -> Non
     eagle = request.getfixturevalue(version)
     bench = load(eagle / "engine", eagle, 16)
     recordings = record(bench, 2)
-    candidates = eagle_tuning.list_candidates(bench, recordings)
+    candidates = eagle_tuning.list_candidates(bench, recordings, TuneSettings())
     names = [c.name for c in candidates]
     assert len(set(names)) == len(names)
     static = [c for c in candidates if "eagle_choices" in c.run]
@@ -316,6 +316,14 @@ def follow_recipe(candidate: Any, checkpoint: Path, tokenizer: Path, method: str
     return stats | {"stages": stages, "most": len(out["outputs"][0]["stats"]["accepted_histogram"])}
 
 
+def test_a_budget_leaves_the_setting_that_it_is_for_alone(eagle1: Path) -> None:
+    """Both are measured by turns: what the budget cuts is its own drafts."""
+    bench = load(eagle1 / "engine", eagle1, 6)
+    *_, dynamic = eagle_tuning.list_candidates(bench, record(bench, 2), TuneSettings())
+    bench.run(add_budget(dynamic).proposer, 2)
+    assert dynamic.proposer.goes_on is None
+
+
 def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:
     """The settings with predictions, the best measured; what is chosen is what then runs."""
     report = run_tune(eagle1, eagle1 / "checkpoint", num_measured=1, max_output_len=6)
@@ -327,9 +335,8 @@ def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:
     assert f"{len(others) + 1 - MAX_ROWS} more should be slower" in text
     assert others[-1]["name"] not in text
     bench = load(eagle1 / "engine", eagle1, 6)
-    static, *_, dynamic = [
-        c for c in eagle_tuning.list_candidates(bench, record(bench, 2)) if "3 deep" in c.name
-    ]
+    candidates = eagle_tuning.list_candidates(bench, record(bench, 2), TuneSettings())
+    static, *_, dynamic = [c for c in candidates if "3 deep" in c.name]
     for candidate, stages, most in (
         (static, ["build", "run"], 4),
         (dynamic, ["build", "run"], 4),

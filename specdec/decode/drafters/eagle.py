@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, StateKeeper, get_graphs, list_rows
+from specdec.decode.drafters.base import DraftContext, StateKeeper, list_rows, make_net
 from specdec.decode.drafters.levels import Draft, DynamicTree, Level
 from specdec.decode.drafters.pacing import DraftPlan, bound_catch_up
 from specdec.decode.drafters.trees import (
@@ -28,8 +28,7 @@ from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet
-from specdec.engine.graphs import StepGraphs
-from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
+from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree, make_root
@@ -255,18 +254,8 @@ def make_proposer(context: DraftContext) -> EagleProposer:
     params, decoder = context.params, context.decoder
     assert isinstance(params, EagleParams)
     num_run = params.max_draft_len + params.num_eagle_layers * params.max_non_leaves_per_layer
-    net = EagleNet(
-        params,
-        context.weights,
-        decoder.model,
-        num_positions=decoder.num_positions + num_run + POSITION_BLOCK,
-        device=decoder.device,
-        prepack=decoder.is_prepacked,
-        kernels=decoder.kernels,
-        head=decoder.lm_head if decoder.group is None and decoder.lm_head.bias is None else None,
-    )
-    if (graphs := get_graphs(decoder)) is not None:
-        net.decoder.graphs = StepGraphs(graphs)
+    head = decoder.lm_head if decoder.group is None and decoder.lm_head.bias is None else None
+    net = make_net(EagleNet, context, params, num_run, head)
     return EagleProposer(net, decoder, context.options, has_budget=context.has_budget)
 
 
