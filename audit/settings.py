@@ -26,13 +26,12 @@ class AuditSettings:
     )  # fmt: skip
     model: str = setting(required=True, metavar="NAME", help="The model's name at the server.")
     reference_engine: Path | None = setting(
-        kind="path", metavar="ENGINE",
+        folder="engine", metavar="ENGINE",
         help="Engine of ours with the same weights; its plain decoding is the reference.",
     )  # fmt: skip
     same_drafter: bool = setting(
-        False, kind="flag",
-        help="--reference-engine holds the server's drafter: the server's must do as well.",
-    )  # fmt: skip
+        False, help="--reference-engine holds the server's drafter: the server's must do as well."
+    )
     reference_url: str | None = setting(
         metavar="URL", help="Another server of the same model without speculation, as reference."
     )
@@ -49,37 +48,32 @@ class AuditSettings:
         metavar="URL", help="The server's counters; /metrics beside /v1 if not given."
     )
     api_key_file: Path | None = setting(
-        kind="path", help="File that holds the server's key; if not given, SPECDEC_API_KEY."
+        help="File that holds the server's key; if not given, SPECDEC_API_KEY."
     )
     reference_api_key_file: Path | None = setting(
-        kind="path", help="File that holds the key of --reference-url; none if not given."
+        help="File that holds the key of --reference-url; none if not given."
     )
     prompts: Path | None = setting(
-        kind="path", metavar="FILE",
+        metavar="FILE",
         help="Prompts, a line each of FILE.txt or FILE.jsonl; a few built-in ones if not given.",
     )  # fmt: skip
-    max_tokens: int = setting(
-        64, kind="int", minimum=8, metavar="N", help="New tokens of each prompt."
-    )
+    max_tokens: int = setting(64, minimum=8, metavar="N", help="New tokens of each prompt.")
     near_tie: float = setting(
-        0.5, kind="float", minimum=0, metavar="X",
+        0.5, minimum=0, metavar="X",
         help="Tokens whose logits differ by at most X at the reference tie: what half precision"
         " may swap.",
     )  # fmt: skip
     min_acceptance_length: float | None = setting(
-        kind="float",
-        minimum=1,
-        metavar="X",
+        minimum=1, metavar="X",
         help="Fail where fewer tokens come per draft and its verify step, e.g. 2.5.",
-    )
+    )  # fmt: skip
     checks: list[str] = setting(
-        [], kind="list", metavar="NAME...", help=f"Only these checks, of {', '.join(CHECKS)}."
+        [], metavar="NAME...", help=f"Only these checks, of {', '.join(CHECKS)}."
     )
     timeout: float = setting(
-        120.0, kind="float", minimum=0.1, maximum=10**6, metavar="S",
-        help="Seconds that an answer may take.",
-    )  # fmt: skip
-    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+        120.0, minimum=0.1, maximum=10**6, metavar="S", help="Seconds that an answer may take."
+    )
+    json: bool = setting(False, help="Print one JSON object on stdout.")
 
 
 def check_settings(settings: AuditSettings) -> None:

@@ -7,7 +7,7 @@ import json
 import click
 
 from specdec.command.settings import as_options
-from specdec.command.stages import run_command, stage_command
+from specdec.command.stages import stage_command
 from specdec.methods.draft_target import DraftTargetDraft
 
 from .settings import BenchSettings
@@ -25,8 +25,3 @@ def command(settings: BenchSettings) -> None:
         write_report(report, settings.output, force=settings.force)
     if error := find_error(report, as_options(settings, DraftTargetDraft).use_logits):
         raise error
-
-
-def main() -> None:
-    """Entry point of `specdec-bench`."""
-    run_command(command)

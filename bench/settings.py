@@ -10,6 +10,7 @@ from specdec.command.settings import add_options, like, require, setting
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError
 from specdec.methods import list_options, name_options
+from specdec.model.bounds import MAX_DRAFT_TOKENS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,19 +19,17 @@ class PromptSettings:
 
     tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir")
     prompts: Path | None = setting(
-        kind="path", metavar="FILE",
+        metavar="FILE",
         help="File of prompts: .jsonl, which may have categories, or .txt; a few built-in ones"
         " if not given.",
     )  # fmt: skip
-    max_output_len: int = setting(
-        128, kind="int", minimum=2, metavar="N", help="New tokens for each prompt."
-    )
+    max_output_len: int = setting(128, minimum=2, metavar="N", help="New tokens for each prompt.")
     repeat: int = setting(
-        5, kind="int", minimum=1, metavar="N",
+        5, minimum=1, metavar="N",
         help="Rounds to measure; in each, speculation and plain decoding take turns.",
     )  # fmt: skip
     device: str = like(DecodeSettings, "device")
-    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+    json: bool = setting(False, help="Print one JSON object on stdout.")
 
 
 @add_options(*list_options("draft"))
@@ -52,32 +51,29 @@ class EngineSettings(PromptSettings):
         )  # fmt: skip
 
 
-def _batch_sizes(default: str) -> Any:
+def _batch_sizes() -> Any:
     return setting(
-        default,
-        metavar="N[,N...]",
+        "1", metavar="N[,N...]",
         help="Numbers of requests to decode at the same time; each is measured.",
-    )
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchSettings(EngineSettings):
     """One field is one flag of specdec-bench."""
 
-    batch_sizes: str = _batch_sizes("1")
+    batch_sizes: str = _batch_sizes()
     output: Path | None = setting(
-        kind="path",
-        metavar="DIR",
-        help="Also write the report as JSON and text, with plots, into this folder.",
+        metavar="DIR", help="Also write the report as JSON and text, with plots, into this folder."
     )
-    force: bool = setting(False, kind="flag", help="Replace an existing --output folder.")
+    force: bool = setting(False, help="Replace an existing --output folder.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiagnoseSettings(EngineSettings):
     """One field is one flag of specdec diagnose."""
 
-    batch_sizes: str = _batch_sizes("1")
+    batch_sizes: str = _batch_sizes()
 
 
 @add_options(*list_options("tune"))
@@ -86,24 +82,22 @@ class TuneSettings(PromptSettings):
     """One field is one flag of specdec tune."""
 
     checkpoint_dir: Path = setting(
-        required=True, kind="path", metavar="CKPT",
+        required=True, folder="checkpoint", metavar="CKPT",
         help="Checkpoint folder of the target, with its drafter.",
     )  # fmt: skip
-    batch_sizes: str = _batch_sizes("1")
+    batch_sizes: str = _batch_sizes()
     max_length: int = setting(
-        5, kind="int", minimum=1, metavar="N",
+        5, minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Longest draft to try, for ReDrafter and draft models.",
     )  # fmt: skip
     num_measured: int = setting(
-        3, kind="int", minimum=1, metavar="N",
+        3, minimum=1, metavar="N",
         help="How many settings to measure: those that are predicted to be fastest.",
     )  # fmt: skip
     output_file: Path | None = setting(
-        kind="path",
-        metavar="RECIPE",
-        help="Write the best settings as a recipe, to be used with --config.",
+        metavar="RECIPE", help="Write the best settings as a recipe, to be used with --config."
     )
-    force: bool = setting(False, kind="flag", help="Replace an existing --output-file.")
+    force: bool = setting(False, help="Replace an existing --output-file.")
 
     @property
     def max_batch_size(self) -> int:

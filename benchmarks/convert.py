@@ -56,8 +56,8 @@ def tell():
     with open("/proc/self/status") as status:
         print(next(line for line in status if line.startswith("VmHWM")), file=sys.stderr)
 atexit.register(tell)
-from specdec.convert.cli import main
-main()
+from specdec.command.entry import convert
+convert()
 """
 RUN_UNHASHED = """
 import hashlib

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specdec.command.stages import run_command, stage_command
+from specdec.command.stages import stage_command
 
 from .settings import BuildSettings
 
@@ -33,8 +33,3 @@ def format_plan(report: dict[str, Any]) -> list[str]:
         elif key != "notes":  # the log has them
             lines.append(f"{key}: {value}")
     return lines
-
-
-def main() -> None:
-    """Entry point of `specdec-build`."""
-    run_command(command)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specdec.command.settings import Other, setting
 from specdec.methods import list_modes
-from specdec.model.bounds import MAX_DRAFT_TOKENS
+from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_SIZE
 from specdec.trtllm.facts import LABELS
 
 LAUNCHERS = ("local", "mpirun", "srun")
@@ -20,8 +20,8 @@ class BuildSettings:
     """One field is one flag and one recipe key."""
 
     # Every build requires it; --emit-triton alone, for an engine that is there, does without.
-    checkpoint_dir: Path = setting(kind="path", help="Folder written by specdec-convert.")
-    output_dir: Path = setting(required=True, kind="path", help="Engine folder to write.")
+    checkpoint_dir: Path = setting(help="Folder written by specdec-convert.")
+    output_dir: Path = setting(required=True, help="Engine folder to write.")
     backend: str = setting(
         "auto", choices=("auto", "torch", "tensorrt-llm"), help="What runs the engine."
     )
@@ -34,33 +34,29 @@ class BuildSettings:
         choices=list_modes(),
         help="How drafts are made; if not given, as the checkpoint says.",
     )
-    max_batch_size: int = setting(8, kind="int", minimum=1, help="Most requests in one batch.")
+    max_batch_size: int = setting(8, minimum=1, maximum=2**16, help="Most requests in one batch.")
     max_input_len: int | None = setting(
-        kind="int", minimum=1,
+        minimum=1, maximum=MAX_SIZE,
         help="Longest prompt in tokens; if not given, --max-seq-len minus 1, or 1024 with"
         " TensorRT-LLM.",
     )  # fmt: skip
     max_seq_len: int | None = setting(
-        kind="int", minimum=2,
-        help="Longest prompt plus output in tokens; the model's limit if not given.",
-    )  # fmt: skip
+        minimum=2, help="Longest prompt plus output in tokens; the model's limit if not given."
+    )
     max_num_tokens: int | None = setting(
-        kind="int", minimum=1, help="Most tokens in one forward pass."
+        minimum=1, maximum=MAX_SIZE, help="Most tokens in one forward pass."
     )
     max_draft_len: int | None = setting(
-        kind="int", minimum=0, maximum=MAX_DRAFT_TOKENS,
+        minimum=0, maximum=MAX_DRAFT_TOKENS,
         help="Most draft tokens in a step; for ReDrafter, given by its beams and their length.",
     )  # fmt: skip
-    max_beam_width: int = setting(
-        1, kind="int", minimum=1, help="Beams of the output; 1 with speculation."
-    )
+    max_beam_width: int = setting(1, minimum=1, help="Beams of the output; 1 with speculation.")
     optimize: str = setting(
         "auto", choices=("auto", "native", "none"),
         help="native: compile kernels for this CPU; auto: the same if there is a C++ compiler;"
         " none: use PyTorch's operators.",
     )  # fmt: skip
     packed_weights: bool | None = setting(
-        kind="enable",
         help="Also store the weights as this machine's kernels read them: twice the disk, and the"
         " engine loads in a moment. Torch backend only.  [default: enable, with native kernels]",
     )  # fmt: skip
@@ -70,7 +66,7 @@ class BuildSettings:
         " bfloat16, faster on a CPU, and the text can differ slightly. Torch backend only.",
     )  # fmt: skip
     group_size: int | None = setting(
-        kind="int", metavar="[32|64|128]",
+        metavar="[32|64|128]",
         help="With --quantization int4: weights that share a scale.  [default: 128]",
     )  # fmt: skip
     drafter_weights: str = setting(
@@ -79,47 +75,45 @@ class BuildSettings:
         " well, and the text stays the target's own. Torch backend only.",
     )  # fmt: skip
     draft_vocab_file: Path | None = setting(
-        kind="path", metavar="FILE",
+        metavar="FILE",
         help="Draft these tokens only, which reads less of the drafter's head: a JSON list, or"
         " .txt or .jsonl texts, of which the most frequent tokens are taken. Torch backend only.",
     )  # fmt: skip
     draft_vocab_size: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        minimum=1, metavar="N",
         help="How many tokens to take of --draft-vocab-file; of a list, all if not given.",
     )  # fmt: skip
     gemm_plugin: str | None = setting(
         help="TensorRT-LLM only: the type of its matrix products' plugin, auto or disable."
     )
     use_paged_context_fmha: bool | None = setting(
-        kind="enable",
         help="TensorRT-LLM only: read prompts in blocks of the cache; external drafts need it.",
     )
     use_fp8_context_fmha: bool | None = setting(
-        kind="enable", help="TensorRT-LLM only: compute the attention over prompts in FP8."
+        help="TensorRT-LLM only: compute the attention over prompts in FP8."
     )
     kv_cache_type: str | None = setting(
         choices=("paged", "continuous"),
         help="Kind of KV cache; the torch backend has continuous only.",
     )
     workers: int | None = setting(
-        kind="int", minimum=1, help="TensorRT-LLM only: ranks that are built at the same time."
+        minimum=1, help="TensorRT-LLM only: ranks that are built at the same time."
     )
     trtllm_version: str | None = setting(
         choices=LABELS,
         help="TensorRT-LLM version that the command is for; the installed one if not given.",
     )  # fmt: skip
     emit_script: Path | None = setting(
-        kind="path", metavar="FILE",
-        help="Write the TensorRT-LLM build as a shell script; build nothing here.",
-    )  # fmt: skip
+        metavar="FILE", help="Write the TensorRT-LLM build as a shell script; build nothing here."
+    )
     launcher: str = setting("local", choices=LAUNCHERS, help="How the script starts trtllm-build.")
     emit_triton: Path | None = setting(
-        kind="path", metavar="DIR",
+        metavar="DIR",
         help="Write a Triton model repository; without --checkpoint-dir, for the TensorRT-LLM"
         " engine that is already in --output-dir.",
     )  # fmt: skip
     triton_templates: Path | None = setting(
-        kind="path", metavar="DIR",
+        metavar="DIR",
         help="The folder all_models/inflight_batcher_llm of the Triton release that will"
         " serve.  [default: where NVIDIA's image has it]",
     )  # fmt: skip
@@ -131,7 +125,7 @@ class BuildSettings:
         help="The engine's folder, as the server sees it.  [default: its path here]",
     )
     triton_draft_engine_dir: Path | None = setting(
-        kind="path", metavar="DRAFT", help="The engine that drafts for this one."
+        metavar="DRAFT", help="The engine that drafts for this one."
     )
     triton_draft_engine_path: str | None = setting(
         metavar="DIR", help="The draft engine's folder, as the server sees it."
@@ -141,18 +135,16 @@ class BuildSettings:
     )
     triton_draft_devices: str | None = setting(metavar="N[,N...]", help="GPUs of the draft engine.")
     triton_kv_cache_fraction: float | None = setting(
-        kind="float", metavar="F", help="Share of the free GPU memory for each KV cache."
+        metavar="F", help="Share of the free GPU memory for each KV cache."
     )
     triton_streaming: bool = setting(
-        False, kind="flag", help="Use the decoupled mode, which streaming clients need."
+        False, help="Use the decoupled mode, which streaming clients need."
     )
     triton_parameters: list[str] = setting(
-        [], kind="list", metavar="NAME=VALUE...", help="More variables of the templates."
+        [], metavar="NAME=VALUE...", help="More variables of the templates."
     )
-    dry_run: bool = setting(
-        False, kind="flag", help="Check everything and print the plan; write nothing."
-    )
-    force: bool = setting(False, kind="flag", help="Replace an existing engine folder.")
-    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+    dry_run: bool = setting(False, help="Check everything and print the plan; write nothing.")
+    force: bool = setting(False, help="Replace an existing engine folder.")
+    json: bool = setting(False, help="Print one JSON object on stdout.")
     # Further flags of trtllm-build, by name; the torch backend has none.
     others: Mapping[str, Other] = dataclasses.field(default_factory=dict)

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from specdec.command.stages import run_command, stage_command
+from specdec.command.stages import stage_command
 
 from .settings import ConvertSettings
 
@@ -21,8 +21,3 @@ def command(settings: ConvertSettings) -> None:
         click.echo(json.dumps(report))
     elif settings.dry_run:
         click.echo(format_report(report))
-
-
-def main() -> None:
-    """Entry point of `specdec-convert`."""
-    run_command(command)

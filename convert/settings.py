@@ -22,52 +22,45 @@ class ConvertSettings:
         metavar="BASE", help="The target: a Hugging Face folder or Hub id."
     )
     base_model_checkpoint_dir: Path | None = setting(
-        kind="path", metavar="CKPT",
-        help="The target as an existing checkpoint folder, in place of --model-dir.",
-    )  # fmt: skip
-    output_dir: Path = setting(required=True, kind="path", help="Checkpoint folder to write.")
+        metavar="CKPT", help="The target as an existing checkpoint folder, in place of --model-dir."
+    )
+    output_dir: Path = setting(required=True, help="Checkpoint folder to write.")
     dtype: str = setting(
         "auto", choices=("auto", "float16", "bfloat16", "float32"),
         help="Type of the weights; auto keeps the target's. With --base-model-checkpoint-dir,"
         " the type of the drafter's weights.",
     )  # fmt: skip
     tp_size: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
+        minimum=1, maximum=MAX_RANKS, metavar="N",
         help="Number of tensor-parallel ranks; if not given, 1, or as many as an existing"
         " checkpoint has.",
     )  # fmt: skip
     pp_size: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
+        minimum=1, maximum=MAX_RANKS, metavar="N",
         help="Number of pipeline-parallel stages, only without a drafter; 1 if not given.",
     )  # fmt: skip
     moe_tp_size: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
+        minimum=1, maximum=MAX_RANKS, metavar="N",
         help="Of a mixture of experts: ranks that share each expert; if not given, as many as are"
         " left by --moe-ep-size.",
     )  # fmt: skip
     moe_ep_size: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_RANKS, metavar="N",
+        minimum=1, maximum=MAX_RANKS, metavar="N",
         help="Of a mixture of experts: groups of ranks that have experts of their own; 1 if not"
         " given. Times --moe-tp-size it is --tp-size.",
     )  # fmt: skip
     workers: int | None = setting(
-        kind="int",
-        minimum=1,
-        metavar="N",
-        help="Threads; if not given, one for each processor core.",
+        minimum=1, metavar="N", help="Threads; if not given, one for each processor core."
     )
-    use_parallel_embedding: bool = setting(
-        False, kind="flag", help="Split the embedding table over the ranks."
-    )
+    use_parallel_embedding: bool = setting(False, help="Split the embedding table over the ranks.")
     embedding_sharding_dim: int | None = setting(
-        kind="int", metavar="[0|1]",
+        metavar="[0|1]",
         help="With --use-parallel-embedding: split by vocabulary (0, the default) or hidden"
         " size (1).",
     )  # fmt: skip
     use_embedding_sharing: bool = setting(
-        False, kind="flag",
-        help="Store a tied head and embedding once; only with --trtllm-version 0.14.",
-    )  # fmt: skip
+        False, help="Store a tied head and embedding once; only with --trtllm-version 0.14."
+    )
     trtllm_version: str = setting(
         "1.2", choices=("1.2", "0.14"),
         help="TensorRT-LLM version that the checkpoint is for.",
@@ -77,53 +70,45 @@ class ConvertSettings:
         help="Quantize the target's linear layers; all but fp8_pc_pt need --calibration-data.",
     )
     group_size: int | None = setting(
-        kind="int", metavar="[32|64|128]",
+        metavar="[32|64|128]",
         help="With int4_awq and w4a8_awq: weights that share a scale; 128 if not given.",
     )  # fmt: skip
     dequantize: bool = setting(
-        False, kind="flag",
+        False,
         help="Write the plain weights that a quantized target's numbers stand for, in --dtype.",
     )  # fmt: skip
     kv_cache_dtype: str | None = setting(
         choices=("fp8",), help="With --quantization: also write scales for an FP8 KV cache."
     )
     calibration_data: Path | None = setting(
-        kind="path", metavar="FILE",
+        metavar="FILE",
         help="Texts like those to be decoded: .txt, one a line, or .jsonl with `text`, `messages`,"
         " `conversations` or `input_ids`.",
     )  # fmt: skip
     calib_size: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        minimum=1, metavar="N",
         help="Rows of --calibration-data to use; if not given, all up to 512, with int4_awq,"
         " w4a8_awq and int8_sq up to 128.",
     )  # fmt: skip
     calib_batch_size: int | None = setting(
-        kind="int",
-        minimum=1,
-        metavar="N",
-        help="Rows of equal length in a forward pass; 1 if not given.",
+        minimum=1, metavar="N", help="Rows of equal length in a forward pass; 1 if not given."
     )
     calib_max_seq_length: int | None = setting(
-        kind="int",
-        minimum=1,
-        metavar="N",
-        help="Cut each row to this many tokens; 512 if not given.",
+        minimum=1, metavar="N", help="Cut each row to this many tokens; 512 if not given."
     )
     calib_device: str | None = setting(
         choices=("auto", "cpu", "cuda"), help="Where the calibration runs; auto if not given."
     )
     allow_nonfinite: bool = setting(
-        False, kind="flag",
+        False,
         help="Accept weights that are NaN or infinite, or become so in --dtype; manifest.json"
         " counts them.",
     )  # fmt: skip
     resume: bool = setting(
-        False, kind="flag",
+        False,
         help="Continue a conversion into this folder that was killed; if this one fails, keep"
         " what it has written.",
     )  # fmt: skip
-    dry_run: bool = setting(
-        False, kind="flag", help="Check everything and print the plan; write nothing."
-    )
-    force: bool = setting(False, kind="flag", help="Replace an existing output folder.")
-    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+    dry_run: bool = setting(False, help="Check everything and print the plan; write nothing.")
+    force: bool = setting(False, help="Replace an existing output folder.")
+    json: bool = setting(False, help="Print one JSON object on stdout.")

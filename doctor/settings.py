@@ -13,9 +13,9 @@ class DoctorSettings:
     """One field is one flag."""
 
     engine_dir: Path | None = setting(
-        kind="path", metavar="ENGINE", help="Also check whether this engine can run here."
+        metavar="ENGINE", help="Also check whether this engine can run here."
     )
     verify_hashes: bool = setting(
-        False, kind="flag", help="Also compare every byte of the engine with its manifest."
+        False, help="Also compare every byte of the engine with its manifest."
     )
-    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+    json: bool = setting(False, help="Print one JSON object on stdout.")

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from specdec.command.stages import run_command, stage_command
+from specdec.command.stages import stage_command
 
 from .settings import ExportSettings, check_settings
 
@@ -19,8 +19,3 @@ def command(settings: ExportSettings) -> None:
 
     report = export_model(settings)
     click.echo(json.dumps(report) if settings.json else report["command"])
-
-
-def main() -> None:
-    """Entry point of `specdec-export`."""
-    run_command(command)

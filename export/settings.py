@@ -35,7 +35,7 @@ class ExportSettings:
     """One field is one flag."""
 
     checkpoint_dir: Path | None = setting(
-        kind="path", metavar="CKPT", help="A checkpoint of specdec-convert, in place of a drafter."
+        metavar="CKPT", help="A checkpoint of specdec-convert, in place of a drafter."
     )
     model_dir: str | None = setting(
         metavar="BASE",
@@ -45,7 +45,7 @@ class ExportSettings:
     to: str = setting(
         required=True, choices=RUNTIME_NAMES, help="The runtime whose format is written."
     )
-    output_dir: Path = setting(required=True, kind="path", help="Folder to write.")
+    output_dir: Path = setting(required=True, help="Folder to write.")
     dtype: str = setting(
         "auto", choices=("auto", "float16", "bfloat16", "float32"),
         help="Type of the weights; auto keeps the drafter's, or the target's if config.json tells"
@@ -56,15 +56,15 @@ class ExportSettings:
         help="Type of the matrices in a GGUF file; theirs if not given.",
     )
     num_draft_tokens: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        minimum=1, metavar="N",
         help="Draft tokens a step in the commands and files written; 3 if not given, or as many as"
         " there are Medusa heads.",
     )  # fmt: skip
     trtllm_version: str = setting(
         "1.2", choices=("1.2", "1.3"), help="With --to trtllm-pytorch: whose key names."
     )
-    force: bool = setting(False, kind="flag", help="Replace the output folder.")
-    json: bool = setting(False, kind="flag", help="Print what was written as one JSON object.")
+    force: bool = setting(False, help="Replace the output folder.")
+    json: bool = setting(False, help="Print what was written as one JSON object.")
 
     @property
     def drafters(self) -> dict[str, str]:

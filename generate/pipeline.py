@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from specdec.command.stages import load_command
 from specdec.engine.kernel_cache import find_cache
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
+from specdec.files.staging import find_existing
 from specdec.methods import METHODS, place_drafter
 
 from .cache import EngineCache, measure_folder
@@ -115,12 +117,13 @@ def generate(settings: GenerateSettings) -> None:
 @contextlib.contextmanager
 def open_cache(settings: GenerateSettings) -> Iterator[EngineCache]:
     """Yield the user's cache, or one that is gone afterwards."""
-    folder = find_cache()
-    if folder is not None and not settings.no_cache:
+    folder = None if settings.no_cache else find_cache()
+    if folder is not None and os.access(find_existing(folder / "generate"), os.W_OK):
         yield EngineCache(folder / "generate")
         return
     if not settings.no_cache:
-        logger.warning("there is no home folder to keep engines in: set SPECDEC_CACHE_DIR")
+        lack = "there is no home folder" if folder is None else f"{folder} is read-only"
+        logger.warning("%s, so the engine is not kept: set SPECDEC_CACHE_DIR", lack)
     with tempfile.TemporaryDirectory(prefix="specdec-generate-") as temporary:
         yield EngineCache(Path(temporary))
 

@@ -37,9 +37,7 @@ DrafterFolders = dataclasses.make_dataclass(
 class GenerateSettings:
     """One field is one flag; most are convert's, build's or run's, and mean the same here."""
 
-    texts: list[str] = setting(
-        [], kind="list", metavar="TEXT", is_argument=True, help="One or several prompts."
-    )
+    texts: list[str] = setting([], metavar="TEXT", is_argument=True, help="One or several prompts.")
     input_file: Path | None = _like("run", "input_file")
     model_dir: str | None = _like("convert", "model_dir")
     draft_model_dir: str | None = setting(
@@ -56,7 +54,7 @@ class GenerateSettings:
     drafter_weights: str = _like("build", "drafter_weights")
     max_batch_size: int = _like("build", "max_batch_size")
     max_seq_len: int | None = setting(
-        kind="int", minimum=2, metavar="N",
+        minimum=2, metavar="N",
         help="Longest prompt plus output in tokens; the model's limit, at most 4096, if not given.",
     )  # fmt: skip
     backend: str = _like("build", "backend")
@@ -75,13 +73,13 @@ class GenerateSettings:
     show_drafts: bool = _like("run", "show_drafts")
     json: bool = _like("run", "json")
     no_cache: bool = setting(
-        False, kind="flag", help="Keep no engine: build in a temporary folder, and remove it."
+        False, help="Keep no engine: build in a temporary folder, and remove it."
     )
     force: bool = setting(
-        False, kind="flag", help="Convert and build again, even if the engine is in the cache."
+        False, help="Convert and build again, even if the engine is in the cache."
     )
     clear_cache: bool = setting(
-        False, kind="flag", help="Remove every engine that this command has kept, and exit."
+        False, help="Remove every engine that this command has kept, and exit."
     )
 
     def list_stage(self, stage: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from specdec import logs
-from specdec.command.stages import run_command, stage_command
+from specdec.command.stages import stage_command
 from specdec.command.stdout import claim_stdout
 from specdec.errors import SpecDecError
 from specdec.files.staging import write_whole
@@ -107,8 +107,3 @@ def format_stats(stats: dict[str, Any]) -> str:
         told = [f"{name} {value:.2f} s" for name, value in profile.items() if value is not None]
         line += "; " + (", ".join(told) or "the runtime does not report the times of its parts")
     return line
-
-
-def main() -> None:
-    """Entry point of `specdec-run`."""
-    run_command(command)

@@ -13,10 +13,9 @@ from specdec.decode.settings import DecodeSettings
 class PromptSettings:
     """Where the prompts come from."""
 
-    input_text: list[str] = setting([], kind="list", help="One or several prompts.")
+    input_text: list[str] = setting([], help="One or several prompts.")
     input_file: Path | None = setting(
-        kind="path",
-        help="File of prompts: .txt has one a line, .jsonl one request object a line; - is stdin.",
+        help="File of prompts: .txt has one a line, .jsonl one request object a line; - is stdin."
     )
 
 
@@ -26,35 +25,31 @@ class RunSettings(DecodeSettings, PromptSettings):
     """One field is one flag and one recipe key."""
 
     streaming: bool = setting(
-        False, kind="flag",
-        help="Print the text while it is generated; with --json, one object a line.",
-    )  # fmt: skip
+        False, help="Print the text while it is generated; with --json, one object a line."
+    )
     show_drafts: bool = setting(
-        False, kind="flag",
+        False,
         help="Show which tokens were accepted drafts, which drafts were rejected, and what the"
         " target added; with --json, as `origins` of each output.",
     )  # fmt: skip
     kv_cache_free_gpu_memory_fraction: float | None = setting(
-        kind="float", metavar="F",
+        metavar="F",
         help="TensorRT-LLM only: share of the free GPU memory for each KV cache; 0.9 if not given.",
     )  # fmt: skip
     output_generation_logits: bool = setting(
-        False, kind="flag",
-        help="Also write the logits of every new token, into a file beside --output-file.",
-    )  # fmt: skip
-    use_py_session: bool = setting(False, kind="flag", hidden=True, help="Refused.")
-    num_beams: int = setting(1, kind="int", minimum=1, hidden=True, help="Refused above 1.")
-    output_file: Path | None = setting(kind="path", help="Also write the results into this file.")
+        False, help="Also write the logits of every new token, into a file beside --output-file."
+    )
+    use_py_session: bool = setting(False, hidden=True, help="Refused.")
+    num_beams: int = setting(1, minimum=1, hidden=True, help="Refused above 1.")
+    output_file: Path | None = setting(help="Also write the results into this file.")
     run_profiling: bool = setting(
-        False, kind="flag", help="Say how long drafting, verification and the rest took."
+        False, help="Say how long drafting, verification and the rest took."
     )
     verify_hashes: bool = setting(
-        False, kind="flag", help="Compare every byte of the engine with its manifest first."
+        False, help="Compare every byte of the engine with its manifest first."
     )
-    dry_run: bool = setting(
-        False, kind="flag", help="Check the engine and the prompts; generate nothing."
-    )
-    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+    dry_run: bool = setting(False, help="Check the engine and the prompts; generate nothing.")
+    json: bool = setting(False, help="Print one JSON object on stdout.")
 
     @property
     def writes_logits(self) -> bool:

@@ -6,7 +6,7 @@ import importlib.util
 import signal
 
 from specdec import logs
-from specdec.command.stages import run_command, stage_command
+from specdec.command.stages import stage_command
 from specdec.errors import SpecDecError, name_extra
 
 from .settings import ServeSettings
@@ -33,8 +33,3 @@ def command(settings: ServeSettings) -> None:
 
     serve(settings)
     end_ranks(is_done=True)
-
-
-def main() -> None:
-    """Entry point of `specdec-serve`."""
-    run_command(command)

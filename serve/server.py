@@ -102,7 +102,7 @@ def load(settings: ServeSettings) -> Engine:
         speculation=not settings.no_speculation,
         max_batch_size=settings.max_batch_size,
         max_seq_len=settings.max_seq_len,
-        prompt_chunk=settings.prompt_chunk,
+        prompt_chunk=settings.prompt_chunk or "auto",
         **more,
         **options,
     )

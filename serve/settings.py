@@ -21,46 +21,40 @@ class ServeSettings:
     device: str = like(DecodeSettings, "device")
     host: str = setting("127.0.0.1", help="Address to listen on.")
     port: int = setting(
-        8000, kind="int", minimum=0, maximum=65535, help="Port to listen on; 0 takes a free one."
+        8000, minimum=0, maximum=65535, help="Port to listen on; 0 takes a free one."
     )
     served_model_name: str | None = setting(
         metavar="NAME", help="What clients call the model; if not given, the engine folder's name."
     )
     api_key_file: Path | None = setting(
-        kind="path",
-        help="File that holds the key clients must send; if not given, SPECDEC_API_KEY.",
+        help="File that holds the key clients must send; if not given, SPECDEC_API_KEY."
     )
     allow_anonymous: bool = setting(
-        False, kind="flag", help="Listen on other addresses than loopback without a key."
+        False, help="Listen on other addresses than loopback without a key."
     )
     max_batch_size: int | None = setting(
-        kind="int", minimum=1, help="Requests decoded at once; the engine's own if not given."
+        minimum=1, help="Requests decoded at once; the engine's own if not given."
     )
     max_seq_len: int | None = setting(
-        kind="int", minimum=2,
-        help="Tokens of a prompt and its output; the engine's own if not given.",
-    )  # fmt: skip
+        minimum=2, help="Tokens of a prompt and its output; the engine's own if not given."
+    )
     kv_cache_free_gpu_memory_fraction: float | None = setting(
-        kind="float", metavar="F",
+        metavar="F",
         help="TensorRT-LLM only: share of the free GPU memory for the KV cache; 0.9 if not given.",
     )  # fmt: skip
     max_queue: int = setting(
-        256, kind="int", minimum=0, help="Requests that may wait; beyond, clients get 429."
+        256, minimum=0, help="Requests that may wait; beyond, clients get 429."
     )
-    prompt_chunk: int = setting(
-        64, kind="int", minimum=1,
-        help="Tokens of new prompts that are read in a step of running requests.",
+    prompt_chunk: int | None = setting(
+        minimum=1,
+        help="Tokens of new prompts that are read in a step of running requests; if not given, 16"
+        " for each request, at least 64 and at most 512.",
     )  # fmt: skip
     request_timeout: float = setting(
-        600.0,
-        kind="float",
-        minimum=0.001,
-        maximum=10**6,
-        metavar="S",
-        help="Seconds that a request may take.",
+        600.0, minimum=0.001, maximum=10**6, metavar="S", help="Seconds that a request may take."
     )
     max_body_mb: float = setting(
-        4.0, kind="float", minimum=0.001, metavar="MB", help="Size of the largest request."
+        4.0, minimum=0.001, metavar="MB", help="Size of the largest request."
     )
     metrics_prefix: str = setting(
         "specdec", choices=("specdec", "vllm"), help="What the names of metrics begin with."

@@ -1,5 +1,5 @@
 """`python -m specdec`."""
 
-from specdec.command.stages import main
+from specdec.command.entry import main
 
 main()

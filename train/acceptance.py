@@ -62,8 +62,9 @@ class AcceptanceMeter:
         self.prompts = choose_prompts(job.heldout, settings.eval_prompts, max_length)
         if not self.prompts:
             raise SpecDecError(
-                f"--eval-prompts: no held-out row leaves a prompt of up to {max_length} tokens"
-                f" beside the {settings.eval_output_len} of --eval-output-len",
+                f"--eval-prompts: no held-out row leaves a prompt beside the"
+                f" {settings.eval_output_len} tokens of --eval-output-len, in {max_positions}"
+                " positions",
                 "lower --eval-output-len, or train with --eval-prompts 0",
             )
 

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from specdec.command.stages import run_command, stage_command
+from specdec.command.stages import stage_command
 
 from .data.settings import DataSettings
 from .settings import TrainSettings
@@ -33,8 +33,3 @@ def data_command(settings: DataSettings) -> None:
 
 
 command.subcommands = {"data": data_command}
-
-
-def main() -> None:
-    """Entry point of `specdec-train`."""
-    run_command(command)

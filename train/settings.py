@@ -18,65 +18,50 @@ class TrainSettings:
 
     method: str = setting("redrafter", help="Kind of drafter.", choices=TRAINABLE)
     model_dir: str = setting(
-        required=True, metavar="BASE",
+        required=True, folder="model", metavar="BASE",
         help="The target: a Hugging Face folder or Hub id; it is not changed.",
     )  # fmt: skip
     data: Path = setting(
         required=True,
         help="Training data: FILE.txt, or FILE.jsonl with `text`, `messages` or `conversations`.",
-        kind="path",
         metavar="FILE",
-    )
+    )  # fmt: skip
     # `check_settings` wants it except with --sanity, which writes nothing.
-    output_dir: Path = setting(help="Folder for the drafter.", kind="path", metavar="OUT")
+    output_dir: Path = setting(help="Folder for the drafter.", metavar="OUT")
     eval_data: Path | None = setting(
         help="Held-out data in the same formats; without it 2% of --data is held out.",
-        kind="path",
         metavar="FILE",
-    )
+    )  # fmt: skip
     start_from: Path | None = setting(
         help="Go on from this drafter, in place of fresh weights: a folder that specdec-train"
-        " wrote, of the same method and sizes.",
-        kind="path",
-        metavar="DRAFTER",
-    )
-    max_steps: int | None = setting(
-        help="Number of optimizer steps.", kind="int", minimum=1, metavar="N"
-    )
+        " wrote, of the same method and sizes.", metavar="DRAFTER",
+    )  # fmt: skip
+    max_steps: int | None = setting(help="Number of optimizer steps.", minimum=1, metavar="N")
     num_epochs: float | None = setting(
-        help="Passes over the data, in place of --max-steps; 2 if neither is given.",
-        kind="float",
-        minimum=0,
+        help="Passes over the data, in place of --max-steps; 2 if neither is given.", minimum=0,
         metavar="X",
-    )
-    learning_rate: float = setting(  # `fill_defaults` gives this and self_distillation a value
+    )  # fmt: skip
+    learning_rate: float = setting(
         help="Highest learning rate of AdamW; if not given, the method's default.",
-        kind="float",
-        minimum=0,
-    )
+        minimum=0, maximum=1000,
+    )  # fmt: skip
     batch_size: int = setting(
-        4, help="Rows in a forward pass, on each device.", kind="int", minimum=1, maximum=2**16
+        4, help="Rows in a forward pass, on each device.", minimum=1, maximum=2**16
     )
     gradient_accumulation_steps: int = setting(
-        1, help="Forward passes per optimizer step.", kind="int", minimum=1, maximum=2**16
+        1, help="Forward passes per optimizer step.", minimum=1, maximum=2**16
     )
     model_max_length: int | None = setting(
-        help="Tokens in a row; if not given, the target's limit, at most 2048.",
-        kind="int",
-        minimum=8,
+        help="Tokens in a row; if not given, the target's limit, at most 2048.", minimum=8
     )
     warmup_ratio: float = setting(
-        0.1, help="Share of the steps in which the learning rate rises.", kind="float", minimum=0
+        0.1, help="Share of the steps in which the learning rate rises.", minimum=0
     )
-    weight_decay: float = setting(
-        0.0, help="AdamW's weight decay.", kind="float", minimum=0, maximum=1
-    )
-    max_grad_norm: float = setting(
-        1.0, help="Clip gradients to this norm; 0: never.", kind="float", minimum=0
-    )
+    weight_decay: float = setting(0.0, help="AdamW's weight decay.", minimum=0, maximum=1)
+    max_grad_norm: float = setting(1.0, help="Clip gradients to this norm; 0: never.", minimum=0)
     seed: int = setting(
-        0, help="Seed of the first weights and of the order of the data.", kind="int",
-        minimum=0, maximum=2**64 - 1,
+        0, help="Seed of the first weights and of the order of the data.", minimum=0,
+        maximum=2**64 - 1,
     )  # fmt: skip
     dtype: str = setting(
         "auto",
@@ -86,68 +71,49 @@ class TrainSettings:
     )
     self_distillation: float = setting(
         help="How much to learn from the target's own distribution, 0 to 1; the rest is"
-        " learned from the tokens of the text. If not given, the method's default.",
-        kind="float",
-        minimum=0,
+        " learned from the tokens of the text. If not given, the method's default.", minimum=0,
         metavar="W",
-    )
+    )  # fmt: skip
     shard_target: bool = setting(
         False,
         help="Split the target's layers over the processes, for a target that does not fit on"
         " one GPU. accelerate's FSDP and DeepSpeed ZeRO 3 do so by themselves.",
-        kind="flag",
-    )
+    )  # fmt: skip
     hidden_states_dir: Path | None = setting(
         help="Keep the target's hidden states in this folder. They are computed once; later"
-        " runs read them and do not load the target's layers.",
-        kind="path",
-        metavar="DIR",
-    )
+        " runs read them and do not load the target's layers.", metavar="DIR",
+    )  # fmt: skip
     save_dtype: str = setting(
         "auto",
         help="Type of the written weights. auto: bfloat16 if the target has it, otherwise float32.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
-    save_steps: int = setting(
-        500, help="Steps between checkpoints; 0: none.", kind="int", minimum=0
-    )
-    eval_steps: int = setting(
-        500, help="Steps between evaluations; 0: at the end only.", kind="int", minimum=0
-    )
-    eval_rows: int = setting(128, help="Most rows per evaluation.", kind="int", minimum=1)
+    save_steps: int = setting(500, help="Steps between checkpoints; 0: none.", minimum=0)
+    eval_steps: int = setting(500, help="Steps between evaluations; 0: at the end only.", minimum=0)
+    eval_rows: int = setting(128, help="Most rows per evaluation.", minimum=1)
     eval_prompts: int = setting(
         16,
         help="Held-out prompts on which each evaluation measures an engine's real acceptance;"
-        " 0: none.",
-        kind="int",
-        minimum=0,
-    )
-    eval_output_len: int = setting(
-        64, help="New tokens for each of --eval-prompts.", kind="int", minimum=2
-    )
+        " 0: none.", minimum=0,
+    )  # fmt: skip
+    eval_output_len: int = setting(64, help="New tokens for each of --eval-prompts.", minimum=2)
     stop_at_acceptance: float | None = setting(
-        help="Stop as soon as an evaluation reaches this acceptance length.",
-        kind="float",
-        minimum=1,
-        metavar="X",
+        help="Stop as soon as an evaluation reaches this acceptance length.", minimum=1, metavar="X"
     )
     report_top_k: int = setting(
-        5, help="Report the accuracy of the top 1 to the top K tokens.", kind="int", minimum=1
+        5, help="Report the accuracy of the top 1 to the top K tokens.", minimum=1
     )
-    logging_steps: int = setting(10, help="Steps between progress lines.", kind="int", minimum=1)
+    logging_steps: int = setting(10, help="Steps between progress lines.", minimum=1)
     sanity: bool = setting(
         False,
         help="Test the training: learn one row by heart and write nothing; exit status 1 if"
         " that fails.",
-        kind="flag",
-    )
+    )  # fmt: skip
     push_to_hub: str | None = setting(
         help="Also upload the drafter to this private repository of the Hugging Face Hub; the"
         " token is read from HF_TOKEN.",
         metavar="ID",
     )
-    resume: bool = setting(
-        False, help="Continue an interrupted training from its last checkpoint.", kind="flag"
-    )
-    force: bool = setting(False, help="Replace the output, or start again.", kind="flag")
-    json: bool = setting(False, help="Print one JSON object on stdout.", kind="flag")
+    resume: bool = setting(False, help="Continue an interrupted training from its last checkpoint.")
+    force: bool = setting(False, help="Replace the output, or start again.")
+    json: bool = setting(False, help="Print one JSON object on stdout.")

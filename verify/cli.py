@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specdec.command.stages import run_command, stage_command
+from specdec.command.stages import stage_command
 from specdec.errors import SpecDecError
 
 from .settings import VerifySettings
@@ -63,8 +63,3 @@ def format_report(report: dict[str, Any]) -> str:
         lines += [f"  changed since: {path}" for path in sources["changed"]]
     lines += [f"  problem: {problem}" for problem in report["problems"]]
     return "\n".join(lines)
-
-
-def main() -> None:
-    """Entry point of `specdec-verify`."""
-    run_command(command)

@@ -22,53 +22,55 @@ class VerifySettings:
     """One field is one flag."""
 
     checkpoint_dir: Path | None = setting(
-        kind="path", metavar="CKPT", help="Checkpoint folder to check, file by file."
+        metavar="CKPT", help="Checkpoint folder to check, file by file."
     )
     workers: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        minimum=1, metavar="N",
         help="Files to hash at the same time; if not given, one for each processor core.",
     )  # fmt: skip
     engine_dir: Path | None = setting(
-        kind="path", metavar="ENGINE", help="The engine whose text is compared with its model's."
+        folder="engine",
+        metavar="ENGINE",
+        help="The engine whose text is compared with its model's.",
     )
     model_dir: str | None = setting(
-        metavar="HF", help="Folder or Hub id of the base model that the engine was made from."
+        folder="model",
+        metavar="HF",
+        help="Folder or Hub id of the base model that the engine was made from.",
     )
     acceptance: str = setting(
         "exact", choices=("exact", "typical"), hidden=True, help="typical is refused: it is lossy."
     )
     verify_hashes: bool = setting(
-        False, kind="flag", help="Compare every byte of the engine with its manifest first."
+        False, help="Compare every byte of the engine with its manifest first."
     )
     prompts: Path | None = setting(
-        kind="path", metavar="FILE",
+        metavar="FILE",
         help="File of prompts, .txt or .jsonl as for specdec-run; a few built-in ones if not"
         " given.",
     )  # fmt: skip
     max_output_len: int = setting(
-        64, kind="int", minimum=1, metavar="N", help="New tokens to compare for each prompt."
+        64, minimum=1, metavar="N", help="New tokens to compare for each prompt."
     )
     num_alone: int = setting(
-        2, kind="int", minimum=0, metavar="N",
+        2, minimum=0, metavar="N",
         help="How many prompts are also run alone, to compare them with the batch.",
     )  # fmt: skip
     sampling: bool = setting(
-        False, kind="flag", help="Also test sampled text against the model's exact distribution."
+        False, help="Also test sampled text against the model's exact distribution."
     )
     num_samples: int = setting(
-        1000, kind="int", minimum=100, metavar="N", help="With --sampling: samples of each prompt."
+        1000, minimum=100, metavar="N", help="With --sampling: samples of each prompt."
     )
-    temperature: float = setting(
-        1.0, kind="float", metavar="T", help="With --sampling: the temperature."
-    )
-    top_k: int = setting(4, kind="int", minimum=2, help="With --sampling: the top-k.")
+    temperature: float = setting(1.0, metavar="T", help="With --sampling: the temperature.")
+    top_k: int = setting(4, minimum=2, help="With --sampling: the top-k.")
     random_seed: int = setting(
-        0, kind="int", minimum=0, metavar="S", help="With --sampling: seed of the first sample."
+        0, minimum=0, metavar="S", help="With --sampling: seed of the first sample."
     )
     device: str = setting(
         "auto", choices=("auto", "cpu", "cuda"), help="Device for the engine and the model."
     )
-    json: bool = setting(False, kind="flag", help="Print one JSON object on stdout.")
+    json: bool = setting(False, help="Print one JSON object on stdout.")
 
 
 def check_flags(settings: VerifySettings) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +14,11 @@ from specdec.errors import UsageError, shorten, suggest
 
 T = TypeVar("T")
 SECTIONS = ("convert", "build", "run", "serve", "train", "data", "verify", "bench")
+# How a field is given, by its type, without `| None`; a bool that may be None: enable or disable.
+KINDS = {
+    "str": "str", "int": "int", "float": "float", "Path": "path", "bool": "flag",
+    "bool | None": "enable", "list[str]": "list",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +26,7 @@ class Flag:
     """How a settings field appears on the command line and in a recipe."""
 
     help: str
-    kind: str = "str"  # str, int, float, path, flag, enable (enable|disable), list (several values)
+    kind: str = ""  # one of KINDS, by the field's type
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
@@ -27,6 +34,7 @@ class Flag:
     hidden: bool = False
     is_argument: bool = False  # the words that belong to no option; a list
     required: bool = False  # `require` refuses settings without it, so that its type is never None
+    folder: str | None = None  # the kind of folder it names, one of files/folders.py
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,14 +65,17 @@ def _declare(default: Any, metadata: dict[str, Any]) -> Any:
 
 
 def get_flags(settings_class: type) -> dict[str, tuple[Flag, Any]]:
-    """Map each field of a settings class to (flag, default)."""
+    """Map each field of a settings class to (flag, default); its module postpones annotations."""
     flags = {}
     for field in dataclasses.fields(settings_class):
         if "flag" in field.metadata:
             default = field.default
             if field.default_factory is not dataclasses.MISSING:
                 default = field.default_factory()
-            flags[field.name] = (field.metadata["flag"], default)
+            written = str(field.type)
+            kind = KINDS.get(written) or KINDS[written.removesuffix(" | None")]
+            flag = dataclasses.replace(field.metadata["flag"], kind=kind)
+            flags[field.name] = (flag, default)
     return flags
 
 
@@ -143,11 +154,9 @@ def takes_others(settings_class: type) -> bool:
     return any(field.name == "others" for field in dataclasses.fields(settings_class))
 
 
-def make_unknown_error(
-    settings_class: type, section: str, name: str, other: Other, more: Iterable[str] = ()
-) -> UsageError:
-    """Return the error for an option that nobody knows; `more` are names known besides fields."""
-    known = [*get_flags(settings_class), *more]
+def make_unknown_error(settings_class: type, section: str, name: str, other: Other) -> UsageError:
+    """Return the error for an option that nobody knows."""
+    known = list(get_flags(settings_class))
     hint = f"`specdec {section} --help` lists the keys"
     if other.recipe is not None:
         fact = f"recipe {other.recipe}: unknown key {name!r} in section {section}"
@@ -182,10 +191,8 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
             raise wrong("a text or a list of texts")
-        try:
-            "".join(map(str, values)).encode()
-        except UnicodeEncodeError:  # bytes that the locale cannot read, or a half in a recipe
-            raise wrong("text of whole characters, in UTF-8") from None
+        if not all(_is_whole(str(v)) for v in values):
+            raise wrong("text of whole characters, in UTF-8")
         return [str(v) for v in values]
     if flag.kind in ("int", "float"):
         try:
@@ -197,15 +204,19 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         if flag.kind == "float" and not math.isfinite(value):
             raise wrong("a finite number")
         if flag.minimum is not None and not value >= flag.minimum:
-            raise wrong(f"at least {flag.minimum:g}")
+            raise wrong(f"at least {flag.minimum}")
         if flag.maximum is not None and not value <= flag.maximum:
-            raise wrong(f"at most {flag.maximum:g}")
+            raise wrong(f"at most {flag.maximum}")
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise wrong("a text")
     text = str(value)
+    if not _is_whole(text):
+        raise wrong("text of whole characters, in UTF-8")
     if flag.kind == "path" and (not text or "\0" in text):
         raise wrong("a path")  # Path("") would be the current folder
+    if flag.kind == "path" and _leads_in_circles(text):
+        raise wrong("a path without a circle of links")
     same = {choice.replace("_", "-"): choice for choice in flag.choices}
     text = same.get(text.replace("_", "-"), text)
     if flag.choices and text not in flag.choices:
@@ -215,6 +226,19 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
             f"choose one of {choices}",
         )
     return Path(text) if flag.kind == "path" else text
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a text has neither bytes that the locale cannot read nor halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _leads_in_circles(path: str) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _refuse_twins(mapping: Any) -> None:

@@ -18,6 +18,7 @@ from click.core import ParameterSource
 
 from specdec import __version__, logs
 from specdec.command import help
+from specdec.command.entry import raise_at_sigint
 from specdec.command.settings import (
     SECTIONS,
     Flag,
@@ -161,7 +162,9 @@ def stage_command(
             logs.set_up(debug=debug)
             recipe = Path(config) if config else None
             others = _group_others(ctx)
-            work(resolve_settings(settings_class, section or name, typed, recipe, others))
+            settings: Any = resolve_settings(settings_class, section or name, typed, recipe, others)
+            _check_folders(settings, flags)
+            work(settings)
 
         params: list[click.Parameter] = [
             _build_parameter(key, flag, default) for key, (flag, default) in flags.items()
@@ -191,6 +194,17 @@ def stage_command(
         return command
 
     return decorate
+
+
+def _check_folders(settings: Any, flags: Mapping[str, tuple[Flag, Any]]) -> None:
+    """Raise SpecDecError for a wrong folder now: the stage itself may import torch first."""
+    from specdec.files.folders import MODEL, expect_folder, is_hub_id  # which imports numpy
+
+    for key, (flag, _) in flags.items():
+        path = getattr(settings, key)
+        if flag.folder is None or path is None or (flag.folder == MODEL and is_hub_id(path)):
+            continue
+        expect_folder(path, flag.folder, name_flag(key))
 
 
 def _group_others(ctx: click.Context) -> dict[str, list[str]]:
@@ -233,6 +247,7 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if args is None else args
     calm_threads()
     try:
+        raise_at_sigint()
         # A launcher's process may wait for others, where Python's handlers do not run.
         with contextlib.nullcontext() if _is_launched() else take_sigterm():
             status = command.main(arguments, standalone_mode=False)
@@ -434,10 +449,3 @@ group = StageGroup(
         _make_version_option(),
     ],
 )
-
-
-def main() -> None:
-    """Entry point of `specdec`."""
-    if len(sys.argv) == 1:
-        sys.argv.append("--help")
-    run_command(group)

@@ -10,7 +10,7 @@ import numbers
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specdec import logs
 from specdec.command.settings import as_options, check_value, get_flags
@@ -18,7 +18,7 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.grammar import GrammarCompiler
 from specdec.decode.loading import load_engine
 from specdec.decode.loop import Batch, Options, fit_batch
-from specdec.decode.prompts import SHAPING_KEYS, check_values, find_end_ids, make_requests
+from specdec.decode.prompts import check_values, find_end_ids, make_requests
 from specdec.decode.requests import (
     ActiveRequest,
     DraftTree,
@@ -155,7 +155,7 @@ class Engine:
         settings: DecodeSettings,
         tokenizer: Any,
         end_ids: frozenset[int],
-        prompt_chunk: int | None = None,
+        prompt_chunk: int | Literal["auto"] | None = None,
     ) -> None:
         """Of `load` alone."""
         self._core: TorchEngine | None = core
@@ -176,7 +176,7 @@ class Engine:
         speculation: bool = True,
         max_batch_size: int | None = None,
         max_seq_len: int | None = None,
-        prompt_chunk: int | None = None,
+        prompt_chunk: int | Literal["auto"] | None = None,
         is_launched: bool = False,
         **options: Any,
     ) -> Engine:
@@ -186,8 +186,9 @@ class Engine:
         holds, if any. draft: the engine folder of a draft model. device: auto, cpu or cuda.
         speculation: False decodes one token a step. max_batch_size, max_seq_len: fewer and shorter
         requests than the engine was built for, for which less memory is taken. prompt_chunk: tokens
-        of new prompts that are read in a step of streams that have begun; None reads a
-        prompt whole, and the streams wait. is_launched: this may be rank 0 of torchrun's processes,
+        of new prompts that are read in a step of streams that have begun; "auto" is 16 for each
+        stream, at least 64 and at most 512; None reads a prompt whole, and the streams wait.
+        is_launched: this may be rank 0 of torchrun's processes,
         the others of which follow it. options: those of specdec-run that say who drafts and how,
         with underscores, such as draft_len="auto", eagle_tree_tokens=12 or
         acceptance="typical".
@@ -203,6 +204,12 @@ class Engine:
             raise SpecDecError(
                 f"{path} is an engine of TensorRT-LLM, which Engine cannot load",
                 "run it with specdec-run, or build it with --backend torch",
+            )
+        if prompt_chunk not in (None, "auto") and not (
+            type(prompt_chunk) is int and prompt_chunk > 0
+        ):
+            raise UsageError(
+                f"prompt_chunk is {prompt_chunk!r}", 'give a number from 1 on, "auto", or None'
             )
         if logs.get_launched_rank() is not None and not is_launched:
             raise SpecDecError(
@@ -600,23 +607,14 @@ def _to_prompt(prompt: AnyPrompt) -> Prompt:
 
 def _to_entry(prompt: Prompt) -> dict[str, Any]:
     """The request object of a prompt, as a line of a .jsonl file has it."""
-    ids, messages, stop = prompt.token_ids, prompt.messages, prompt.stop
-    entry = {
-        "prompt": prompt.text,
+    entry = {field.name: getattr(prompt, field.name) for field in dataclasses.fields(prompt)}
+    ids, messages, stop = entry.pop("token_ids"), prompt.messages, prompt.stop
+    entry |= {
+        "prompt": entry.pop("text"),
         "input_ids": None if ids is None else [_to_int(token) for token in ids],
         "messages": None if messages is None else [dict(message) for message in messages],
-        "max_output_len": prompt.max_output_len,
-        "temperature": prompt.temperature,
-        "top_k": prompt.top_k,
-        "top_p": prompt.top_p,
-        "seed": prompt.seed,
         "stop": stop if stop is None or isinstance(stop, str) else list(stop),
         "logit_bias": None if prompt.logit_bias is None else dict(prompt.logit_bias),
-        "logprobs": prompt.logprobs,
-        "prompt_logprobs": prompt.prompt_logprobs,
-        "speculation": prompt.speculation,
-        "keep_trees": prompt.keep_trees,
-        **{name: getattr(prompt, name) for name in SHAPING_KEYS},
     }
     return {key: value for key, value in entry.items() if value is not None}
 

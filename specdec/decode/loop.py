@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -51,6 +51,11 @@ from specdec.engine.tree import Tree, build_tree_mask, make_root
 # Tokens of a prefix that another request is about to bring into the cache, for which one waits
 # where prompts are read in chunks.
 WORTH_WAITING = 16
+# How many times as many tokens as the target a drafter may read of prompts in a step. It has every
+# prompt to read that the target has, and what was emitted meanwhile, or it would never draft.
+CATCH_UP = 4
+# With prompt_chunk "auto", prompt tokens of a step for each of its requests; at least and at most.
+CHUNK_SHARE, LEAST_CHUNK, MOST_CHUNK = 16, 64, 512
 LOGPROB_TOKENS = 64  # of a prompt, whose logits are in memory at once
 
 
@@ -113,8 +118,9 @@ class Options:
     """How requests are run.
 
     max_batch_size: requests decoded at once; None is all. max_num_tokens: bound of one prompt pass.
-    prompt_chunk: prompt tokens that a step of other requests reads at most, and a draft model as
-    many; None reads whole prompts first.
+    prompt_chunk: prompt tokens that a step of other requests reads at most, and a drafter four
+    times as many; "auto" is 16 for each request that runs or waits, at least 64 and at most 512;
+    None reads whole prompts first.
     tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
     prompts from the cache. keep_logits: return the logits that tokens were chosen by.
     keep_rejected: return what was drafted and not accepted.
@@ -122,7 +128,7 @@ class Options:
     """
 
     max_num_tokens: int = 8192
-    prompt_chunk: int | None = None
+    prompt_chunk: int | Literal["auto"] | None = None
     max_batch_size: int | None = None
     tokenizer: Any = None
     follow_text: bool = False
@@ -196,8 +202,6 @@ class Batch:
         device = decoder.device if decoder.device.type == "cuda" else None
         self._clocks = {part: _Stopwatch(timing, part, device) for part in timing.list_seconds()}
         proposer.allocate(num_rows, num_positions)
-        if isinstance(proposer, PromptLatecomer):
-            proposer.max_catch_up = options.prompt_chunk
         self._ahead = PlainAhead(decoder, self.cache)
         self._reading: list[ActiveRequest] = []  # whose prompts are on their way into their rows
         self._reader = PromptReader(decoder, self.cache, options.max_num_tokens)
@@ -234,7 +238,7 @@ class Batch:
         """
         self._retire()
         self._admit()
-        chunk = self.options.prompt_chunk
+        chunk = self._choose_chunk()
         if not self._reading:
             pass
         elif chunk is None:
@@ -255,6 +259,16 @@ class Batch:
             self._emit_ahead(self._ahead.land)
         else:
             self._verify()
+
+    def _choose_chunk(self) -> int | None:
+        """Tokens of prompts that a step may read beside others; None is all. Drafters are told."""
+        chunk = self.options.prompt_chunk
+        if chunk == "auto":
+            num_requests = len(self.active) + len(self._reading) + len(self.waiting)
+            chunk = min(max(LEAST_CHUNK, CHUNK_SHARE * num_requests), MOST_CHUNK)
+        if isinstance(self.proposer, PromptLatecomer):
+            self.proposer.max_catch_up = None if chunk is None else CATCH_UP * chunk
+        return chunk
 
     def _admit(self) -> None:
         taken = {request.row for request in (*self.active, *self._reading)}
@@ -352,7 +366,7 @@ class Batch:
         """
         active = self.active
         if isinstance(self.proposer, StepTimer):
-            self.proposer.is_shared = chunk is not None
+            self.proposer.num_beside = 0 if chunk is None else min(chunk, self._reader.num_left)
         with self._clocks["draft"]:
             candidates = self._propose(active)
         trees = [c.tree for c in candidates]

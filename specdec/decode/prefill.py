@@ -123,6 +123,12 @@ class PromptReader:
         return bool(self._prompts)
 
     @property
+    def num_left(self) -> int:
+        """Tokens that are still to be read."""
+        past = self._cache.past_lens
+        return sum(len(prompt) - int(past[row]) for row, prompt in self._prompts.items())
+
+    @property
     def joins(self) -> bool:
         """Whether what is read may be part of a step with other rows."""
         return self._decoder.max_joined_tokens is not None

@@ -29,6 +29,8 @@ def read_lines(path: Path, flag: str) -> list[str]:
         return path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise SpecDecError(f"{path} does not exist", f"check the path of {flag}") from None
+    except IsADirectoryError:
+        raise SpecDecError(f"{path} is a folder", f"give {flag} a .txt or .jsonl file") from None
     except UnicodeDecodeError:
         raise SpecDecError(f"{path} is not UTF-8 text", "convert the file to UTF-8") from None
 

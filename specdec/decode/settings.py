@@ -17,46 +17,38 @@ class DecodeSettings:
     One field is one flag and one recipe key.
     """
 
-    engine_dir: Path = setting(required=True, kind="path", help="Folder written by specdec-build.")
+    engine_dir: Path = setting(
+        required=True, folder="engine", help="Folder written by specdec-build."
+    )
     tokenizer_dir: str | None = setting(
         help="Folder or Hub id of the tokenizer, usually the Hugging Face base model's; if not"
         " given, the one that the engine was built with.",
         metavar="DIR",
     )
     apply_chat_template: bool = setting(
-        False,
-        kind="flag",
-        help="Put each prompt into the tokenizer's chat template, as a user's turn.",
+        False, help="Put each prompt into the tokenizer's chat template, as a user's turn."
     )
-    max_output_len: int = setting(
-        100, kind="int", minimum=1, help="Most new tokens for each prompt."
-    )
+    max_output_len: int = setting(100, minimum=1, help="Most new tokens for each prompt.")
     temperature: str | None = setting(
         metavar="T[,T...]",
         help="Sampling temperature, one for all prompts or one each; 0 decodes greedily. If"
         " not given: 1 with --top-k or --top-p, otherwise 0.",
     )
-    top_k: int = setting(
-        0, kind="int", minimum=0, help="Sample from the K most likely tokens; 0 takes all."
-    )
+    top_k: int = setting(0, minimum=0, help="Sample from the K most likely tokens; 0 takes all.")
     top_p: float = setting(
-        1.0,
-        kind="float",
-        help="Sample from the most likely tokens whose probabilities sum to this.",
+        1.0, help="Sample from the most likely tokens whose probabilities sum to this."
     )
     random_seed: int = setting(
-        0, kind="int", minimum=0, help="Seed for sampling, for every prompt without one of its own."
+        0, minimum=0, help="Seed for sampling, for every prompt without one of its own."
     )
-    stop_words: list[str] = setting(
-        [], kind="list", help="Texts that end the output; they are cut off."
-    )
+    stop_words: list[str] = setting([], help="Texts that end the output; they are cut off.")
     end_id: int | None = setting(
-        kind="int", minimum=0,
+        minimum=0,
         help="Token that ends the output; if not given, that of the generation config or"
         " tokenizer.",
     )  # fmt: skip
     no_speculation: bool = setting(
-        False, kind="flag", help="Run the same engine without drafts, one token a step."
+        False, help="Run the same engine without drafts, one token a step."
     )
     acceptance: str = setting(
         "exact", choices=("exact", "typical"),
@@ -65,15 +57,15 @@ class DecodeSettings:
         " distribution.",
     )  # fmt: skip
     typical_epsilon: float | None = setting(
-        kind="float", metavar="P",
+        metavar="P",
         help="Accept a token with at least this probability (less where --typical-delta allows"
         " it).  [default: 0.09]",
     )  # fmt: skip
     typical_delta: float | None = setting(
-        kind="float", metavar="D",
+        metavar="D",
         help="Lower the threshold to D * exp(-entropy) where the target is unsure.  [default: 0.3]",
     )  # fmt: skip
     kv_cache_enable_block_reuse: bool = setting(
-        False, kind="flag", help="Compute a beginning that several prompts share only once."
+        False, help="Compute a beginning that several prompts share only once."
     )
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="Device to run on.")

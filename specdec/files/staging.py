@@ -35,13 +35,26 @@ def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = 
             f"{output_dir} exists and is not empty",
             "choose another folder, or replace it with --force",
         )
+    if os.path.ismount(output):
+        raise SpecDecError(
+            f"{output_dir} is a mount point, whose place no other folder can take",
+            f"name a folder in it, such as {output_dir / 'output'}",
+        )
+    parent = find_existing(output.parent)
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        lack = "is read-only" if parent.is_dir() else "is a file"
+        raise SpecDecError(
+            f"{output_dir} cannot be written: {parent} {lack}",
+            "choose another folder, or check the permissions",
+        )
 
 
 def check_output_file(path: Path) -> None:
     """Raise SpecDecError where a file cannot be written, before the work that is to fill it."""
     if path.is_dir():
         raise SpecDecError(f"{path} is a folder", "name a file for the output")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    place = path if path.exists() else path.parent
+    if not path.parent.is_dir() or not os.access(place, os.W_OK):
         raise SpecDecError(
             f"{path} cannot be written: there is no folder {path.parent}, or it is read-only",
             "check the path and its permissions",
@@ -58,16 +71,22 @@ def write_whole(path: Path, text: str) -> None:
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
+    except OSError as error:
+        error.filename = path  # a full disk's error names none
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
 
 def measure_free_space(output_dir: Path) -> tuple[Path, int]:
     """Return the existing folder that an output will lie in, and the free bytes of its disk."""
-    folder = output_dir.resolve()
-    while not folder.exists():
-        folder = folder.parent
+    folder = find_existing(output_dir.resolve())
     return folder, shutil.disk_usage(folder).free
+
+
+def find_existing(path: Path) -> Path:
+    """Return the path, or the nearest of its folders that is there."""
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def check_free_space(output_dir: Path, num_bytes: int, taken: str) -> None:

@@ -195,7 +195,7 @@ class DFlashConvert:
         metavar="DRAFTER", help="A DFlash drafter: a folder or Hub id."
     )
     dflash_max_draft_len: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Most draft tokens in a step of a DFlash engine; 63 if not given.",
     )  # fmt: skip
 
@@ -205,10 +205,10 @@ class DFlashDraft:
     """Options of every command that decodes."""
 
     dflash_tokens: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="Draft tokens in a step of a DFlash engine."
+        minimum=1, metavar="N", help="Draft tokens in a step of a DFlash engine."
     )
     dflash_top_k: int | None = setting(
-        kind="int", minimum=1, metavar="K",
+        minimum=1, metavar="K",
         help="How many tokens a DFlash engine considers for each place of a block; 1: a chain.",
     )  # fmt: skip
 
@@ -218,30 +218,31 @@ class DFlashTrain:
     """Options of specdec-train."""
 
     dflash_num_layers: int = setting(
-        1, help="Decoder layers of the DFlash drafter.", kind="int", minimum=1, maximum=MAX_MODULES
+        1, help="Decoder layers of the DFlash drafter.", minimum=1, maximum=MAX_MODULES
     )
     dflash_block_size: int = setting(
         8, help="Tokens of a DFlash block: the last one emitted and those drafted after it.",
-        kind="int", minimum=2, maximum=MAX_DRAFT_TOKENS,
+        minimum=2, maximum=MAX_DRAFT_TOKENS,
     )  # fmt: skip
     dflash_num_target_layers: int = setting(
-        5, help="How many of the target's layers a DFlash drafter reads, evenly spread.",
-        kind="int", minimum=1, maximum=MAX_MODULES,
+        5, help="How many of the target's layers a DFlash drafter reads, evenly spread.", minimum=1,
+        maximum=MAX_MODULES,
     )  # fmt: skip
     dflash_num_anchors: int = setting(
         64, help="Blocks of each row that are trained on, begun at places drawn at random.",
-        kind="int", minimum=1,
+        minimum=1,
     )  # fmt: skip
     dflash_loss_decay: float = setting(
-        0.8, help="Weight of each place of a DFlash block relative to the one before.",
-        kind="float", minimum=0, maximum=1,
+        0.8, help="Weight of each place of a DFlash block relative to the one before.", minimum=0,
+        maximum=1,
     )  # fmt: skip
     dflash_markov_rank: int = setting(
-        0, help="DSpark: the rank of the head that tells a place of a DFlash block of the token"
-        " before it; 0: none.", kind="int", minimum=0, maximum=MAX_SIZE,
+        0,
+        help="DSpark: the rank of the head that tells a place of a DFlash block of the token"
+        " before it; 0: none.", minimum=0, maximum=MAX_SIZE,
     )  # fmt: skip
     dflash_mask_token_id: int | None = setting(
-        kind="int", minimum=0, metavar="N",
+        minimum=0, metavar="N",
         help="The token that stands where a DFlash block is to be filled; if not given, the"
         " target's padding token, or its end token where that has no embedding.",
     )  # fmt: skip

@@ -31,7 +31,9 @@ class DraftTargetDraft:
     """Options of every command that decodes."""
 
     draft_engine_dir: Path | None = setting(
-        kind="path", metavar="DRAFT", help="The draft model's own engine, built without a drafter."
+        folder="engine",
+        metavar="DRAFT",
+        help="The draft model's own engine, built without a drafter.",
     )
     draft_tokenizer_dir: str | None = like(DraftTargetTokens, "draft_tokenizer_dir")
     draft_vocabulary: str = like(DraftTargetTokens, "draft_vocabulary")
@@ -41,9 +43,8 @@ class DraftTargetDraft:
         " acceptance and cost. With other methods, auto drafts only while that is faster.",
     )
     use_logits: bool = setting(
-        False, kind="flag",
-        help="Accept sampled tokens by the ratio of both models' probabilities.",
-    )  # fmt: skip
+        False, help="Accept sampled tokens by the ratio of both models' probabilities."
+    )
     draft_target_model_config: str | None = setting(
         metavar="[LEN,[DRAFT],[TARGET],LOGITS]",
         help="Draft length, devices of both models and whether to use logits, as TensorRT-LLM"
@@ -58,7 +59,9 @@ class DraftTargetTune:
     """Options of specdec tune."""
 
     draft_checkpoint_dir: Path | None = setting(
-        kind="path", metavar="CKPT", help="The draft model's checkpoint folder."
+        folder="checkpoint",
+        metavar="CKPT",
+        help="The draft model's checkpoint folder.",
     )
     draft_tokenizer_dir: str | None = like(DraftTargetTokens, "draft_tokenizer_dir")
     draft_vocabulary: str = like(DraftTargetTokens, "draft_vocabulary")

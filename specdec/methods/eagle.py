@@ -360,15 +360,15 @@ class EagleConvert:
         metavar="DRAFTER", help="A drafter of EAGLE-1, 2 or 3: a folder or Hub id."
     )
     max_draft_len: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Most draft tokens in a step of an EAGLE engine; 63 if not given.",
     )  # fmt: skip
     num_eagle_layers: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_MODULES, metavar="N",
+        minimum=1, maximum=MAX_MODULES, metavar="N",
         help="Depth of an EAGLE engine's draft trees; 4 if not given.",
     )  # fmt: skip
     max_non_leaves_per_layer: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Most nodes with children in a level of an EAGLE engine's draft trees; 10 if not"
         " given.",
     )  # fmt: skip
@@ -383,15 +383,15 @@ class EagleDraft:
         help="A static tree of drafts, as a list of paths of ranks: [[0],[0,0],[1]].",
     )
     eagle_use_dynamic_tree: bool = setting(
-        False, kind="flag", help="Grow each tree where the drafter is sure, as EAGLE-2 does."
+        False, help="Grow each tree where the drafter is sure, as EAGLE-2 does."
     )
     eagle_dynamic_tree_max_top_k: int | None = setting(
-        kind="int", minimum=1, metavar="K",
+        minimum=1, metavar="K",
         help="How many nodes of each level a dynamic tree continues, and with how many tokens"
         " each.",
     )  # fmt: skip
     eagle_tree_tokens: int | None = setting(
-        kind="int", minimum=1, metavar="N", help="Draft tokens in a dynamic tree."
+        minimum=1, metavar="N", help="Draft tokens in a dynamic tree."
     )
 
 
@@ -404,49 +404,44 @@ class EagleTrain:
         choices=("1", "3"),
     )  # fmt: skip
     eagle_num_layers: int = setting(
-        1, help="Decoder layers of the EAGLE drafter.", kind="int", minimum=1, maximum=MAX_MODULES
+        1, help="Decoder layers of the EAGLE drafter.", minimum=1, maximum=MAX_MODULES
     )
     eagle_num_steps: int = setting(
-        3, help="Draft steps in a row that are trained; EAGLE-1 has 1.",
-        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS,
+        3, help="Draft steps in a row that are trained; EAGLE-1 has 1.", minimum=1,
+        maximum=MAX_DRAFT_TOKENS,
     )  # fmt: skip
     eagle_loss_decay: float = setting(
-        0.9, help="Weight of each EAGLE draft step relative to the one before.", kind="float",
-        minimum=0, maximum=1,
+        0.9, help="Weight of each EAGLE draft step relative to the one before.", minimum=0,
+        maximum=1,
     )  # fmt: skip
     eagle_token_weight: float = setting(
-        0.1, help="EAGLE-1: weight of the token loss, relative to the feature loss.", kind="float",
-        minimum=0, maximum=1000,
+        0.1, help="EAGLE-1: weight of the token loss, relative to the feature loss.", minimum=0,
+        maximum=1000,
     )  # fmt: skip
     eagle_noise: float = setting(
-        0.2,
-        help="EAGLE-1: width of the uniform noise added to the features.",
-        kind="float",
-        minimum=0,
+        0.2, help="EAGLE-1: width of the uniform noise added to the features.", minimum=0,
         maximum=1000,
-    )
-    eagle_bias: bool = setting(
-        True, kind="flag", help="EAGLE-1: give `fc` a bias, which vLLM has no room for."
-    )
+    )  # fmt: skip
+    eagle_bias: bool = setting(True, help="EAGLE-1: give `fc` a bias, which vLLM has no room for.")
     eagle_draft_vocab_size: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        minimum=1, metavar="N",
         help="EAGLE-3: draft the N most frequent tokens of the data alone; all if not given.",
     )  # fmt: skip
     eagle_norm_before_fc: bool = setting(
-        False, kind="flag", help="EAGLE-3: norm what is read of the target, all layers as one."
+        False, help="EAGLE-3: norm what is read of the target, all layers as one."
     )
     eagle_fc_norm: bool = setting(
-        False, kind="flag", help="EAGLE-3: norm what is read of the target, each layer by itself."
+        False, help="EAGLE-3: norm what is read of the target, each layer by itself."
     )
     eagle_norm_output: bool = setting(
-        False, kind="flag", help="EAGLE-3: a step reads the normed state of the one before."
+        False, help="EAGLE-3: a step reads the normed state of the one before."
     )
     eagle_parallel: bool = setting(
-        False, kind="flag",
+        False,
         help="P-EAGLE: an EAGLE-3 drafter that drafts all its steps in one pass, from mask tokens.",
     )  # fmt: skip
     eagle_mask_token_id: int | None = setting(
-        kind="int", minimum=0, metavar="N",
+        minimum=0, metavar="N",
         help="P-EAGLE: the token that stands where one is not known yet; if not given, the target's"
         " padding token, or its end token where that has no embedding.",
     )  # fmt: skip

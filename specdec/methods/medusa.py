@@ -99,15 +99,15 @@ class MedusaConvert:
         metavar="HEADS", help="Medusa heads, alone or saved with their target: a folder or Hub id."
     )
     num_medusa_heads: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_MODULES, metavar="N",
+        minimum=1, maximum=MAX_MODULES, metavar="N",
         help="Number of Medusa heads to use; if not given, as many as their config.json says.",
     )  # fmt: skip
     num_medusa_layers: int | None = setting(
-        kind="int", minimum=0, maximum=MAX_MODULES, metavar="N",
+        minimum=0, maximum=MAX_MODULES, metavar="N",
         help="Residual layers of each Medusa head, if their config.json does not say.",
     )  # fmt: skip
     max_medusa_token_len: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Most draft tokens in a step of a Medusa engine; 63 if not given.",
     )  # fmt: skip
 
@@ -126,18 +126,14 @@ class MedusaTrain:
     """Options of specdec-train."""
 
     medusa_num_heads: int = setting(
-        4,
-        help="Number of heads, each for one draft token.",
-        kind="int",
-        minimum=1,
-        maximum=MAX_MODULES,
+        4, help="Number of heads, each for one draft token.", minimum=1, maximum=MAX_MODULES
     )
     medusa_num_layers: int = setting(
-        1, help="Residual blocks of each Medusa head.", kind="int", minimum=0, maximum=MAX_MODULES
+        1, help="Residual blocks of each Medusa head.", minimum=0, maximum=MAX_MODULES
     )
     medusa_loss_decay: float = setting(
-        0.8, help="Weight of each Medusa head's loss relative to the one before.", kind="float",
-        minimum=0, maximum=1,
+        0.8, help="Weight of each Medusa head's loss relative to the one before.", minimum=0,
+        maximum=1,
     )  # fmt: skip
 
 

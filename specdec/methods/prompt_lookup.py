@@ -18,13 +18,10 @@ class PromptLookupDraft:
     """Options of every command that decodes."""
 
     prompt_lookup_num_tokens: int | None = setting(
-        kind="int",
-        minimum=1,
-        metavar="N",
-        help="Look for drafts in the text itself, up to N tokens in a step.",
+        minimum=1, metavar="N", help="Look for drafts in the text itself, up to N tokens in a step."
     )
     max_matching_ngram_size: int | None = setting(
-        kind="int", minimum=1, metavar="M",
+        minimum=1, metavar="M",
         help="Tokens at the end of the text to look for, at most.  [default: 4]",
     )  # fmt: skip
     prompt_lookup_config: str | None = setting(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from specdec.command.settings import setting
+from specdec.command.settings import as_options, setting
 from specdec.errors import Problems
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
 from specdec.model.config import ModelConfig
@@ -144,20 +144,28 @@ class ReDrafterConvert:
         metavar="DRAFTER", help="A ReDrafter drafter: a folder or Hub id."
     )
     redrafter_num_beams: int | None = setting(
-        kind="int",
-        minimum=1,
-        maximum=MAX_DRAFT_TOKENS,
-        metavar="N",
+        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Beams of the drafter's search; 5 if not given.",
-    )
+    )  # fmt: skip
     redrafter_draft_len_per_beam: int | None = setting(
-        kind="int", minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Draft tokens of each beam, at most as many as the drafter was trained for; 5 if"
         " not given.",
     )  # fmt: skip
     redrafter_no_greedy_search: bool = setting(
-        False, kind="flag", help="For a TensorRT-LLM engine: sample instead of searching greedily."
+        False, help="For a TensorRT-LLM engine: sample instead of searching greedily."
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReDrafterDraft:
+    """Options of every command that decodes."""
+
+    redrafter_tree_tokens: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Draft tokens in a dynamic tree: the likeliest of all that the search saw; if not"
+        " given, all those of its last beams.",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,26 +173,21 @@ class ReDrafterTrain:
     """Options of specdec-train."""
 
     redrafter_num_layers: int = setting(
-        2, help="Residual blocks in the drafter's head.", kind="int", minimum=0, maximum=MAX_MODULES
+        2, help="Residual blocks in the drafter's head.", minimum=0, maximum=MAX_MODULES
     )
     redrafter_predict_n_tokens: int = setting(
-        5, help="Draft tokens that the loss covers.", kind="int", minimum=1, maximum=MAX_MODULES
+        5, help="Draft tokens that the loss covers.", minimum=1, maximum=MAX_MODULES
     )
     redrafter_exit_dim: int | None = setting(
         help="Width of the residual blocks; if not given, twice the target's hidden size.",
-        kind="int",
-        minimum=1,
-        maximum=MAX_SIZE,
-    )
+        minimum=1, maximum=MAX_SIZE,
+    )  # fmt: skip
     redrafter_rnn: bool = setting(
-        True,
-        help="Learn the recurrence; otherwise it is the sum of the token embeddings.",
-        kind="flag",
+        True, help="Learn the recurrence; otherwise it is the sum of the token embeddings."
     )
     redrafter_loss_decay: float = setting(
-        1.0, help="Weight of each draft position relative to the one before.", kind="float",
-        minimum=0, maximum=1,
-    )  # fmt: skip
+        1.0, help="Weight of each draft position relative to the one before.", minimum=0, maximum=1
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,6 +195,11 @@ class ReDrafterTune:
     """Options of specdec tune."""
 
     beams: str = setting("1,2,4", metavar="N[,N...]", help="Numbers of beams to try.")
+
+
+def read_options(settings: Any) -> int | None:
+    """Return the tokens of a dynamic tree, None where none is asked for."""
+    return as_options(settings, ReDrafterDraft).redrafter_tree_tokens
 
 
 METHOD = Method(
@@ -207,6 +215,10 @@ METHOD = Method(
     ),
     own_architectures={"SpecDecReDrafterForCausalLM": "ReDrafter"},
     folder="drafter_model_dir",
-    options={"convert": ReDrafterConvert, "train": ReDrafterTrain, "tune": ReDrafterTune},
+    read=read_options,
+    options={
+        "convert": ReDrafterConvert, "draft": ReDrafterDraft, "train": ReDrafterTrain,
+        "tune": ReDrafterTune,
+    },
     training={"learning_rate": 1e-3, "self_distillation": 0.0},
 )  # fmt: skip

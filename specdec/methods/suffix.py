@@ -22,35 +22,35 @@ class SuffixDraft:
     """Options of every command that decodes."""
 
     suffix_max_tokens: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        minimum=1, metavar="N",
         help="Draft what followed the end of the text where it occurred before, as a tree of up to"
         " N tokens in a step.",
     )  # fmt: skip
     suffix_max_depth: int | None = setting(
-        kind="int", minimum=1, metavar="D",
+        minimum=1, metavar="D",
         help=f"Tokens at the end of the text to look for, at most.  [default: {DEFAULT_DEPTH}]",
     )  # fmt: skip
     suffix_max_factor: float | None = setting(
-        kind="float", metavar="F",
+        metavar="F",
         help="Draft at most F tokens for each token that was found.  [default:"
         f" {DEFAULT_FACTOR:g}]",
     )  # fmt: skip
     suffix_min_probability: float | None = setting(
-        kind="float", metavar="P",
+        metavar="P",
         help="Draft no token that followed in less than this share of the cases, its whole branch"
         f" counted.  [default: {DEFAULT_PROBABILITY:g}]",
     )  # fmt: skip
     suffix_share_requests: bool = setting(
-        False, kind="flag",
+        False,
         help="Look also in the prompts and outputs of requests of the same run that are finished.",
     )  # fmt: skip
     suffix_max_cached_tokens: int | None = setting(
-        kind="int", minimum=2, metavar="N",
+        minimum=2, metavar="N",
         help="With --suffix-share-requests or --suffix-cache: keep at most N tokens of finished"
         f" requests; the oldest are dropped.  [default: {DEFAULT_CACHED_TOKENS}]",
     )  # fmt: skip
     suffix_cache: Path | None = setting(
-        kind="path", metavar="FILE",
+        metavar="FILE",
         help="Keep the texts of finished requests in FILE, for later runs and other processes; it"
         " is made if there is none.",
     )  # fmt: skip

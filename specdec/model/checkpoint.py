@@ -17,6 +17,14 @@ from specdec.model.config import ModelConfig, list_layer_types
 from specdec.model.experts import parse_experts
 from specdec.model.quantization import Quantization, parse_quantization
 
+# What a key may be, by the type of the field of ModelConfig that it is.
+KINDS: Mapping[str, type] = {
+    "str": str, "int": int, "float": float, "bool": bool, "dict[str, Any]": dict,
+    "tuple[str, ...]": list,
+}  # fmt: skip
+# Fields that are not read of a key of their name.
+OTHERS = ("architecture", "tp_size", "pp_size", "experts", "own_arithmetic")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -45,76 +53,28 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
             f"checkpoint architecture {base!r} is not supported{suggest(str(base), known)}",
             f"the supported ones are {', '.join(known)}",
         )
-    mapping = _get_object(config, "mapping")
-    tp_size = mapping.get("tp_size", 1)
-    if type(tp_size) is not int:
-        raise SpecDecError(
-            f"checkpoint config: mapping.tp_size is {tp_size!r}", "give it as a whole number"
-        )
-    pp_size = mapping.get("pp_size", 1)
-    if type(pp_size) is not int:
-        raise SpecDecError(
-            f"checkpoint config: mapping.pp_size is {pp_size!r}", "give it as a whole number"
-        )
+    mapping = _get_mapping(config)
+    tp_size, pp_size = (mapping.get(name, 1) for name in ("tp_size", "pp_size"))
+    for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
+        if type(size) is not int:
+            raise SpecDecError(
+                f"checkpoint config: mapping.{name} is {size!r}", "give it as a whole number"
+            )
     if pp_size != 1 and method is not None:
         raise SpecDecError(
             f"checkpoint has pp_size={pp_size} and a {method.name} drafter",
             "convert it without pipeline parallelism: speculative engines have none",
         )
-    required = {
-        "vocab_size": int, "hidden_size": int, "num_hidden_layers": int,
-        "num_attention_heads": int, "norm_epsilon": float, "intermediate_size": int,
-        "max_position_embeddings": int, "dtype": str,
-    }  # fmt: skip
-    values: dict[str, Any] = {}
     problems = Problems()
-    defaults = _list_defaults(config, arithmetic)
-    for name, kind in required.items():
-        value = config.get(name)
-        value = defaults.get(name) if value is None else value
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            problems.add(
-                f"checkpoint config: {name} is {value!r}", f"give {name} as {kind.__name__}"
-            )
-        values[name] = value
-    problems.raise_all()
-    heads = values["num_attention_heads"]
-    optional: dict[str, tuple[type | tuple[type, ...], Any]] = {
-        "num_key_value_heads": (int, heads),
-        "head_size": (int, values["hidden_size"] // max(1, heads)),
-        "hidden_act": (str, "silu"),
-        "rotary_base": ((int, float), 10000.0),
-        "rotary_scaling": (dict, None),
-        "attn_bias": (bool, False),
-        "mlp_bias": (bool, False),
-        "rotary_pct": ((int, float), 1.0),
-        "sliding_window": (int, None),
-        "original_max_position_embeddings": (int, None),
-        "use_parallel_embedding": (bool, False),
-        "embedding_sharding_dim": (int, 0),
-        "share_embedding_table": (bool, False),
-        "layer_types": (list, None),
-        "_sliding_window_pattern": (int, arithmetic.window_pattern),
-        "rope_local_base_freq": ((int, float), None),
-        "embedding_multiplier": ((int, float), 1.0),
-        "attention_multiplier": ((int, float), 1.0),
-        "residual_multiplier": ((int, float), 1.0),
-        "output_multiplier_scale": ((int, float), 1.0),
-        "query_pre_attn_scalar": ((int, float), None),
-        "attn_logit_softcapping": ((int, float), None),
-        "final_logit_softcapping": ((int, float), None),
-    }
-    for name, (kinds, default) in optional.items():
-        value = config.get(name)
-        is_stray_bool = isinstance(value, bool) and kinds is not bool
-        if value is not None and (is_stray_bool or not isinstance(value, kinds)):
-            problems.add(f"checkpoint config: {name} is {value!r}", "correct the key")
-        values[name] = default if value is None else value
+    values = _read_fields(config, _list_defaults(config, arithmetic), problems)
+    pattern = config.get("_sliding_window_pattern")
+    if pattern is None:
+        pattern = arithmetic.window_pattern
+    elif type(pattern) is not int:
+        problems.add(f"checkpoint config: _sliding_window_pattern is {pattern!r}", "give an int")
     problems += _find_lost_keys(config, arithmetic)
     problems.raise_all()
-    types, pattern = values["layer_types"], values.pop("_sliding_window_pattern")
+    types = values["layer_types"]
     if types is None and pattern is not None:
         types = list_layer_types(values["num_hidden_layers"], max(1, pattern))
     values["layer_types"] = None if types is None else tuple(types)
@@ -176,11 +136,42 @@ def _find_lost_keys(config: Mapping[str, Any], arithmetic: Architecture) -> Prob
     )
 
 
+def _read_fields(
+    config: Mapping[str, Any], defaults: Mapping[str, Any], problems: Problems
+) -> dict[str, Any]:
+    """The fields of ModelConfig that have keys; adds what is wrong to `problems`."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(ModelConfig):
+        name = field.name
+        if name in OTHERS:
+            continue
+        kind = KINDS[str(field.type).removesuffix(" | None")]
+        is_needed = field.default is dataclasses.MISSING
+        value = config.get(name)
+        if value is None:
+            value = defaults.get(name) if is_needed else field.default
+        is_known = isinstance(value, (int, float) if kind is float else kind)
+        is_stray_bool = isinstance(value, bool) and kind is not bool
+        if is_stray_bool or (not is_known and (is_needed or value is not None)):
+            hint = f"give {name} as {kind.__name__}"
+            problems.add(f"checkpoint config: {name} is {value!r}", hint)
+        values[name] = value
+    return values
+
+
 def _list_defaults(config: Mapping[str, Any], arithmetic: Architecture) -> dict[str, Any]:
-    """What TensorRT-LLM takes for keys that its own writers leave out for some architectures."""
-    defaults: dict[str, Any] = {"norm_epsilon": arithmetic.norm_epsilon}
-    hidden_size = config.get("hidden_size")
-    if arithmetic.mlp == "plain" and type(hidden_size) is int:
+    """What stands for sizes that may be left out, as TensorRT-LLM's own writers do.
+
+    A size that follows from a wrong one is 1: of the two, that one is told.
+    """
+    sizes = {name: config.get(name) for name in ("hidden_size", "num_attention_heads")}
+    hidden_size, heads = (size if type(size) is int else 1 for size in sizes.values())
+    defaults: dict[str, Any] = {
+        "norm_epsilon": arithmetic.norm_epsilon,
+        "num_key_value_heads": heads,
+        "head_size": hidden_size // max(1, heads),
+    }
+    if arithmetic.mlp == "plain":
         defaults["intermediate_size"] = 4 * hidden_size
     return defaults
 
@@ -213,7 +204,7 @@ def find_shared_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     1.x has no such key: there a head that is not stored is the embedding.
     """
     path = folder / "rank0.safetensors"
-    has_stages = _get_object(config, "mapping").get("pp_size", 1) != 1
+    has_stages = _get_mapping(config).get("pp_size", 1) != 1
     if config.get("share_embedding_table") is not None or has_stages or not path.is_file():
         return {}
     stored = TensorFile(path).tensors
@@ -221,10 +212,10 @@ def find_shared_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"share_embedding_table": True} if is_shared else {}
 
 
-def _get_object(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = config.get(name) or {}
+def _get_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
+    value = config.get("mapping") or {}
     if not isinstance(value, dict):
         raise SpecDecError(
-            f"checkpoint config: {name} is {value!r}, not an object", "correct the key"
+            f"checkpoint config: mapping is {value!r}, not an object", "correct the key"
         )
     return value

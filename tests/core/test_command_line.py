@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -304,3 +305,67 @@ def test_paths_are_completed_by_the_shell() -> None:
     complete = ShellComplete(group, {}, "specdec", "_SPECDEC_COMPLETE")
     (item,) = complete.get_completions(["run", "--engine-dir"], "ou")
     assert (item.value, item.type) == ("ou", "file")
+
+
+# Sends us a signal when the first of our larger modules is imported.
+SIGNALLED = """
+import os, signal, sys
+class Sender:
+    def find_spec(self, name, *_):
+        if name == "specdec.command.stages":
+            os.kill(os.getpid(), signal.{name})
+sys.meta_path.insert(0, Sender())
+from specdec.command import entry
+sys.argv[1:] = ["--version"]
+entry.{stage}()
+"""
+
+
+@pytest.mark.parametrize("stage", ["main", "run"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_python_imports_leaves_no_traceback(name: str, stage: str) -> None:
+    code = SIGNALLED.format(name=name, stage=stage)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == -getattr(signal, name)
+    assert not done.stderr
+    assert not done.stdout
+
+
+def test_an_ignored_sigint_stays_ignored() -> None:
+    code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    code += SIGNALLED.format(name="SIGINT", stage="main")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"specdec {__version__}\n"
+
+
+def test_a_wrong_folder_is_told_before_torch_is_imported() -> None:
+    lines = [
+        "run --engine-dir /nowhere --input-text a",
+        "serve --engine-dir /nowhere",
+        "bench --engine-dir /nowhere",
+        "diagnose --engine-dir /nowhere",
+        "tune --checkpoint-dir /nowhere",
+        "verify --engine-dir /nowhere --model-dir /nowhere",
+        "verify --checkpoint-dir /nowhere",
+        "train --model-dir /nowhere --data README.md --output-dir /nowhere",
+        "audit --base-url http://127.0.0.1:9/v1 --model m --reference-engine /nowhere",
+        "convert --model-dir /nowhere --output-dir /nowhere/out",
+        "build --checkpoint-dir /nowhere --output-dir /nowhere/out",
+    ]
+    code = (
+        "import sys\n"
+        "from specdec.command.stages import group, run_command\n"
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        f"for line in {lines}:\n"
+        "    try:\n"
+        "        run_command(group, line.split())\n"
+        "    except SystemExit as end:\n"
+        "        print(end.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["1"] * len(lines), done.stderr
+    errors = done.stderr.splitlines()[::2]
+    assert len(errors) == len(lines)
+    for error in errors:
+        assert "/nowhere does not exist" in error

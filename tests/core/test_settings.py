@@ -26,13 +26,13 @@ from specdec.train.data.settings import DataSettings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToySettings:
-    output_dir: Path | None = setting(help="where", kind="path")
-    max_len: int = setting(10, help="length", kind="int", minimum=1)
-    rate: float = setting(0.5, help="rate", kind="float")
+    output_dir: Path | None = setting(help="where")
+    max_len: int = setting(10, help="length", minimum=1)
+    rate: float = setting(0.5, help="rate")
     mode: str = setting("draft_tokens", help="mode", choices=("draft_tokens", "eagle"))
-    use_fmha: bool | None = setting(help="plugin", kind="enable")
-    verbose: bool = setting(False, help="talk", kind="flag")
-    texts: list[str] = setting([], help="texts", kind="list")
+    use_fmha: bool | None = setting(help="plugin")
+    verbose: bool = setting(False, help="talk")
+    texts: list[str] = setting([], help="texts")
 
 
 def resolve(recipe: Path | None = None, **typed: Any) -> ToySettings:
@@ -151,7 +151,7 @@ def test_require_names_every_missing_flag() -> None:
 def test_a_required_field_need_not_be_named() -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Strict(ToySettings):
-        input_dir: Path = setting(help="from", kind="path", required=True)
+        input_dir: Path = setting(help="from", required=True)
 
     require(Strict(input_dir=Path("a")))
     with pytest.raises(UsageError, match="missing --input-dir$"):
@@ -194,3 +194,30 @@ def test_problems_are_reported_together() -> None:
 def test_suggest_only_near_names() -> None:
     assert suggest("redraftr", ["medusa", "redrafter"]) == " (did you mean redrafter?)"
     assert suggest("zzz", ["medusa", "redrafter"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "value", "most"),
+    [
+        ("build", "max_batch_size", 2**62, "65536"),
+        ("build", "max_num_tokens", 2**62, "2147483647"),
+        ("tune", "max_length", 2**62, "4096"),
+        ("train", "learning_rate", 1e300, "1000"),
+    ],
+)
+def test_numbers_beyond_what_later_steps_take(
+    stage: str, name: str, value: float, most: str
+) -> None:
+    kind = load_command(stage).settings_class
+    with pytest.raises(UsageError, match=f"{name_flag(name)}: expected at most {most}, got"):
+        resolve_settings(kind, stage, {name: value}, None)
+
+
+def test_a_circle_of_links(tmp_path: Path) -> None:
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    kind = load_command("run").settings_class
+    for name in ("engine_dir", "output_file", "input_file"):
+        for path in (circle, circle / "below"):
+            with pytest.raises(UsageError, match=f"{name_flag(name)}: .*circle of links"):
+                resolve_settings(kind, "run", {name: str(path)}, None)

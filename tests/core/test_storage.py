@@ -403,6 +403,19 @@ def test_file_in_the_way_is_refused(tmp_path: Path) -> None:
         check_output_dir(tmp_path / "out", force=True)
 
 
+def test_an_output_that_no_rename_can_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume of a container, a folder behind a file, a disk that is read-only."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SpecDecError, match="cannot be written: .*/file is a file"):
+        check_output_dir(tmp_path / "file" / "out", force=True)
+    with pytest.raises(SpecDecError, match="/proc is a mount point") as caught:
+        check_output_dir(Path("/proc"), force=True)
+    assert caught.value.hint == "name a folder in it, such as /proc/output"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(SpecDecError, match=f"cannot be written: {tmp_path} is read-only"):
+        check_output_dir(tmp_path / "new" / "out", force=False)
+
+
 def test_inputs_and_current_folder_are_never_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

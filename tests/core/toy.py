@@ -19,15 +19,15 @@ from specdec.logs import get_logger, show_progress
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToySettings:
-    input_text: list[str] = setting([], help="prompts", kind="list")
-    max_output_len: int = setting(100, help="length", kind="int", minimum=1)
-    random_seed: int = setting(0, help="seed", kind="int")
+    input_text: list[str] = setting([], help="prompts")
+    max_output_len: int = setting(100, help="length", minimum=1)
+    random_seed: int = setting(0, help="seed")
     speculative_decoding_mode: str | None = setting(
         help="mode", choices=("explicit_draft_tokens", "draft_tokens_external")
     )
-    context_fmha: bool | None = setting(help="plugin", kind="enable")
-    greedy: bool = setting(True, help="greedy", kind="flag")
-    use_logits: bool = setting(False, help="logits", kind="flag")
+    context_fmha: bool | None = setting(help="plugin")
+    greedy: bool = setting(True, help="greedy")
+    use_logits: bool = setting(False, help="logits")
     action: str = setting("print", help="what the toy does")
 
 

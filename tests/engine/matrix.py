@@ -152,7 +152,9 @@ def write_stub() -> Path:
 
 
 def compile_shared(build: Build, source: Path = native.SOURCE) -> Path:
-    """Compile a library, or take the one kept. Raises CalledProcessError."""
+    """Compile a library, or take the one kept of what is the same without comments and with other
+    forms left out. Raises CalledProcessError.
+    """
     flags = [flag for flag in native.FLAGS if not flag.endswith("=native")]
     if build.is_clang and build.is_cross:  # there is no libomp for it: one thread
         flags.remove("-fopenmp")
@@ -160,7 +162,9 @@ def compile_shared(build: Build, source: Path = native.SOURCE) -> Path:
     command = [build.compiler, *flags, *build.form.flags, *build.extra, "-fPIC", "-shared"]
     if build.is_clang:
         command += ["-Wno-pass-failed", *(() if build.is_cross else find_openmp())]
-    content = [describe_compiler(build.compiler), *command, source.read_text()]
+    expand = [*command, "-E", "-P", str(source)]
+    expanded = subprocess.run(expand, capture_output=True, check=True).stdout.decode()
+    content = [describe_compiler(build.compiler), *command, expanded]
     library = CACHE / f"{hashlib.sha256(chr(0).join(content).encode()).hexdigest()[:32]}.so"
     if not library.is_file():
         CACHE.mkdir(parents=True, exist_ok=True)

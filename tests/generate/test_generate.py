@@ -175,6 +175,9 @@ def test_an_engine_that_is_not_kept(
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     assert "not kept" in generate("abc", "--no-cache").stderr
     assert not (tmp_path / "cache" / "generate").exists()
+    monkeypatch.setattr(os, "access", lambda path, mode: temporary in path.parents)
+    assert "cache is read-only, so the engine is not kept" in generate("abc").stderr
+    assert not (tmp_path / "cache" / "generate").exists()
     assert list(temporary.iterdir()) == []
 
 

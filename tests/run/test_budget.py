@@ -13,22 +13,26 @@ import numpy as np
 import pytest
 
 from specdec.decode.accept import Candidates
+from specdec.decode.drafters import Drafting
 from specdec.decode.drafters.budget import (
     Budget,
     BudgetFollower,
     BudgetProposer,
     Calibration,
+    LevelDrafter,
     bind,
     follow_chances,
 )
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options
-from specdec.decode.requests import Request
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.engine.tree import pack_beams
-from specdec.errors import UsageError
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods.budget import DraftBudget
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import SuffixOptions
 from tests.conftest import (
@@ -40,7 +44,9 @@ from tests.conftest import (
 )
 from tests.engines import call, list_paths, make_engine, make_tree_engine, run_here
 
-METHODS = ("redrafter", "medusa", "eagle", "eagle3", "dflash", "prompt_lookup", "suffix")
+METHODS = (
+    "redrafter", "redrafter tree", "medusa", "eagle", "eagle3", "dflash", "prompt_lookup", "suffix",
+)  # fmt: skip
 LIMIT = 128
 
 
@@ -61,6 +67,7 @@ class Machine:
 
     verify: seconds of a step by its tokens; draft: by requests. noise: the most by which a step is
     slower than it would be alone. sure: what the drafter says of its tokens, by their place.
+    beside: prompt tokens that each step reads, too.
     """
 
     verify: Cost
@@ -69,6 +76,7 @@ class Machine:
     noise: float = 0.0
     length: int = 8
     sure: float = 0.7
+    beside: int = 0
 
     def run(self, num_rows: int, limit: int = LIMIT) -> tuple[float, list[int]]:
         """Time relative to plain decoding, and the tokens that steps verified for a request."""
@@ -80,11 +88,13 @@ class Machine:
         while any(left):
             active = [row for row, count in enumerate(left) if count]
             size, drafting = 1, None
-            if budget.plan([left[row] for row in active]):
+            if budget.plan([left[row] for row in active], self.beside):
                 drafting = self.draft(len(active)) * (1 + self.noise * chance.random())
                 chances = np.cumprod(budget.calibration.estimate(chain))[1:]
                 size += budget.choose([chances] * len(active))
-            took = self.verify(len(active) * size) * (1 + self.noise * chance.random())
+            took = self.verify(len(active) * size + self.beside) * (
+                1 + self.noise * chance.random()
+            )
             counts = []
             for row in active:
                 accepted = 0
@@ -98,7 +108,8 @@ class Machine:
             budget.record(drafting, took, size, counts)
             seconds += took + (drafting or 0.0)
             sizes.append(size if drafting is not None else 0)
-        return seconds / (limit * self.verify(num_rows) * (1 + self.noise / 2)), sizes
+        plain = self.verify(num_rows + self.beside)
+        return seconds / (limit * plain * (1 + self.noise / 2)), sizes
 
     def find_best(self, num_rows: int) -> float:
         """The same for the best fixed length, with as many tokens as there are on average."""
@@ -158,6 +169,17 @@ def test_the_first_steps_are_plain_and_so_is_the_first_of_half_as_many_requests(
     assert not budget.plan([50, 50])
 
 
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_it_drafts_where_every_step_reads_prompts_too(num_rows: int, noise: float) -> None:
+    """As under a load that never ends; not where tokens are dear."""
+    seconds, sizes = Machine(FLAT, CHEAP, 0.9, noise, beside=70).run(num_rows)
+    assert max(sizes[:16]) > 1
+    assert seconds < (1.0 if noise else 0.75)  # which may hide what a few tokens more cost
+    seconds, _ = Machine(STEEP, CHEAP, 0.3, noise, beside=70).run(num_rows)
+    assert seconds < 1.05
+
+
 def test_what_a_drafter_is_sure_of_is_held_against_what_was_accepted() -> None:
     """Tokens that it calls certain are right half the time, those it doubts always."""
     calibration = Calibration()
@@ -214,7 +236,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = make_tree_engine("eagle", parent / name, target, drafter)
     dflash = make_dflash_drafter(parent, scale=2.0)
     found["dflash"] = make_tree_engine("dflash", parent / "dflash-engine", target, dflash)
-    found["prompt_lookup"] = found["suffix"] = found["redrafter"]
+    for name in ("redrafter tree", "prompt_lookup", "suffix"):
+        found[name] = found["redrafter"]
     return found
 
 
@@ -228,7 +251,11 @@ def load(folders: dict[str, Path], method: str) -> TorchEngine:
         engine = TorchEngine(folders[method], device="cpu", speculate=False)
         engine.use_method(method, SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)))
         return engine
-    return TorchEngine(folders[method], device="cpu")
+    engine = TorchEngine(folders[method], device="cpu")
+    if method == "redrafter tree":
+        assert isinstance(engine.proposer, ReDrafterProposer)
+        engine.proposer = engine.proposer.fit_budget()
+    return engine
 
 
 def make_requests(**sampling: Any) -> list[Request]:
@@ -256,7 +283,7 @@ def test_the_text_is_that_of_plain_decoding(
     chance = random.Random(method)
     chosen: list[bool] = []
 
-    def plan(self: Budget, remaining: Sequence[int]) -> bool:
+    def plan(self: Budget, remaining: Sequence[int], num_beside: int) -> bool:
         chosen.append(chance.random() < 0.5)
         return chosen[-1]
 
@@ -310,6 +337,37 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     found = run_here([*flags, "--draft-len", "auto"])
     assert found["outputs"][0]["output_ids"] == plain["outputs"][0]["output_ids"]
     assert found["stats"]["method"] == "redrafter"
+
+
+def test_trees_of_redrafter(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A size bounds what a step drafts; a budget has such trees by itself, and they end early."""
+    folder = folders["redrafter"]  # 4 beams of 5 tokens
+    flags = ["--engine-dir", str(folder), "--max-output-len", "12", "--draft-budget", "fixed"]
+    flags += ["--input-file", str(write_prompt(tmp_path)), "--redrafter-tree-tokens"]
+    plain = run_here([*flags[:4], *flags[6:8], "--no-speculation"])
+    found = run_here([*flags, "7"])
+    assert found["outputs"][0]["output_ids"] == plain["outputs"][0]["output_ids"]
+    stats = found["outputs"][0]["stats"]
+    assert 0 < stats["num_draft_tokens"] <= 7 * stats["num_verify_steps"]
+    with pytest.raises(SpecDecError, match="tokens is 21, the engine has num_beams=4 x draft_len"):
+        call("run", *flags, "21")
+    with pytest.raises(UsageError, match="--redrafter-tree-tokens has no effect with an engine"):
+        call("run", "--engine-dir", folders["medusa"], *flags[2:], "7")
+    drafting = Drafting(options={}, flags={}, budget=DraftBudget("auto", "--draft-budget auto"))
+    engine = TorchEngine(folder, device="cpu", drafting=drafting)
+    assert isinstance(engine.proposer, BudgetProposer)
+    drafter = engine.proposer.proposer
+    assert isinstance(drafter, DynamicProposer)
+    assert isinstance(drafter, LevelDrafter)
+    drafter.goes_on = lambda promised: False
+    drafter.allocate(2, 8)
+    request = ActiveRequest(
+        Request(index=0, input_ids=[5], max_output_len=9, end_ids=frozenset()), 1,
+        max_depth=5, text=None,
+    )  # fmt: skip
+    request.output_ids.append(6)
+    (candidates,) = drafter.propose([request])
+    assert candidates.tree.depth == drafter.num_levels == 1
 
 
 @pytest.mark.parametrize(

@@ -254,11 +254,11 @@ def test_two_drafters_need_a_chain(engines: dict[str, Path]) -> None:
 
 def test_who_takes_the_time_of_steps_is_told_of_those_that_read_prompts_too() -> None:
     class Timer(PlainProposer):
-        is_shared = False
+        num_beside = 0
 
     timer = Timer()
     outer = bind(join_proposers([[PlainProposer(), timer]]))
     assert isinstance(outer, StepTimer)
-    for is_shared in (True, False):
-        outer.is_shared = is_shared
-        assert timer.is_shared is outer.is_shared is is_shared
+    for number in (9, 0):
+        outer.num_beside = number
+        assert timer.num_beside == outer.num_beside == number

@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from specdec.decode.drafters.pacing import (
@@ -16,6 +17,7 @@ from specdec.decode.drafters.pacing import (
     Costs,
     DraftLength,
     DraftPlan,
+    bound_catch_up,
 )
 
 
@@ -25,7 +27,7 @@ class Machine:
 
     verify: seconds of a step by its tokens. draft: seconds of a pass by requests. catch_up: seconds
     of the draft model for each further token, and piece: for each time that it reads some. noise:
-    by how much seconds differ from these.
+    by how much seconds differ from these. beside: prompt tokens that each step reads, too.
     """
 
     verify: Callable[[int], float]
@@ -35,6 +37,7 @@ class Machine:
     prompt_len: int = 60
     noise: float = 0.0
     piece: float = 0.0
+    beside: int = 0
 
     def run(
         self, length: DraftLength, batch_size: int, output_lens: Sequence[int]
@@ -49,7 +52,7 @@ class Machine:
             while waiting and len(rows) < batch_size:
                 rows.append([self.prompt_len, waiting.pop()])
             lags, remaining = [row[0] for row in rows], [row[1] for row in rows]
-            plan = length.plan(lags, remaining)
+            plan = length.plan(lags, remaining, self.beside)
             counts = [min(n, left - 1) for n, left in zip(plan.counts, remaining, strict=True)]
             chosen += [max(counts)]
             caught_up = sum(lag for lag, n in zip(lags, counts, strict=True) if n)
@@ -63,7 +66,7 @@ class Machine:
                 + self.piece * bool(caught_up)
                 + sum(self.draft(sum(n > depth for n in counts)) for depth in range(max(counts)))
             )
-            verify_seconds = self.verify(len(rows) * (max(counts) + 1))
+            verify_seconds = self.verify(len(rows) * (max(counts) + 1) + self.beside)
             draft_seconds *= 1 + self.noise * clock.uniform(-1, 1)
             verify_seconds *= 1 + self.noise * clock.uniform(-1, 1)
             drafts = []
@@ -120,7 +123,9 @@ def test_texts_that_end_early_lose_no_more_than_was_staked() -> None:
     """2000 tokens may come, and 20 do: the share is taken of 128 steps at most."""
 
     class Hopeful(DraftLength):
-        def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> DraftPlan:
+        def plan(
+            self, lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0
+        ) -> DraftPlan:
             plan: DraftPlan = super().plan(lags, [n + 1980 for n in remaining])
             return plan
 
@@ -220,8 +225,8 @@ def test_a_stopped_draft_is_tried_on_one_request_only() -> None:
     plans: list[list[int]] = []
     honest = length.plan
 
-    def watch(lags: Sequence[int], remaining: Sequence[int]) -> DraftPlan:
-        plan = honest(lags, remaining)
+    def watch(lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0) -> DraftPlan:
+        plan = honest(lags, remaining, num_beside)
         plans.append(plan.counts)
         return plan
 
@@ -262,34 +267,61 @@ def test_costs() -> None:
     assert (costs.largest, Costs().largest) == (32, 0)
 
 
-def test_what_steps_take_that_read_prompts_too_is_no_price_of_drafts() -> None:
-    """Their drafts count; their time does not, nor are they the plain steps that it starts with."""
+def test_steps_that_read_prompts_too_change_nothing_for_the_others() -> None:
     found = []
     for shared in ([], [3, 5, 6, 9, 14]):
         length, step = DraftLength(4, is_auto=True), 0
         plans: list[int] = []
         while len(plans) < 20:
-            (count,) = length.plan([0], [100]).counts
-            is_shared = step in shared
+            beside = 40 if step in shared else 0
+            (count,) = length.plan([0], [100], beside).counts
             length.record_step(
                 num_rows=1, num_tokens=count + 1, num_passes=count, num_caught_up=0,
                 draft_seconds=count * CHEAP(1), drafts=[(count, count)],
-                verify_seconds=None if is_shared else FLAT(count + 1),
+                verify_seconds=FLAT(count + 1 + beside),
             )  # fmt: skip
-            if not is_shared:
+            if not beside:
                 plans.append(count)
             step += 1
         found.append(plans)
-    assert max(found[0]) == 4
+    assert max(found[0]) == max(found[1]) == 4
     assert found[0][:3] == found[1][:3]
-    assert max(found[1]) == 4
 
 
-def test_shared_steps_alone_measure_nothing() -> None:
-    length = DraftLength(4, is_auto=True)
-    for _ in range(5):
-        assert length.plan([0], [100]).counts == [0]
-        length.record_step(
-            num_rows=1, num_tokens=1, num_passes=0, num_caught_up=0, draft_seconds=0.0,
-            drafts=[(0, 0)], verify_seconds=None,
-        )  # fmt: skip
+@pytest.mark.parametrize("batch_size", [1, 4, 16])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_where_every_step_reads_prompts_too_drafts_begin_if_they_pay(
+    batch_size: int, noise: float
+) -> None:
+    """As under a load that never ends: by what tokens cost beside those of the prompts."""
+    lens = [100] * 3 * batch_size
+    for verify, rate, pays in ((FLAT, 0.9, True), (STEEP, 0.3, False)):
+        machine = Machine(verify, CHEAP, 0.001, rate, noise=noise, beside=70)
+        plain, _ = machine.run(PLAIN, batch_size, lens)
+        seconds, chosen = machine.run(DraftLength(4, is_auto=True), batch_size, lens)
+        if pays:
+            assert max(chosen[:14]) > 1
+            assert seconds < 0.75 * plain
+        else:
+            assert seconds < 1.05 * plain
+
+
+def test_tokens_of_prompts_pay_what_a_token_more_costs() -> None:
+    """So a step's own tokens cost what they would alone, where costs lie on a line."""
+    costs = Costs()
+    for size in (1, 16, 80, 144):
+        costs.record(size, 3.0 + 0.5 * size)
+    sizes = np.array([4, 8, 16])
+    assert np.allclose(costs.predict_beside(sizes, 64), 3.0 + 0.5 * sizes)
+    assert np.allclose(costs.predict_beside(sizes, 0), 3.0 + 0.5 * sizes)
+    bent = Costs()
+    for size, seconds in ((16, 1.0), (80, 1.0), (96, 9.0)):
+        bent.record(size, seconds)
+    assert (bent.predict_beside(sizes, 80) > 0).all()
+
+
+def test_catching_up_is_bounded_and_begins_with_those_that_lack_least() -> None:
+    plan = bound_catch_up(DraftPlan([4, 4, 0, 4], most=6), [50, 3, 9, 10], 20)
+    assert plan == DraftPlan([0, 4, 0, 4], {0: 7}, most=6)
+    plan = bound_catch_up(DraftPlan([0, 0], {0: 30}), [50, 3], 20)
+    assert plan == DraftPlan([0, 0], {0: 20})

@@ -129,7 +129,7 @@ class Unsure(DraftLength):
         super().__init__(maximum, is_auto=True)
         self.asked: list[bool] = []
 
-    def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> DraftPlan:
+    def plan(self, lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0) -> DraftPlan:
         return DraftPlan([1] * len(lags), most=self.maximum)
 
     def goes_on(self, length: int, chances: np.ndarray) -> bool:
@@ -180,7 +180,7 @@ class Erratic(DraftLength):
         self.dice = random.Random(2)
         self.num_pieces = self.num_asked = self.num_told = 0  # and tokens to catch up with
 
-    def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> DraftPlan:
+    def plan(self, lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0) -> DraftPlan:
         counts = [self.dice.choice((0, 0, 0, self.dice.randint(1, self.maximum))) for _ in lags]
         pieces = {
             row: self.dice.randint(1, lag)

@@ -134,14 +134,15 @@ def test_known_bad_lines(name: str, tokenizer: Any) -> None:
     caught.value.message.encode()
 
 
-@pytest.mark.parametrize("flag", ["input_text", "stop_words"])
+@pytest.mark.parametrize("flag", ["input_text", "stop_words", "engine_dir", "tokenizer_dir"])
 def test_arguments_that_are_no_text(flag: str) -> None:
     """What Python makes of bytes on the command line that are not UTF-8."""
     from specdec.command.settings import resolve_settings
 
     resolve: Callable[..., Any] = resolve_settings
+    value: Any = "a\udcff" if flag.endswith("dir") else ("a\udcff",)
     with pytest.raises(UsageError, match="whole characters"):
-        resolve(RunSettings, "run", {flag: ("a\udcff",)}, None)
+        resolve(RunSettings, "run", {flag: value}, None)
 
 
 def test_stdin_in_a_locale_that_lets_bytes_through(monkeypatch: pytest.MonkeyPatch) -> None:

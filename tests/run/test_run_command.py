@@ -166,17 +166,29 @@ def test_where_writing_fails_the_old_output_stays(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", fill_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left.*out.txt"):
         write_whole(tmp_path / "out.txt", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.txt", "old")]
 
 
 def test_where_nothing_can_be_written_nothing_is_generated(folder: Path, tmp_path: Path) -> None:
-    for file, match in ((tmp_path, "is a folder"), (tmp_path / "no/x", "there is no folder")):
+    (tmp_path / "file").touch()
+    for file, match in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "no/x", "there is no folder"),
+        (tmp_path / "file/x", "there is no folder"),
+    ):
         with pytest.raises(SpecDecError, match=match):
             call(
-                "run", "--engine-dir", tmp_path / "none", "--input-text", "a", "--output-file", file
-            )
+                "run", "--engine-dir", folder / "engine", "--input-text", "a",
+                "--output-file", file,
+            )  # fmt: skip
+
+
+def test_a_folder_as_file_of_prompts(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="is a folder") as caught:
+        call("run", "--engine-dir", folder / "engine", "--input-file", tmp_path)
+    assert caught.value.hint == "give --input-file a .txt or .jsonl file"
 
 
 @pytest.mark.parametrize(

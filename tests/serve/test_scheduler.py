@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from specdec import Engine, Prompt, SpecDecError
-from specdec.decode.loop import Batch
+from specdec import Engine, Prompt, SpecDecError, Stream, UsageError
+from specdec.decode.loop import CATCH_UP, Batch
 from specdec.decode.prefill import PromptReader
 from specdec.engine.decoder import Decoder
 from specdec.engine.step import Step
@@ -168,7 +168,7 @@ def test_text_under_load_is_each_requests_own(folder: Path, dtype: str) -> None:
 def test_a_long_prompt_makes_others_wait_for_one_chunk_a_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """The stated bound: one pass of so many prompt tokens, and of a draft model's, a step."""
+    """The stated bound: one pass of so many prompt tokens a step, four times that of a drafter."""
     options: dict[str, Any] = {}
     own = 2  # tokens of each request that a drafter may read beside prompts
     if method.startswith("eagle"):
@@ -198,15 +198,67 @@ def test_a_long_prompt_makes_others_wait_for_one_chunk_a_step(
             num_steps += 1
             assert first.take() is not None, "the other goes on at every step"
             got = second.take()
+            assert engine._batch is not None
             for decoder in {id(who) for who, _ in passes}:
                 sizes = [size for who, size in passes if id(who) == decoder and size > own]
-                assert sum(sizes) <= CHUNK + (2 * own if own > 2 else 0)
+                is_target = decoder == id(engine._batch.decoder)
+                assert sum(sizes) <= (CHUNK if is_target else CATCH_UP * CHUNK + 2 * own)
         assert num_steps == -(-len(prompt) // CHUNK)
         tokens = [*got.token_ids, *(t for event in second for t in event.token_ids)]
         for _ in first:
             pass
         (alone,) = engine.generate([prompt], max_output_len=4, end_ids=())
         assert tokens == alone.token_ids
+
+
+@pytest.mark.parametrize(("name", "limit"), [("pair", 4), ("engine", 8)])
+def test_drafters_keep_up_with_prompts_that_never_end(folder: Path, name: str, limit: int) -> None:
+    """While the target reads a chunk at each step, everybody is soon drafted for."""
+    options = {"draft": folder / "draft", "draft_len": 3} if name == "pair" else {}
+    dice = random.Random(3)
+    with load(folder, name, **options) as engine:
+        streams: list[Stream] = []
+        waited: list[int] = []  # of each stream, steps behind its first token without a draft
+        num_ended = 0
+        for _ in range(80):
+            while len(streams) < limit:
+                prompt = [dice.randrange(3, 128) for _ in range(40)]
+                streams.append(engine.stream(prompt, max_output_len=30, end_ids=()))
+                waited.append(0)
+            engine.step()
+            for at, stream in enumerate(streams, num_ended):
+                if stream.take() is not None and not stream.stats.num_draft_tokens:
+                    waited[at] += 1
+            assert max(waited) <= 3
+            while streams and streams[0].output.finish_reason is not None:
+                del streams[0]
+                num_ended += 1
+        assert num_ended > 3
+
+
+def test_with_auto_more_requests_read_more_of_prompts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    plan = PromptReader.plan
+
+    def count(reader: PromptReader, *arguments: Any, **options: Any) -> Any:
+        reading = plan(reader, *arguments, **options)
+        sizes.append(sum(reading.counts))
+        return reading
+
+    monkeypatch.setattr(PromptReader, "plan", count)
+    with Engine.load(folder / "float32", device="cpu", prompt_chunk="auto") as engine:
+        streams = [engine.stream([5, 6], max_output_len=60, end_ids=())]
+        next(streams[0])
+        for number, wanted in ((1, 64), (6, 16 * 8)):
+            prompts = [[n + 9] * 200 for n in range(number)]
+            streams += [engine.stream(ids, max_output_len=2, end_ids=()) for ids in prompts]
+            sizes.clear()
+            engine.step()
+            assert sizes == [wanted]
+        with pytest.raises(UsageError, match="prompt_chunk is 0"):
+            Engine.load(folder / "float32", device="cpu", prompt_chunk=0)
 
 
 @pytest.fixture

@@ -47,7 +47,9 @@ def serve(world: World, folder: Path, **settings: Any) -> Any:
     world.log.unlink(missing_ok=True)
     free_memory()
     get_engine(EngineDouble(folder, {}, load_facts(world.label)))  # what has to be built is built
-    options: dict[str, Any] = {"device": "auto", "tokenizer_dir": str(world.target)}
+    options: dict[str, Any] = {
+        "device": "auto", "tokenizer_dir": str(world.target), "prompt_chunk": None,
+    }  # fmt: skip
     return serve_here(folder, **(options | settings))
 
 
@@ -169,6 +171,7 @@ def test_engines_that_are_not_served(
     assert "takes drafts from outside" in refuse(plain, prompt_lookup_num_tokens=3)
     assert "--device cpu" in refuse(plain, device="cpu")
     assert "always speculates" in refuse(make_served(world, "redrafter"), no_speculation=True)
+    assert "--prompt-chunk 64 has no effect" in refuse(plain, prompt_chunk=64)
     assert "--max-batch-size is 99, the engine's is 3" in refuse(plain, max_batch_size=99)
     if world.label == "0.14":
         assert "no orchestrator mode" in refuse(two)

@@ -23,14 +23,14 @@ ONE_THREAD = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 MAIN_DIES = """
 import os, signal
 from specdec.train import loop
-from specdec.train.cli import main
+from specdec.command.entry import train
 take_step = loop.Loop._take_step
 def take_step_or_die(self, step, **named):
     if step == 17:
         os.kill(os.getpid(), signal.SIGKILL)
     return take_step(self, step, **named)
 loop.Loop._take_step = take_step_or_die
-main()
+train()
 """
 BASIC = (
     "--dtype", "float32", "--model-max-length", "32", "--batch-size", "2", "--seed", "3",

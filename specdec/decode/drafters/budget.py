@@ -36,6 +36,7 @@ from specdec.decode.drafters.pacing import (
     Costs,
     bound_loss,
     is_plain_due,
+    round_beside,
 )
 from specdec.decode.drafters.trees import estimate_accuracy
 from specdec.decode.requests import ActiveRequest
@@ -165,6 +166,8 @@ class Budget:
     lose more than `bound_loss` of plain decoding's time in all, if none of it were accepted; what
     was won before may be lost again. Where drafts are known not to pay, they are tried again for
     `PROBE_SHARE` of that. What a draft costs is not foreseen the first time.
+
+    Steps that also read prompts are as long as their tokens in all say; see `Costs.predict_beside`.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -179,8 +182,11 @@ class Budget:
         # By tokens in the step; of a level of drafts, by requests.
         self._verify, self._draft = Costs(), Costs()
         self._num_levels = 1.0  # a mean
-        self._known: set[int] = set()  # numbers of requests that plain steps had
-        self._num_plain = self._since_plain = 0
+        # Of steps by themselves, and of those that also read prompts: numbers of requests that
+        # plain ones had, plain ones, and drafted ones since the last of these.
+        self._known: tuple[set[int], set[int]] = set(), set()
+        self._num_plain, self._since_plain = [0, 0], [0, 0]
+        self._beside = 0  # prompt tokens of the step that was planned last
         self._spent = self._lost = 0.0
         self._gains = FIRST_ROWS * np.cumsum(FIRST_RATE ** np.arange(1, self.max_tokens + 1))
         self._weight = FIRST_ROWS
@@ -189,13 +195,19 @@ class Budget:
         self._is_probe = False
         self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
 
-    def plan(self, remaining: Sequence[int]) -> bool:
-        """Whether to draft; remaining: tokens that each request of the step may still emit."""
+    def plan(self, remaining: Sequence[int], num_beside: int = 0) -> bool:
+        """Whether to draft.
+
+        remaining: tokens that each request of the step may still emit. num_beside: prompt tokens
+        that it reads, too.
+        """
         num_rows = len(remaining)
-        if is_plain_due(self._num_plain, self._since_plain):
+        self._beside = round_beside(num_beside)
+        kind = self._beside > 0
+        if is_plain_due(self._num_plain[kind], self._since_plain[kind]):
             return False
         # With fewer requests a plain step costs no more; much less, perhaps.
-        is_known = any(num_rows <= known < 2 * num_rows for known in self._known)
+        is_known = any(num_rows <= known < 2 * num_rows for known in self._known[kind])
         rows_at_rest, end_of_rest = self._rest
         is_at_rest = num_rows == rows_at_rest and self._spent < end_of_rest
         if not is_known or is_at_rest or max(remaining) <= 1:
@@ -266,20 +278,21 @@ class Budget:
         draft_seconds: None where nothing was drafted. size: T of the verify step. num_levels: of
         the drafts, where they are drafted one by one.
         """
-        num_rows = len(emitted)
-        self._spent += (draft_seconds or 0.0) + verify_seconds
-        self._verify.record(num_rows * size, verify_seconds)
-        self._since_plain += 1
+        num_rows, kind = len(emitted), self._beside > 0
+        self._verify.record(num_rows * size + self._beside, verify_seconds)
+        sizes = num_rows * np.array([1, max(2, size)])
+        plain, step = self._verify.predict_beside(sizes, self._beside).tolist()
+        step = step if size > 1 else plain
+        self._spent += (draft_seconds or 0.0) + (step if kind else verify_seconds)
+        self._since_plain[kind] += 1
         if size == 1:
-            self._known.add(num_rows)
-            self._num_plain += 1
-            self._since_plain = 0
+            self._known[kind].add(num_rows)
+            self._num_plain[kind] += 1
+            self._since_plain[kind] = 0
         if draft_seconds is None:
             return
         self._draft.record(num_rows, draft_seconds / num_levels)
         self._num_levels += (num_levels - self._num_levels) / FIRST_TRIALS
-        plain = self._verify.estimate(num_rows) or 0.0
-        step = self._verify.estimate(num_rows * size) or 0.0
         # What others delay is nobody's loss: costs of the same kind are compared.
         draft = num_levels * (self._draft.estimate(num_rows) or 0.0)
         won = _count_won(num_rows) * (sum(emitted) / num_rows - 1)
@@ -291,8 +304,9 @@ class Budget:
         The first is a plain step's.
         """
         num_rows = self._num_rows
-        most = max(2, min(2 * self._verify.largest // num_rows, self.max_tokens + 1))
-        return self._verify.predict(num_rows * np.arange(1, most + 1))
+        tried = 2 * self._verify.largest - self._beside
+        most = max(2, min(tried // num_rows, self.max_tokens + 1))
+        return self._verify.predict_beside(num_rows * np.arange(1, most + 1), self._beside)
 
 
 def _count_won(num_rows: int) -> float:
@@ -318,7 +332,7 @@ class BudgetProposer:
         self.budget = Budget(proposer.max_draft_tokens)
         self._plain = PlainProposer()
         self._clock = clock
-        self._is_shared = False
+        self._num_beside = 0
         self._began: float | None = None  # of the verify step that is under way
         self._draft_seconds: float | None = None
         self._drafts: list[Candidates] = []
@@ -336,15 +350,15 @@ class BudgetProposer:
             self.proposer.max_catch_up = limit
 
     @property
-    def is_shared(self) -> bool:
+    def num_beside(self) -> int:
         """See StepTimer."""
-        return self._is_shared
+        return self._num_beside
 
-    @is_shared.setter
-    def is_shared(self, is_shared: bool) -> None:
-        self._is_shared = is_shared
+    @num_beside.setter
+    def num_beside(self, number: int) -> None:
+        self._num_beside = number
         if isinstance(self.proposer, StepTimer):
-            self.proposer.is_shared = is_shared
+            self.proposer.num_beside = number
 
     def keep(self) -> None:
         """See Keeper."""
@@ -370,7 +384,7 @@ class BudgetProposer:
         if not is_bound:
             self._began = None
             return self.proposer.propose(requests)
-        if self.budget.plan([request.remaining for request in requests]):
+        if self.budget.plan([request.remaining for request in requests], self._num_beside):
             began = self._clock()
             self._drafts = self._cut(self.proposer.propose(requests))
             self._draft_seconds = self._clock() - began
@@ -383,7 +397,7 @@ class BudgetProposer:
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
     ) -> None:
-        """Let the other see the step; note what it cost, unless it was one over prompts."""
+        """Let the other see the step; note what it cost, unless it was one over prompts alone."""
         self.proposer.observe(requests, states, paths)
         if self._began is None:
             return
@@ -391,8 +405,7 @@ class BudgetProposer:
         emitted = [len(path) for path in paths]
         drafter = self.proposer
         num_levels = drafter.num_levels if isinstance(drafter, LevelDrafter) else 1
-        if not self._is_shared:
-            self.budget.record(self._draft_seconds, seconds, states.shape[1], emitted, num_levels)
+        self.budget.record(self._draft_seconds, seconds, states.shape[1], emitted, num_levels)
         for request, candidates, length in zip(requests, self._drafts, self._lengths, strict=True):
             self.budget.calibration.record(candidates, request.output_ids[length:])
 

@@ -148,7 +148,7 @@ class ChainProposer:
         self.max_draft_depth = max(p.max_draft_depth for p in self._members)
         self._account = Account(len(groups))
         self._clock = clock
-        self._is_shared = False
+        self._num_beside = 0
         self._began: float | None = None  # of the step that is under way, after its drafts
         self._drafts: list[tuple[int, int]] = []
 
@@ -165,16 +165,16 @@ class ChainProposer:
                 member.max_catch_up = limit
 
     @property
-    def is_shared(self) -> bool:
+    def num_beside(self) -> int:
         """See StepTimer."""
-        return self._is_shared
+        return self._num_beside
 
-    @is_shared.setter
-    def is_shared(self, is_shared: bool) -> None:
-        self._is_shared = is_shared
+    @num_beside.setter
+    def num_beside(self, number: int) -> None:
+        self._num_beside = number
         for member in self._members:
             if isinstance(member, StepTimer):
-                member.is_shared = is_shared
+                member.num_beside = number
 
     def keep(self) -> None:
         """See Keeper."""
@@ -217,7 +217,7 @@ class ChainProposer:
             proposer.observe(requests, states, paths)
         if self._began is not None:
             seconds, self._began = self._clock() - self._began, None
-            if self._is_shared:
+            if self._num_beside:
                 return
             self._account.record_step(seconds, self._drafts, [len(path) for path in paths])
 

@@ -190,7 +190,7 @@ class DraftTargetProposer:
         self._num_passes = 0  # in the last draft
         self._calibration = Calibration()
         self.max_catch_up: int | None = None
-        self.is_shared = False  # see StepTimer
+        self.num_beside = 0  # see StepTimer
         self._num_caught_up = 0  # tokens, in the last draft
         self._draft_seconds = self._began_verify = 0.0
 
@@ -244,7 +244,8 @@ class DraftTargetProposer:
             max(0, len(text.ids) - int(self._cache.past_lens[r.row]) - text.num_newest - 1)
             for r, text in zip(requests, read, strict=True)
         ]
-        plan = self.draft_length.plan(lags, [r.remaining for r in requests])
+        remaining = [request.remaining for request in requests]
+        plan = self.draft_length.plan(lags, remaining, self.num_beside)
         if self.max_catch_up is not None and len(requests) > 1:
             plan = bound_catch_up(plan, lags, self.max_catch_up)
         counts = [
@@ -375,7 +376,7 @@ class DraftTargetProposer:
             num_passes=self._num_passes,
             num_caught_up=self._num_caught_up,
             draft_seconds=self._draft_seconds,
-            verify_seconds=None if self.is_shared else seconds,
+            verify_seconds=seconds,
             drafts=drafts,
         )
 

@@ -25,6 +25,7 @@ MODEL_LOSS, DRAFTER_LOSS = 0.15, 0.02
 HORIZON = 128  # of the steps to come, those that the share is taken of: the text may end before
 PROBE_SHARE = 3 / 8  # of that, of the time so far, for drafts that are known not to pay
 REST_STEPS = 8  # plain ones after one that drafts nothing, so that not even planning costs time
+BESIDE_UNIT = 16  # prompt tokens of a step, whose cost is known by so many
 FIRST_CHUNK = 16  # tokens by which it is learnt what running a prompt costs the draft model
 KEEP = 0.98  # weight of what was known of acceptance before the newest draft
 # A belief that a few drafts outweigh: 7 of 10 drafted tokens are accepted.
@@ -88,6 +89,23 @@ class Costs:
             found = found + slope * np.maximum(0, sizes - known[-1])
         return np.asarray(found)
 
+    def predict_beside(self, sizes: Array, num_beside: int) -> Array:
+        """What steps of these sizes, rising, cost that also read so many tokens of prompts.
+
+        Those would be read anyway, in another step: they pay what a token more costs here, and what
+        the step costs at least, such as reading the weights, is left to its own tokens.
+        """
+        seconds = self.predict(sizes + num_beside)
+        if not num_beside:
+            return seconds
+        price = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+        return np.asarray(seconds - num_beside * min(price, seconds[0] / (sizes[0] + num_beside)))
+
+
+def round_beside(num_tokens: int) -> int:
+    """A number of prompt tokens in a step, as costs are known by it."""
+    return -(-num_tokens // BESIDE_UNIT) * BESIDE_UNIT
+
 
 def bound_loss(num_rows: int, of_two: float = DRAFTER_LOSS) -> float:
     """The share of plain decoding's time that drafts for so many requests may lose.
@@ -122,10 +140,12 @@ class DraftPlan:
 def bound_catch_up(plan: DraftPlan, lags: Sequence[int], limit: int) -> DraftPlan:
     """A plan by which a drafter reads at most `limit` tokens that it lags behind.
 
-    It catches up with one request after another; nothing is drafted for those it lags behind still.
+    It catches up with one request after another, those first that lack least; nothing is drafted
+    for those it lags behind still.
     """
     read, counts, catch_up = 0, list(plan.counts), {}
-    for at, lag in enumerate(lags):
+    for at in sorted(range(len(lags)), key=lags.__getitem__):
+        lag = lags[at]
         wanted = lag if counts[at] else plan.catch_up.get(at, 0)
         taken = min(wanted, limit - read)
         read += taken
@@ -152,6 +172,8 @@ class DraftLength:
     drafting is tried on one request, and on others as the account allows: at once where reading
     their prompts costs no more than further trials. Where drafts are
     known not to pay, they are tried again on one request, for a smaller share of the time.
+
+    Steps that also read prompts are as long as their tokens in all say; see `Costs.predict_beside`.
     """
 
     def __init__(self, maximum: int, *, is_auto: bool = False) -> None:
@@ -165,24 +187,31 @@ class DraftLength:
         self._verify, self._draft = Costs(), Costs()  # by tokens in the step, by requests
         self._catch_up = Costs()  # a token, under size 1
         self._longest_piece = 0  # tokens, of which that is known
-        self._num_plain = self._num_drafted = self._since_plain = 0
+        # Of steps by themselves, and of those that also read prompts: plain ones, and drafted ones
+        # since the last of these.
+        self._num_plain, self._since_plain = [0, 0], [0, 0]
+        self._num_drafted = 0
+        self._beside = 0  # prompt tokens of the step that was planned last
+        self._seconds = np.zeros(self.maximum + 3)  # of such a verify step, by drafted tokens
         self._spent = self._lost = 0.0
         self._gain_share = 1.0  # of the step that was planned last
         self._rate = 0.0  # tokens a second that it promised
         self._num_planned = 0, 0  # requests in it, and of those the ones to draft for
         self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
 
-    def plan(self, lags: Sequence[int], remaining: Sequence[int]) -> DraftPlan:
+    def plan(self, lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0) -> DraftPlan:
         """Return how many tokens to draft for each of the active requests.
 
         lags: tokens that the draft model would have to catch up with. remaining: tokens that each
-        request may still emit.
+        request may still emit. num_beside: prompt tokens that the step reads, too.
         """
         num_rows = len(lags)
+        self._beside = round_beside(num_beside)
         if not self.is_auto:
             return DraftPlan([self.maximum] * num_rows)
         nothing = DraftPlan([0] * num_rows)
-        if is_plain_due(self._num_plain, self._since_plain):
+        kind = self._beside > 0
+        if is_plain_due(self._num_plain[kind], self._since_plain[kind]):
             return nothing
         rows_at_rest, end_of_rest = self._rest
         if num_rows == rows_at_rest and self._spent < end_of_rest:
@@ -191,7 +220,9 @@ class DraftLength:
         if not usable:
             return nothing
         usable.sort(key=lambda row: lags[row])
-        ahead = min(max(remaining), HORIZON) * self._predict_step(0, num_rows)
+        sizes = num_rows * np.arange(1, len(self._seconds) + 1)
+        self._seconds = self._verify.predict_beside(sizes, self._beside)
+        ahead = min(max(remaining), HORIZON) * self._seconds[0]
         bound = bound_loss(num_rows, MODEL_LOSS)
         allowance = bound * (self._spent + ahead) - self._lost
         best, gain = self._find_best(num_rows)
@@ -249,11 +280,7 @@ class DraftLength:
 
     def _price_token(self, length: int) -> float:
         """Seconds by which a verify step takes longer with one token more than so many."""
-        num_rows = self._num_planned[0]
-        before, after = (self._verify.estimate(num_rows * n) for n in (length + 1, length + 2))
-        assert before is not None
-        assert after is not None
-        return after - before
+        return float(self._seconds[length + 1] - self._seconds[length])
 
     def _share_gain(self, rows: Sequence[int], remaining: Sequence[int]) -> float:
         """The share of what drafts win for these requests that is not spent waiting for others.
@@ -298,21 +325,20 @@ class DraftLength:
         num_passes: int,
         num_caught_up: int,
         draft_seconds: float,
-        verify_seconds: float | None,
+        verify_seconds: float,
         drafts: Sequence[tuple[int, int]],
     ) -> None:
         """Take what a step over `num_rows` requests of `num_tokens` each has cost and brought.
 
         num_passes: of the draft model. num_caught_up: tokens it ran besides. drafts: for each
-        request how many tokens were drafted, and how many of them accepted. verify_seconds: None
-        of a step that did more than that: it counts as such steps usually do.
+        request how many tokens were drafted, and how many of them accepted.
         """
-        is_measured = verify_seconds is not None
-        if verify_seconds is None:
-            verify_seconds = self._verify.estimate(num_rows * num_tokens) or 0.0
-        else:
-            self._verify.record(num_rows * num_tokens, verify_seconds)
-        self._spent += draft_seconds + verify_seconds
+        kind = self._beside > 0
+        self._verify.record(num_rows * num_tokens + self._beside, verify_seconds)
+        sizes = num_rows * np.array([1, max(2, num_tokens)])
+        plain, step = self._verify.predict_beside(sizes, self._beside).tolist()
+        step = step if num_tokens > 1 else plain
+        self._spent += draft_seconds + (step if kind else verify_seconds)
         num_drafting = sum(drafted > 0 for drafted, _ in drafts)
         # A few cost a pass next to nothing, so that the pass is what was measured.
         if num_caught_up > (4 * FIRST_CHUNK if num_passes else 0):
@@ -322,22 +348,19 @@ class DraftLength:
         elif num_passes:
             self._draft.record(num_drafting, draft_seconds / num_passes)
         if not num_passes:
-            if is_measured:
-                self._num_plain += 1
-                self._since_plain = 0
+            self._num_plain[kind] += 1
+            self._since_plain[kind] = 0
             if num_caught_up:
                 self._lost += draft_seconds
             return
-        self._since_plain += 1
+        self._since_plain[kind] += 1
         for drafted, accepted in drafts:
             if drafted:  # what follows a rejection tells nothing
                 self._num_drafted += min(accepted + 1, drafted)
                 self._accepted = KEEP * self._accepted + accepted
                 self._reached = KEEP * self._reached + min(accepted + 1, drafted)
-        plain = self._verify.estimate(num_rows) or 0.0
         won = self._gain_share * sum(accepted for _, accepted in drafts) / num_drafting * plain
         # What others delay is nobody's loss: costs of the same kind are compared.
-        step = self._verify.estimate(num_rows * num_tokens) or 0.0
         step += num_passes * (self._draft.estimate(num_drafting) or 0.0)
         step += num_caught_up * (self._catch_up.estimate(1) or 0.0)
         self._lost += step - plain - won
@@ -357,7 +380,7 @@ class DraftLength:
 
     def _predict_step(self, length: int, num_rows: int, num_drafting: int | None = None) -> float:
         draft = self._draft.estimate(num_rows if num_drafting is None else num_drafting) or 0.0
-        return length * draft + (self._verify.estimate(num_rows * (length + 1)) or 0.0)
+        return length * draft + float(self._seconds[length])
 
     def _pays(self, length: int, num_drafting: int, num_rows: int, share: float) -> bool:
         """Whether drafts for some of the requests win more than they cost all of them."""

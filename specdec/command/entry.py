@@ -1,0 +1,38 @@
+"""Where every command begins: a Ctrl-C while Python still imports ends it without a traceback."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+
+
+def main(stage: str = "") -> None:
+    """Entry point of `specdec`, or of `specdec-STAGE`."""
+    end_by_sigint()
+    from specdec.command.stages import group, load_command, run_command
+
+    if not stage and len(sys.argv) == 1:
+        sys.argv.append("--help")
+    try:
+        run_command(load_command(stage) if stage else group)
+    finally:
+        end_by_sigint()  # while Python ends there is nothing to tidy up either
+
+
+convert, build, run, serve, train, verify, bench, export = (
+    functools.partial(main, stage)
+    for stage in ("convert", "build", "run", "serve", "train", "verify", "bench", "export")
+)
+
+
+def end_by_sigint() -> None:
+    """Let SIGINT end this process at once, unless it is ignored, as behind `nohup` and `&`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def raise_at_sigint() -> None:
+    """Undo `end_by_sigint`."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
