@@ -86,7 +86,7 @@ bench: $(READY)
 			*/gpu.py) size=; \
 				$(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || \
 				{ echo "no GPU here: $$entry is left out"; continue; };; \
-			*/batches.py) size="--size $(SIZE)";; \
+			*/batches.py|*/edits.py) size="--size $(SIZE)";; \
 			*) size=;; esac; \
 		$(BIN)/python "$$entry" $$size || exit 1; done
 	@$(BIN)/python benchmarks/peers.py --size $(SIZE) --peers $(PEERS) $(PEERS_FLAGS)

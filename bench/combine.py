@@ -11,6 +11,7 @@ from specdec.decode.drafters.budget import bind
 from specdec.decode.drafters.chain import join_proposers
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.drafters.redrafter import ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.methods import Method
 from specdec.methods.suffix import METHOD as SUFFIX
@@ -18,7 +19,7 @@ from specdec.methods.suffix import SuffixOptions
 
 from .methods.base import Candidate
 
-NUM_SUFFIX_TOKENS = 8  # that suffix decoding drafts in a chain
+NUM_SUFFIX_TOKENS = 15  # that suffix decoding drafts in a chain
 
 
 def list_combined(fixed: Sequence[Candidate], methods: Sequence[Method]) -> list[Candidate]:
@@ -48,10 +49,12 @@ def add_budget(candidate: Candidate) -> Candidate:
 
 def pace(proposer: Proposer) -> Proposer:
     """What drafts as a proposer does, as far as that pays."""
-    if not isinstance(proposer, DraftTargetProposer):
-        return bind(proposer)
+    if isinstance(proposer, ReDrafterProposer):
+        proposer = proposer.fit_budget()
     paced = copy.copy(proposer)  # what a run changes is made anew for each
-    paced.draft_length = DraftLength(proposer.draft_length.maximum, is_auto=True)
+    if not isinstance(paced, DraftTargetProposer):
+        return bind(paced)
+    paced.draft_length = DraftLength(paced.draft_length.maximum, is_auto=True)
     return paced
 
 

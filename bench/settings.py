@@ -51,19 +51,18 @@ class EngineSettings(PromptSettings):
         )  # fmt: skip
 
 
-def _batch_sizes(default: str) -> Any:
+def _batch_sizes() -> Any:
     return setting(
-        default,
-        metavar="N[,N...]",
+        "1", metavar="N[,N...]",
         help="Numbers of requests to decode at the same time; each is measured.",
-    )
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchSettings(EngineSettings):
     """One field is one flag of specdec-bench."""
 
-    batch_sizes: str = _batch_sizes("1")
+    batch_sizes: str = _batch_sizes()
     output: Path | None = setting(
         metavar="DIR", help="Also write the report as JSON and text, with plots, into this folder."
     )
@@ -74,7 +73,7 @@ class BenchSettings(EngineSettings):
 class DiagnoseSettings(EngineSettings):
     """One field is one flag of specdec diagnose."""
 
-    batch_sizes: str = _batch_sizes("1")
+    batch_sizes: str = _batch_sizes()
 
 
 @add_options(*list_options("tune"))
@@ -86,7 +85,7 @@ class TuneSettings(PromptSettings):
         required=True, folder="checkpoint", metavar="CKPT",
         help="Checkpoint folder of the target, with its drafter.",
     )  # fmt: skip
-    batch_sizes: str = _batch_sizes("1")
+    batch_sizes: str = _batch_sizes()
     max_length: int = setting(
         5, minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Longest draft to try, for ReDrafter and draft models.",

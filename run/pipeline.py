@@ -45,11 +45,10 @@ def run_engine(
     check_flags(settings)
     is_typical = settings.acceptance == "typical"
     is_tensorrt = read_backend(settings.engine_dir) == TENSORRT_LLM
-    if is_tensorrt and is_typical:
-        raise UsageError(
-            "--acceptance typical is for engines of torch; TensorRT-LLM's accept by its own rules",
-            "leave it out",
-        )
+    if is_tensorrt:
+        from specdec.trtllm.run_checks import check_acceptance
+
+        check_acceptance(settings.acceptance)
     if is_tensorrt and not settings.dry_run:
         from .backends.tensorrt_ranks import run_ranks
 

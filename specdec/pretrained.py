@@ -100,11 +100,12 @@ def find_base(model: Any) -> Any:
     return getattr(model, "model", model) if base is model else base
 
 
-def load_generation_config(source: str | Path, flag: str = "--model-dir") -> Any:
+def load_generation_config(source: str | Path) -> Any:
     """Return what a folder's generation_config.json says."""
     from transformers import GenerationConfig
 
-    return _load(GenerationConfig.from_pretrained, source, flag, MODEL, "generation_config.json")
+    load = GenerationConfig.from_pretrained
+    return _load(load, source, "--model-dir", MODEL, "generation_config.json")
 
 
 def _load(

@@ -74,8 +74,9 @@ def _compute_power(freedom: int, noncentrality: float, critical: float) -> float
     return float((weights * torch.special.gammaincc(freedom / 2 + terms, at)).sum())
 
 
-def _bisect(falling: Callable[[float], float], low: float = 1e-9, high: float = 1e5) -> float:
+def _bisect(falling: Callable[[float], float]) -> float:
     """Find where a function that falls from above 0 to below crosses it."""
+    low, high = 1e-9, 1e5
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > 0 else (low, middle)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.decode.drafters.base import Proposer
+from specdec.methods import Method
 from specdec.processes import call_stage
 
 if TYPE_CHECKING:
@@ -63,6 +64,13 @@ class Tuning(Protocol):
 def take_checkpoint(settings: TuneSettings, folder: Path) -> Trial:
     """The trial of a method whose checkpoint has room for every setting."""
     return Trial(checkpoint=settings.checkpoint_dir)
+
+
+def take_plain(settings: TuneSettings, method: Method, max_draft_len: int, **run: Any) -> Trial:
+    """The trial of a method for any plain target: with room for the longest draft."""
+    return Trial(
+        checkpoint=settings.checkpoint_dir, mode=method.mode, max_draft_len=max_draft_len, run=run
+    )
 
 
 def call_build(checkpoint: Path, engine: Path, *flags: str) -> None:

@@ -20,7 +20,7 @@ __all__ = ["list_candidates", "prepare"]
 
 
 def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings | None = None
+    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
 ) -> list[Candidate]:
     """Chains up to the whole block, and trees of the likeliest paths."""
     engine, drafter = bench.engine, cast(DFlashProposer, bench.engine.proposer)

@@ -33,7 +33,7 @@ TOP_KS = (2, 4, 8)  # branches of dynamic trees
 
 
 def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings | None = None
+    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
 ) -> list[Candidate]:
     """Static trees, then dynamic ones."""
     return [*list_static(bench, recordings), *list_dynamic(bench, recordings)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.methods.lookahead import METHOD, LookaheadConfig
 
-from .base import Candidate, Trial
+from .base import Candidate, Trial, take_plain
 
 if TYPE_CHECKING:
     from ..engine import Bench
@@ -22,15 +22,11 @@ WINDOWS = tuple(LookaheadConfig(size, size, size) for size in (2, 3, 4, 5))
 def prepare(settings: TuneSettings, folder: Path) -> Trial:
     """Build the target with room for the largest window."""
     longest = max(window.max_draft_tokens for window in WINDOWS)
-    return Trial(
-        checkpoint=settings.checkpoint_dir,
-        mode=METHOD.mode,
-        max_draft_len=longest,
-    )
+    return take_plain(settings, METHOD, longest)
 
 
 def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings | None = None
+    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
 ) -> list[Candidate]:
     """Every window."""
     return [

@@ -25,7 +25,7 @@ __all__ = ["list_candidates", "measure_accuracies", "prepare"]
 
 
 def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings | None = None
+    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
 ) -> list[Candidate]:
     """Trees of rising size, each of the paths that are likeliest by the heads' accuracy here."""
     heads = cast(MedusaProposer, bench.engine.proposer).heads

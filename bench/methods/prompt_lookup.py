@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.methods.prompt_lookup import METHOD, LookupOptions
 
-from .base import Candidate, Trial
+from .base import Candidate, Trial, take_plain
 
 if TYPE_CHECKING:
     from ..engine import Bench
@@ -23,16 +23,11 @@ NGRAM_SIZES = (1, 2, 3, 4)
 def prepare(settings: TuneSettings, folder: Path) -> Trial:
     """Build the target with room for the longest draft."""
     longest = max(NUM_TOKENS)
-    return Trial(
-        checkpoint=settings.checkpoint_dir,
-        mode=METHOD.mode,
-        max_draft_len=longest,
-        run={"prompt_lookup_num_tokens": longest},
-    )
+    return take_plain(settings, METHOD, longest, prompt_lookup_num_tokens=longest)
 
 
 def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings | None = None
+    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
 ) -> list[Candidate]:
     """Every number of tokens with every length of the n-gram."""
     return [

@@ -1,4 +1,4 @@
-"""ReDrafter: numbers of beams, with every length."""
+"""ReDrafter: numbers of beams with every length, and of each the likeliest tokens alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from specdec.command.settings import as_options
-from specdec.decode.drafters.redrafter import ReDrafterProposer
+from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.files.reading import read_json, write_json
 from specdec.methods.redrafter import ReDrafterTune
 
 from ..settings import read_counts
 from .base import Candidate, Trial
+
+TREE_SIZES = (7, 15)  # of dynamic trees
 
 if TYPE_CHECKING:
     from ..engine import Bench
@@ -48,8 +50,13 @@ def list_candidates(
     return list_searches(bench, read_beams(settings), settings.max_length)
 
 
-def list_searches(bench: Bench, beams: Sequence[int], max_length: int) -> list[Candidate]:
-    """Every number of beams with every length; all share the engine's network."""
+def list_searches(
+    bench: Bench, beams: Sequence[int], max_length: int, sizes: Sequence[int] = TREE_SIZES
+) -> list[Candidate]:
+    """Every number of beams with every length, and with dynamic trees of these sizes.
+
+    All share the engine's network.
+    """
     head = cast(ReDrafterProposer, bench.engine.proposer).head
     candidates = []
     for num_beams in beams:
@@ -58,14 +65,17 @@ def list_searches(bench: Bench, beams: Sequence[int], max_length: int) -> list[C
             other.params = dataclasses.replace(
                 head.params, num_beams=num_beams, draft_len_per_beam=length
             )
-            candidates.append(
+            name = f"{num_beams} x {length}"
+            shape = {
+                "redrafter_num_beams": num_beams,
+                "redrafter_draft_len_per_beam": length,
+            }
+            candidates.append(Candidate(name, ReDrafterProposer(other), convert=shape))
+            candidates += [
                 Candidate(
-                    name=f"{num_beams} x {length}",
-                    proposer=ReDrafterProposer(other),
-                    convert={
-                        "redrafter_num_beams": num_beams,
-                        "redrafter_draft_len_per_beam": length,
-                    },
+                    f"{name}, best {size}", DynamicProposer(other, size), convert=shape,
+                    run={"redrafter_tree_tokens": size},
                 )
-            )
+                for size in sizes if length < size < num_beams * length
+            ]  # fmt: skip
     return candidates

@@ -9,30 +9,25 @@ from typing import TYPE_CHECKING
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.methods.suffix import METHOD, SuffixOptions
 
-from .base import Candidate, Trial
+from .base import Candidate, Trial, take_plain
 
 if TYPE_CHECKING:
     from ..engine import Bench
     from ..replay import Recording
     from ..settings import TuneSettings
 
-NUM_TOKENS = (2, 3, 5, 7, 10, 15)
-FACTORS = (1.0, 2.0, 4.0)
+NUM_TOKENS = (2, 3, 5, 8, 15, 31)
+FACTORS = (1.0, 4.0, 16.0)
 
 
 def prepare(settings: TuneSettings, folder: Path) -> Trial:
     """Build the target with room for the largest tree."""
     most = max(NUM_TOKENS)
-    return Trial(
-        checkpoint=settings.checkpoint_dir,
-        mode=METHOD.mode,
-        max_draft_len=most,
-        run={"suffix_max_tokens": most},
-    )
+    return take_plain(settings, METHOD, most, suffix_max_tokens=most)
 
 
 def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings | None = None
+    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
 ) -> list[Candidate]:
     """Every number of tokens with every factor."""
     return [

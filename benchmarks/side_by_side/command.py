@@ -24,7 +24,7 @@ from .models import DTYPE, PYCODE, ROOT, SIZES, Models
 from .processes import PeerError, Worker, count_group_seconds
 from .report import format_markdown, put_section
 from .rounds import Measured, Work, describe_ways, measure_batches, measure_ways
-from .ways import LLAMA_CPP, OURS, PEERS, QUANTIZED, Way, list_ways
+from .ways import LLAMA_CPP, OURS, PEERS, QUANTIZED, SearchShape, Way, list_ways
 
 RESULTS = ROOT / "benchmarks" / "results"
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # the last is ARM's
@@ -74,8 +74,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--max-output-len", type=int)
     parser.add_argument("--prompt-file", type=Path, default=PYCODE / "prompts.jsonl")
     parser.add_argument("--long-prompt", type=int, default=512, help="tokens")
-    parser.add_argument("--trees", type=read_trees, default="1x3,1x4,1x5,2x4",
-                        help="ReDrafter's beams x length to choose from")  # fmt: skip
+    parser.add_argument("--trees", type=read_trees, default="1x5,4x5,8x5/15",
+                        help="ReDrafter's beams x length to choose from; / the best so many"
+                        " tokens of their tree")  # fmt: skip
     parser.add_argument("--lengths", type=read_lengths, default="2,4,6,8",
                         help="draft lengths that every peer chooses from")  # fmt: skip
     parser.add_argument("--batch-sizes", type=read_lengths, default="1,4,16")
@@ -99,12 +100,24 @@ def parse_args(description: str, words: Sequence[str] | None) -> argparse.Namesp
     return args
 
 
-def read_trees(text: str) -> list[tuple[int, int]]:
-    """Read beams x length, as 1x3,2x4."""
-    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part.strip()) for part in text.split(",")]
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 1x3,2x4")
-    return [(int(match[1]), int(match[2])) for match in found if match]
+def read_trees(text: str) -> list[SearchShape]:
+    """Read beams x length, as 1x3,2x4, and the size of a dynamic tree, as 8x5/15."""
+    number = r"([1-9]\d*)"
+    pattern = re.compile(rf"{number}x{number}(?:/{number})?")
+    shapes = []
+    for part in text.split(","):
+        match = pattern.fullmatch(part.strip())
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form 1x3,8x5/15")
+        beams, length = int(match[1]), int(match[2])
+        size = int(match[3]) if match[3] else None
+        if size is not None and not length < size < beams * length:
+            raise argparse.ArgumentTypeError(
+                f"a dynamic tree of {size} tokens from {beams} x {length}: it has more than a beam"
+                " and fewer than all of them"
+            )
+        shapes.append(SearchShape(beams, length, size))
+    return shapes
 
 
 def read_lengths(text: str) -> list[int]:
@@ -188,12 +201,13 @@ def list_settings(
     common: dict[str, Any] = {"threads": args.threads}
     if peer == OURS:
         print("converting and building our engines", file=sys.stderr, flush=True)
-        beams, length = (max(values) for values in zip(*args.trees, strict=True))
+        beams, length = (max(getattr(t, key) for t in args.trees) for key in ("beams", "length"))
         longest = max(length, *args.lengths)
         flags = [f"--{flag}" for flag in args.build_flags]
         engines = models.build_engines(found, beams, length, longest, flags, kind)
         common |= {
-            "tokenizer_dir": str(found.target), "beams": sorted({b for b, _ in args.trees}),
+            "tokenizer_dir": str(found.target), "beams": sorted({t.beams for t in args.trees}),
+            "sizes": sorted({t.size for t in args.trees if t.size}),
             "draft_engine_dir": None,
         }  # fmt: skip
         drafting = common | {

@@ -32,15 +32,27 @@ class Way:
         return f"{self.peer}: {self.name}"
 
 
+@dataclasses.dataclass(frozen=True)
+class SearchShape:
+    """Beams and length of ReDrafter's search. size: of a dynamic tree, None for all of its last."""
+
+    beams: int
+    length: int
+    size: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.beams} x {self.length}" + (f", best {self.size}" if self.size else "")
+
+
 def list_ways(
-    peers: Sequence[str], trees: Sequence[tuple[int, int]], lengths: Sequence[int]
+    peers: Sequence[str], trees: Sequence[SearchShape], lengths: Sequence[int]
 ) -> list[Way]:
     """Every way of the chosen peers; those with several settings are tuned first.
 
-    trees: beams and length of ReDrafter. lengths: of drafts.
+    trees: of ReDrafter. lengths: of drafts.
     """
     drafts = tuple({"length": length} for length in lengths)
-    beams = tuple({"tree": f"{width} x {length}"} for width, length in trees)
+    beams = tuple({"tree": str(shape)} for shape in trees)
     automatic: tuple[Setting, ...] = ({"length": "auto"},)
     chains = tuple({"chain": name_chain(length)} for length in lengths)
     ways = [

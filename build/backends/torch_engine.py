@@ -119,9 +119,68 @@ def sum_packed(plan: TorchPlan, model: ModelConfig) -> int:
 def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Path) -> TorchPlan:
     """Check everything the torch backend needs; raise SpecDecError that lists what is wrong."""
     # Imported here, not above: this module is also what `--help` and `--dry-run` errors load.
-    from specdec.engine.layers import ACTIVATIONS
-    from specdec.engine.native import find_compiler
     from specdec.engine.rotary import compute_frequencies
+
+    model, drafter = checkpoint.model, checkpoint.drafter
+    find_problems(settings, checkpoint).raise_all()
+    if model.arithmetic.positions == "rotary":
+        compute_frequencies(model, model.max_position_embeddings)
+    if isinstance(drafter, (EagleParams, DFlashParams)):
+        net = drafter.make_net_model(model)
+        compute_frequencies(net, net.max_position_embeddings)
+    paths, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")
+    problems.raise_all()
+    sources = [TensorFile(path) for path in paths]
+    quantized = check_sources(sources, checkpoint)
+    compile_kernels = will_compile(settings)
+    algorithm = checkpoint.quantization.quant_algo
+    files = {
+        file: plan_tensors(shapes, model.dtype, quantized if algorithm == FP8 else set())
+        for file, shapes in list_engine_files(model, drafter).items()
+    }
+    if settings.quantization == INT8:
+        names = list_integers(model)
+        files = {file: plan_int8(tensors, names) for file, tensors in files.items()}
+    if settings.quantization == INT4:
+        group_size = settings.group_size or DEFAULT_GROUP_SIZE
+        files = {
+            file: plan_layers_int4(tensors, model, group_size) for file, tensors in files.items()
+        }
+    draft_tokens = choose_tokens(settings, model, drafter)
+    drafter_weights = settings.drafter_weights if settings.drafter_weights != SAME else None
+    if drafter_weights is not None or draft_tokens is not None:
+        own = list_drafter_tensors(model, drafter)
+        check_drafter(own, quantized, model, has_tokens=draft_tokens is not None)
+        size = None if draft_tokens is None else len(draft_tokens)
+        for file, tensors in files.items():
+            drafters = {name: info for name, info in tensors.items() if name in own}
+            if drafters:
+                files[file] = tensors | plan_drafter(drafters, drafter_weights, size)
+    if algorithm in int4.INT4_ALGORITHMS:
+        for rank, source in enumerate(sources):
+            files[name_weight_file(model, rank)] |= plan_four_bits(source, quantized, model)
+    has_integers = settings.quantization is not None or algorithm in int4.INT4_ALGORITHMS
+    if has_integers and not compile_kernels:
+        logger.warning(
+            "%s without native kernels: weights will be widened in every step, which is slow",
+            settings.quantization or algorithm,
+        )
+    return TorchPlan(
+        sources=sources,
+        files=files,
+        prepack=settings.optimize != "none",
+        compile_kernels=compile_kernels,
+        needs_kernels=settings.optimize == "native",
+        packs=compile_kernels and settings.packed_weights is not False,
+        quantization=settings.quantization,
+        drafter_weights=drafter_weights,
+        draft_tokens=draft_tokens,
+    )
+
+
+def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Problems:
+    """List the settings and the parts of a checkpoint that the torch backend does not take."""
+    from specdec.engine.layers import ACTIVATIONS
 
     model, drafter = checkpoint.model, checkpoint.drafter
     problems = Problems()
@@ -173,17 +232,13 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
             f"--quantization {INT4}: {model.architecture} is a mixture of experts",
             f"use {INT8}, or leave it out: experts have no four-bit form yet",
         )
-    problems.raise_all()
-    if model.arithmetic.positions == "rotary":
-        compute_frequencies(model, model.max_position_embeddings)
-    if isinstance(drafter, (EagleParams, DFlashParams)):
-        net = drafter.make_net_model(model)
-        compute_frequencies(net, net.max_position_embeddings)
-    paths, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")
-    problems.raise_all()
-    sources = [TensorFile(path) for path in paths]
-    quantized = check_sources(sources, checkpoint)
-    compile_kernels = settings.optimize != "none"
+    return problems
+
+
+def will_compile(settings: BuildSettings) -> bool:
+    """Whether kernels are to be compiled; raise SpecDecError where they cannot, and are needed."""
+    from specdec.engine.native import find_compiler
+
     if settings.optimize == "auto" and find_compiler() is None:
         if settings.packed_weights:
             raise SpecDecError(
@@ -194,57 +249,28 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         logger.warning(
             "no C++ compiler found: the engine will run on torch's own operators, slower on a CPU"
         )
-        compile_kernels = False
-    files = {
-        file: plan_tensors(shapes, model.dtype, quantized if algorithm == FP8 else set())
-        for file, shapes in list_engine_files(model, drafter).items()
-    }
-    if settings.quantization == INT8:
-        names = list_integers(model)
-        files = {file: plan_int8(tensors, names) for file, tensors in files.items()}
-    if settings.quantization == INT4:
-        size = settings.group_size or DEFAULT_GROUP_SIZE
-        files = {file: plan_layers_int4(tensors, model, size) for file, tensors in files.items()}
-    drafter_weights = settings.drafter_weights if settings.drafter_weights != SAME else None
-    draft_tokens = choose_tokens(settings, model, drafter)
-    draft_vocab_size = None if draft_tokens is None else len(draft_tokens)
-    if drafter_weights is not None or draft_tokens is not None:
-        own = list_drafter_tensors(model, drafter)
-        if float8 := sorted(quantized & set(own)):
-            raise SpecDecError(
-                f"the drafter's {join_names(float8)} are quantized already",
-                "leave --drafter-weights and --draft-vocab-file out, or convert it again",
-            )
-        if draft_tokens is not None and (name := name_offsets(own)) in own:
-            raise SpecDecError(
-                f"--draft-vocab-file: the drafter drafts {own[name][0]} tokens of"
-                f" {model.vocab_size} already",
-                "leave it out",
-            )
-        for file, tensors in files.items():
-            drafters = {name: info for name, info in tensors.items() if name in own}
-            if drafters:
-                files[file] = tensors | plan_drafter(drafters, drafter_weights, draft_vocab_size)
-    if algorithm in int4.INT4_ALGORITHMS:
-        for rank, source in enumerate(sources):
-            files[name_weight_file(model, rank)] |= plan_four_bits(source, quantized, model)
-    has_integers = settings.quantization is not None or algorithm in int4.INT4_ALGORITHMS
-    if has_integers and not compile_kernels:
-        logger.warning(
-            "%s without native kernels: weights will be widened in every step, which is slow",
-            settings.quantization or algorithm,
+        return False
+    return settings.optimize != "none"
+
+
+def check_drafter(
+    own: Mapping[str, tuple[int, ...]], quantized: set[str], model: ModelConfig, *, has_tokens: bool
+) -> None:
+    """Raise SpecDecError for a drafter that cannot be rounded, or draft some tokens alone.
+
+    own: its tensors. has_tokens: whether it is to draft some alone.
+    """
+    if float8 := sorted(quantized & set(own)):
+        raise SpecDecError(
+            f"the drafter's {join_names(float8)} are quantized already",
+            "leave --drafter-weights and --draft-vocab-file out, or convert it again",
         )
-    return TorchPlan(
-        sources=sources,
-        files=files,
-        prepack=settings.optimize != "none",
-        compile_kernels=compile_kernels,
-        needs_kernels=settings.optimize == "native",
-        packs=compile_kernels and settings.packed_weights is not False,
-        quantization=settings.quantization,
-        drafter_weights=drafter_weights,
-        draft_tokens=draft_tokens,
-    )
+    if has_tokens and (name := name_offsets(own)) in own:
+        raise SpecDecError(
+            f"--draft-vocab-file: the drafter drafts {own[name][0]} tokens of {model.vocab_size}"
+            " already",
+            "leave it out",
+        )
 
 
 def check_sources(sources: Sequence[TensorFile], checkpoint: CheckpointConfig) -> set[str]:

@@ -163,8 +163,11 @@ class IntMatrix(Matrix):
         raise NotImplementedError
 
     def read_zeros(self, start: int, stop: int) -> Array:
-        """Return the zeros of rows [start, stop): uint8 [rows, groups]."""
-        raise NotImplementedError
+        """Return the zeros of rows [start, stop), the middle of the numbers where none are stored.
+
+        uint8 [rows, groups].
+        """
+        return np.full((stop - start, self.num_groups), self.symmetric_zero, np.uint8)
 
     def list_held(self) -> dict[str, TensorInfo]:
         groups, inputs = (self.shape[0], self.num_groups), self.shape[1:]
@@ -223,11 +226,11 @@ class IntMatrix(Matrix):
             )
         return num_inputs // size
 
-    def set_groups(self, kind: str, dtype: str = "int32") -> None:
+    def set_groups(self, kind: str) -> None:
         """Read which group each column belongs to, where the folder says so."""
         if not self.has(kind):
             return
-        groups = self.folder.read(self.get(kind, (dtype,), (self.shape[1],)))
+        groups = self.folder.read(self.get(kind, ("int32",), (self.shape[1],)))
         size = self.shape[1] // self.num_groups
         expected = np.repeat(np.arange(self.num_groups), size)
         if np.array_equal(groups, expected):
@@ -378,7 +381,7 @@ class PackedMatrix(IntMatrix):
 
     def read_zeros(self, start: int, stop: int) -> Array:
         if self.zeros is None:
-            return np.full((stop - start, self.num_groups), self.symmetric_zero, np.uint8)
+            return super().read_zeros(start, stop)
         per_word = 32 // self.bits
         first, last = start // per_word, -(-stop // per_word)
         words = self.folder.read_block(self.zeros, first, last)
@@ -405,9 +408,6 @@ class ModeloptInt4Matrix(IntMatrix):
 
     def read_scales(self, start: int, stop: int) -> Array:
         return self.folder.read_block(f"{self.stem}.weight_scale", start, stop)
-
-    def read_zeros(self, start: int, stop: int) -> Array:
-        return np.full((stop - start, self.num_groups), self.symmetric_zero, np.uint8)
 
 
 class Float8Matrix(Matrix):

@@ -111,12 +111,13 @@ class Section:
             raise self.refuse(f"{key} is {shorten(value)}", f"{key} may be {known}; {_REMEDY}")
         return value
 
-    def take_size(self, key: str, default: Any = None) -> int:
-        """Return a number of columns; -1 means all of them."""
-        value = self.take(key, default=default)
+    def take_group_size(self, default: int) -> int:
+        """Return `group_size`, a number of columns; -1 means all of them."""
+        value = self.take("group_size", default=default)
         if type(value) is int and (value > 0 or value == -1):
             return value
-        raise self.refuse(f"{key} is {shorten(value)}", "give a whole number, or -1 for whole rows")
+        fact = f"group_size is {shorten(value)}"
+        raise self.refuse(fact, "give a whole number, or -1 for whole rows")
 
     def skip(self, *keys: str) -> None:
         """Leave out keys that change no number."""
@@ -185,7 +186,7 @@ def _read_awq(section: Section) -> Scheme:
     section.take("version", "gemm", "GEMM", default="gemm")
     section.take("backend", "autoawq", default="autoawq")
     section.take("zero_point", True, False, default=True)
-    size = section.take_size("group_size", 128)
+    size = section.take_group_size(128)
     section.skip(
         "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
         "exllama_config",
@@ -202,7 +203,7 @@ def _read_gptq(section: Section) -> Scheme:
     section.take("pack_dtype", "int32", default="int32")
     section.take("sym", True, False, default=True)
     section.take("desc_act", True, False, default=False)
-    size = section.take_size("group_size", 128)
+    size = section.take_group_size(128)
     meta = section.take("meta", default={})
     quantizer = meta.get("quantizer", "") if isinstance(meta, dict) else ""
     section.skip(
@@ -267,7 +268,7 @@ def _read_group(
     weights.take("dynamic", False, default=False)
     kind = weights.take("type", "int", "float", default="int")
     bits = weights.take("num_bits", default=8)
-    size = weights.take_size("group_size", -1)
+    size = weights.take_group_size(-1)
     given = {True: "group", False: "tensor"}[size > 0]
     strategy = weights.take("strategy", "tensor", "channel", "group", "block", default=given)
     block = weights.take("block_structure")
@@ -325,7 +326,7 @@ def _read_modelopt(section: Section) -> Scheme:
     section.take("has_zero_point", False, default=False)
     section.skip("exclude_modules", "ignore", "config_groups", "kv_cache_scheme", "producer")
     section.skip("pre_quant_scale")  # the tensors tell
-    size = section.take_size("group_size", 128)
+    size = section.take_group_size(128)
     if algorithm == "FP8":
         return _make_float8("ModelOpt FP8", None, "static")
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":

@@ -22,15 +22,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from examples.pycode.methods import VARIANTS, CallStage, make_engine
 from examples.pycode.recipe import Recipe
 from specdec.bench.settings import BenchSettings
 from specdec.command.settings import resolve_settings
-from specdec.decode.grammar import Grammar
+from specdec.decode.grammar import Grammar, GrammarState
 from specdec.decode.loading import load_engine
 from specdec.decode.requests import Request
+from specdec.engine.tree import Tree
 from specdec.pretrained import load_tokenizer
 from specdec.processes import call_stage
 
@@ -38,36 +40,42 @@ EDITS = Path(__file__).parent / "edits.jsonl"
 ALL = "all"
 
 
-class Held:
-    """What llguidance's matcher does, of a grammar with one text: these tokens, then any."""
+class Held(Grammar):
+    """One text: whatever the target thinks, its next token is chosen."""
 
-    def __init__(self, ids: Sequence[int], vocab_size: int, at: int = 0) -> None:
-        self.ids, self.vocab_size, self.at = ids, vocab_size, at
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = ids
 
-    def validate_tokens(self, tokens: list[int]) -> int:
-        return len(tokens) if list(self.ids[self.at : self.at + len(tokens)]) == tokens else 0
-
-    def consume_token(self, sampled_token: int) -> bool:
-        self.at += 1
-        return True
-
-    def rollback(self, num_tokens: int) -> bool:
-        self.at -= num_tokens
-        return True
-
-    def compute_bitmask(self) -> bytes:
-        allowed = np.zeros(self.vocab_size, np.bool_)
-        allowed[self.ids[self.at] if self.at < len(self.ids) else slice(None)] = True
-        return np.packbits(allowed, bitorder="little").tobytes()
-
-    def is_error(self) -> bool:
-        return False
-
-    def deep_copy(self) -> Held:
-        return Held(self.ids, self.vocab_size, self.at)
+    def follow(self, output_ids: Sequence[int]) -> HeldState:
+        return HeldState(self._ids, output_ids)
 
 
-def make_requests(path: Path, tokenizer: Any, vocab_size: int) -> list[tuple[str, Request]]:
+class HeldState(GrammarState):
+    """Where a request is in that text."""
+
+    is_cut = False
+
+    def __init__(self, ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        self._ids, self._output_ids = ids, output_ids
+
+    def shape(self, tree: Tree, logits: Tensor) -> Tensor:
+        """Lift the text's tokens on its own way through the tree; nobody asks for others."""
+        shaped = logits[: tree.num_nodes].float().clone()
+        node: int | None = 0
+        for token in self._ids[len(self._output_ids) :]:
+            if node is None:
+                break
+            shaped[node, token] = torch.inf
+            below = (tree.parents == node) & (tree.tokens == token)
+            node = int(below.argmax()) if below.any() else None
+        return shaped
+
+    def prune(self, tree: Tree, *, is_drawn: bool) -> Tree:
+        """Leave all in: a target that chooses by itself verifies wrong drafts, too."""
+        return tree
+
+
+def make_requests(path: Path, tokenizer: Any) -> list[tuple[str, Request]]:
     """Category and request of each line; its output can only be the line's reference."""
     requests = []
     for index, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
@@ -76,7 +84,7 @@ def make_requests(path: Path, tokenizer: Any, vocab_size: int) -> list[tuple[str
         request = Request(
             index=index, input_ids=tokenizer(entry["prompt"])["input_ids"],
             max_output_len=len(ids), end_ids=frozenset(), input_text=entry["reference"],
-            grammar=Grammar(Held(ids, vocab_size), ()),
+            grammar=Held(ids),
         )  # fmt: skip
         requests.append((entry["category"], request))
     return requests
@@ -93,8 +101,7 @@ def count(recipe: Path, edits: Path) -> dict[str, float]:
     emitted: Counter[str] = Counter()
     steps: Counter[str] = Counter()
     try:
-        vocab_size = engine.config.checkpoint.model.vocab_size
-        for category, request in make_requests(edits, tokenizer, vocab_size):
+        for category, request in make_requests(edits, tokenizer):
             (result,) = engine.generate([request])  # alone, as one who edits waits for it
             if tokenizer.decode(result.output_ids) != request.input_text:
                 raise RuntimeError(f"line {request.index + 1}: the output is not the reference")

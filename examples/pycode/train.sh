@@ -69,15 +69,25 @@ redrafter_on() {
     --redrafter-predict-n-tokens 5 --eval-steps 0 --eval-rows 64 --save-steps 40
 }
 redrafter_on redrafter-1 redrafter-files short 2 240
-redrafter_on redrafter redrafter-1 both 3 1000
-drafter medusa medusa "$WORK/data.jsonl" 1 --model-max-length 512 --max-steps 1200 --batch-size 4 --learning-rate 1e-3 \
-  --self-distillation 1 --medusa-num-heads 4 --medusa-num-layers 1 --eval-steps 300 --eval-rows 16 \
-  --save-steps 50
+redrafter_on redrafter-2 redrafter-1 both 3 1000
+redrafter_on redrafter redrafter-2 both 4 2000
+medusa() {
+  drafter "$1" medusa "$WORK/$2.jsonl" "$3" --learning-rate 1e-3 --self-distillation 1 --medusa-num-heads 4 --medusa-num-layers 1 --eval-rows 16 \
+    --save-steps 50 "${@:4}"
+}
+medusa medusa-1 data 1 --model-max-length 512 --max-steps 1200 --batch-size 4 --eval-steps 300
+medusa medusa both 2 --model-max-length 256 --max-steps 200 --batch-size 8 --eval-steps 0 --start-from "$WORK/medusa-1"
 drafter eagle eagle "$WORK/data.jsonl" 1 --model-max-length 384 --max-steps 320 --batch-size 8 \
   --learning-rate 1e-3 --eagle-token-weight 0.5 --eagle-num-steps 2 --eval-steps 160 --eval-rows 16 \
   --save-steps 50
-drafter eagle3 eagle "$WORK/data.jsonl" 1 --model-max-length 256 --max-steps 400 --batch-size 8 --learning-rate 2e-3 --eagle-version 3 \
-  --eagle-num-steps 3 --eagle-draft-vocab-size 1024 --dtype bfloat16 --eval-steps 200 --eval-rows 16 --save-steps 40
-drafter dflash dflash "$WORK/data.jsonl" 1 --model-max-length 384 --max-steps 600 --batch-size 8 \
-  --learning-rate 2e-3 --dflash-block-size 8 --dflash-num-anchors 48 --eval-steps 300 --eval-rows 64 \
-  --save-steps 50
+eagle3() {
+  drafter "$1" eagle "$WORK/$2.jsonl" "$3" --model-max-length 256 --batch-size 8 --learning-rate 2e-3 --eagle-version 3 --eagle-num-steps 3 \
+    --eagle-draft-vocab-size 1024 --dtype bfloat16 --eval-rows 16 --save-steps 40 "${@:4}"
+}
+eagle3 eagle3-1 data 1 --max-steps 400 --eval-steps 200
+eagle3 eagle3 both 2 --max-steps 240 --eval-steps 0 --start-from "$WORK/eagle3-1"
+dflash() {
+  drafter "$1" dflash "$WORK/$2.jsonl" "$3" --batch-size 8 --learning-rate 2e-3 --dflash-block-size 8 --dflash-num-anchors 48 --eval-rows 64 "${@:4}"
+}
+dflash dflash-1 data 1 --model-max-length 384 --max-steps 600 --eval-steps 300 --save-steps 50
+dflash dflash both 2 --model-max-length 256 --max-steps 200 --eval-steps 0 --save-steps 40 --start-from "$WORK/dflash-1"

@@ -154,11 +154,9 @@ def takes_others(settings_class: type) -> bool:
     return any(field.name == "others" for field in dataclasses.fields(settings_class))
 
 
-def make_unknown_error(
-    settings_class: type, section: str, name: str, other: Other, more: Iterable[str] = ()
-) -> UsageError:
-    """Return the error for an option that nobody knows; `more` are names known besides fields."""
-    known = [*get_flags(settings_class), *more]
+def make_unknown_error(settings_class: type, section: str, name: str, other: Other) -> UsageError:
+    """Return the error for an option that nobody knows."""
+    known = list(get_flags(settings_class))
     hint = f"`specdec {section} --help` lists the keys"
     if other.recipe is not None:
         fact = f"recipe {other.recipe}: unknown key {name!r} in section {section}"

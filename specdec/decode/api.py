@@ -18,7 +18,7 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.grammar import GrammarCompiler
 from specdec.decode.loading import load_engine
 from specdec.decode.loop import Batch, Options, fit_batch
-from specdec.decode.prompts import SHAPING_KEYS, check_values, find_end_ids, make_requests
+from specdec.decode.prompts import check_values, find_end_ids, make_requests
 from specdec.decode.requests import (
     ActiveRequest,
     DraftTree,
@@ -607,23 +607,14 @@ def _to_prompt(prompt: AnyPrompt) -> Prompt:
 
 def _to_entry(prompt: Prompt) -> dict[str, Any]:
     """The request object of a prompt, as a line of a .jsonl file has it."""
-    ids, messages, stop = prompt.token_ids, prompt.messages, prompt.stop
-    entry = {
-        "prompt": prompt.text,
+    entry = {field.name: getattr(prompt, field.name) for field in dataclasses.fields(prompt)}
+    ids, messages, stop = entry.pop("token_ids"), prompt.messages, prompt.stop
+    entry |= {
+        "prompt": entry.pop("text"),
         "input_ids": None if ids is None else [_to_int(token) for token in ids],
         "messages": None if messages is None else [dict(message) for message in messages],
-        "max_output_len": prompt.max_output_len,
-        "temperature": prompt.temperature,
-        "top_k": prompt.top_k,
-        "top_p": prompt.top_p,
-        "seed": prompt.seed,
         "stop": stop if stop is None or isinstance(stop, str) else list(stop),
         "logit_bias": None if prompt.logit_bias is None else dict(prompt.logit_bias),
-        "logprobs": prompt.logprobs,
-        "prompt_logprobs": prompt.prompt_logprobs,
-        "speculation": prompt.speculation,
-        "keep_trees": prompt.keep_trees,
-        **{name: getattr(prompt, name) for name in SHAPING_KEYS},
     }
     return {key: value for key, value in entry.items() if value is not None}
 

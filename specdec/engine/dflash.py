@@ -19,18 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_net import (
-    make_decoder,
-    rank_logits,
-    rank_tokens,
-    take_offsets,
-    take_own,
-)
+from specdec.engine.draft_net import DraftNet, rank_logits, take_own
 from specdec.engine.integers import join_rows, lay_out, make_linear, take_matrix
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
@@ -45,10 +40,10 @@ from specdec.model.config import ModelConfig
 from specdec.model.tensors import DFLASH_NET, HEAD, MARKOV_EMBEDDING, MARKOV_HEAD
 
 
-class DFlashNet:
+class DFlashNet(DraftNet):
     """The drafter's network. `weights` are an engine's, the target's embedding and head included.
 
-    What equals one of the target's is not held twice; head: the target's, where it is whole.
+    options: as in `DraftNet`.
     """
 
     def __init__(
@@ -57,22 +52,14 @@ class DFlashNet:
         weights: Mapping[str, Tensor],
         model: ModelConfig,
         *,
-        num_positions: int,
-        device: torch.device,
-        prepack: bool = True,
         kernels: NativeKernels | None = None,
-        head: Linear | None = None,
+        **options: Any,
     ) -> None:
         own = take_own(weights, DFLASH_NET)
         # An engine's may draft fewer tokens than the checkpoint's.
         self.params = params = dataclasses.replace(params, draft_vocab_size=len(own[HEAD]))
         net = params.make_net_model(model)
-        self.decoder = make_decoder(
-            own, weights, net, head, num_positions=num_positions, device=device, prepack=prepack,
-            kernels=kernels,
-        )  # fmt: skip
-        prepack = self.decoder.is_prepacked
-        self.fc = make_linear(own, "drafter.fc", prepack=prepack, kernels=kernels)
+        super().__init__(own, weights, net, model, kernels=kernels, **options)
         self.hidden_norm = Norm(own["drafter.hidden_norm.weight"], None, net.norm_epsilon)
         # Of every layer's projections the rows that make keys and values, as one matrix.
         first = net.num_attention_heads * net.head_size
@@ -81,10 +68,8 @@ class DFlashNet:
         if net.has_qkv_bias:
             bias = torch.cat([own[f"{name}.bias"][first:] for name in names])
         rows = join_rows([take_matrix(own, name) for name in names], first)
+        prepack = self.decoder.is_prepacked
         self.context = lay_out(rows, bias, prepack=prepack, kernels=kernels)
-        # Tokens are multiplied alike wherever the target's head has a scale, which is one.
-        self.head_scale = model.output_multiplier_scale
-        self.offsets = take_offsets(own, model.vocab_size)
         self.markov: Linear | None = None
         if params.markov_rank:
             self.rows_before = own[MARKOV_EMBEDDING]
@@ -111,7 +96,7 @@ class DFlashNet:
     def run_blocks(self, cache: KVCache, rows: IntArray, roots: IntArray) -> Tensor:
         """Fill a block after the context of each row; roots [B]: their last emitted tokens.
 
-        Returns what the head is to read of the drafted places, [B, P, D]. What the block writes
+        Returns the states of the drafted places, [B, P, D]. What the block writes
         into the cache counts for nothing afterwards.
         """
         size = self.params.block_size
@@ -123,15 +108,10 @@ class DFlashNet:
             positions=cache.past_lens[rows][:, None] + np.arange(size),
             tree_mask=np.ones((len(rows), size, size), np.bool_),
         )
-        hidden = self.decoder.forward(step, cache)[:, size - self.params.num_positions :]
-        return hidden if self.head_scale == 1 else hidden * self.head_scale
-
-    def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The `width` most probable tokens of places [..., D], best first, and their logarithms."""
-        return rank_tokens(self.decoder, hidden, width, self.offsets)
+        return self.decoder.forward(step, cache)[:, size - self.params.num_positions :]
 
     def rank_after(self, logits: Tensor, before: IntArray, width: int) -> tuple[Tensor, Tensor]:
-        """The same of one place after each of the tokens [B, N] in the place before it.
+        """As `rank_tokens`, of one place after each of the tokens [B, N] in the place before it.
 
         logits: [B, V], what the head alone says of the place; returns [B, N, width].
         """

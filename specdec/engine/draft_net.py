@@ -1,5 +1,7 @@
 """What drafters with decoder layers of their own share: layers, embedding, head, offsets.
 
+What a drafter holds that equals one of the target's is not held twice.
+
 Legend: D the drafter's hidden size, V drafted vocabulary.
 """
 
@@ -7,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.engine.decoder import Decoder
+from specdec.engine.integers import make_linear
 from specdec.engine.linear import Linear
+from specdec.engine.native import NativeKernels
 from specdec.errors import SpecDecError
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import EMBEDDING, HEAD, HEAD_BIAS, OFFSETS
@@ -28,36 +31,75 @@ def take_own(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     }
 
 
-def make_decoder(
-    own: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-    net: ModelConfig,
-    head: Linear | None,
-    **options: Any,
-) -> Decoder:
-    """The layers of a drafter, whole, on whatever rank drafts.
+class DraftNet:
+    """A drafter's network: decoder layers, whole on whatever rank drafts, and what feeds them."""
 
-    own: as `take_own` returns it. weights: an engine's, the target's embedding and head among them:
-    what equals one of these is not held twice. head: the target's, where it is whole. options: of
-    the decoder.
-    """
+    def __init__(
+        self,
+        own: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        net: ModelConfig,
+        model: ModelConfig,
+        *,
+        num_positions: int,
+        device: torch.device,
+        prepack: bool = True,
+        kernels: NativeKernels | None = None,
+        head: Linear | None = None,
+    ) -> None:
+        """own: of `take_own`. weights: an engine's, the target's embedding and head among them.
+
+        net, model: the drafter's sizes and the target's. head: the target's, where it is whole.
+        """
+        net = dataclasses.replace(net, tp_size=1, use_parallel_embedding=False)
+        self.decoder = Decoder(
+            net, _rename(own, weights, net.num_hidden_layers), num_positions=num_positions,
+            device=device, prepack=prepack, kernels=kernels,
+            head=head if head is not None and _is_head(own, weights) else None,
+        )  # fmt: skip
+        prepack = self.decoder.is_prepacked
+        self.fc = make_linear(own, "drafter.fc", prepack=prepack, kernels=kernels)
+        # Logits are multiplied as the target's are, by which most drafters learn (Granite).
+        self.head_scale = model.output_multiplier_scale
+        self.offsets = take_offsets(own, model.vocab_size)
+
+    def make_head_input(self, hidden: Tensor) -> Tensor:
+        """What the head reads of states [..., D] that the layers have made."""
+        return hidden if self.head_scale == 1 else hidden * self.head_scale
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of the tokens after states [..., D]."""
+        return self.decoder.compute_logits(self.make_head_input(hidden))
+
+    def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The `width` most probable tokens after states [..., D], best first.
+
+        Returns the target's tokens and their log-probabilities, both [..., width].
+        """
+        head = self.decoder.lm_head
+        if head.kernels is None:
+            return rank_logits(self.compute_logits(hidden).float(), width, self.offsets)
+        return rank_packed(head, self.make_head_input(hidden), width, self.offsets)
+
+
+def _rename(
+    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], num_layers: int
+) -> dict[str, Tensor]:
+    """A drafter's tensors by the names of a decoder's; its embedding the target's where equal."""
     decoder = {
         f"transformer.{name.removeprefix('drafter.')}": weight
         for name, weight in own.items()
         if name.startswith("drafter.")
     }
     decoder |= {name: own[name] for name in own if name.startswith("lm_head.")}
-    if head is not None and not _is_head(own, weights):
-        head = None
     if EMBEDDING in weights and torch.equal(decoder[EMBEDDING], weights[EMBEDDING]):
         decoder[EMBEDDING] = weights[EMBEDDING]
-    for layer in range(net.num_hidden_layers):
+    for layer in range(num_layers):
         mlp = f"transformer.layers.{layer}.mlp."
         for name in [name for name in decoder if name.startswith(f"{mlp}fc.")]:
             stacked = (decoder.pop(name), decoder.pop(name.replace(".fc.", ".gate.")))
             decoder[name.replace(".fc.", ".gate_up.")] = torch.cat(stacked)
-    net = dataclasses.replace(net, tp_size=1, use_parallel_embedding=False)
-    return Decoder(net, decoder, head=head, **options)
+    return decoder
 
 
 def _is_head(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
@@ -93,25 +135,18 @@ def take_offsets(own: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
     return offsets
 
 
-def rank_tokens(
-    decoder: Decoder, x: Tensor, width: int, offsets: Tensor | None
+def rank_packed(
+    head: Linear, x: Tensor, width: int, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The `width` most probable tokens that the head reads of x [..., D], best first.
-
-    Returns the target's tokens and their log-probabilities, both [..., width].
-    """
-    head = decoder.lm_head
-    if head.kernels is not None and head.packed is not None:
-        tokens, scores = head.kernels.rank_outputs(
-            x, head.packed, head.bias, head.num_outputs, width
-        )
-    else:
-        return rank_logits(decoder.compute_logits(x).float(), width, offsets)
+    """The `width` most probable tokens that a head reads which native kernels have packed."""
+    assert head.kernels is not None
+    assert head.packed is not None
+    tokens, scores = head.kernels.rank_outputs(x, head.packed, head.bias, head.num_outputs, width)
     return name_tokens(tokens, offsets), scores
 
 
 def rank_logits(logits: Tensor, width: int, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The same of logits [..., V]."""
+    """The `width` most probable of logits [..., V], as `DraftNet.rank_tokens` returns them."""
     scores, tokens = logits.log_softmax(-1).topk(width, dim=-1)
     return name_tokens(tokens, offsets), scores
 

@@ -19,16 +19,14 @@ size, F width of what is read of the target, V drafted vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_net import make_decoder, rank_tokens, take_offsets, take_own
-from specdec.engine.integers import make_linear
+from specdec.engine.draft_net import DraftNet, take_own
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
-from specdec.engine.linear import Linear
-from specdec.engine.native import NativeKernels
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
 from specdec.methods.eagle import MASK_HIDDEN, EagleParams
@@ -36,44 +34,29 @@ from specdec.model.config import ModelConfig
 from specdec.model.tensors import EAGLE_NET, HEAD
 
 
-class EagleNet:
+class EagleNet(DraftNet):
     """The drafter's network. `weights` are an engine's, the target's embedding and head included.
 
-    What equals one of the target's is not held twice; head: the target's, where it is whole.
+    options: as in `DraftNet`.
     """
 
     def __init__(
-        self,
-        params: EagleParams,
-        weights: Mapping[str, Tensor],
-        model: ModelConfig,
-        *,
-        num_positions: int,
-        device: torch.device,
-        prepack: bool = True,
-        kernels: NativeKernels | None = None,
-        head: Linear | None = None,
+        self, params: EagleParams, weights: Mapping[str, Tensor], model: ModelConfig, **options: Any
     ) -> None:
         own = take_own(weights, EAGLE_NET)
         # An engine's may draft fewer tokens than the checkpoint's.
         self.params = params = params.shorten(len(own[HEAD]))
         self.is_third = params.eagle3 is not None
-        # EAGLE-1 learns by the target's own head, whose logits the target may scale (Granite).
-        self.head_scale = 1.0 if self.is_third else model.output_multiplier_scale
         if not self.is_third:  # which has neither norm: they are never applied
             embedding = own["drafter.vocab_embedding.weight"]
-            blank = torch.ones(embedding.shape[1], dtype=embedding.dtype, device=device)
+            blank = torch.ones(embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
             own |= {"drafter.layers.0.input_layernorm.weight": blank, "drafter.ln_f.weight": blank}
         net = params.make_net_model(model)
-        self.decoder = make_decoder(
-            own, weights, net, head, num_positions=num_positions, device=device, prepack=prepack,
-            kernels=kernels,
-        )  # fmt: skip
-        prepack = self.decoder.is_prepacked
-        final_norm = self.decoder.stack.final_norm
-        assert final_norm is not None
-        self.final_norm: Norm = final_norm
-        self.fc = make_linear(own, "drafter.fc", prepack=prepack, kernels=kernels)
+        super().__init__(own, weights, net, model, **options)
+        if self.is_third:  # which learns by a head of its own
+            self.head_scale = 1.0
+        assert self.decoder.stack.final_norm is not None
+        self.final_norm: Norm = self.decoder.stack.final_norm
         self.hidden_norm: Norm | None = None
         # Norms of what `fc` reads: one of all of it, or one of each layer's part.
         self.read_norms: list[Norm] = []
@@ -82,10 +65,8 @@ class EagleNet:
             names = params.eagle3.list_read_norms()
             self.read_norms = [Norm(own[f"drafter.{n}"], None, net.norm_epsilon) for n in names]
             self.is_output_normed = params.eagle3.norm_output
-        if self.is_third:
             weight = own["drafter.layers.0.hidden_norm.weight"]
             self.hidden_norm = Norm(weight, None, net.norm_epsilon)
-        self.offsets = take_offsets(own, model.vocab_size)
         self.mask_feature: Tensor | None = None  # [D]
         if params.mask_token_id is not None:
             with torch.inference_mode():
@@ -122,15 +103,6 @@ class EagleNet:
         x = self.decoder.run_layers(x, step, cache, first)
         return self.final_norm(x) if self.is_output_normed else x
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of the token after the pairs that `forward` made `hidden` from."""
-        return self.decoder.compute_logits(self._make_head_input(hidden))
-
-    def _make_head_input(self, hidden: Tensor) -> Tensor:
+    def make_head_input(self, hidden: Tensor) -> Tensor:
         is_bare = self.is_third and not self.is_output_normed
-        hidden = self.final_norm(hidden) if is_bare else hidden
-        return hidden if self.head_scale == 1 else hidden * self.head_scale
-
-    def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The `width` most probable tokens, best first, and their log-probabilities."""
-        return rank_tokens(self.decoder, self._make_head_input(hidden), width, self.offsets)
+        return super().make_head_input(self.final_norm(hidden) if is_bare else hidden)

@@ -1986,10 +1986,11 @@ void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int6
 }
 
 #if SPECDEC_AMX
-// Up to kFewBlocks blocks of rows read a tile from memory by the first two or three of them, so many bands
-// at a time, which are in the second cache for the others. More take so many tiles together, by so few
-// bands that the inputs of two blocks stay in the nearest cache for all of these.
-constexpr int64_t kFewBlocks = 8, kFewBands = 64, kManyTiles = 8, kManyBands = 8;
+// Where all inputs are up to kFewBytes, they and so many bands of a tile stay in the second cache. More take
+// so many tiles together, by so few bands that the inputs of two blocks stay in the nearest cache for all of
+// these. So many tiles' outputs are put at a time: a row of them is another page of memory.
+constexpr int64_t kFewBytes = 1400000, kFewBands = 64, kManyTiles = 8, kManyBands = 8;
+constexpr int64_t kPutTiles = 8, kPackBands = 16;
 // From here on a matrix is read from memory, for one row a little faster by plain code.
 constexpr int64_t kCachedNumbers = 1 << 20;
 
@@ -2000,12 +2001,19 @@ struct Bands {
   int64_t tile_bytes, whole, begin, end;
 };
 
+// What is fetched for each band: four times so many lines.
+struct BandsAhead {
+  const char *at;
+  int64_t lines;
+};
+
 // Adds the products of kX blocks of `rows` rows with kW tiles, of which one is 1, to sums
 // [kX * rows, kW * kTile], which begin at zero. x: all bands of the first block, x_bytes before the
-// next one's. What lies `ahead` is fetched meanwhile, a band for each, a part between two products: with
-// more blocks into the second cache, as they keep the way into the nearest busy.
-template <int kX, int kW, bool kFetches>
-inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w, const char *ahead,
+// next one's. What lies `ahead` is fetched meanwhile, a part between two products (many at once keep these
+// waiting), a whole band for each where these blocks are the only ones: with more blocks than one into the
+// second cache, as they keep the way into the nearest busy.
+template <int kX, int kW, bool kIsOnly>
+inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w, BandsAhead ahead,
                     float *sums) {
   constexpr int64_t kWidth = kW * kTile * 4;  // bytes of a row of sums
   char *to = reinterpret_cast<char *>(sums), *more = kW == 1 ? to + rows * kWidth : to + 2 * kLine;
@@ -2038,12 +2046,16 @@ inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w
     const char *from = is_whole ? w.tile + band * kBandBytes : w.rest;
     const char *inputs = x + band * rows * kLine;
     const auto fetch = [&](int64_t begin, int64_t end) {  // of a band's 32 lines
-      if constexpr (kFetches)
+      if constexpr (kIsOnly) {
 #pragma GCC unroll 32
         for (int64_t line = begin; line < end; ++line)
 #pragma GCC unroll 2
           for (int64_t g = 0; g < kW; ++g)
-            __builtin_prefetch(ahead + g * w.tile_bytes + line * kLine, 0, kX > 1 ? 2 : 3);
+            __builtin_prefetch(ahead.at + g * w.tile_bytes + line * kLine, 0, kX > 1 ? 2 : 3);
+      } else {
+        for (int64_t line = 0; line < ahead.lines; ++line, ahead.at += kLine)
+          __builtin_prefetch(ahead.at, 0, 2);
+      }
     };
     if constexpr (kX == 3) {
       fetch(0, 8);
@@ -2069,29 +2081,34 @@ inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w
       load_register<6>(from, kStepBytes);
       multiply_registers<0, 4, 6>();
       fetch(8, 16);
-      load_register<7>(from + kLine, kStepBytes);
-      multiply_registers<1, 4, 7>();
-      fetch(16, 24);
       load_register<5>(inputs + x_bytes, kLine);
       multiply_registers<2, 5, 6>();
+      fetch(16, 24);
+      load_register<6>(from + kLine, kStepBytes);
+      multiply_registers<1, 4, 6>();
       fetch(24, 32);
-      multiply_registers<3, 5, 7>();
+      multiply_registers<3, 5, 6>();
     } else {
-      fetch(0, 32);
+      fetch(0, 8);
       load_register<4>(inputs, kLine);
       load_register<6>(from, kStepBytes);
       multiply_registers<0, 4, 6>();
+      fetch(8, 16);
       load_register<6>(from + kLine, kStepBytes);
       multiply_registers<1, 4, 6>();
+      fetch(16, 24);
       if constexpr (kW == 2) {
         from += is_whole ? w.tile_bytes : kBandBytes;
         load_register<6>(from, kStepBytes);
         multiply_registers<2, 4, 6>();
+      }
+      fetch(24, 32);
+      if constexpr (kW == 2) {
         load_register<6>(from + kLine, kStepBytes);
         multiply_registers<3, 4, 6>();
       }
     }
-    ahead += kBandBytes;
+    if constexpr (kIsOnly) ahead.at += kBandBytes;
   }
   store_register<0>(to, kWidth);
   store_register<1>(to + kLine, kWidth);
@@ -2106,7 +2123,8 @@ inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w
 }
 
 // y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of up to kAmxRows, all of one size, the
-// last filled up with zeros. One block takes two tiles at a time, two or three take each tile once.
+// last filled up with zeros. One block takes two tiles at a time; more are taken by groups of two, the
+// first of an odd number by three. All of these groups together fetch what they read next.
 template <typename X, typename B, typename O>
 void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, const B *bias,
                   int64_t N, O *y) {
@@ -2117,78 +2135,99 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
   const int64_t steps = count_steps<bf16>(depth), bands = (steps + kBand - 1) / kBand;
   const int64_t blocks = (M + kAmxRows - 1) / kAmxRows, rows = (M + blocks - 1) / blocks;
   const int64_t tiles = (N + kTile - 1) / kTile, tile_bytes = steps * kStepBytes;
-  const bool is_alone = blocks == 1, is_for_three = blocks == 3 || blocks == 4;
-  const int64_t most = is_for_three ? 3 : 2, x_bytes = bands * rows * kLine;
-  const int64_t together = is_alone ? 2 : blocks <= kFewBlocks ? 1 : kManyTiles;
-  const int64_t stretch = blocks <= most ? bands : blocks <= kFewBlocks ? kFewBands : kManyBands;
+  const int64_t groups = std::max<int64_t>(blocks / 2, 1), x_bytes = bands * rows * kLine;
+  const bool is_alone = blocks == 1, is_only = groups == 1;
+  const bool is_few = is_only || blocks * x_bytes <= kFewBytes;
+  const int64_t together = is_alone ? 2 : is_few ? 1 : kManyTiles;
+  const int64_t stretch = is_only ? bands : is_few ? kFewBands : kManyBands;
   static thread_local std::vector<Line> scratch;
-  scratch.resize(blocks * bands * rows);
+  if (static_cast<int64_t>(scratch.size()) < blocks * bands * rows) scratch.resize(blocks * bands * rows);
   Line *inputs = scratch.data();
 #pragma omp parallel if (M * N * depth > kParallelWork)
   {
+    const int64_t parts = (bands + kPackBands - 1) / kPackBands;
 #pragma omp for schedule(static)
-    for (int64_t m = 0; m < blocks * rows; ++m) {
-      Line *to = inputs + m / rows * bands * rows + m % rows;
-      for (int64_t begin = 0; begin < depth; begin += 2 * kBand, to += rows) {
-        const int64_t used = m < M ? std::min(2 * kBand, depth - begin) : 0;
-        const X *from = x + m * depth + begin;
-        if constexpr (std::is_same<X, bf16>::value)
-          if (used == 2 * kBand) {
-            std::memcpy(to->numbers, from, sizeof to->numbers);
-            continue;
-          }
-        *to = Line{};
-        for (int64_t i = 0; i < used; ++i) store(to->numbers[i], to_float(from[i]));
-      }
+    for (int64_t part = 0; part < blocks * parts; ++part) {
+      const int64_t block = part / parts, start = part % parts * kPackBands;
+      Line *to = inputs + (block * bands + start) * rows;
+      for (int64_t band = start; band < std::min(start + kPackBands, bands); ++band)
+        for (int64_t m = block * rows; m < (block + 1) * rows; ++m, ++to) {
+          const int64_t begin = band * 2 * kBand, used = m < M ? std::min(2 * kBand, depth - begin) : 0;
+          const X *from = x + m * depth + begin;
+          if constexpr (std::is_same<X, bf16>::value)
+            if (used == 2 * kBand) {
+              std::memcpy(to->numbers, from, sizeof to->numbers);
+              continue;
+            }
+          *to = Line{};
+          for (int64_t i = 0; i < used; ++i) store(to->numbers[i], to_float(from[i]));
+        }
     }
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const int64_t last = tiles * (thread + 1) / threads;
-    const Registers registers(rows, kBand, is_for_three);
+    const int64_t begin = tiles * thread / threads, last = tiles * (thread + 1) / threads;
+    const Registers registers(rows, kBand, true);
     Line rest[kManyTiles * kBandBytes / kLine] = {};
     static thread_local std::vector<Line> sums_memory;
-    sums_memory.resize(together * blocks * rows * kTile * sizeof(float) / sizeof(Line));
+    const int64_t sums_size = blocks * rows * kTile;  // of a tile
+    const int64_t kept = is_only ? together : std::max(together, kPutTiles);
+    const int64_t sums_lines = kept * sums_size * static_cast<int64_t>(sizeof(float)) / kLine;
+    if (static_cast<int64_t>(sums_memory.size()) < sums_lines) sums_memory.resize(sums_lines);
     float *sums = reinterpret_cast<float *>(sums_memory.data());
     const char *first = reinterpret_cast<const char *>(packed);
-    for (int64_t t = tiles * thread / threads; t < last; t += together) {
-      const int64_t count = std::min(together, last - t);
+    for (int64_t t = begin; t < last; t += together) {
+      const int64_t count = std::min(together, last - t), at = (t - begin) % kept;
       Bands w{first + t * tile_bytes, reinterpret_cast<const char *>(rest), tile_bytes, steps / kBand, 0, 0};
       if (w.whole < bands)
         for (int64_t g = 0; g < count; ++g)
           std::memcpy(&rest[g * kBandBytes / kLine], w.tile + g * tile_bytes + w.whole * kBandBytes,
                       tile_bytes - w.whole * kBandBytes);
-      const int64_t output = t * kTile, used = std::min(count * kTile, N - output);
       for (; w.begin < bands; w.begin = w.end) {
         w.end = std::min(w.begin + stretch, bands);
-        for (int64_t block = 0; block < blocks; block += most) {
+        // What follows of these tiles, else of those after them.
+        const bool is_end = w.end == bands;
+        const int64_t next = is_only ? w.begin * kBandBytes + kPrefetchBytes
+                                     : is_end ? together * tile_bytes : w.end * kBandBytes;
+        const int64_t following = std::min(stretch, is_end ? bands : bands - w.end);
+        const int64_t own_bands = w.end - w.begin, all_bands = groups * own_bands;
+        const int64_t lines = (following * (kBandBytes / kLine / 4) + all_bands - 1) / all_bands;
+        int64_t fetched = 0, some = 0;
+        for (int64_t block = 0; block < blocks; block += some) {
+          some = is_alone ? 1 : (blocks - block) % 2 == 1 ? 3 : 2;
           const char *from = reinterpret_cast<const char *>(inputs) + block * x_bytes;
-          for (int64_t g = 0; g < count; g += is_alone ? 2 : 1) {
+          for (int64_t g = 0; g < count; g += together == 2 ? 2 : 1) {
             Bands own = w;
             own.tile += g * tile_bytes;
             own.rest += g * kBandBytes;
-            const char *ahead = own.tile + w.begin * kBandBytes + kPrefetchBytes;
-            float *to = sums + (g * blocks + block) * rows * kTile;
+            const BandsAhead ahead{own.tile + next + fetched, fetched < following * kBandBytes ? lines : 0};
+            float *to = sums + (at + g) * sums_size + block * rows * kTile;
             if (is_alone && count == 2)
               add_amx<1, 2, true>(from, x_bytes, rows, own, ahead, to);
             else if (is_alone)
               add_amx<1, 1, true>(from, x_bytes, rows, own, ahead, to);
-            else if (block == 0 && is_for_three)
+            else if (is_only && some == 3)
               add_amx<3, 1, true>(from, x_bytes, rows, own, ahead, to);
-            else if (block == 0)
+            else if (is_only)
               add_amx<2, 1, true>(from, x_bytes, rows, own, ahead, to);
-            else if (block + 2 <= blocks)
-              add_amx<2, 1, false>(from, x_bytes, rows, own, ahead, to);
+            else if (some == 3)
+              add_amx<3, 1, false>(from, x_bytes, rows, own, ahead, to);
             else
-              add_amx<1, 1, false>(from, x_bytes, rows, own, ahead, to);
+              add_amx<2, 1, false>(from, x_bytes, rows, own, ahead, to);
           }
+          fetched += own_bands * lines * 4 * kLine;
         }
       }
       if (is_alone) {
-        put_sums(sums, M, count * kTile, bias, output, used, N, y);
+        put_sums(sums, M, count * kTile, bias, t * kTile, std::min(count * kTile, N - t * kTile), N, y);
         continue;
       }
-      for (int64_t g = 0; g < count; ++g)
-        put_sums(sums + g * blocks * rows * kTile, M, kTile, bias, output + g * kTile,
-                 std::min(kTile, used - g * kTile), N, y);
+      const int64_t finished = at + count;
+      if (finished < kept && t + count < last) continue;
+      for (int64_t m = 0; m < M; ++m)
+        for (int64_t g = 0; g < finished; ++g) {
+          const int64_t output = (t - at + g) * kTile;
+          put_sums(sums + g * sums_size + m * kTile, 1, kTile, bias, output, std::min(kTile, N - output), N,
+                   y + m * N);
+        }
     }
   }
 }

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_net import take_offsets, take_own
+from specdec.engine.draft_net import rank_logits, rank_packed, take_offsets, take_own
 from specdec.engine.integers import IntegerMatrix, lay_out, make_linear, take_matrix
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels, PackedDrafter
@@ -24,7 +24,7 @@ NUM_CANDIDATES = 50
 class ReDrafterHead:
     """Drafter network and beam search. `weights` are a checkpoint's `drafter.*` tensors.
 
-    With kernels the whole search is one native call, and there is nothing else.
+    With kernels the whole search is one native call.
     """
 
     def __init__(
@@ -48,12 +48,14 @@ class ReDrafterHead:
         def linear(name: str) -> Linear:
             return make_linear(weights, f"drafter.{name}", prepack=prepack, kernels=kernels)
 
+        blocks = [f"layers.{i}.linear" for i in range(params.num_layers)]
+        names = [*blocks, "lm_head", *(["rnn_w", "rnn_u"] if params.is_rnn else [])]
+        parts = {name: linear(name) for name in names}
         self.packed: PackedDrafter | None = None
-        if kernels is not None:
-            names = [f"layers.{i}.linear" for i in range(params.num_layers)]
-            names += ["lm_head", *(["rnn_w", "rnn_u"] if params.is_rnn else [])]
-            parts = {name: linear(name) for name in names}
-            if params.has_input_proj:
+        if params.has_input_proj:
+            if kernels is None:
+                parts["input_proj"] = linear("input_proj")
+            else:
                 joint = take_matrix(weights, "drafter.input_proj")
                 # Of the target's state, and of the recurrent one.
                 first, second = (
@@ -62,16 +64,16 @@ class ReDrafterHead:
                 bias = weights["drafter.input_proj.bias"]
                 parts["context_proj"] = lay_out(first, bias, prepack=False, kernels=kernels)
                 parts["state_proj"] = lay_out(second, prepack=False, kernels=kernels)
+        if kernels is not None:
             self.packed = PackedDrafter(
                 parts, embedding, num_layers=params.num_layers, exit_dim=params.exit_dim,
                 num_candidates=self.num_candidates, kernels=kernels, tokens=self._list_tokens(),
             )  # fmt: skip
-            return
-        self.input_proj = linear("input_proj") if params.has_input_proj else None
-        self.blocks = [linear(f"layers.{i}.linear") for i in range(params.num_layers)]
-        self.lm_head = linear("lm_head")
-        self.rnn_w = linear("rnn_w") if params.is_rnn else None
-        self.rnn_u = linear("rnn_u") if params.is_rnn else None
+        self.input_proj = parts.get("input_proj")
+        self.context_proj, self.state_proj = parts.get("context_proj"), parts.get("state_proj")
+        self.blocks = [parts[name] for name in blocks]
+        self.lm_head = parts["lm_head"]
+        self.rnn_w, self.rnn_u = parts.get("rnn_w"), parts.get("rnn_u")
 
     def _list_tokens(self) -> Tensor | None:
         """The token of each of the head's outputs; None where these are all tokens."""
@@ -89,14 +91,31 @@ class ReDrafterHead:
             return torch.nn.functional.silu(mixed if bias is None else mixed + bias)
         return torch.nn.functional.silu(mixed + self.rnn_u(state))
 
-    def compute_logits(self, hidden: Tensor, state: Tensor) -> Tensor:
-        """Next-token logits [..., V] from the target's hidden state and the recurrent state."""
-        x = torch.cat((hidden, state), dim=-1)
-        if self.input_proj is not None:
-            x = self.input_proj(x)
+    def make_context(self, hidden: Tensor) -> Tensor:
+        """What is the same of the target's hidden state [..., D] for all that follows it."""
+        return hidden if self.context_proj is None else self.context_proj(hidden)
+
+    def _mix(self, context: Tensor, state: Tensor) -> Tensor:
+        """What the head reads [..., n, E] of a context, of all or of each, and of states."""
+        if self.state_proj is not None:
+            x = context + self.state_proj(state)
+        else:
+            x = torch.cat((context.expand(*state.shape[:-1], -1), state), dim=-1)
+            if self.input_proj is not None:
+                x = self.input_proj(x)
         for block in self.blocks:
             x = x + torch.nn.functional.silu(block(x))
-        return self.lm_head(x)
+        return x
+
+    def rank_tokens(self, context: Tensor, state: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The `width` most probable next tokens [..., n, width] and their log-probabilities.
+
+        context: of `make_context`; state: [..., n, D].
+        """
+        x = self._mix(context, state)
+        if self.kernels is not None:
+            return rank_packed(self.lm_head, x, width, self.offsets)
+        return rank_logits(self.lm_head(x).float(), width, self.offsets)
 
     def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Beam search after `tokens` [B], which follow `hidden` [B, D]. Returns drafts [B, W, L].
@@ -115,7 +134,7 @@ class ReDrafterHead:
             if beams is not None:
                 assert scores is not None
                 state = self.update_state(beams[:, :, -1], state)
-            logits = self.compute_logits(context, state)  # [B, W, V]
+            logits = self.lm_head(self._mix(context, state))  # [B, W, V]
             best = logits.float().topk(num_candidates, dim=-1)
             totals = best.values.log_softmax(-1)  # [B, W, C]
             if scores is not None:
@@ -127,7 +146,6 @@ class ReDrafterHead:
             if beams is None:
                 beams = chosen
                 state = state.expand(batch, width, -1)
-                context = context.expand(batch, width, -1)
             else:
                 source = (flat // num_candidates)[:, :, None]
                 beams = torch.cat((beams.gather(1, source.expand_as(beams)), chosen), dim=-1)

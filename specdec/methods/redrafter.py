@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from specdec.command.settings import setting
+from specdec.command.settings import as_options, setting
 from specdec.errors import Problems
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
 from specdec.model.config import ModelConfig
@@ -158,6 +158,17 @@ class ReDrafterConvert:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ReDrafterDraft:
+    """Options of every command that decodes."""
+
+    redrafter_tree_tokens: int | None = setting(
+        kind="int", minimum=1, metavar="N",
+        help="Draft tokens in a dynamic tree: the likeliest of all that the search saw; if not"
+        " given, all those of its last beams.",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReDrafterTrain:
     """Options of specdec-train."""
 
@@ -186,6 +197,11 @@ class ReDrafterTune:
     beams: str = setting("1,2,4", metavar="N[,N...]", help="Numbers of beams to try.")
 
 
+def read_options(settings: Any) -> int | None:
+    """Return the tokens of a dynamic tree, None where none is asked for."""
+    return as_options(settings, ReDrafterDraft).redrafter_tree_tokens
+
+
 METHOD = Method(
     name="redrafter",
     title="ReDrafter",
@@ -199,6 +215,10 @@ METHOD = Method(
     ),
     own_architectures={"SpecDecReDrafterForCausalLM": "ReDrafter"},
     folder="drafter_model_dir",
-    options={"convert": ReDrafterConvert, "train": ReDrafterTrain, "tune": ReDrafterTune},
+    read=read_options,
+    options={
+        "convert": ReDrafterConvert, "draft": ReDrafterDraft, "train": ReDrafterTrain,
+        "tune": ReDrafterTune,
+    },
     training={"learning_rate": 1e-3, "self_distillation": 0.0},
 )  # fmt: skip

@@ -53,17 +53,13 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
             f"checkpoint architecture {base!r} is not supported{suggest(str(base), known)}",
             f"the supported ones are {', '.join(known)}",
         )
-    mapping = _get_object(config, "mapping")
-    tp_size = mapping.get("tp_size", 1)
-    if type(tp_size) is not int:
-        raise SpecDecError(
-            f"checkpoint config: mapping.tp_size is {tp_size!r}", "give it as a whole number"
-        )
-    pp_size = mapping.get("pp_size", 1)
-    if type(pp_size) is not int:
-        raise SpecDecError(
-            f"checkpoint config: mapping.pp_size is {pp_size!r}", "give it as a whole number"
-        )
+    mapping = _get_mapping(config)
+    tp_size, pp_size = (mapping.get(name, 1) for name in ("tp_size", "pp_size"))
+    for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
+        if type(size) is not int:
+            raise SpecDecError(
+                f"checkpoint config: mapping.{name} is {size!r}", "give it as a whole number"
+            )
     if pp_size != 1 and method is not None:
         raise SpecDecError(
             f"checkpoint has pp_size={pp_size} and a {method.name} drafter",
@@ -208,7 +204,7 @@ def find_shared_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     1.x has no such key: there a head that is not stored is the embedding.
     """
     path = folder / "rank0.safetensors"
-    has_stages = _get_object(config, "mapping").get("pp_size", 1) != 1
+    has_stages = _get_mapping(config).get("pp_size", 1) != 1
     if config.get("share_embedding_table") is not None or has_stages or not path.is_file():
         return {}
     stored = TensorFile(path).tensors
@@ -216,10 +212,10 @@ def find_shared_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"share_embedding_table": True} if is_shared else {}
 
 
-def _get_object(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = config.get(name) or {}
+def _get_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
+    value = config.get("mapping") or {}
     if not isinstance(value, dict):
         raise SpecDecError(
-            f"checkpoint config: {name} is {value!r}, not an object", "correct the key"
+            f"checkpoint config: mapping is {value!r}, not an object", "correct the key"
         )
     return value

@@ -17,6 +17,7 @@ from specdec.methods import METHODS, list_starters
 from specdec.methods.chain import ChainDraft
 from specdec.methods.draft_target import DraftOptions
 from specdec.methods.prompt_lookup import LookupOptions
+from specdec.methods.redrafter import ReDrafterDraft
 from specdec.trtllm.defects import list_defects
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder
 from specdec.trtllm.environment import compare_environments, read_environment
@@ -46,6 +47,15 @@ KNOWN_METHODS = (
     "redrafter", "medusa", "eagle", "draft_target", "prompt_lookup", "lookahead",
 )  # fmt: skip
 REDRAFTER, MEDUSA, EAGLE = (METHODS[name].mode for name in ("redrafter", "medusa", "eagle"))
+
+
+def check_acceptance(acceptance: str) -> None:
+    """Raise UsageError for a rule of acceptance that is not TensorRT-LLM's."""
+    if acceptance == "typical":
+        raise UsageError(
+            "--acceptance typical is for engines of torch; TensorRT-LLM's accept by its own rules",
+            "leave it out",
+        )
 
 
 def check_requests(
@@ -231,7 +241,8 @@ def check_settings(settings: RuntimeSettings) -> None:
         for method in METHODS.values()
         if method.name not in KNOWN_METHODS
     }
-    for name, options in {"several methods together": ChainDraft, **others}.items():
+    others |= {"several methods together": ChainDraft, "ReDrafter's dynamic trees": ReDrafterDraft}
+    for name, options in others.items():
         if given := list_given(settings, options):
             raise UsageError(
                 f"{name_flag(given[0])} is for engines of torch: nothing drafts by {name}"

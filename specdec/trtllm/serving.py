@@ -28,6 +28,7 @@ from specdec.tokenizer import find_tokenizer
 from specdec.trtllm.engine_folder import BACKEND, EXTERNAL, EngineFolder, read_engine_folder
 from specdec.trtllm.followed import Followed
 from specdec.trtllm.run_checks import (
+    check_acceptance,
     check_machine,
     check_requests,
     check_settings,
@@ -91,8 +92,12 @@ class ExecutorEngine(Engine):
         folder = read_engine_folder(given.engine_dir)
         can_reuse = folder.has_paged_context_fmha and folder.kv_cache_type == "PAGED"
         values = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-        values |= {"kv_cache_enable_block_reuse": can_reuse}
-        settings = _make_settings(values, kv_cache_free_gpu_memory_fraction)
+        values |= {
+            "kv_cache_enable_block_reuse": can_reuse,
+            "kv_cache_free_gpu_memory_fraction": kv_cache_free_gpu_memory_fraction,
+        }
+        settings = ExecutorSettings(**values)
+        check_acceptance(settings.acceptance)
         for method in METHODS.values():
             method.read(settings)  # what is written wrong is told before anything is loaded
         check_settings(settings)
@@ -318,17 +323,6 @@ class ExecutorBatch:
     def _forget(self, number: int) -> None:
         del self._running[number]
         self._core.cancel(number)
-
-
-def _make_settings(values: Mapping[str, Any], fraction: float | None) -> ExecutorSettings:
-    """The settings with the share of memory; draft models are refused before."""
-    settings = ExecutorSettings(**values, kv_cache_free_gpu_memory_fraction=fraction)
-    if settings.acceptance == "typical":
-        raise UsageError(
-            "--acceptance typical is for engines of torch; TensorRT-LLM's accept by its own rules",
-            "leave it out",
-        )
-    return settings
 
 
 def _lower_limits(

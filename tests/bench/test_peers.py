@@ -15,7 +15,7 @@ from benchmarks.side_by_side.goals import MET, MISSED, UNKNOWN, list_goals
 from benchmarks.side_by_side.processes import PeerError, Worker, count_group_seconds, run_logged
 from benchmarks.side_by_side.report import format_markdown, put_section
 from benchmarks.side_by_side.rounds import Work, compare, describe_ways, measure_ways
-from benchmarks.side_by_side.ways import Way, list_ways, name_chain
+from benchmarks.side_by_side.ways import SearchShape, Way, list_ways, name_chain
 from benchmarks.side_by_side.wire import cut_at_end
 from benchmarks.side_by_side.workers import engine as engine_worker
 from benchmarks.side_by_side.workers import llama_cpp as llama_cpp_worker
@@ -246,11 +246,13 @@ def test_our_engine_and_transformers_as_workers(
     common: dict[str, Any] = {"prompts": prompts, "max_output_len": 12, "end_id": 0}
     about, calls = engine_worker.start(
         engine_dir=str(engine), draft_engine_dir=None, tokenizer_dir=str(folder / "target"),
-        beams=[2], max_length=3, threads=1,
+        beams=[2], sizes=[4], max_length=3, threads=1,
     )  # fmt: skip
     assert about["computes_in"] == "float32"
     texts = calls["run"]("plain", {}, **common)["texts"]
     assert len(texts[1]) < len(texts[0]) == 12, "one ends by itself"
+    best = SearchShape(2, 3, 4)
+    assert calls["run"]("redrafter", {"tree": str(best)}, **common)["texts"] == texts
     tree = calls["run"]("redrafter", {"tree": "2 x 3"}, **common, batch_size=2)
     assert tree["texts"] == texts
     assert tree["num_tokens"] == sum(map(len, texts)) + 1, "the end is a token too"
@@ -259,7 +261,8 @@ def test_our_engine_and_transformers_as_workers(
     assert set(steps) == {"1", "4"}
     about, calls = engine_worker.start(
         engine_dir=str(pair[0]), draft_engine_dir=str(pair[1]),
-        tokenizer_dir=str(folder / "target"), beams=[], max_length=3, threads=1,
+        tokenizer_dir=str(folder / "target"), beams=[], sizes=[], max_length=3,
+        threads=1,
     )  # fmt: skip
     for length in (2, "auto"):
         found = calls["run"]("draft-target", {"length": length}, **common)
@@ -493,13 +496,16 @@ def test_a_machine_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_settings_of_the_command() -> None:
-    assert command.read_trees("1x3, 2x4") == [(1, 3), (2, 4)]
-    for text in ("", "3", "0x1", "1x3,"):
-        with pytest.raises(Exception, match="is not of the form 1x3,2x4"):
+    assert command.read_trees("1x3, 8x5/15") == [SearchShape(1, 3), SearchShape(8, 5, 15)]
+    for text in ("", "3", "0x1", "1x3,", "8x5/", "8x5/0"):
+        with pytest.raises(Exception, match="is not of the form 1x3,8x5/15"):
+            command.read_trees(text)
+    for text in ("8x5/5", "8x5/40"):
+        with pytest.raises(Exception, match="from 8 x 5: it has more than a beam and fewer"):
             command.read_trees(text)
     with pytest.raises(Exception, match="is not of the form 2,4"):
         command.read_lengths("2,,4")
-    ways = list_ways(["specdec"], [(1, 3)], [2, 4])
+    ways = list_ways(["specdec"], [SearchShape(1, 3)], [2, 4])
     assert [way.name for way in ways] == ["plain", "redrafter", "draft-target", "chain"]
     assert ways[2].settings == ({"length": 2}, {"length": 4}, {"length": "auto"})
     assert ways[3].settings == ({"chain": name_chain(2)}, {"chain": name_chain(4)})

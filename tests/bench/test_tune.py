@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.bench.combine import add_budget
 from specdec.bench.engine import Bench, open_bench
 from specdec.bench.forecast import Forecaster, spread_seconds
 from specdec.bench.measure import list_results
@@ -34,6 +35,8 @@ from specdec.bench.tune_cli import MAX_ROWS, format_report
 from specdec.build.settings import BuildSettings
 from specdec.command.settings import resolve_settings
 from specdec.convert.settings import ConvertSettings
+from specdec.decode.drafters.budget import BudgetProposer
+from specdec.decode.drafters.redrafter import DynamicProposer
 from specdec.decode.drafters.trees import grow_choices
 from specdec.decode.requests import sum_stats
 from specdec.engine.tree import pack_beams
@@ -85,8 +88,14 @@ def test_replay_of_redrafter(engine: Path, folder: Path) -> None:
     bench = load(engine, folder)
     candidates = redrafter.list_searches(bench, [1, 3], 4)
     assert [c.name for c in candidates][:5] == ["1 x 1", "1 x 2", "1 x 3", "1 x 4", "3 x 1"]
-    lengths = check_replays(bench, candidates[::3], record(bench, 2))
+    trees = [c for c in candidates if c.run]
+    assert [c.name for c in trees] == ["3 x 3, best 7", "3 x 4, best 7"]
+    assert trees[0].run == {"redrafter_tree_tokens": 7}
+    lengths = check_replays(bench, [*candidates[::3], trees[1]], record(bench, 2))
     assert max(lengths) > 1.0, "something is accepted"
+    paced = add_budget(candidates[-2]).proposer
+    assert isinstance(paced, BudgetProposer)
+    assert isinstance(paced.proposer, DynamicProposer), "as --draft-budget auto drafts"
     assert bench.engine.proposer.head.params.num_beams == 2, "the engine's own is as it was"
 
 
@@ -104,7 +113,7 @@ def test_replay_of_a_draft_model(pair: tuple[Path, Path], folder: Path) -> None:
 def test_replay_of_medusa(medusa: Path, folder: Path) -> None:
     bench = load(medusa, folder)
     recordings = record(bench, 2)
-    candidates = medusa_tuning.list_candidates(bench, recordings)
+    candidates = medusa_tuning.list_candidates(bench, recordings, TuneSettings())
     assert candidates[0].run == {"medusa_choices": "[[0]]"}
     assert max(len(json.loads(c.run["medusa_choices"])) for c in candidates) <= 20
     check_replays(bench, candidates[::3], recordings)
@@ -116,7 +125,7 @@ def test_forecasts_of_eagle(version: str, request: pytest.FixtureRequest) -> Non
     eagle = request.getfixturevalue(version)
     bench = load(eagle / "engine", eagle, 16)
     recordings = record(bench, 2)
-    candidates = eagle_tuning.list_candidates(bench, recordings)
+    candidates = eagle_tuning.list_candidates(bench, recordings, TuneSettings())
     names = [c.name for c in candidates]
     assert len(set(names)) == len(names)
     static = [c for c in candidates if "eagle_choices" in c.run]
@@ -244,7 +253,7 @@ def test_a_table_and_its_recipe(
     assert {row["name"] for row in fixed} == {"1 x 1", "1 x 2", "2 x 1", "2 x 2"}
     best = fixed[0]["name"]
     made = {row["name"] for row in combined}
-    assert {f"{best}, budget auto", f"suffix of 8, else {best}"} <= made
+    assert {f"{best}, budget auto", f"suffix of 15, else {best}"} <= made
     assert len(made) == len({best, "2 x 2"}) + 1
     assert [row["measured"] is not None for row in fixed] == [True, True, False, False]
     assert all(row["measured"] is not None for row in combined)
@@ -307,6 +316,14 @@ def follow_recipe(candidate: Any, checkpoint: Path, tokenizer: Path, method: str
     return stats | {"stages": stages, "most": len(out["outputs"][0]["stats"]["accepted_histogram"])}
 
 
+def test_a_budget_leaves_the_setting_that_it_is_for_alone(eagle1: Path) -> None:
+    """Both are measured by turns: what the budget cuts is its own drafts."""
+    bench = load(eagle1 / "engine", eagle1, 6)
+    *_, dynamic = eagle_tuning.list_candidates(bench, record(bench, 2), TuneSettings())
+    bench.run(add_budget(dynamic).proposer, 2)
+    assert dynamic.proposer.goes_on is None
+
+
 def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:
     """The settings with predictions, the best measured; what is chosen is what then runs."""
     report = run_tune(eagle1, eagle1 / "checkpoint", num_measured=1, max_output_len=6)
@@ -318,9 +335,8 @@ def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:
     assert f"{len(others) + 1 - MAX_ROWS} more should be slower" in text
     assert others[-1]["name"] not in text
     bench = load(eagle1 / "engine", eagle1, 6)
-    static, *_, dynamic = [
-        c for c in eagle_tuning.list_candidates(bench, record(bench, 2)) if "3 deep" in c.name
-    ]
+    candidates = eagle_tuning.list_candidates(bench, record(bench, 2), TuneSettings())
+    static, *_, dynamic = [c for c in candidates if "3 deep" in c.name]
     for candidate, stages, most in (
         (static, ["build", "run"], 4),
         (dynamic, ["build", "run"], 4),
@@ -338,7 +354,7 @@ def test_a_table_without_a_drafter(folder: Path, plain: Path) -> None:
     """Methods that need no drafter, of a plain checkpoint; each runs as its recipe says."""
     report = run_tune(folder, folder / PLAIN_CHECKPOINT, num_measured=1, max_output_len=4)
     names = [row["name"] for row in report["batches"][0]["settings"]]
-    assert {"lookup of 3, 2-grams", "suffix of 5, factor 2", "lookahead [2,2,2]"} < set(names)
+    assert {"lookup of 3, 2-grams", "suffix of 5, factor 4", "lookahead [2,2,2]"} < set(names)
     fake: Any = SimpleNamespace(engine=SimpleNamespace(decoder=None))
     candidates = list_free(fake)
     for candidate, method in ((candidates[0], "prompt_lookup"), (candidates[-1], "lookahead")):

@@ -257,7 +257,7 @@ def test_what_edits_are_written_in(paths: dict[str, str], tmp_path: Path) -> Non
 
 def test_shipped_edits_fit_the_shipped_target() -> None:
     tokenizer = load_tokenizer(str(ROOT / "examples/pycode/target"))
-    made = edits.make_requests(edits.EDITS, tokenizer, len(tokenizer))
+    made = edits.make_requests(edits.EDITS, tokenizer)
     assert {category for category, _ in made} == {"refactor", "diff", "log"}
     for _, request in made:
         assert len(request.input_ids) + request.max_output_len < 1024

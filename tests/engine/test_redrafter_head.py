@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.decode.drafters.budget import follow_chances
+from specdec.decode.drafters.levels import DynamicTree, temper
+from specdec.decode.drafters.redrafter import BeamDraft
 from specdec.engine import int4, int8, native
 from specdec.engine.layout import plan_drafter
 from specdec.engine.linear import Linear
@@ -56,11 +60,17 @@ def silu(x: np.ndarray) -> np.ndarray:
     return result
 
 
-def search_slowly(
+Stepper = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+
+
+def make_stepper(
     params: ReDrafterParams, weights: dict[str, np.ndarray], embedding: np.ndarray,
-    hidden: np.ndarray, token: int,
-) -> list[list[int]]:  # fmt: skip
-    """Extend every beam by every token, in float64; keep the best sums of log-probabilities."""
+    hidden: np.ndarray, num_kept: int,
+) -> Stepper:  # fmt: skip
+    """From a state and a token to the next state and log-probabilities, in float64.
+
+    These are normalized over so many tokens, the best; the others have none.
+    """
 
     def step(state: np.ndarray, token: int) -> tuple[np.ndarray, np.ndarray]:
         if params.is_rnn:
@@ -80,10 +90,15 @@ def search_slowly(
                 + weights[f"drafter.layers.{i}.linear.bias"]
             )
         logits = weights["drafter.lm_head.weight"] @ x
-        kept = np.sort(logits)[-NUM_CANDIDATES:]
+        kept = np.sort(logits)[-num_kept:]
         normalizer = kept.max() + np.log(np.exp(kept - kept.max()).sum())
         return state, np.where(logits >= kept[0], logits - normalizer, -np.inf)
 
+    return step
+
+
+def search_slowly(params: ReDrafterParams, step: Stepper, token: int) -> list[list[int]]:
+    """Extend every beam by every token; keep the best sums of log-probabilities."""
     beams: list[tuple[float, list[int], np.ndarray]] = [(0.0, [], np.zeros(HIDDEN))]
     for _ in range(params.draft_len_per_beam):
         grown = []
@@ -122,10 +137,81 @@ def test_search_equals_the_slow_reference(
     exact = {name: w.double().numpy() for name, w in weights.items()}
     for row in range(3):
         expected = search_slowly(
-            head.params, exact, embedding.double().numpy(), hidden[row].double().numpy(),
+            head.params,
+            make_stepper(
+                head.params, exact, embedding.double().numpy(), hidden[row].double().numpy(),
+                NUM_CANDIDATES,
+            ),
             int(tokens[row]),
         )  # fmt: skip
         assert found[row].tolist() == expected
+
+
+def test_likelihoods_at_a_temperature() -> None:
+    """Of two rows: as they are, and as those of half the temperature, the rest as one token."""
+    scores = np.log([[[0.6, 0.3]], [[0.6, 0.3]]])
+    found = np.exp(temper(scores, np.array([1.0, 0.5])))
+    total = 0.36 + 0.09 + 0.01
+    assert found == pytest.approx(np.array([[[0.6, 0.3]], [[0.36 / total, 0.09 / total]]]))
+    assert np.exp(temper(np.zeros((1, 1, 1)), np.array([0.5]))) == pytest.approx(1)
+
+
+def grow_slowly(
+    params: ReDrafterParams, step: Stepper, token: int, num_tokens: int
+) -> dict[tuple[int, ...], float]:
+    """The likeliest paths of all that the widest nodes of each level lead to, and how likely."""
+    seen: dict[tuple[int, ...], float] = {}
+    level: list[tuple[tuple[int, ...], float, np.ndarray]] = [((), 0.0, np.zeros(HIDDEN))]
+    for _ in range(params.draft_len_per_beam):
+        grown: list[tuple[tuple[int, ...], float, np.ndarray]] = []
+        for path, score, state in level:
+            after, log_probs = step(state, path[-1] if path else token)
+            for v in np.argsort(-log_probs)[: params.num_beams]:
+                grown.append(((*path, int(v)), score + log_probs[v], after))
+        grown.sort(key=lambda node: -node[1])
+        seen |= {path: score for path, score, _ in grown}
+        level = grown[: params.num_beams]
+    best = sorted(seen, key=lambda path: -seen[path])[:num_tokens]
+    return {path: seen[path] for path in best}
+
+
+@pytest.mark.parametrize("rnn", [True, False])
+@pytest.mark.parametrize("exit_dim", [2 * HIDDEN, 24])
+@pytest.mark.parametrize(("beams", "length", "size"), [(1, 4, 3), (3, 3, 7), (5, 5, 12)])
+@pytest.mark.parametrize("is_native", [False, True])
+def test_a_dynamic_tree_equals_the_slow_reference(
+    rnn: bool,
+    exit_dim: int,
+    beams: int,
+    length: int,
+    size: int,
+    is_native: bool,
+    request: pytest.FixtureRequest,
+) -> None:
+    kernels = request.getfixturevalue("kernels") if is_native else None
+    shape = {"beams": beams, "length": length, "rnn": rnn, "exit_dim": exit_dim}
+    head, weights, embedding = make_head(**shape, kernels=kernels)  # type: ignore[arg-type]
+    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+    tokens = np.array([4, 80, 33])
+    exact = {name: w.double().numpy() for name, w in weights.items()}
+    tree = DynamicTree(top_k=beams, depth=length, num_tokens=size)
+    draft = BeamDraft(head, hidden, tokens, np.ones(3))
+    for row, candidates in enumerate(tree.grow(draft)):
+        assert candidates.confidence is not None
+        chances = follow_chances(candidates.tree, candidates.confidence)
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(candidates.tree.tokens, candidates.tree.parents, strict=True):
+            if parent >= 0:
+                paths.append((*paths[parent], int(token)))
+        found = dict(zip(paths[1:], chances[1:], strict=True))
+        step = make_stepper(
+            head.params, exact, embedding.double().numpy(), hidden[row].double().numpy(), VOCAB
+        )
+        expected = grow_slowly(head.params, step, int(tokens[row]), size)
+        assert found.keys() == expected.keys()
+        for path, score in expected.items():
+            assert found[path] == pytest.approx(np.exp(score), rel=1e-3)
+    assert draft.num_levels == length
 
 
 def test_more_beams_than_candidates() -> None:

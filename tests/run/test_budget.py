@@ -13,22 +13,26 @@ import numpy as np
 import pytest
 
 from specdec.decode.accept import Candidates
+from specdec.decode.drafters import Drafting
 from specdec.decode.drafters.budget import (
     Budget,
     BudgetFollower,
     BudgetProposer,
     Calibration,
+    LevelDrafter,
     bind,
     follow_chances,
 )
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options
-from specdec.decode.requests import Request
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.engine.tree import pack_beams
-from specdec.errors import UsageError
+from specdec.errors import SpecDecError, UsageError
+from specdec.methods.budget import DraftBudget
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import SuffixOptions
 from tests.conftest import (
@@ -40,7 +44,9 @@ from tests.conftest import (
 )
 from tests.engines import call, list_paths, make_engine, make_tree_engine, run_here
 
-METHODS = ("redrafter", "medusa", "eagle", "eagle3", "dflash", "prompt_lookup", "suffix")
+METHODS = (
+    "redrafter", "redrafter tree", "medusa", "eagle", "eagle3", "dflash", "prompt_lookup", "suffix",
+)  # fmt: skip
 LIMIT = 128
 
 
@@ -230,7 +236,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = make_tree_engine("eagle", parent / name, target, drafter)
     dflash = make_dflash_drafter(parent, scale=2.0)
     found["dflash"] = make_tree_engine("dflash", parent / "dflash-engine", target, dflash)
-    found["prompt_lookup"] = found["suffix"] = found["redrafter"]
+    for name in ("redrafter tree", "prompt_lookup", "suffix"):
+        found[name] = found["redrafter"]
     return found
 
 
@@ -244,7 +251,11 @@ def load(folders: dict[str, Path], method: str) -> TorchEngine:
         engine = TorchEngine(folders[method], device="cpu", speculate=False)
         engine.use_method(method, SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)))
         return engine
-    return TorchEngine(folders[method], device="cpu")
+    engine = TorchEngine(folders[method], device="cpu")
+    if method == "redrafter tree":
+        assert isinstance(engine.proposer, ReDrafterProposer)
+        engine.proposer = engine.proposer.fit_budget()
+    return engine
 
 
 def make_requests(**sampling: Any) -> list[Request]:
@@ -326,6 +337,37 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     found = run_here([*flags, "--draft-len", "auto"])
     assert found["outputs"][0]["output_ids"] == plain["outputs"][0]["output_ids"]
     assert found["stats"]["method"] == "redrafter"
+
+
+def test_trees_of_redrafter(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A size bounds what a step drafts; a budget has such trees by itself, and they end early."""
+    folder = folders["redrafter"]  # 4 beams of 5 tokens
+    flags = ["--engine-dir", str(folder), "--max-output-len", "12", "--draft-budget", "fixed"]
+    flags += ["--input-file", str(write_prompt(tmp_path)), "--redrafter-tree-tokens"]
+    plain = run_here([*flags[:4], *flags[6:8], "--no-speculation"])
+    found = run_here([*flags, "7"])
+    assert found["outputs"][0]["output_ids"] == plain["outputs"][0]["output_ids"]
+    stats = found["outputs"][0]["stats"]
+    assert 0 < stats["num_draft_tokens"] <= 7 * stats["num_verify_steps"]
+    with pytest.raises(SpecDecError, match="tokens is 21, the engine has num_beams=4 x draft_len"):
+        call("run", *flags, "21")
+    with pytest.raises(UsageError, match="--redrafter-tree-tokens has no effect with an engine"):
+        call("run", "--engine-dir", folders["medusa"], *flags[2:], "7")
+    drafting = Drafting(options={}, flags={}, budget=DraftBudget("auto", "--draft-budget auto"))
+    engine = TorchEngine(folder, device="cpu", drafting=drafting)
+    assert isinstance(engine.proposer, BudgetProposer)
+    drafter = engine.proposer.proposer
+    assert isinstance(drafter, DynamicProposer)
+    assert isinstance(drafter, LevelDrafter)
+    drafter.goes_on = lambda promised: False
+    drafter.allocate(2, 8)
+    request = ActiveRequest(
+        Request(index=0, input_ids=[5], max_output_len=9, end_ids=frozenset()), 1,
+        max_depth=5, text=None,
+    )  # fmt: skip
+    request.output_ids.append(6)
+    (candidates,) = drafter.propose([request])
+    assert candidates.tree.depth == drafter.num_levels == 1
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_logits_are_the_reference_s(case: Case) -> None:
         for end in (20, 25):
             fill_cache(decoder, cache, [0], [text[: end - 1]], 7, proposer.follow)
             hidden = net.run_blocks(proposer._cache, np.array([0]), np.array([text[end - 1]]))
-            found = net.decoder.compute_logits(hidden)[0].double()
+            found = net.compute_logits(hidden)[0].double()
             wanted = case.reference.compute_logits(text[:end])
             if net.offsets is not None:
                 wanted = wanted[:, torch.arange(found.shape[1]) + net.offsets]

@@ -16,11 +16,11 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import PromptFollower
 from specdec.decode.drafters.eagle import (
     PUBLISHED_CHOICES,
-    DynamicTree,
     EagleProposer,
     StaticTree,
     check_choices,
 )
+from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate

@@ -14,6 +14,7 @@ from specdec.decode import accept as verify
 from specdec.decode.drafters.base import Proposer
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
@@ -95,6 +96,9 @@ def test_redrafter_equals_transformers(
     assert outputs_of(engine.generate(make_requests(prompts))) == expected
     alone = [outputs_of(engine.generate([request]))[0] for request in make_requests(prompts)]
     assert alone == expected, "batch 1 differs from batch 4"
+    assert isinstance(engine.proposer, ReDrafterProposer)
+    engine.proposer = DynamicProposer(engine.proposer.head, (beams * length + 1) // 2)
+    assert outputs_of(engine.generate(make_requests(prompts))) == expected, "a dynamic tree"
 
 
 @pytest.mark.parametrize(

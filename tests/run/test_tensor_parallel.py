@@ -25,6 +25,7 @@ from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.eagle import EagleProposer
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options
@@ -52,8 +53,8 @@ from tests.engines import call, make_noisy_copy, run_cli_here, start_cli
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5)
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 9}]
 METHODS = [
-    "target", "redrafter", "medusa", "eagle", "eagle dynamic", "eagle3", "dflash", "prompt_lookup",
-    "suffix", "lookahead",
+    "target", "redrafter", "redrafter dynamic", "medusa", "eagle", "eagle dynamic", "eagle3",
+    "dflash", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
 # Ranks of the draft model, whether probabilities are compared.
 DRAFTS = [(2, False), (1, True), (2, True)]
@@ -112,7 +113,7 @@ def load(folder: Path, method: str, size: int) -> TorchEngine:
     """Load an engine of a folder's name, or a variant of one."""
     name = {
         "prompt_lookup": "target", "suffix": "target", "lookahead": "target",
-        "eagle dynamic": "eagle",
+        "eagle dynamic": "eagle", "redrafter dynamic": "redrafter",
     }.get(method)  # fmt: skip
     engine = TorchEngine(folder / f"{name or method}-tp{size}", device="cpu")
     if method == "prompt_lookup":
@@ -125,6 +126,9 @@ def load(folder: Path, method: str, size: int) -> TorchEngine:
     elif method == "eagle dynamic":
         assert isinstance(engine.proposer, EagleProposer)
         engine.proposer.use_dynamic_tree(3, 9)
+    elif method == "redrafter dynamic":
+        assert isinstance(engine.proposer, ReDrafterProposer)
+        engine.proposer = DynamicProposer(engine.proposer.head, 9)
     return engine
 
 

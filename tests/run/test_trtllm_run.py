@@ -233,6 +233,7 @@ def test_block_reuse_needs_paged_context_fmha_in_the_engine(world: World, plain:
         ({"use_py_session": True}, UsageError, "Python session"),
         ({"medusa_choices": "[[0]]"}, UsageError, "--medusa-choices has no effect"),
         ({"acceptance": "typical"}, UsageError, "--acceptance typical is for engines of torch"),
+        ({"redrafter_tree_tokens": 3}, UsageError, "--redrafter-tree-tokens is for engines of"),
         ({"lookahead_config": "[3,3,3]"}, UsageError, "--lookahead-config has no effect"),
         ({"suffix_max_tokens": 3}, UsageError, "--suffix-max-tokens is for engines of torch"),
         ({"prompt_lookup_num_tokens": 3}, SpecDecError, "prompt lookup drafts 3 tokens a step"),

@@ -30,7 +30,7 @@ class Engine:
 
     def __init__(
         self, engine_dir: str, draft_engine_dir: str | None, tokenizer_dir: str,
-        beams: list[int], max_length: int,
+        beams: list[int], sizes: list[int], max_length: int,
     ) -> None:  # fmt: skip
         is_draft_target = draft_engine_dir is not None
         settings = RunSettings(
@@ -50,7 +50,7 @@ class Engine:
                 chain = join_proposers([[suffix], [candidate.proposer]])
                 self._proposers["chain", name_chain(int(length))] = chain
         else:
-            for candidate in list_searches(self.bench, beams, max_length):
+            for candidate in list_searches(self.bench, beams, max_length, sizes):
                 self._proposers["redrafter", candidate.name] = candidate.proposer
 
     def get(self, way: str, setting: dict[str, Any]) -> Proposer:
@@ -93,10 +93,10 @@ class Engine:
 
 def start(
     engine_dir: str, draft_engine_dir: str | None, tokenizer_dir: str, beams: list[int],
-    max_length: int, threads: int,
+    sizes: list[int], max_length: int, threads: int,
 ) -> tuple[dict[str, Any], Calls]:  # fmt: skip
     torch.set_num_threads(threads)
-    engine = Engine(engine_dir, draft_engine_dir, tokenizer_dir, beams, max_length)
+    engine = Engine(engine_dir, draft_engine_dir, tokenizer_dir, beams, sizes, max_length)
     about = {
         "load_seconds": engine.bench.engine.load_seconds,
         "versions": {"specdec": specdec.__version__, "torch": torch.__version__},

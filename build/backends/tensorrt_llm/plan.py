@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError
+from specdec.errors import Problems, SpecDecError
 from specdec.files.tensor_file import DTYPES, TensorFile, TensorInfo
 from specdec.methods import find_mode
 from specdec.model.checkpoint import CheckpointConfig
@@ -158,33 +158,7 @@ def make_plan(
         checks.find_length_problems, checks.find_bent,
     ):  # fmt: skip
         problems += find(build)
-    if settings.optimize != "auto":
-        problems.add(
-            f"--optimize {settings.optimize} has no meaning for TensorRT-LLM",
-            "leave --optimize out",
-        )
-    if settings.packed_weights is not None:
-        word = "enable" if settings.packed_weights else "disable"
-        problems.add(
-            f"--packed-weights {word} has no meaning for TensorRT-LLM",
-            "leave --packed-weights out",
-        )
-    if settings.quantization is not None:
-        problems.add(
-            f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM"
-            " builds checkpoints that are quantized already",
-            "leave it out and convert with --quantization fp8, or build with --backend torch",
-        )
-    if settings.drafter_weights != SAME:
-        problems.add(
-            f"--drafter-weights {settings.drafter_weights} is of the torch backend",
-            "leave it out, or build with --backend torch",
-        )
-    if settings.draft_vocab_file is not None or settings.draft_vocab_size is not None:
-        problems.add(
-            "--draft-vocab-file and --draft-vocab-size are of the torch backend",
-            "leave them out, or build with --backend torch",
-        )
+    problems += find_torch_settings(settings)
     because = f"tp_size {checkpoint.model.tp_size}"
     if checkpoint.model.pp_size > 1:
         because += f" x pp_size {checkpoint.model.pp_size}"
@@ -204,6 +178,31 @@ def make_plan(
         problems += checks.find_gpu_problems(build, gpus, needed)
     problems.raise_all()
     return plan
+
+
+def find_torch_settings(settings: BuildSettings) -> Problems:
+    """List the settings that are of the torch backend alone."""
+    problems = Problems()
+    if settings.quantization is not None:
+        problems.add(
+            f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM"
+            " builds checkpoints that are quantized already",
+            "leave it out and convert with --quantization fp8, or build with --backend torch",
+        )
+    packed = {True: "enable", False: "disable", None: None}[settings.packed_weights]
+    for flag, value, usual in (
+        ("--optimize", settings.optimize, "auto"),
+        ("--packed-weights", packed, None),
+        ("--drafter-weights", settings.drafter_weights, SAME),
+        ("--draft-vocab-file", settings.draft_vocab_file, None),
+        ("--draft-vocab-size", settings.draft_vocab_size, None),
+    ):
+        if value != usual:
+            problems.add(
+                f"{flag} {value} has no meaning for TensorRT-LLM",
+                f"leave {flag} out, or build with --backend torch",
+            )
+    return problems
 
 
 def list_notes(build: checks.Build, here: Environment | None) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,12 +14,17 @@ from torch import Tensor
 from specdec.decode.accept import Candidates
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
-from specdec.engine.graphs import Graphs
+from specdec.engine.draft_net import DraftNet
+from specdec.engine.graphs import Graphs, StepGraphs
+from specdec.engine.kv_cache import POSITION_BLOCK
 from specdec.engine.layout import EngineConfig
+from specdec.engine.linear import Linear
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import IntArray, Tree, make_root
 from specdec.errors import SpecDecError
 from specdec.methods import DrafterParams, Method
+
+N = TypeVar("N", bound=DraftNet)
 
 
 class Proposer(Protocol):
@@ -179,21 +184,28 @@ def get_graphs(decoder: Decoder) -> Graphs | None:
     return decoder.graphs.graphs if decoder.graphs is not None else None
 
 
+def make_net(
+    kind: Callable[..., N], context: DraftContext, params: DrafterParams, num_run: int,
+    head: Linear | None,
+) -> N:  # fmt: skip
+    """Lay out a drafter's layers as the target's are, with its graphs where it has any.
+
+    num_run: most tokens of a draft that are run behind a text. head: the target's, to be shared.
+    """
+    decoder = context.decoder
+    net = kind(
+        params, context.weights, decoder.model,
+        num_positions=decoder.num_positions + num_run + POSITION_BLOCK,
+        device=decoder.device, prepack=decoder.is_prepacked, kernels=decoder.kernels, head=head,
+    )  # fmt: skip
+    if (graphs := get_graphs(decoder)) is not None:
+        net.decoder.graphs = StepGraphs(graphs)
+    return net
+
+
 def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
     """The cache rows of requests, [B]."""
     return np.array([request.row for request in requests], np.int64)
-
-
-def keep_newest(
-    kept: Tensor,
-    requests: Sequence[ActiveRequest],
-    states: Tensor,
-    paths: Sequence[Sequence[int]],
-) -> None:
-    """Write the state of each request's newest committed token into its row of `kept` [R, D]."""
-    last = to_device([path[-1] for path in paths], kept.device)
-    newest = states[torch.arange(len(paths), device=kept.device), last]
-    kept[to_device(list_rows(requests), kept.device)] = newest
 
 
 class StateKeeper:
@@ -322,7 +334,10 @@ class StateProposer:
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
     ) -> None:
         """Keep the hidden state of each row's newest committed token: it is drafted from next."""
-        keep_newest(self._hidden, requests, states, paths)
+        device = self._hidden.device
+        last = to_device([path[-1] for path in paths], device)
+        newest = states[torch.arange(len(paths), device=device), last]
+        self._hidden[to_device(list_rows(requests), device)] = newest
 
 
 class PlainProposer:

@@ -14,14 +14,12 @@ import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, StateKeeper, get_graphs, list_rows
-from specdec.decode.drafters.eagle import DynamicTree, Level
+from specdec.decode.drafters.base import DraftContext, StateKeeper, list_rows, make_net
+from specdec.decode.drafters.levels import DynamicTree, Level
 from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS, DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.dflash import DFlashNet
-from specdec.engine.graphs import StepGraphs
-from specdec.engine.kv_cache import POSITION_BLOCK
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import IntArray, TreeBuilder
 from specdec.errors import SpecDecError
@@ -53,10 +51,10 @@ class BlockDraft:
     goes_on: Callable[[np.ndarray], bool] | None = None  # a level costs next to nothing
 
     def __init__(self, net: DFlashNet, hidden: Tensor, roots: IntArray) -> None:
-        """hidden: [B, P, D], what the head reads of the places; roots: [B]."""
+        """hidden: [B, P, D], the states of the places; roots: [B]."""
         self.roots = roots
         self._net, self._place = net, 0
-        self._logits = net.decoder.compute_logits(hidden)
+        self._logits = net.compute_logits(hidden)
 
     def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
         """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
@@ -77,18 +75,8 @@ def make_proposer(context: DraftContext) -> DFlashProposer:
     """Lay out the drafter, with the trees that are asked for, or others that are small on a CPU."""
     params, decoder = context.params, context.decoder
     assert isinstance(params, DFlashParams)
-    net = DFlashNet(
-        params,
-        context.weights,
-        decoder.model,
-        num_positions=decoder.num_positions + params.block_size + POSITION_BLOCK,
-        device=decoder.device,
-        prepack=decoder.is_prepacked,
-        kernels=decoder.kernels,
-        head=decoder.lm_head if decoder.group is None else None,
-    )
-    if (graphs := get_graphs(decoder)) is not None:
-        net.decoder.graphs = StepGraphs(graphs)
+    head = decoder.lm_head if decoder.group is None else None
+    net = make_net(DFlashNet, context, params, params.block_size, head)
     return DFlashProposer(net, decoder, context.options, has_budget=context.has_budget)
 
 

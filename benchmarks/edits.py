@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""How fast edits are written: lookups, a draft model and chains of both over plain decoding.
+
+    python benchmarks/edits.py [--size full|small|pycode] [--only NAME...] [--record]
+
+The target of benchmarks/peers.py is held to the references of examples/pycode/edits.jsonl, as in
+examples/pycode/edits.py, with and without drafts: all passes run, and what is emitted is the
+reference, whatever the target would have chosen. So these are the speeds of a target of this size
+that writes these edits. Drafters that learned what another target writes have no such speeds.
+
+Each way has a batch of one row, as a server would, and what it has learned it keeps from text to
+text; every text is decoded by all ways in turn before the next one is. Prompts are counted, and
+left out in a second figure. Engines are those that peers.py or batches.py left, or new ones.
+Writes edits-SIZE.json into --output-dir, or with --record into benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.side_by_side import models  # noqa: E402
+from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES  # noqa: E402
+from benchmarks.side_by_side.report import lay_out  # noqa: E402
+from benchmarks.side_by_side.ways import PLAIN  # noqa: E402
+from examples.pycode.edits import ALL, EDITS, make_requests  # noqa: E402
+from specdec.bench.combine import pace  # noqa: E402
+from specdec.bench.engine import PARTS, Bench, open_bench  # noqa: E402
+from specdec.bench.machine import LoadMeter, describe_machine  # noqa: E402
+from specdec.bench.measure import summarize  # noqa: E402
+from specdec.bench.methods.draft_target import list_lengths  # noqa: E402
+from specdec.bench.report import format_spread  # noqa: E402
+from specdec.decode.drafters.base import Proposer  # noqa: E402
+from specdec.decode.drafters.chain import join_proposers  # noqa: E402
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer  # noqa: E402
+from specdec.decode.drafters.suffix import SuffixProposer  # noqa: E402
+from specdec.decode.loop import Batch, Options, Timing  # noqa: E402
+from specdec.decode.requests import Request  # noqa: E402
+from specdec.files.reading import write_json  # noqa: E402
+from specdec.methods.prompt_lookup import LookupOptions  # noqa: E402
+from specdec.methods.suffix import DEFAULT_FACTOR, SuffixOptions  # noqa: E402
+from specdec.run.settings import RunSettings  # noqa: E402
+
+DRAFT_MODEL = 8  # tokens that it drafts
+LENGTHS = (8, 15, 31)  # of lookups: 15 and a root are what AMX multiplies at once
+FACTOR = 16  # tokens drafted for each that was found, beside the default
+NGRAM = 4
+
+
+def list_ways(bench: Bench) -> dict[str, Proposer]:
+    """Plain decoding, then every drafter."""
+
+    def draft() -> Proposer:
+        proposer: Proposer = list_lengths(bench, DRAFT_MODEL)[-1].proposer
+        return proposer
+
+    def suffix(length: int, factor: float = DEFAULT_FACTOR) -> SuffixProposer:
+        return SuffixProposer(SuffixOptions(max_tokens=length, max_factor=factor))
+
+    ways: dict[str, Proposer] = {PLAIN: bench.plain}
+    for length in LENGTHS:
+        ways[f"suffix of {length}"] = suffix(length)
+    most = max(LENGTHS)
+    ways[f"suffix of {most}, factor {FACTOR}"] = suffix(most, FACTOR)
+    ways[f"suffix of {most}, budget auto"] = pace(suffix(most))
+    ways["prompt lookup of 15"] = PromptLookupProposer(
+        LookupOptions(num_tokens=15, max_ngram_size=NGRAM)
+    )
+    ways[f"suffix of 15, else draft model of {DRAFT_MODEL}"] = join_proposers(
+        [[suffix(15)], [draft()]]
+    )
+    ways[f"draft model of {DRAFT_MODEL}"] = draft()
+    return ways
+
+
+class Writer:
+    """A way of decoding, one text after another in the same batch, and what that took."""
+
+    def __init__(self, bench: Bench, proposer: Proposer, longest: int) -> None:
+        """longest: tokens of a prompt and its reference."""
+        build = bench.engine.config.build
+        self._timing = Timing()
+        self._batch = Batch(
+            bench.engine.decoder, proposer, Options(max_num_tokens=build.max_num_tokens),
+            self._timing, num_rows=1, max_seq_len=longest,
+        )  # fmt: skip
+        self.texts: list[dict[str, float]] = []
+
+    def write(self, request: Request) -> list[int]:
+        """Decode a text."""
+        before, began = self._timing.list_seconds(), time.perf_counter()
+        active = self._batch.submit(request)
+        while self._batch.is_busy:
+            self._batch.step()
+        seconds = time.perf_counter() - began
+        stats, after = active.stats, self._timing.list_seconds()
+        took = {part: after[part] - before[part] for part in PARTS}
+        self.texts.append(
+            {
+                "tokens": stats.num_output_tokens, "seconds": seconds,
+                # Without the prompt, and the first token, which comes of it.
+                "step_tokens": stats.num_output_tokens - 1,
+                "step_seconds": sum(took.values()), "draft_seconds": took["draft"],
+                "steps": stats.num_verify_steps, "drafted": stats.num_draft_tokens,
+            }
+        )  # fmt: skip
+        return active.output_ids
+
+
+def write_all(
+    bench: Bench, writers: Mapping[str, Writer], requests: Sequence[tuple[str, Request]]
+) -> None:
+    """Every text by all ways, and backwards every other time: what drifts favours none."""
+    for number, (_, request) in enumerate(requests):
+        for name in list(writers)[:: -1 if number % 2 else 1]:
+            if writers[name].write(request) != bench.tokenizer(request.input_text)["input_ids"]:
+                sys.exit(f"FAILED: {name}, line {request.index + 1}: not the reference")
+        print(f"{number + 1} of {len(requests)} texts", file=sys.stderr, flush=True)
+
+
+def describe(
+    texts: Sequence[dict[str, float]], plain: Sequence[dict[str, float]]
+) -> dict[str, Any]:
+    """A way's speed over some texts, and over plain decoding's."""
+    both = [{key: sum(text[key] for text in done) for key in done[0]} for done in (texts, plain)]
+    rates, step_rates = (
+        [one[tokens] / one[seconds] for one in both]
+        for tokens, seconds in (("tokens", "seconds"), ("step_tokens", "step_seconds"))
+    )
+    ours = both[0]
+    return {
+        "tokens_per_second": round(rates[0], 2), "ratio": round(rates[0] / rates[1], 3),
+        "step_tokens_per_second": round(step_rates[0], 2),
+        "step_ratio": round(step_rates[0] / step_rates[1], 3),
+        "ratio_by_text": summarize(
+            [p["seconds"] / t["seconds"] for t, p in zip(texts, plain, strict=True)]
+        ),
+        "acceptance_length": round(ours["step_tokens"] / ours["steps"], 3),
+        "draft_tokens_per_step": round(ours["drafted"] / ours["steps"], 3),
+        "step_ms": round(1000 * ours["step_seconds"] / ours["steps"], 2),
+        "draft_ms": round(1000 * ours["draft_seconds"] / ours["steps"], 2),
+    }  # fmt: skip
+
+
+def format_table(report: Mapping[str, Any]) -> str:
+    """A row for each way; its speed over plain decoding's by category, prompts counted."""
+    kinds = list(report["lines"])
+    head = ("times plain decoding", *kinds, "a text: median, range", "without prompts",
+            "tokens/s", "tokens a step", "drafted a step", "ms a step", "to draft")  # fmt: skip
+    rows = []
+    for name, found in report["ways"].items():
+        every = found[ALL]
+        rows.append(
+            [
+                name, *(f"{found[kind]['ratio']:.2f}" for kind in kinds),
+                format_spread(every["ratio_by_text"]), f"{every['step_ratio']:.2f}",
+                f"{every['tokens_per_second']:.1f}", f"{every['acceptance_length']:.2f}",
+                f"{every['draft_tokens_per_step']:.1f}",
+                f"{every['step_ms']:.1f}", f"{every['draft_ms']:.1f}",
+            ]
+        )  # fmt: skip
+    return lay_out(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", default="full", choices=SIZES)
+    parser.add_argument("--only", nargs="+", help="ways whose names hold one of these, and plain")
+    parser.add_argument("--prompts", type=Path, default=EDITS)
+    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
+                        help="models, as of benchmarks/peers.py")  # fmt: skip
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "edits")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results")
+    args = parser.parse_args()
+    log = args.folder / "logs" / "edits.log"
+    found = models.prepare_models(SIZES[args.size], args.folder.resolve() / "models", log)
+    engines = {name: found.folder / "engines" / name for name in ("draft-target", "draft")}
+    if not all((path / "config.json").exists() for path in engines.values()):
+        print("building the engines", file=sys.stderr, flush=True)
+        engines = models.build_engines(found, 1, 5, DRAFT_MODEL, [])
+    head, meter = describe_machine(), LoadMeter()
+    settings = RunSettings(
+        engine_dir=engines["draft-target"], draft_engine_dir=engines["draft"], device="cpu",
+        tokenizer_dir=str(PYCODE / "target"), draft_len=str(DRAFT_MODEL), draft_budget="fixed",
+    )  # fmt: skip
+    bench = open_bench(settings)
+    requests = make_requests(args.prompts, bench.tokenizer)
+    bench.engine.check_requests([request for _, request in requests])
+    longest = max(len(r.input_ids) + r.max_output_len for _, r in requests)
+    writers = {
+        name: Writer(bench, proposer, longest)
+        for name, proposer in list_ways(bench).items()
+        if name == PLAIN or args.only is None or any(word in name for word in args.only)
+    }
+    write_all(bench, writers, requests)
+    kinds = [kind for kind, _ in requests]
+    ways = {
+        name: {
+            kind: describe(*(
+                [text for text, own in zip(one.texts, kinds, strict=True) if kind in (own, ALL)]
+                for one in (writer, writers[PLAIN])
+            ))
+            for kind in (*dict.fromkeys(kinds), ALL)
+        }
+        for name, writer in writers.items()
+    }  # fmt: skip
+    report = {
+        **head, "processors_used_by_others": meter.measure(), "commit": models.read_commit(),
+        "size": args.size, "dtype": DTYPE,
+        "lines": {**Counter(kinds), ALL: len(kinds)}, "ways": ways,
+    }  # fmt: skip
+    folder = ROOT / "benchmarks" / "results" if args.record else args.output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"edits-{args.size}.json", report)
+    print(format_table(report))
+    bench.engine.close()
+
+
+if __name__ == "__main__":
+    main()

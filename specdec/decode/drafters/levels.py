@@ -1,0 +1,141 @@
+"""Trees that are drafted level by level: EAGLE's, ReDrafter's, and DFlash's of one pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from specdec.decode.accept import Candidates
+from specdec.decode.requests import ActiveRequest
+from specdec.engine.transfers import Array
+from specdec.engine.tree import IntArray, Tree
+
+# Of a drafter that learned the target's distribution: the token that it finds likeliest is the
+# target's likeliest more often than it is likely. So for greedy requests its probabilities are
+# those of a lower temperature; by this one trees of pycode's ReDrafter hold most.
+LEAST_TEMPERATURE = 0.75
+
+
+def read_temperatures(requests: Sequence[ActiveRequest]) -> Array:
+    """By which the likelihood of drafts is judged, [B]: each request's own, if that is higher."""
+    chosen = [request.request.sampling for request in requests]
+    return np.array(
+        [
+            LEAST_TEMPERATURE if c.is_greedy else max(c.temperature, LEAST_TEMPERATURE)
+            for c in chosen
+        ]
+    )
+
+
+def temper(scores: Array, temperatures: Array) -> Array:
+    """Log-probabilities [B, n, K] of the likeliest tokens as they are at temperatures [B].
+
+    What is left for all others counts as one token.
+    """
+    scores = scores.astype(np.float64)
+    rest = np.log(np.maximum(1 - np.exp(scores).sum(-1, keepdims=True), 1e-9))
+    powered = np.concatenate((scores, rest), axis=-1) / temperatures[:, None, None]
+    return np.asarray(powered[..., :-1] - np.logaddexp.reduce(powered, axis=-1, keepdims=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Nodes of one depth that are run, to draft from each.
+
+    tokens, parents: [B, n], a parent by its place in the level before; width: tokens to rank.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    width: int
+
+
+class Draft(Protocol):
+    """One draft of all rows: their roots, and what follows from level to level."""
+
+    roots: IntArray
+    goes_on: Callable[[np.ndarray], bool] | None
+
+    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
+        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
+        ...
+
+    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
+        """The same after nodes below those of the level before, [B, n, width]."""
+        ...
+
+
+class DynamicTree:
+    """EAGLE-2's tree (https://arxiv.org/abs/2406.16858), grown where the drafter is sure.
+
+    Each level runs the `top_k` nodes of the greatest probability from the root on, as the drafter
+    has it, and drafts `top_k` tokens from each; of all that were drafted, the `num_tokens` of
+    greatest probability are proposed.
+    """
+
+    def __init__(self, *, top_k: int, depth: int, num_tokens: int) -> None:
+        self.top_k, self.depth = top_k, depth
+        num_drafted = top_k + (depth - 1) * top_k**2
+        self.num_tokens = min(num_tokens, num_drafted)
+        self.num_run = (depth - 1) * top_k
+        self.max_width = top_k
+
+    def grow(self, draft: Draft) -> list[Candidates]:
+        """Draft all levels for all rows, or those that are worth their price; then choose."""
+        top_k = self.top_k
+        ranked, scores = draft.rank_root(top_k)  # [B, 1, K]
+        tokens, scores = ranked[:, 0], scores[:, 0]
+        num_rows = len(tokens)
+        run = np.broadcast_to(np.arange(top_k), (num_rows, top_k))  # in the newest drafted
+        all_tokens, all_scores = [tokens], [scores]
+        all_parents = [np.full((num_rows, top_k), -1)]
+        first = 0  # of the newest drafted, among all
+        places = np.zeros_like(run)  # of the parents of what is run, in the level before
+        for _ in range(1, self.depth):
+            chosen = np.take_along_axis(tokens, run, axis=1)
+            totals = np.take_along_axis(scores, run, axis=1)
+            if draft.goes_on is not None and not draft.goes_on(np.exp(totals).sum(1)):
+                break
+            ranked, own = draft.rank_level(Level(chosen, places, top_k))  # [B, K, K]
+            parents = np.repeat(first + run, top_k, axis=1)
+            first += tokens.shape[1]
+            tokens = ranked.reshape(num_rows, -1)
+            scores = (own + totals[:, :, None]).reshape(num_rows, -1)
+            all_tokens.append(tokens)
+            all_scores.append(scores)
+            all_parents.append(parents)
+            run = _find_best(scores, top_k)
+            places = run // top_k
+        return self._choose(
+            draft.roots, np.concatenate(all_tokens, axis=1), np.concatenate(all_scores, axis=1),
+            np.concatenate(all_parents, axis=1),
+        )  # fmt: skip
+
+    def _choose(
+        self, roots: IntArray, tokens: IntArray, scores: np.ndarray, parents: IntArray
+    ) -> list[Candidates]:
+        found = []
+        best = np.sort(_find_best(scores, self.num_tokens), axis=1)
+        for row, kept in enumerate(best):
+            # A parent is at least as probable as its child, and comes first where they tie.
+            nodes = np.where(
+                parents[row, kept] < 0, 0, np.searchsorted(kept, parents[row, kept]) + 1
+            )
+            depths = np.zeros(len(kept) + 1, np.int64)
+            for node, parent in enumerate(nodes, 1):
+                depths[node] = depths[parent] + 1
+            all_tokens = np.concatenate(([roots[row]], tokens[row, kept]))
+            totals = np.concatenate(([0.0], scores[row, kept]))
+            own = totals - totals[np.concatenate(([0], nodes))]
+            tree = Tree(all_tokens, np.concatenate(([-1], nodes)), depths)
+            found.append(Candidates(tree, None, np.exp(own)))
+        return found
+
+
+def _find_best(scores: np.ndarray, count: int) -> IntArray:
+    """Places of the greatest scores of each row, of equal ones the first."""
+    best: IntArray = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    return best
