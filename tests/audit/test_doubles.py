@@ -245,7 +245,7 @@ def test_errors_have_facts_and_remedies(tmp_path: Path) -> None:
         (["--base-url", "http://x", "--model", "m", "--reference-model", "t"],
          "--reference-model without --reference-url"),
         (["--base-url", "http://x", "--model", "m", "--reference-url", "http://y",
-          "--reference-engine", "e"], "are both given"),
+          "--reference-engine", "tests"], "are both given"),
     ],
 )  # fmt: skip
 def test_wrong_usage(flags: list[str], fact: str) -> None:
