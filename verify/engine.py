@@ -89,6 +89,7 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     worst = max(comparisons, key=lambda c: c.logit_difference / (c.logit_bound or math.inf))
     return {
         "verdict": DIFFERS if is_wrong else NEAR_TIES if divergences else EXACT,
+        "lossy": False,
         "prompts": len(tokens),
         "divergences": [name_tokens(tokenizer, found.to_json()) for found in divergences],
         **describe_run(settings, model.dtype, stats, texts),
@@ -140,6 +141,7 @@ def verify_quantized(
     ]
     return {
         "verdict": DIFFERS if is_wrong else LOSSY,
+        "lossy": True,
         "prompts": len(plain),
         "divergences": [name_tokens(tokenizer, divergence.to_json()) for divergence in found],
         **describe_run(settings, dtype, stats, texts),

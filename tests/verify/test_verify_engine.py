@@ -74,6 +74,7 @@ def verify(engine: Path, model: Path, **flags: Any) -> Report:
 def test_a_redrafter_engine_is_exact(redrafter: Path, parent: Path) -> None:
     report = verify(redrafter, parent / "target", sampling=True, num_samples=200)
     assert (report["verdict"], report["divergences"]) == ("exact", [])
+    assert report["lossy"] is False
     assert (report["prompts"], report["num_tokens"]) == (6, 7 * 12)
     assert report["method"] == "redrafter"
     assert report["alone"] == {"prompts": 1, "same": 1}

@@ -43,6 +43,7 @@ def test_a_right_engine_is_lossy(
     report = verify(engine, parent, max_output_len=40)
     json.dumps(report)
     assert (report["verdict"], report["quantization"]) == ("lossy", "int8")
+    assert report["lossy"] is True
     assert (report["divergences"], report["wrong_ends"]) == ([], [])
     assert report["alone"] == {"prompts": 1, "same": 1}
     assert find_error(report) is None
