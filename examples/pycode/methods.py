@@ -58,6 +58,9 @@ class Variant:
 SHOWN = (
     Variant("ReDrafter, 4 beams x 5 tokens", "redrafter"),
     Variant(
+        "ReDrafter: the best 15 of 4 x 5", "redrafter", {"bench": {"redrafter_tree_tokens": 15}}
+    ),
+    Variant(
         "ReDrafter, 1 beam x 3 tokens", "redrafter",
         {"convert": {"redrafter_num_beams": 1, "redrafter_draft_len_per_beam": 3}},
     ),

@@ -162,7 +162,7 @@ class ReDrafterDraft:
     """Options of every command that decodes."""
 
     redrafter_tree_tokens: int | None = setting(
-        kind="int", minimum=1, metavar="N",
+        minimum=1, metavar="N",
         help="Draft tokens in a dynamic tree: the likeliest of all that the search saw; if not"
         " given, all those of its last beams.",
     )  # fmt: skip
