@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 
@@ -10,6 +11,7 @@ import sys
 def main(stage: str = "") -> None:
     """Entry point of `specdec`, or of `specdec-STAGE`."""
     end_by_sigint()
+    open_streams()
     from specdec.command.stages import group, load_command, run_command
 
     if not stage and len(sys.argv) == 1:
@@ -24,6 +26,16 @@ convert, build, run, serve, train, verify, bench, export = (
     functools.partial(main, stage)
     for stage in ("convert", "build", "run", "serve", "train", "verify", "bench", "export")
 )
+
+
+def open_streams() -> None:
+    """Put the null device where standard input, output or error is closed.
+
+    Or a file that is opened later would get its number, and what others print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def end_by_sigint() -> None:

@@ -331,6 +331,31 @@ def test_a_signal_while_python_imports_leaves_no_traceback(name: str, stage: str
     assert not done.stdout
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_the_null_device(closed: str, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    code = (
+        "import os, sys\n"
+        "from specdec.command import entry\n"
+        "sys.argv[1:] = ['--version']\n"
+        "try:\n"
+        "    entry.main()\n"
+        "finally:\n"
+        "    print(sys.stdin.read(), end='')\n"
+        f"    file = open({str(told)!r}, 'w')\n"
+        "    file.write(str(file.fileno()))\n"
+    )
+    line = f'exec "{sys.executable}" -c "$0" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", line, code], capture_output=True, text=True, cwd=ROOT, input=""
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert done.stdout == ("" if ">&-" in closed else f"specdec {__version__}\n")
+    assert int(told.read_text()) > 2
+
+
 def test_an_ignored_sigint_stays_ignored() -> None:
     code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     code += SIGNALLED.format(name="SIGINT", stage="main")
