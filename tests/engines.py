@@ -63,7 +63,7 @@ def run_here(arguments: Sequence[str]) -> dict[str, Any]:
 # `specdec`, which says when it has taken twenty steps and then, if told so, waits for a line.
 AT_WORK = """
 import sys
-from specdec.command.stages import main
+from specdec.command.entry import main
 from specdec.decode import loop
 pauses, step, num_steps = sys.argv.pop(1) == "pause", loop.Batch.step, 0
 

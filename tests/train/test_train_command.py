@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import ROOT
 
@@ -247,11 +248,15 @@ def test_resuming_nothing_starts_a_training(run_train: Any, inputs: Any, tmp_pat
 
 
 def test_a_loss_that_is_not_finite_stops_the_training(
-    run_train: Any, inputs: Any, tmp_path: Path
+    run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = run_train(
-        *inputs, "--output-dir", tmp_path / "out", "--max-steps", 40, "--learning-rate", "1e30"
-    )
+    def explode(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(1e30)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", explode)
+    done = run_train(*inputs, "--output-dir", tmp_path / "out", "--max-steps", 40)
     assert done.status == 1
     assert "error: the loss is " in done.last_lines[0]
     assert " at step " in done.last_lines[0]
@@ -263,7 +268,7 @@ def test_a_loss_that_is_not_finite_stops_the_training(
     ("changes", "status", "words"),
     [
         (("--model-dir", "/no/where"), 1, "/no/where does not exist"),
-        (("--model-dir", "{tmp}"), 1, "{tmp} has no config.json"),
+        (("--model-dir", "{tmp}"), 1, "{tmp} is an empty folder, not a Hugging Face model folder"),
         (("--data", "/no/where.jsonl"), 1, "--data /no/where.jsonl does not exist"),
         (("--eval-data", "/no/where.txt"), 1, "--eval-data /no/where.txt does not exist"),
         (("--model-max-length", "65"), 1, "--model-max-length 65 is more than the 64 positions"),
