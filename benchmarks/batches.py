@@ -68,10 +68,10 @@ def prepare_engines(found: Models, size: str) -> dict[str, Path]:
 def find_engines(found: Models, args: argparse.Namespace) -> dict[str, Path]:
     """Those that an earlier run has left, or new ones."""
     names = ("redrafter", "draft-target", "draft", "eagle3")
-    engines = {name: found.folder / "engines" / name for name in names}
-    if args.prepare or not all((path / "config.json").exists() for path in engines.values()):
+    engines = None if args.prepare else models.find_engines(found, names)
+    if engines is None:
         print("building the engines", file=sys.stderr, flush=True)
-        return prepare_engines(found, args.size)
+        engines = prepare_engines(found, args.size)
     return engines
 
 

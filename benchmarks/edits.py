@@ -184,8 +184,8 @@ def main() -> None:
     args = parser.parse_args()
     log = args.folder / "logs" / "edits.log"
     found = models.prepare_models(SIZES[args.size], args.folder.resolve() / "models", log)
-    engines = {name: found.folder / "engines" / name for name in ("draft-target", "draft")}
-    if not all((path / "config.json").exists() for path in engines.values()):
+    engines = models.find_engines(found, ("draft-target", "draft"))
+    if engines is None:
         print("building the engines", file=sys.stderr, flush=True)
         engines = models.build_engines(found, 1, 5, DRAFT_MODEL, [])
     head, meter = describe_machine(), LoadMeter()

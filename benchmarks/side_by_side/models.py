@@ -92,6 +92,12 @@ def prepare_models(size: Size, work: Path, log: Path) -> Models:
     return Models(folder, folder / "target", folder / "redrafter", draft)
 
 
+def find_engines(models: Models, names: Sequence[str]) -> dict[str, Path] | None:
+    """Those that an earlier run has left, None unless all are there."""
+    engines = {name: models.folder / "engines" / name for name in names}
+    return engines if all((path / "config.json").exists() for path in engines.values()) else None
+
+
 def build_engines(
     models: Models, beams: int, tree_length: int, max_length: int, build_flags: Sequence[str],
     quantization: str | None = None,

@@ -280,9 +280,7 @@ class Budget:
         """
         num_rows, kind = len(emitted), self._beside > 0
         self._verify.record(num_rows * size + self._beside, verify_seconds)
-        sizes = num_rows * np.array([1, max(2, size)])
-        plain, step = self._verify.predict_beside(sizes, self._beside).tolist()
-        step = step if size > 1 else plain
+        plain, step = self._verify.price_step(num_rows, size, self._beside)
         self._spent += (draft_seconds or 0.0) + (step if kind else verify_seconds)
         self._since_plain[kind] += 1
         if size == 1:

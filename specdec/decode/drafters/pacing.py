@@ -101,6 +101,12 @@ class Costs:
         price = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
         return np.asarray(seconds - num_beside * min(price, seconds[0] / (sizes[0] + num_beside)))
 
+    def price_step(self, num_rows: int, size: int, num_beside: int) -> tuple[float, float]:
+        """What a plain step of so many requests costs, and one of `size` tokens for each."""
+        sizes = num_rows * np.array([1, max(2, size)])
+        plain, longer = self.predict_beside(sizes, num_beside).tolist()
+        return plain, longer if size > 1 else plain
+
 
 def round_beside(num_tokens: int) -> int:
     """A number of prompt tokens in a step, as costs are known by it."""
@@ -335,9 +341,7 @@ class DraftLength:
         """
         kind = self._beside > 0
         self._verify.record(num_rows * num_tokens + self._beside, verify_seconds)
-        sizes = num_rows * np.array([1, max(2, num_tokens)])
-        plain, step = self._verify.predict_beside(sizes, self._beside).tolist()
-        step = step if num_tokens > 1 else plain
+        plain, step = self._verify.price_step(num_rows, num_tokens, self._beside)
         self._spent += draft_seconds + (step if kind else verify_seconds)
         num_drafting = sum(drafted > 0 for drafted, _ in drafts)
         # A few cost a pass next to nothing, so that the pass is what was measured.
