@@ -109,20 +109,21 @@ inline float round_through(float x) {
   return to_float(stored);
 }
 
-// What fits a register: compilers make very slow code of wider vectors. kRows and kMaxRows say how
-// many rows of sums fit into all registers, beside what is multiplied.
+// What fits a register: compilers make very slow code of wider vectors. kMaxRows says how many rows of
+// sums fit into all registers beside what is multiplied, kMaxHalfRows how many beside numbers of 16
+// bits, of which two at a time are widened.
 #if defined(__AVX512F__)
 constexpr int64_t kVector = 16;
-constexpr int kRows = 16, kMaxRows = 12;
+constexpr int kMaxRows = 12, kMaxHalfRows = 12;
 #elif defined(__AVX2__)
 constexpr int64_t kVector = 8;
-constexpr int kRows = 8, kMaxRows = 6;
+constexpr int kMaxRows = 6, kMaxHalfRows = 5;
 #elif defined(__aarch64__)
 constexpr int64_t kVector = 4;
-constexpr int kRows = 16, kMaxRows = 12;
+constexpr int kMaxRows = 12, kMaxHalfRows = 12;
 #else
 constexpr int64_t kVector = 4;
-constexpr int kRows = 8, kMaxRows = 6;
+constexpr int kMaxRows = 6, kMaxHalfRows = 6;
 #endif
 typedef float Floats __attribute__((vector_size(4 * kVector)));
 typedef uint32_t Words __attribute__((vector_size(4 * kVector)));
@@ -368,8 +369,8 @@ constexpr int64_t kWords = 2, kTile = kWords * kVector, kStepBytes = 4 * kTile;
 
 // How far ahead of its use a matrix is fetched from memory.
 constexpr int64_t kLine = 64, kPrefetchBytes = 4096;
-constexpr int64_t kTurn = 64;             // steps after which two blocks of rows take turns
-constexpr int64_t kCacheBytes = 1 << 19;  // of tiles that are kept for more blocks than two
+// Steps after which blocks of rows take turns: these and the next ones stay in the nearest cache.
+constexpr int64_t kTurn = 8192 / kStepBytes;
 
 // Kinds of products with bfloat16 weights beside the usual: by pairs (AVX512-BF16, ARM), or summed as
 // Intel's AMX does. SPECDEC_PAIRS, SPECDEC_BANDS: these in plain code, so that they can be tested where
@@ -452,8 +453,21 @@ inline V spread(X x) {
   V lanes = x - V{};
 #if defined(__AVX512F__)
   asm("" : "+v"(lanes));
+#elif defined(__AVX2__)
+  asm("" : "+x"(lanes));
 #endif
   return lanes;
+}
+
+// sum + a * b, in the register that has the sum. With only 16 of them GCC's own choice is to move sums
+// about, some to memory and back in every step.
+inline Floats add_in_place(Floats sum, Floats a, Floats b) {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+  return sum;
+#else
+  return mul_add(a, b, sum);
+#endif
 }
 
 // sums[k][m] += w[k] * x[m].
@@ -463,7 +477,7 @@ inline void add_outer(Floats (&sums)[kWords][M], const Floats (&w)[kWords], cons
   for (int m = 0; m < M; ++m) {
     const Floats input = spread<Floats>(x[m]);
 #pragma GCC unroll 2
-    for (int64_t k = 0; k < kWords; ++k) sums[k][m] = mul_add(w[k], input, sums[k][m]);
+    for (int64_t k = 0; k < kWords; ++k) sums[k][m] = add_in_place(sums[k][m], w[k], input);
   }
 }
 
@@ -480,14 +494,13 @@ inline void add_products(Floats (&sums)[kWords][M], const E *step, const float *
 
 template <int M>
 inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const float *x) {
-  Floats even[kWords], odd[kWords];
-  for (int64_t k = 0; k < kWords; ++k) {
-    const Words w = load<Words>(step + k * 2 * kVector);
-    even[k] = widen_low(w);
-    odd[k] = widen_high(w);
-  }
-  add_outer<M>(sums, even, x);
-  add_outer<M>(sums, odd, x + M);
+  Floats w[kWords];
+  for (int64_t k = 0; k < kWords; ++k) w[k] = widen_low(load<Words>(step + k * 2 * kVector));
+  add_outer<M>(sums, w, x);
+  // Where registers are few, what was read is read again.
+  if constexpr (kMaxHalfRows < kMaxRows) asm("" : "+r"(step));
+  for (int64_t k = 0; k < kWords; ++k) w[k] = widen_high(load<Words>(step + k * 2 * kVector));
+  add_outer<M>(sums, w, x + M);
 }
 
 inline Floats add_pairs(Floats sums, Words words, Words inputs) {
@@ -1485,7 +1498,9 @@ template <typename E>
 struct FloatMatrix {
   typedef typename Packing<E>::Input Input;
   static constexpr bool kHasBands = kSumsBands && std::is_same<E, bf16>::value;
-  static constexpr int kMostRows = kHasBands ? kMaxRows / 2 : kMaxRows;
+  static constexpr int kMostRows = kHasBands          ? kMaxRows / 2
+                                   : sizeof(E) == 2 ? kMaxHalfRows
+                                                    : kMaxRows;
   static constexpr int64_t header = 0;
   const char *tiles;
   int64_t depth, steps, tile_bytes, row;
@@ -1523,10 +1538,11 @@ struct FloatMatrix {
   }
 
   // Adds the products of M rows of packed inputs with G tiles that follow each other, over the steps
-  // from `begin` to `end`, to sums [M, G * kTile], which begin at zero.
+  // from `begin` to `end`, to sums [M, G * kTile], which begin at zero. Not inlined, since compilers
+  // keep fewer of the sums in registers where the callers' variables want some.
   template <int M, int G>
-  void add(const Input *x, int64_t begin, int64_t end, const char *tile, Fetch fetch,
-           float *out) const {
+  __attribute__((noinline)) void add(const Input *x, int64_t begin, int64_t end, const char *tile,
+                                     Fetch fetch, float *out) const {
     if constexpr (kHasBands) return add_bands<M, G>(x, begin, end, tile, fetch, out);
     Floats sums[G][kWords][M] = {};
     if (begin > 0)
@@ -1541,8 +1557,7 @@ struct FloatMatrix {
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         const char *ahead = fetch.from + (step - begin) * fetch.stride + g * tile_bytes;
-        __builtin_prefetch(ahead);
-        __builtin_prefetch(ahead + kLine);
+        for (int64_t at = 0; at < kStepBytes; at += kLine) __builtin_prefetch(ahead + at);
         add_products<M>(sums[g],
                         reinterpret_cast<const E *>(tile + g * tile_bytes + step * kStepBytes),
                         x + step * Packing<E>::kInputs * M);
@@ -1925,47 +1940,51 @@ inline void put_sums(const float *sums, int64_t rows, int64_t width, const B *bi
   }
 }
 
-// y = x W^T + bias for the tiles from `begin` to `end` and one block of rows, or two. Two take turns
-// at every kTurn steps of a tile, which stay in the nearest cache meanwhile, and fetch half of the
-// next turn's each: so memory is read all the time.
+// y = x W^T + bias for the tiles from `begin` to `end` and rows of one block, which read each tile once.
 template <typename Matrix, typename B, typename O>
-void multiply_range(const Matrix &w, Blocks blocks, int64_t first, int64_t last,
-                    const typename Matrix::Input *x, const B *bias, int64_t begin, int64_t end,
-                    int64_t N, O *y) {
-  const int64_t steps = w.steps, start = blocks.begin(first), rows = blocks.begin(last) - start;
-  const bool is_alone = last - first == 1;
-  const int64_t wide = is_alone ? count_wide<Matrix>(static_cast<int>(rows)) : 1;
-  const int64_t turn = is_alone ? steps : kTurn;
-  float sums[std::max(2, kWideTiles) * kMaxRows * kTile];
+void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input *x, const B *bias,
+                    int64_t begin, int64_t end, int64_t N, O *y) {
+  const int64_t wide = count_wide<Matrix>(static_cast<int>(rows));
+  float sums[kWideTiles * kMaxRows * kTile];
   for (int64_t t = begin; t < end;) {
     const int64_t count = t + wide <= end ? wide : 1, width = count * kTile, output = t * kTile;
     const char *tile = w.tiles + t * w.tile_bytes;
-    for (int64_t step = 0; step < steps; step += turn) {
-      const int64_t stop = std::min(step + turn, steps);
-      const char *used = tile + w.header + step * kStepBytes;
-      for (int64_t b = first; b < last; ++b) {
-        Fetch fetch{used + kPrefetchBytes, kStepBytes};
-        if (!is_alone)
-          fetch = {used + (b == first ? 2 : 3) * kTurn * kStepBytes / 2, kStepBytes / 2};
-        add_tiles(w, blocks.size(b), count > 1, x + blocks.begin(b) * w.row, step, stop, tile,
-                  fetch, sums + (blocks.begin(b) - start) * width);
-      }
-    }
-    put_sums(sums, rows, width, bias, output, std::min(width, N - output), N, y + start * N);
+    const Fetch fetch{tile + w.header + kPrefetchBytes, kStepBytes};
+    add_tiles(w, rows, count > 1, x, 0, w.steps, tile, fetch, sums);
+    put_sums(sums, rows, width, bias, output, std::min(width, N - output), N, y);
     t += count;
   }
 }
 
-// y[M][N] = x[M][depth] W^T + bias. Few rows read each tile once; with many, as many tiles as the
-// cache holds serve all rows before the next.
+// The same for several blocks. They take turns at every kTurn steps of a tile, and each fetches its part
+// of what the next turn reads: so memory is read all the time.
+template <typename Matrix, typename B, typename O>
+void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Input *x, const B *bias,
+                     int64_t begin, int64_t end, int64_t N, O *y) {
+  static thread_local std::vector<float> sums;
+  sums.resize(blocks.rows * kTile);
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t output = t * kTile;
+    const char *tile = w.tiles + t * w.tile_bytes;
+    for (int64_t step = 0, stop = 0; step < w.steps; step = stop) {
+      stop = std::min(step + kTurn, w.steps);
+      const char *next = tile + (stop < w.steps ? w.header + stop * kStepBytes : w.tile_bytes);
+      for (int64_t b = 0; b < blocks.count; ++b) {
+        const Fetch fetch{next + kTurn * kStepBytes * b / blocks.count, kStepBytes / blocks.count};
+        add_tiles(w, blocks.size(b), false, x + blocks.begin(b) * w.row, step, stop, tile, fetch,
+                  sums.data() + blocks.begin(b) * kTile);
+      }
+    }
+    put_sums(sums.data(), blocks.rows, kTile, bias, output, std::min(kTile, N - output), N, y);
+  }
+}
+
+// y[M][N] = x[M][depth] W^T + bias.
 template <typename Matrix, typename X, typename B, typename O>
 void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int64_t N, O *y) {
   typedef typename Matrix::Input Input;
   const int64_t tiles = (N + kTile - 1) / kTile, depth = w.depth, steps = w.steps, row = w.row;
   const Blocks blocks{M, (M + Matrix::kMostRows - 1) / Matrix::kMostRows};
-  const int64_t fitting = std::max<int64_t>(1, kCacheBytes / w.tile_bytes);
-  const bool is_few = blocks.count <= 2;
-  const int64_t group = is_few ? tiles : fitting, together = is_few ? blocks.count : 1;
   static thread_local std::vector<Input> scratch;
   scratch.resize(M * row);
   Input *inputs = scratch.data();
@@ -1977,11 +1996,11 @@ void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int6
         w.pack(x + blocks.begin(b) * depth, blocks.size(b), step, std::min(step + kTurn, steps),
                inputs + blocks.begin(b) * row);
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const int64_t last = tiles * (thread + 1) / threads;
-    for (int64_t t = tiles * thread / threads; t < last; t += group)
-      for (int64_t b = 0; b < blocks.count; b += together)
-        multiply_range(w, blocks, b, b + together, inputs, bias, t, std::min(t + group, last), N,
-                       y);
+    const int64_t begin = tiles * thread / threads, end = tiles * (thread + 1) / threads;
+    if (blocks.count > 1)
+      multiply_blocks(w, blocks, inputs, bias, begin, end, N, y);
+    else
+      multiply_block(w, M, inputs, bias, begin, end, N, y);
   }
 }
 
