@@ -110,20 +110,19 @@ inline float round_through(float x) {
 }
 
 // What fits a register: compilers make very slow code of wider vectors. kMaxRows says how many rows of
-// sums fit into all registers beside what is multiplied, kMaxHalfRows how many beside numbers of 16
-// bits, of which two at a time are widened.
+// sums fit into all registers, beside what is multiplied.
 #if defined(__AVX512F__)
 constexpr int64_t kVector = 16;
-constexpr int kMaxRows = 12, kMaxHalfRows = 12;
+constexpr int kMaxRows = 12;
 #elif defined(__AVX2__)
 constexpr int64_t kVector = 8;
-constexpr int kMaxRows = 6, kMaxHalfRows = 5;
+constexpr int kMaxRows = 6;
 #elif defined(__aarch64__)
 constexpr int64_t kVector = 4;
-constexpr int kMaxRows = 12, kMaxHalfRows = 12;
+constexpr int kMaxRows = 12;
 #else
 constexpr int64_t kVector = 4;
-constexpr int kMaxRows = 6, kMaxHalfRows = 6;
+constexpr int kMaxRows = 6;
 #endif
 typedef float Floats __attribute__((vector_size(4 * kVector)));
 typedef uint32_t Words __attribute__((vector_size(4 * kVector)));
@@ -471,13 +470,14 @@ inline Floats add_in_place(Floats sum, Floats a, Floats b) {
 }
 
 // sums[k][m] += w[k] * x[m].
-template <int M>
+template <int M, bool kInPlace = true>
 inline void add_outer(Floats (&sums)[kWords][M], const Floats (&w)[kWords], const float *x) {
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
     const Floats input = spread<Floats>(x[m]);
 #pragma GCC unroll 2
-    for (int64_t k = 0; k < kWords; ++k) sums[k][m] = add_in_place(sums[k][m], w[k], input);
+    for (int64_t k = 0; k < kWords; ++k)
+      sums[k][m] = kInPlace ? add_in_place(sums[k][m], w[k], input) : mul_add(w[k], input, sums[k][m]);
   }
 }
 
@@ -488,7 +488,8 @@ inline void add_products(Floats (&sums)[kWords][M], const E *step, const float *
   for (int64_t i = 0; i < Packing<E>::kInputs; ++i) {
     Floats w[kWords];
     for (int64_t k = 0; k < kWords; ++k) w[k] = widen(step + Packing<E>::place(k * kVector, i));
-    add_outer<M>(sums, w, x + i * M);
+    // GCC keeps float16's sums in registers if left alone.
+    add_outer<M, std::is_same<E, float>::value>(sums, w, x + i * M);
   }
 }
 
@@ -497,9 +498,20 @@ inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const floa
   Floats w[kWords];
   for (int64_t k = 0; k < kWords; ++k) w[k] = widen_low(load<Words>(step + k * 2 * kVector));
   add_outer<M>(sums, w, x);
-  // Where registers are few, what was read is read again.
-  if constexpr (kMaxHalfRows < kMaxRows) asm("" : "+r"(step));
-  for (int64_t k = 0; k < kWords; ++k) w[k] = widen_high(load<Words>(step + k * 2 * kVector));
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  asm("" : "+r"(step));  // with few registers what was read is read again
+#endif
+  for (int64_t k = 0; k < kWords; ++k) {
+    const Words words = load<Words>(step + k * 2 * kVector);
+    w[k] = widen_high(words);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (M == kMaxRows) {  // and none is left for widen_high's mask
+      Words high = words >> 16;
+      asm("" : "+x"(high));
+      w[k] = widen_low(high);
+    }
+#endif
+  }
   add_outer<M>(sums, w, x + M);
 }
 
@@ -1498,9 +1510,7 @@ template <typename E>
 struct FloatMatrix {
   typedef typename Packing<E>::Input Input;
   static constexpr bool kHasBands = kSumsBands && std::is_same<E, bf16>::value;
-  static constexpr int kMostRows = kHasBands          ? kMaxRows / 2
-                                   : sizeof(E) == 2 ? kMaxHalfRows
-                                                    : kMaxRows;
+  static constexpr int kMostRows = kHasBands ? kMaxRows / 2 : kMaxRows;
   static constexpr int64_t header = 0;
   const char *tiles;
   int64_t depth, steps, tile_bytes, row;
@@ -1886,7 +1896,7 @@ constexpr int kWideTiles = 4;
 
 template <typename Matrix>
 constexpr int count_wide(int rows) {
-  return rows == 1 ? kWideTiles : rows <= Matrix::kMostRows / 2 ? kWideTiles / 2 : 1;
+  return rows == 1 ? kWideTiles : 2 * rows < Matrix::kMostRows ? kWideTiles / 2 : 1;
 }
 
 template <typename Matrix>
