@@ -22,7 +22,14 @@ from specdec.pretrained import load_config
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
-from .greedy import SPACINGS, Comparison, compare_text, find_wrong_end
+from .greedy import (
+    SPACINGS,
+    Comparison,
+    Divergence,
+    compare_text,
+    find_wrong_end,
+    judge_again,
+)
 from .prompts import Prompts, load_model_tokenizer, make_prompts
 from .quantized import Text, compare_with_plain, measure_distance, refuse_sampling
 from .reference import Reference, check_pair, load_reference, read_end_ids
@@ -32,6 +39,7 @@ from .settings import VerifySettings, check_flags
 
 logger = logs.get_logger(__name__)
 
+MAX_DOUBT = 4  # bounds, up to which the model's own rounding may make a margin
 EXACT, NEAR_TIES, DIFFERS = "exact", "near-ties", "differs"
 LOSSY = "lossy"  # speculation leaves the engine's text as it is, but that is not the model's
 
@@ -84,6 +92,7 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
         sampling = verify_sampling(
             reference, sampled_prompts, *sampled, settings=settings, dtype=model.dtype
         )
+    divergences = judge_in_float32(reference, divergences, texts)
     is_wrong = any(not found.near_tie for found in divergences) or bool(wrong_ends)
     is_wrong |= sampling is not None and sampling["verdict"] == DIFFERS
     worst = max(comparisons, key=lambda c: c.logit_difference / (c.logit_bound or math.inf))
@@ -251,6 +260,32 @@ def compare_texts(
             )
         comparisons.append(comparison)
     return comparisons
+
+
+def judge_in_float32(
+    reference: Reference, divergences: Sequence[Divergence], texts: Sequence[Text]
+) -> list[Divergence]:
+    """Ask the model again, in float32, where its own logits say that the engine computes others.
+
+    The model rounds in half precision too, and may be the one that is wrong. It stays in float32,
+    which takes twice the memory; so nothing is asked where one margin is out of all proportion.
+    """
+    doubtful = [found for found in divergences if found.cause == "logits"]
+    if not doubtful or any(found.margin > MAX_DOUBT * found.bound for found in doubtful):
+        return list(divergences)
+    logger.info("running the model in float32, where its logits differ from the engine's")
+    reference.widen()
+    outputs = {(run, index): output for run, index, output, _ in texts}
+    logits = {
+        key: reference.score(outputs[key]["input_ids"], outputs[key]["output_ids"])
+        for key in {(found.run, found.prompt) for found in doubtful}
+    }
+    return [
+        judge_again(found, logits[found.run, found.prompt][found.position])
+        if found.cause == "logits"
+        else found
+        for found in divergences
+    ]
 
 
 def find_wrong_ends(

@@ -33,10 +33,10 @@ class Divergence:
     """A token that is not the model's.
 
     position: of the output token. margin: how much higher the model's logit of its own token is
-    than that of the engine's. cause: "rounding" for a near-tie; "choice" where the engine's own
-    logits prefer another token, so that its accept rule is at fault; else "logits": the engine
-    computes others. is_first: the text was the model's up to here; later ones are those tokens that
-    the model would not choose after the engine's text up to them.
+    than that of the engine's, in float32 where that was asked. cause: "rounding" for a near-tie;
+    "choice" where the engine's own logits prefer another token, so its accept rule is at fault;
+    else "logits": the engine computes others. is_first: the text was the model's up to here; later
+    ones are those tokens that the model would not choose after the engine's text up to them.
     """
 
     prompt: int
@@ -62,6 +62,14 @@ def judge_token(*, margin: float, bound: float, is_choice: bool, **facts: Any) -
     near_tie = is_choice and abs(margin) <= bound
     cause = "rounding" if near_tie else "logits" if is_choice else "choice"
     return Divergence(margin=margin, bound=bound, near_tie=near_tie, cause=cause, **facts)
+
+
+def judge_again(found: Divergence, exact: Tensor) -> Divergence:
+    """Judge by logits [V] of the same weights in float32: a near-tie where the engine's is one."""
+    margin = float(exact[found.model_token] - exact[found.engine_token])
+    if margin > found.bound:
+        return found
+    return dataclasses.replace(found, margin=margin, near_tie=True, cause="rounding")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,11 @@ class Reference:
         self._continued: dict[tuple[int, ...], list[int]] = {}
         self._takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
 
+    def widen(self) -> None:
+        """Compute in float32 from now on, with the same weights."""
+        self.model.float()
+        self._continued.clear()
+
     @torch.inference_mode()
     def continue_greedily(self, prompt: Sequence[int], length: int) -> list[int]:
         """Return the argmax after each token, one token a step, end tokens included.

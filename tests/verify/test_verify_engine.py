@@ -17,7 +17,7 @@ from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, write_tensor_file
 from specdec.verify import runner
 from specdec.verify.chi_square import find_detectable_distance, fit_counts
-from specdec.verify.engine import verify_engine
+from specdec.verify.engine import judge_in_float32, verify_engine
 from specdec.verify.greedy import compare_text
 from specdec.verify.pipeline import verify_checkpoint
 from specdec.verify.report import find_error, format_report
@@ -478,6 +478,31 @@ def test_near_ties_are_told_from_faults(dtype: str, bound: float) -> None:
     assert [(f.position, f.is_first, f.cause) for f in all_found.divergences] == [
         (0, True, "logits"), (1, False, "logits"), (2, False, "choice"),
     ]  # fmt: skip
+
+
+def test_the_model_is_asked_in_float32() -> None:
+    """Ten spacings by the model's rounded logits; what float32 says decides."""
+    rounded, own = torch.zeros(1, 4), torch.zeros(1, 4)
+    rounded[0, 0], rounded[0, 1], own[0, 1] = 16.0, 16.0 - 10 / 16, 17.0
+    texts: Any = [("batch", 3, {"input_ids": [9], "output_ids": [1]}, own)]
+
+    class RoundingModel(KnownModel):
+        def widen(self) -> None:
+            self.logits = exact
+
+    for below, wanted in ((9.0, "logits"), (7.0, "rounding"), (-2.0, "rounding")):
+        exact = rounded.clone()
+        exact[0, 1] = 16.0 - below / 16
+        model: Any = RoundingModel([0], rounded)
+        found = compare_text(model, [9], [1], own, index=3, run="batch", dtype="bfloat16")
+        (judged,) = judge_in_float32(model, found.divergences, texts)
+        assert (judged.cause, judged.near_tie) == (wanted, wanted == "rounding")
+        assert judged.margin == pytest.approx((10 if wanted == "logits" else below) / 16)
+    # Far beyond the bound nothing is asked.
+    rounded[0, 1] = 16.0 - 40 / 16
+    model = KnownModel([0], rounded)
+    found = compare_text(model, [9], [1], own, index=3, run="batch", dtype="bfloat16")
+    assert judge_in_float32(model, found.divergences, texts) == found.divergences
 
 
 def test_chi_square() -> None:
