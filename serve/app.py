@@ -438,7 +438,8 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._refuse(scope) if scope["type"] == "http" else None
-        await (answer or self._app)(scope, receive, send)
+        with contextlib.suppress(asyncio.CancelledError):  # by a second signal; its client is gone
+            await (answer or self._app)(scope, receive, send)
 
     def tell_health(self, host: bytes) -> bytes | None:
         """The body of an answer to who asks for /health by this name, where all is well."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shlex
@@ -71,7 +72,11 @@ def test_a_signal_lets_requests_end_and_a_second_does_not(folder: Path) -> None:
 
     process, url = start(folder)
     reader = CLIENT.stream("POST", f"{url}/v1/completions", json=body | {"n": 100})
-    with reader as answer:
+    address = httpx.URL(url)
+    whole = json.dumps(LONG).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with reader as answer, socket.create_connection((address.host, address.port)) as other:
+        other.sendall(head + b"Content-Length: %d\r\n\r\n%s" % (len(whole), whole))
         lines = answer.iter_lines()
         next(lines)
         process.send_signal(signal.SIGTERM)
@@ -81,6 +86,8 @@ def test_a_signal_lets_requests_end_and_a_second_does_not(folder: Path) -> None:
         assert process.wait(120) == 0
         with pytest.raises(httpx.TransportError):  # so it did not wait for the answers' ends
             list(lines)
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
 
 
 def test_what_keeps_a_server_from_starting(
