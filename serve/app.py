@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from specdec import Engine, SpecDecError, __version__, logs
+from specdec import Engine, Event, SpecDecError, __version__, logs
 from specdec.decode.requests import Request as InferenceRequest
 from specdec.errors import summarize
 from specdec.files.reading import parse_json
@@ -57,6 +57,14 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 class TimedOut(Exception):
     """A request took longer than it may."""
+
+
+class Failed(Exception):
+    """The engine ended a request, for `cause`, which its thread has logged."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class Bell:
@@ -118,7 +126,7 @@ class Front:
         handlers = {
             HTTPException: _answer_http, BadRequest: _answer_bad, Exception: _answer_fault,
             QueueFull: _answer_full, Closing: _answer_closing, ClientDisconnect: _answer_nobody,
-            TimedOut: _answer_late,
+            TimedOut: _answer_fault, Failed: _answer_fault, SpecDecError: _answer_fault,
         }  # fmt: skip
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False  # to wherever the Host header says
@@ -179,7 +187,7 @@ class Front:
                     raise TimedOut(f"the request took more than {self._timeout:g} seconds")
                 changed.clear()
                 for choice in answer.choices:
-                    if choice.finish_reason is None and (events := choice.job.take()):
+                    if choice.finish_reason is None and (events := _take(choice.job)):
                         for chunk in answer.add(choice, events):
                             yield chunk
         finally:
@@ -204,10 +212,16 @@ class Front:
         return JSONResponse({"prompt": text})
 
     def _find_text(self, asked: DetokenizeAsked) -> str:
+        tokenizer = self._engine.tokenizer
         try:
-            return str(self._engine.tokenizer.decode(asked.tokens))
+            pieces = tokenizer.convert_ids_to_tokens(asked.tokens)
+            text = str(tokenizer.decode(asked.tokens))
         except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
             raise BadRequest(f"the tokenizer cannot decode: {summarize(error)}", "tokens") from None
+        if None in pieces:
+            unknown = asked.tokens[pieces.index(None)]
+            raise BadRequest(f"the tokenizer has no token {unknown}", "tokens")
+        return text
 
     async def _list_models(self, http: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._describe_model()]})
@@ -337,6 +351,13 @@ async def _wait_for_leave(receive: Receive) -> None:
         pass
 
 
+def _take(job: Job) -> list[Event]:
+    try:
+        return job.take()
+    except Exception as error:  # noqa: BLE001 - whatever it was
+        raise Failed(error) from None
+
+
 async def _exhaust(events: AsyncIterator[Any]) -> None:
     async for _ in events:
         pass
@@ -353,7 +374,9 @@ async def _format_events(
             yield _format(chunk)
         for chunk in answer.close():
             yield _format(chunk)
-    except Exception as error:  # noqa: BLE001 - the status line is sent already
+    except Exception as error:  # the status line is sent already
+        if not isinstance(error, (Failed, TimedOut)):
+            logger.exception("a stream failed")
         yield b"data: " + bytes(explain(error).body) + b"\n\n"
     yield b"data: [DONE]\n\n"
 
@@ -364,6 +387,8 @@ def _format(chunk: dict[str, Any]) -> bytes:
 
 def explain(error: Exception) -> JSONResponse:
     """The answer to a request that an error ended."""
+    if isinstance(error, Failed):
+        error = error.cause
     if isinstance(error, TimedOut):
         return make_error(str(error), 504, code="timeout")
     if isinstance(error, SpecDecError):
@@ -392,10 +417,6 @@ async def _answer_closing(_: Request, error: Any) -> Response:
     return make_error("the server is about to end", 503, headers={"Retry-After": "5"})
 
 
-async def _answer_late(_: Request, error: Any) -> Response:
-    return explain(error)
-
-
 async def _answer_nobody(_: Request, error: Any) -> Response:
     return Response(status_code=499)  # the client has left
 
@@ -417,7 +438,8 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._refuse(scope) if scope["type"] == "http" else None
-        await (answer or self._app)(scope, receive, send)
+        with contextlib.suppress(asyncio.CancelledError):  # by a second signal; its client is gone
+            await (answer or self._app)(scope, receive, send)
 
     def tell_health(self, host: bytes) -> bytes | None:
         """The body of an answer to who asks for /health by this name, where all is well."""

@@ -17,6 +17,7 @@ from specdec import Engine, Event, RequestStats, SpecDecError, Stream, logs
 from specdec.decode.requests import Request
 
 logger = logs.get_logger(__name__)
+IDLE_SECONDS = 1.0  # between two steps of an idle engine, which look after its other ranks
 
 
 class QueueFull(Exception):
@@ -206,7 +207,9 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._running or self._waiting or self._is_stopped)
+                self._changed.wait_for(
+                    lambda: self._running or self._waiting or self._is_stopped, IDLE_SECONDS
+                )
                 if self._is_stopped:
                     break
                 self._admit()

@@ -175,11 +175,11 @@ class Http(uvicorn.Server):
         if self.should_exit:
             logger.warning("ending at once")
             self.force_exit = True
-            for task in self.server_state.tasks:
-                task.cancel()
             for connection in list(self.server_state.connections):
                 if connection.transport is not None:
                     connection.transport.abort()
+            for task in self.server_state.tasks:
+                task.cancel()
             return
         logger.info("%s: no more requests; waiting for those that run", signal.Signals(sig).name)
         self.should_exit = True

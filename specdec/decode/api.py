@@ -388,11 +388,13 @@ class Engine:
     def step(self) -> bool:
         """Run one step of all open streams; return whether there was anything to do.
 
-        For whoever serves many streams: call this, then `take` of each.
+        For whoever serves many streams: call this, then `take` of each. Where there is nothing to
+        do, it raises SpecDecError if another rank has ended.
         """
-        with self._use():
+        with self._use() as core:
             batch = self._batch
             if batch is None or not batch.is_busy:
+                core.check_ranks()
                 return False
             self._step(batch)
             return True

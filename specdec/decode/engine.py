@@ -211,6 +211,12 @@ class TorchEngine:
         """Whether another rank of this engine has ended."""
         return self._ranks is not None and self._ranks.is_ended
 
+    def check_ranks(self) -> None:
+        """Raise SpecDecError where another rank of this engine has ended."""
+        if self._ranks is not None:
+            with self._ranks.together():
+                pass
+
     @property
     def num_reused_tokens(self) -> int:
         """Prompt tokens taken from the cache."""

@@ -185,6 +185,9 @@ class ExecutorCore:
         with call_runtime("to load its bindings"):
             self._bindings = importlib.import_module("tensorrt_llm.bindings.executor")
 
+    def check_ranks(self) -> None:
+        """Nothing: the runtime tells of its ranks where they are asked for something."""
+
     def describe(self) -> dict[str, Any]:
         return {
             "method": self.folder.method, "backend": BACKEND, "device": "cuda",

@@ -309,6 +309,9 @@ def test_the_small_endpoints(url: str, expected: Any) -> None:
     assert post(url, "/detokenize", tokens=told["tokens"]) == {"prompt": TEXT}
     chat = post(url, "/tokenize", messages=CHAT)
     assert post(url, "/detokenize", tokens=chat["tokens"]) == {"prompt": "u:hi\na:"}
+    unknown = CLIENT.post(f"{url}/detokenize", json={"tokens": [*told["tokens"], 99_999]})
+    assert unknown.status_code == 400
+    assert unknown.json()["error"]["message"] == "the tokenizer has no token 99999"
     parts = [
         {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
     ]
@@ -788,7 +791,7 @@ def test_queue_and_time_have_bounds(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_failing_step_is_a_500_and_the_server_goes_on(
-    served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
+    served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, url = served
     step, left = Batch.step, [3, 3]
@@ -808,6 +811,8 @@ def test_a_failing_step_is_a_500_and_the_server_goes_on(
     assert "secret" not in answer.text
     events = read_events(url, "/v1/completions", **LONG)
     assert events[-1]["error"]["type"] == "server_error"
+    told = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert told == ["a step failed: RuntimeError: secret detail"] * 2, "once each, where it failed"
     monkeypatch.undo()
     post(url, "/v1/completions", prompt="x", max_tokens=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ import pytest
 from benchmarks.under_load.client import ask
 from specdec import Engine, Prompt, SpecDecError
 from specdec.serve import cli
+from specdec.serve.server import Server
 from tests.conftest import ROOT, make_llama, make_tokenizer, run_cli
 from tests.engines import call, run_cli_here
 from tests.serve.servers import CLIENT, MODEL, post, serve_here
@@ -70,7 +72,11 @@ def test_a_signal_lets_requests_end_and_a_second_does_not(folder: Path) -> None:
 
     process, url = start(folder)
     reader = CLIENT.stream("POST", f"{url}/v1/completions", json=body | {"n": 100})
-    with reader as answer:
+    address = httpx.URL(url)
+    whole = json.dumps(LONG).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with reader as answer, socket.create_connection((address.host, address.port)) as other:
+        other.sendall(head + b"Content-Length: %d\r\n\r\n%s" % (len(whole), whole))
         lines = answer.iter_lines()
         next(lines)
         process.send_signal(signal.SIGTERM)
@@ -80,6 +86,8 @@ def test_a_signal_lets_requests_end_and_a_second_does_not(folder: Path) -> None:
         assert process.wait(120) == 0
         with pytest.raises(httpx.TransportError):  # so it did not wait for the answers' ends
             list(lines)
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
 
 
 def test_what_keeps_a_server_from_starting(
@@ -121,7 +129,21 @@ def test_a_launchers_other_rank_follows(folder: Path, monkeypatch: pytest.Monkey
     assert followed == [signal.SIG_IGN]
 
 
-def test_two_ranks_serve_and_a_lost_one_ends_the_server(tmp_path: Path) -> None:
+def check_lost(server: Server) -> None:
+    """The server ends, and says which rank it lost."""
+    deadline = time.monotonic() + 30
+    while not server._http.should_exit:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    lost = server.scheduler.lost
+    assert isinstance(lost, SpecDecError)
+    assert "rank 1 of 2 was killed by signal 9" in lost.message
+    assert not server.scheduler.is_ready
+
+
+def test_two_ranks_serve_and_a_lost_one_ends_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     target = make_llama(tmp_path, seed=5)
     make_tokenizer(target)
     for size in (1, 2):
@@ -152,13 +174,12 @@ def test_two_ranks_serve_and_a_lost_one_ends_the_server(tmp_path: Path) -> None:
         thread.join(60)
         assert answers[0].status_code == 500
         assert "rank 1 of 2 was killed by signal 9" in answers[0].text
-        deadline = time.monotonic() + 30
-        while not server._http.should_exit:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        lost = server.scheduler.lost
-        assert isinstance(lost, SpecDecError)
-        assert "rank 1 of 2" in lost.message
+        check_lost(server)
+    assert not any(record.exc_info for record in caplog.records), "a message tells it all"
+    with serve_here(tmp_path / "tp2") as (server, _):  # nobody asks for anything
+        core = server.scheduler.engine._core
+        core._ranks._children[0].kill()
+        check_lost(server)
 
 
 # --- the files of the docs ---
