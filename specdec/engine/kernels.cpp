@@ -1634,13 +1634,18 @@ struct Integers {
 };
 
 // A processor's form: kParts vectors are unpacked out of every one that is stored. Where it sums four
-// products of bytes at once, inputs are bytes, else pairs of 16 bits.
+// products of bytes at once, inputs are bytes, else pairs of 16 bits. Where it sums two products of bytes
+// in 16 bits, an unsigned one with a signed one, inputs of 4-bit codes are bytes too: two products are
+// 2 * 15 * 127 at most, so those of kShortSteps steps, 8 times as much, fit before they must be widened.
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || \
     defined(__ARM_FEATURE_DOTPROD)
-constexpr bool kMultipliesBytes = true;
+constexpr bool kMultipliesBytes = true, kSumsShorts = false;
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+constexpr bool kMultipliesBytes = false, kSumsShorts = true;
 #else
-constexpr bool kMultipliesBytes = false;
+constexpr bool kMultipliesBytes = false, kSumsShorts = false;
 #endif
+constexpr int64_t kShortSteps = 4;
 // Bytes from 1 to 255 mean integers from -127 to 127, except where bytes are taken for signed ones.
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr int kByteZero = 0;
@@ -1649,6 +1654,19 @@ constexpr int kByteZero = 128;
 #endif
 
 typedef int32_t Ints __attribute__((vector_size(4 * kVector)));
+typedef uint16_t Shorts __attribute__((vector_size(4 * kVector)));
+
+// A sum that stays in a register until the next product: compilers that are free to add other products
+// first keep all of these, and run out of registers.
+template <typename V>
+inline V pin(V sum) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(sum));
+#elif defined(__SSE2__)
+  asm("" : "+x"(sum));
+#endif
+  return sum;
+}
 
 // sums + the products of each lane's bytes, or its 16-bit numbers, with those of x, the signed ones.
 inline Ints add_parts(Ints sums, Words w, Words x) {
@@ -1659,14 +1677,28 @@ inline Ints add_parts(Ints sums, Words w, Words x) {
 #elif defined(__ARM_FEATURE_DOTPROD)
   return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)w, (int8x16_t)x);
 #elif defined(__AVX512BW__)
-  return sums + (Ints)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+  return pin(sums + (Ints)_mm512_madd_epi16((__m512i)w, (__m512i)x));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-  return sums + (Ints)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+  return pin(sums + (Ints)_mm256_madd_epi16((__m256i)w, (__m256i)x));
 #elif defined(__SSE2__) && !defined(__AVX512F__)
-  return sums + (Ints)_mm_madd_epi16((__m128i)w, (__m128i)x);
+  return pin(sums + (Ints)_mm_madd_epi16((__m128i)w, (__m128i)x));
 #else
   const Ints low = (Ints)(x << 16) >> 16, high = (Ints)x >> 16;
   return sums + (Ints)(w & 0xffffu) * low + (Ints)(w >> 16) * high;
+#endif
+}
+
+// The same in sums of 16 bits, each of two bytes' products.
+inline Words add_shorts(Words sums, Words w, Words x) {
+#if defined(__AVX512BW__)
+  const __m512i products = _mm512_maddubs_epi16((__m512i)w, (__m512i)x);
+  return pin((Words)_mm512_add_epi16((__m512i)sums, products));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i products = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
+  return pin((Words)_mm256_add_epi16((__m256i)sums, products));
+#else
+  static_assert(!kSumsShorts, "of which there are none");
+  return (void)w, (void)x, sums;
 #endif
 }
 
@@ -1731,7 +1763,9 @@ struct IntegerMatrix {
   typedef uint32_t Input;
   static constexpr int kMostRows = kMaxRows;
   static constexpr int64_t kElements = 32 / kBits;  // inputs of a step, of each output
-  static constexpr int kParts = (kMultipliesBytes ? 8 : 16) / kBits;
+  static constexpr bool kHasShorts = kSumsShorts && kBits == 4;
+  static constexpr bool kHasBytes = kMultipliesBytes || kHasShorts;
+  static constexpr int kParts = (kHasBytes ? 8 : 16) / kBits;
   static constexpr int64_t kHead = 3;  // inputs that each group of a row begins with
   const float *input_scales = nullptr;
   const int32_t *order = nullptr;
@@ -1769,14 +1803,16 @@ struct IntegerMatrix {
   // Which vectors of bytes or pairs there are in a stored one. Byte b of a lane holds input b of its
   // step, with 4 bits also input b + 4 in the upper half; a pair is of inputs two apart.
   static Words unpack(Words w, int part) {
-    if constexpr (kMultipliesBytes)
+    if constexpr (kHasBytes)
       return kBits == 8 ? w : w >> 4 * part & 0x0f0f0f0fu;
+    else if (kBits == 8 && part == 1)
+      return (Words)((Shorts)w >> 8);  // one instruction, where a shift of words takes a mask too
     else
       return w >> kBits * part & (kBits == 8 ? 0x00ff00ffu : 0x000f000fu);
   }
 
   static uint32_t pack_part(const int8_t *step, int part) {
-    if constexpr (kMultipliesBytes) {
+    if constexpr (kHasBytes) {
       uint32_t word;
       std::memcpy(&word, step + 4 * part, sizeof word);
       return word;
@@ -1852,28 +1888,44 @@ struct IntegerMatrix {
                                 static_cast<int32_t>(head[2 * M + m])
                           : static_cast<int32_t>(head[M + m]) - Ints{};
       }
-      for (; step < stop; ++step, words += kParts * M)
+      for (int64_t pause; step < stop; words += (pause - step) * kParts * M, step = pause) {
+        pause = kHasShorts ? std::min(step + kShortSteps, stop) : step + 1;
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) {
+          Words shorts[kWords][M] = {};
+          const uint32_t *x_step = words;
           const char *ahead = fetch.from + (step - begin) * fetch.stride + g * tile_bytes;
-          __builtin_prefetch(ahead);
-          __builtin_prefetch(ahead + kLine);
           const char *from = tile + g * tile_bytes + header + step * kStepBytes;
-          Words w[kWords];
-          for (int64_t k = 0; k < kWords; ++k) w[k] = load<Words>(from + k * 4 * kVector);
+          const char *last = from + (pause - step) * kStepBytes;
+          for (; from < last; from += kStepBytes, ahead += fetch.stride, x_step += kParts * M) {
+            __builtin_prefetch(ahead);
+            __builtin_prefetch(ahead + kLine);
+            Words w[kWords];
+            for (int64_t k = 0; k < kWords; ++k) w[k] = load<Words>(from + k * 4 * kVector);
 #pragma GCC unroll 4
-          for (int part = 0; part < kParts; ++part) {
-            Words parts[kWords];
-            for (int64_t k = 0; k < kWords; ++k) parts[k] = unpack(w[k], part);
+            for (int part = 0; part < kParts; ++part) {
+              Words parts[kWords];
+              for (int64_t k = 0; k < kWords; ++k) parts[k] = unpack(w[k], part);
 #pragma GCC unroll 12
-            for (int m = 0; m < M; ++m) {
-              const Words inputs = spread<Words>(words[part * M + m]);
+              for (int m = 0; m < M; ++m) {
+                const Words inputs = spread<Words>(x_step[part * M + m]);
 #pragma GCC unroll 2
-              for (int64_t k = 0; k < kWords; ++k)
-                sums[g][k][m] = add_parts(sums[g][k][m], parts[k], inputs);
+                for (int64_t k = 0; k < kWords; ++k)
+                  if constexpr (kHasShorts)
+                    shorts[k][m] = add_shorts(shorts[k][m], parts[k], inputs);
+                  else
+                    sums[g][k][m] = add_parts(sums[g][k][m], parts[k], inputs);
+              }
             }
           }
+          if constexpr (kHasShorts)
+#pragma GCC unroll 2
+            for (int64_t k = 0; k < kWords; ++k)
+#pragma GCC unroll 12
+              for (int m = 0; m < M; ++m)
+                sums[g][k][m] = add_parts(sums[g][k][m], shorts[k][m], Words{} + 0x00010001u);
         }
+      }
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g)
 #pragma GCC unroll 2

@@ -128,11 +128,30 @@ def test_every_form_sums_the_same_integers(library: Path) -> None:
     x[:, ::128] = 127.0  # each group's largest: inputs are their own roundings
     found = kernels.multiply(x, matrix.pack(kernels), None, 64)
     assert torch.equal(found.double(), multiply_exactly(x, matrix, None))
-    extreme = dataclasses.replace(
-        matrix, codes=torch.full_like(matrix.codes, -0x78)  # both codes 0: -8 times
-    )  # fmt: skip
-    found = kernels.multiply(torch.full((3, 512), 127.0), extreme.pack(kernels), None, 64)
-    assert (found == -8 * 127 * 512 * 0.5).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@in_every_form
+def test_the_largest_sums(library: Path, group: int, has_zeros: bool) -> None:
+    """All codes 0 or 15, inputs of +-127: two products more of each sum would overflow 16 bits."""
+    kernels = native.NativeKernels(library, torch.float32)
+    depth, num_outputs = 544, 64  # the last group of 64 or 128 is not whole
+    num_groups = -(-depth // group)
+    scales = torch.full((num_outputs, num_groups), 0.5)
+    zeros = torch.zeros(scales.shape, dtype=torch.uint8) if has_zeros else None
+    zero = 0 if has_zeros else 8
+    for code in (0, 15):
+        half = (code ^ 8) & 15  # in a file they are signed
+        codes = torch.full((num_outputs // 2, depth), half | half << 4, dtype=torch.uint8)
+        packed = kernels.pack_integers(
+            codes.view(torch.int8), scales, zeros, bits=4, group=group
+        )  # fmt: skip
+        for sign in (127.0, -127.0):
+            for rows in (1, 2, 3, 6, 7):
+                found = kernels.multiply(torch.full((rows, depth), sign), packed, None, num_outputs)
+                assert (found == (code - zero) * sign * depth * 0.5).all(), (code, sign, rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
