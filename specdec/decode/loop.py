@@ -54,8 +54,9 @@ WORTH_WAITING = 16
 # How many times as many tokens as the target a drafter may read of prompts in a step. It has every
 # prompt to read that the target has, and what was emitted meanwhile, or it would never draft.
 CATCH_UP = 4
-# With prompt_chunk "auto", prompt tokens of a step for each of its requests; at least and at most.
-CHUNK_SHARE, LEAST_CHUNK, MOST_CHUNK = 16, 64, 512
+# With prompt_chunk "auto", tokens of a step that reads prompts, those of its requests and of drafts
+# included, for each of its requests; at least and at most.
+CHUNK_SHARE, LEAST_CHUNK, MOST_CHUNK = 13, 64, 512
 LOGPROB_TOKENS = 64  # of a prompt, whose logits are in memory at once
 
 
@@ -119,8 +120,9 @@ class Options:
 
     max_batch_size: requests decoded at once; None is all. max_num_tokens: bound of one prompt pass.
     prompt_chunk: prompt tokens that a step of other requests reads at most, and a drafter four
-    times as many; "auto" is 16 for each request that runs or waits, at least 64 and at most 512;
-    None reads whole prompts first.
+    times as many; None reads whole prompts first. "auto" is 13 for each request that runs or waits,
+    at least 64 and at most 512, of which what the requests verify is taken: prompts go before
+    drafts, which are made in such a step if all that waits fits in beside them.
     tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
     prompts from the cache. keep_logits: return the logits that tokens were chosen by.
     keep_rejected: return what was drafted and not accepted.
@@ -207,6 +209,7 @@ class Batch:
         self._reader = PromptReader(decoder, self.cache, options.max_num_tokens)
         self._follow_prompts()
         self._held: list[list[int]] = [[] for _ in range(num_rows)]  # tokens in a row's cache
+        self._drafted_size = 1  # tokens of each row in the newest step that might be drafted for
 
     @property
     def is_busy(self) -> bool:
@@ -261,7 +264,10 @@ class Batch:
             self._verify()
 
     def _choose_chunk(self) -> int | None:
-        """Tokens of prompts that a step may read beside others; None is all. Drafters are told."""
+        """Tokens of prompts that a step may read beside others; None is all. Drafters are told.
+
+        With "auto" those that the others verify count, too, where they share a pass.
+        """
         chunk = self.options.prompt_chunk
         if chunk == "auto":
             num_requests = len(self.active) + len(self._reading) + len(self.waiting)
@@ -362,19 +368,30 @@ class Batch:
     def _verify(self, chunk: int | None = None) -> None:
         """One verify step of every active request: propose, forward, accept, commit.
 
-        chunk: prompt tokens to read in the same pass; None reads nothing.
+        chunk: prompt tokens to read in the same pass, as of `_choose_chunk`; None reads nothing.
         """
         active = self.active
+        left = 0 if chunk is None else self._reader.num_left
+        is_shared = chunk is not None and self.options.prompt_chunk == "auto"
         if isinstance(self.proposer, StepTimer):
-            self.proposer.num_beside = 0 if chunk is None else min(chunk, self._reader.num_left)
+            self.proposer.num_beside = min(chunk or 0, left)
+        # A token of a prompt and one of a draft cost the same, and those who wait for their first
+        # token have none yet.
+        drafts = (
+            not is_shared or isinstance(self.proposer, TreeReader)
+            or left + len(active) * self._drafted_size <= (chunk or 0)
+        )  # fmt: skip
         with self._clocks["draft"]:
-            candidates = self._propose(active)
+            candidates = self._propose(active, drafts=drafts)
         trees = [c.tree for c in candidates]
         size = max(tree.num_nodes for tree in trees)
+        if drafts:
+            self._drafted_size = size
         with self._clocks["verify"]:
             reading = None
             if chunk is not None:
-                reading = self._reader.plan(chunk, beside=len(active), least=size)
+                room = max(1, chunk - len(active) * size) if is_shared else chunk
+                reading = self._reader.plan(room, beside=len(active), least=size)
                 size = reading.size
             step = pack_step(trees, list_rows(active), self.cache, size)
             if reading is not None:
@@ -411,13 +428,16 @@ class Batch:
             self._retire()  # not before: whose prompt was read may have been cancelled meanwhile
         self.timing.num_steps += 1
 
-    def _propose(self, active: Sequence[ActiveRequest]) -> list[Candidates]:
-        """What is drafted for each request; the proposer never hears of those without drafts."""
-        drafting = [r for r in active if r.request.drafts]
+    def _propose(self, active: Sequence[ActiveRequest], *, drafts: bool) -> list[Candidates]:
+        """What is drafted for each request; the proposer never hears of those without drafts.
+
+        drafts: False is nothing for anybody.
+        """
+        drafting = [r for r in active if drafts and r.request.drafts]
         drafted = iter(self.proposer.propose(drafting) if drafting else ())
         candidates = []
         for request in active:
-            if not request.request.drafts:
+            if not (drafts and request.request.drafts):
                 candidates.append(Candidates(make_root(request.output_ids[-1])))
                 continue
             own = next(drafted)

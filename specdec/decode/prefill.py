@@ -17,7 +17,7 @@ from specdec.engine.transfers import to_device
 from specdec.engine.tree import IntArray
 
 # Committed positions whose keys and values take about as long as the products of a token.
-ROW_POSITIONS = 256
+ROW_POSITIONS = 2048
 
 
 class StepRunner(Protocol):
@@ -217,7 +217,7 @@ class PromptReader:
         """Tokens of a row, for the fewest of padding and the fewest rows.
 
         Every row goes through all keys before it, which takes about as long as the products of one
-        token do for some hundred of them.
+        token do for some thousand of them.
         """
         longest = min(max(counts.values()), self._decoder.max_chunk_tokens)
         if longest <= least or (longest == 1 and not beside):

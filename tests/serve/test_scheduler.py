@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specdec import Engine, Prompt, SpecDecError, Stream, UsageError
-from specdec.decode.loop import CATCH_UP, Batch
+from specdec.decode.loop import CATCH_UP, CHUNK_SHARE, LEAST_CHUNK, Batch
 from specdec.decode.prefill import PromptReader
 from specdec.engine.decoder import Decoder
 from specdec.engine.step import Step
@@ -47,9 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plain = parent / "ckpt"
     call("convert", "--model-dir", target, "--output-dir", plain)
     external = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4]
-    for name, flags in (("pair", external), ("draft", [])):
+    slow = ["--optimize", "none"]
+    for name, flags in (
+        ("pair", [*slow, *external]), ("draft", slow), ("native pair", external)
+    ):  # fmt: skip
         call(
-            "build", "--checkpoint-dir", plain, "--output-dir", parent / name, "--optimize", "none",
+            "build", "--checkpoint-dir", plain, "--output-dir", parent / name,
             "--max-batch-size", 4, *flags,
         )  # fmt: skip
     make_tree_engine("eagle", parent, target, make_eagle_drafter(parent), optimize="none")
@@ -239,6 +242,7 @@ def test_drafters_keep_up_with_prompts_that_never_end(folder: Path, name: str, l
 def test_with_auto_more_requests_read_more_of_prompts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Their own tokens count among those of the step."""
     sizes: list[int] = []
     plan = PromptReader.plan
 
@@ -251,7 +255,7 @@ def test_with_auto_more_requests_read_more_of_prompts(
     with Engine.load(folder / "float32", device="cpu", prompt_chunk="auto") as engine:
         streams = [engine.stream([5, 6], max_output_len=60, end_ids=())]
         next(streams[0])
-        for number, wanted in ((1, 64), (6, 16 * 8)):
+        for number, wanted in ((1, LEAST_CHUNK - 1), (6, CHUNK_SHARE * 8 - 1)):
             prompts = [[n + 9] * 200 for n in range(number)]
             streams += [engine.stream(ids, max_output_len=2, end_ids=()) for ids in prompts]
             sizes.clear()
@@ -259,6 +263,41 @@ def test_with_auto_more_requests_read_more_of_prompts(
             assert sizes == [wanted]
         with pytest.raises(UsageError, match="prompt_chunk is 0"):
             Engine.load(folder / "float32", device="cpu", prompt_chunk=0)
+
+
+@needs_compiler
+def test_with_auto_prompts_and_drafts_share_the_tokens_of_a_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of a step: prompts go first, and drafts take what these leave."""
+    steps: list[tuple[int, int, int]] = []  # tokens of a request, of all, and left unread before
+    plan = PromptReader.plan
+
+    def count(reader: PromptReader, *arguments: Any, **options: Any) -> Any:
+        left = reader.num_left
+        reading = plan(reader, *arguments, **options)
+        if beside := options.get("beside"):
+            least = options["least"]
+            steps.append((least, beside * least + sum(reading.counts), left))
+        return reading
+
+    monkeypatch.setattr(PromptReader, "plan", count)
+    options: dict[str, Any] = {"draft": folder / "draft", "draft_len": 3, "prompt_chunk": "auto"}
+    with Engine.load(folder / "native pair", device="cpu", **options) as engine:
+        first = engine.stream([5, 6, 7], max_output_len=60, end_ids=())
+        while not first.stats.num_draft_tokens:
+            engine.step()
+        second = engine.stream(list(range(3, 103)), max_output_len=9, end_ids=())
+        got = None
+        while got is None:
+            engine.step()
+            got = second.take()
+        assert steps == [(1, LEAST_CHUNK, 100), (4, 4 + 37, 37)]
+        tokens = [*got.token_ids, *(t for event in second for t in event.token_ids)]
+        for _ in first:
+            pass
+        (alone,) = engine.generate([list(range(3, 103))], max_output_len=9, end_ids=())
+        assert tokens == alone.token_ids
 
 
 @pytest.fixture
