@@ -126,10 +126,7 @@ class Client:
             response = self._http.exchange(self.url, body, self._max_bytes)
         except NoAnswer as lost:
             if lost.was_never:
-                raise SpecDecError(
-                    f"no server answers at {self.url}: {lost.reason}",
-                    "start it, or check --base-url",
-                ) from None
+                raise lost.explain(self.url, "--base-url") from None
             raise _Passing(lost.reason) from None
         if not response.is_success:
             raise self._explain_status(response)
