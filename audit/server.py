@@ -173,10 +173,7 @@ class Server:
             response = self.http.exchange(url, body, MAX_BYTES)
         except NoAnswer as lost:
             if lost.was_never:
-                raise SpecDecError(
-                    f"no server answers at {url}: {lost.reason}",
-                    f"start it, or check {self.flags[0]}",
-                ) from None
+                raise lost.explain(url, self.flags[0]) from None
             if lost.is_late:
                 raise SpecDecError(
                     f"{url}: {lost.reason}, after {len(self.answers)} answers",

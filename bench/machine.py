@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import __version__
+from specdec.threads import count_usable_cores
 
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_TIMES = Path("/proc/stat")
@@ -52,13 +53,6 @@ def read_cpu_flags() -> set[str]:
 def _read_cpu_info(key: str) -> list[str]:
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
     return [line.split(":", 1)[1].strip() for line in lines if line.startswith(key)]
-
-
-def count_usable_cores() -> int:
-    """Return how many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _read_total_memory() -> int:

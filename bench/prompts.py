@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -37,10 +38,15 @@ class Prompt:
     turns: tuple[str, ...] = ()
 
 
-def read_prompt_set(path: Path | None) -> list[Prompt]:
-    """Read a file, or take the built-in prompts."""
+def read_prompt_set(path: Path | None, batch_size: int = 1) -> list[Prompt]:
+    """Read a file, or take the built-in prompts; all are one category where a batch needs more."""
     if path is None:
-        return [Prompt(category, {"prompt": text}) for category, text in BUILT_IN]
+        counts = collections.Counter(category for category, _ in BUILT_IN)
+        is_enough = batch_size <= min(counts.values())
+        return [
+            Prompt(category if is_enough else ONLY_CATEGORY, {"prompt": text})
+            for category, text in BUILT_IN
+        ]
     read = functools.partial(read_line, more_keys=OWN_KEYS)
     entries = read_entries(path, read_lines(path, "--prompts"), path.suffix, read)
     return [_make_prompt(f"{path} line {n}", entry) for n, entry in enumerate(entries, 1) if entry]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from specdec.model.tensors import (
     list_rank_names,
     list_target_tensors,
 )
+from specdec.threads import count_usable_cores
 from specdec.trtllm.facts import DEFAULT_LABEL
 from specdec.trtllm.layouts import find_layout_problems
 from specdec.trtllm.pairs import find_lack
@@ -193,8 +193,7 @@ def count_workers(settings: ConvertSettings) -> int:
     """Threads that write, and as many that hash."""
     if settings.workers is not None:
         return settings.workers
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(num_cores or 1, MAX_WORKERS)
+    return min(count_usable_cores(), MAX_WORKERS)
 
 
 def make_plan(settings: ConvertSettings) -> ConversionPlan:

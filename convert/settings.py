@@ -19,7 +19,7 @@ class ConvertSettings:
     """
 
     model_dir: str | None = setting(
-        metavar="BASE", help="The target: a Hugging Face folder or Hub id."
+        folder="model", metavar="BASE", help="The target: a Hugging Face folder or Hub id."
     )
     base_model_checkpoint_dir: Path | None = setting(
         metavar="CKPT", help="The target as an existing checkpoint folder, in place of --model-dir."

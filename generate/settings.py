@@ -41,8 +41,9 @@ class GenerateSettings:
     input_file: Path | None = _like("run", "input_file")
     model_dir: str | None = _like("convert", "model_dir")
     draft_model_dir: str | None = setting(
-        metavar="SMALL", help="A small model that drafts for the target: a folder or Hub id."
-    )
+        folder="model", metavar="SMALL",
+        help="A small model that drafts for the target: a folder or Hub id.",
+    )  # fmt: skip
     tokenizer_dir: str | None = setting(
         metavar="DIR", help="Folder or Hub id of the tokenizer; --model-dir if not given."
     )

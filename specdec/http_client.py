@@ -44,6 +44,12 @@ class NoAnswer(Exception):
         super().__init__(reason)
         self.reason, self.was_never, self.is_late = reason, was_never, is_late
 
+    def explain(self, url: str, flag: str) -> SpecDecError:
+        """The error where nothing has ever answered at a URL; `flag` gave it."""
+        return SpecDecError(
+            f"no server answers at {url}: {self.reason}", f"start it, or check {flag}"
+        )
+
 
 def check_url(url: str, flag: str, extra: str, key_source: str) -> None:
     """Raise UsageError for what cannot be a server's base, SpecDecError where httpx is missing.

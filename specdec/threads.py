@@ -22,6 +22,13 @@ def calm_threads() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 
+def count_usable_cores() -> int:
+    """Return how many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class Pool(ThreadPoolExecutor):
     """Ends soon where its body fails: what has not begun is dropped, `is_ending` tells the rest.
 

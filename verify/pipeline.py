@@ -11,6 +11,7 @@ from specdec.command.settings import need, require
 from specdec.errors import SpecDecError
 from specdec.files.folders import CHECKPOINT, expect_folder
 from specdec.files.manifest import NAME, Manifest, find_differences, list_surplus, read_manifest
+from specdec.threads import count_usable_cores
 
 from .contents import check_contents
 from .settings import VerifySettings, check_flags
@@ -25,7 +26,7 @@ def verify_checkpoint(settings: VerifySettings) -> dict[str, Any]:
     folder = need(settings.checkpoint_dir)
     expect_folder(folder, CHECKPOINT, "--checkpoint-dir")
     began = time.monotonic()
-    workers = settings.workers or os.cpu_count() or 1
+    workers = settings.workers or count_usable_cores()
     problems: list[str] = []
     manifest = None
     if os.path.lexists(folder / NAME):

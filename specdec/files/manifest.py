@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import stat
 import sys
 import threading
@@ -18,7 +17,7 @@ from specdec import __version__, logs
 from specdec.errors import SpecDecError, shorten
 from specdec.files.reading import hash_file, read_json, write_json
 from specdec.files.staging import JOURNAL_NAME
-from specdec.threads import Pool
+from specdec.threads import Pool, count_usable_cores
 
 logger = logs.get_logger(__name__)
 NAME = "manifest.json"
@@ -140,7 +139,7 @@ def find_changes(folder: Path) -> list[str]:
     weights = [*folder.rglob("*.safetensors"), *folder.glob("*.engine"), folder / "config.json"]
     problems = [f"{path} has no sha256 in {NAME}" for path in sorted(weights) if path not in summed]
     logger.info("comparing %d files of %s with their sha256", len(places), folder)
-    differences = find_differences(places, workers=os.cpu_count() or 1, label="hashing")
+    differences = find_differences(places, workers=count_usable_cores(), label="hashing")
     problems += [
         f"{path} {difference}"
         for (path, _), difference in zip(places, differences, strict=True)

@@ -252,7 +252,8 @@ def test_wrong_prompt_sets(line: str, message: str, tmp_path: Path) -> None:
 
 
 def test_prompt_sets_without_a_file_or_categories(tmp_path: Path) -> None:
-    assert len({prompt.category for prompt in read_prompt_set(None)}) > 2
+    assert len({prompt.category for prompt in read_prompt_set(None, 2)}) > 2
+    assert [prompt.category for prompt in read_prompt_set(None, 4)] == ["all"] * 8
     path = tmp_path / "prompts.txt"
     path.write_text("a\n\nb\n")
     assert [(p.category, p.entry) for p in read_prompt_set(path)] == [

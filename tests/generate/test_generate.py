@@ -281,10 +281,15 @@ def test_what_cannot_be_meant(args: list[str], fact: str) -> None:
         load_command("generate").main(args, standalone_mode=False)
 
 
-def test_a_missing_model_is_the_conversion_s_error(environment: dict[str, str]) -> None:
-    done = run_cli("generate", "--model-dir", "/nonexistent", "abc", env=environment)
+@pytest.mark.parametrize("flag", ["--model-dir", "--draft-model-dir"])
+def test_a_missing_model_leaves_nothing(
+    flag: str, models: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    given = [] if flag == "--model-dir" else ["--model-dir", str(models / "target")]
+    done = run_cli("generate", *given, flag, "/nonexistent", "abc", env=environment)
     assert done.returncode == 1
     fact, hint = read_error_lines(done.stderr)
-    assert "--model-dir /nonexistent" in fact
+    assert f"{flag} /nonexistent" in fact
+    assert not (tmp_path / "cache").exists()
     assert hint
     assert "Traceback" not in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -315,7 +316,7 @@ def test_the_status_of_an_error_whose_body_never_ends(
 
 def test_waits_grow_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(client.time, "sleep", waits.append)
+    monkeypatch.setattr(client.Client, "_pause", lambda self, reason, wait: waits.append(wait))
     from specdec.train.data.settings import DataSettings
 
     with ChatServer(lambda number, body: {"status": 502, "body": b""}) as server:
@@ -470,9 +471,39 @@ def test_what_no_row_can_pass_ends_the_run(
     assert KEY not in done.err
 
 
+def test_no_thread_outlives_the_run(run_data: RunData, tmp_path: Path) -> None:
+    """Where one row's error ends it while the server lets another row wait."""
+    path = write_prompts(tmp_path / "in.jsonl", 2)
+    is_waiting = threading.Event()
+    logger = logging.getLogger(client.__name__)
+
+    def answer(number: int, body: Any) -> Reply:
+        if number == 0:
+            return {"status": 503, "headers": {"Retry-After": "3600"}}
+        is_waiting.wait(HANGS)
+        return {"status": 401}
+
+    class Waits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            is_waiting.set()
+
+    waits = Waits()
+    before = set(threading.enumerate())
+    logger.addHandler(waits)
+    try:
+        with ChatServer(answer) as server:
+            done = run_data(server, "--input", path, "--concurrency", 2, "--debug")
+    finally:
+        logger.removeHandler(waits)
+    assert done.status == 1
+    for thread in set(threading.enumerate()) - before:
+        thread.join(HANGS)
+        assert not thread.is_alive()
+
+
 def test_nobody_listens(run_data: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is told at once, without another try."""
-    monkeypatch.setattr(client.time, "sleep", lambda wait: pytest.fail(f"waits for {wait} s"))
+    monkeypatch.setattr(client.Client, "_pause", lambda self, reason, wait: pytest.fail(reason))
     with ChatServer() as server:
         url = server.url
     done = run_data(url, "--input", write_prompts(tmp_path / "in.jsonl", 2))

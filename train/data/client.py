@@ -74,8 +74,11 @@ class Client:
                 "copy the key again: it is one line of ASCII",
             )
         self._http = HttpClient(key, settings.timeout)
-        self.num_retries = 0
-        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Nobody needs answers any more: whoever waits for another try gives up."""
+        self._closed.set()
 
     def ask(self, context: str | list[Message], seed: int | None) -> Answer:
         """Return the target's answer; RowError if there is none for this row.
@@ -93,11 +96,15 @@ class Client:
                     raise RowError(f"{failure.reason} (after {count})", is_passing=True) from None
                 wait = min(MAX_WAIT, FIRST_WAIT * 2**number) * random.uniform(0.5, 1.5)
                 wait = max(wait, failure.wait)
-                with self._lock:
-                    self.num_retries += 1
-                logger.debug("%s; again in %.1f s", failure.reason, wait)
-                time.sleep(wait)
+                self._pause(failure.reason, wait)
         raise AssertionError("the last try returns or raises")
+
+    def _pause(self, reason: str, wait: float) -> None:
+        """Wait for the next try; RowError where the client was closed."""
+        if not self._closed.is_set():
+            logger.debug("%s; again in %.1f s", reason, wait)
+        if self._closed.wait(wait):
+            raise RowError(reason, is_passing=True)
 
     def _make_body(self, context: str | list[Message], seed: int | None) -> dict[str, Any]:
         settings = self.settings
@@ -119,10 +126,7 @@ class Client:
             response = self._http.exchange(self.url, body, self._max_bytes)
         except NoAnswer as lost:
             if lost.was_never:
-                raise SpecDecError(
-                    f"no server answers at {self.url}: {lost.reason}",
-                    "start it, or check --base-url",
-                ) from None
+                raise lost.explain(self.url, "--base-url") from None
             raise _Passing(lost.reason) from None
         if not response.is_success:
             raise self._explain_status(response)

@@ -132,10 +132,10 @@ Result = tuple[int, int, "dict[str, Any] | RowError"]  # index, place, the row o
 def answer_rows(settings: DataSettings, source: Source, rows: Iterable[Row]) -> Iterator[Result]:
     """Yield every row's result, in the order in which they come to their end."""
     if settings.engine_dir is None:
-        client = Client(settings)
-        yield from map_concurrently(
-            lambda row: answer_row(client, settings, source, row), rows, settings.concurrency
-        )
+        with contextlib.closing(Client(settings)) as client:
+            yield from map_concurrently(
+                lambda row: answer_row(client, settings, source, row), rows, settings.concurrency
+            )
         return
     from .engine import EngineRunner
 
