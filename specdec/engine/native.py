@@ -25,14 +25,14 @@ from specdec.engine.compiler import find_compiler as find_compiler
 from specdec.engine.kernel_cache import find_kept, keep
 from specdec.engine.layers import Attention, Norm, name_activation
 from specdec.engine.rotary import RotaryTable
-from specdec.engine.tree import BoolArray, IntArray
+from specdec.engine.tree import BoolArray, FloatArray, IntArray
 from specdec.errors import SpecDecError
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 16
+ABI_VERSION = 17
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Activations of a gated MLP, by the kernel that computes them.
 GATES = {
@@ -264,8 +264,10 @@ class NativeKernels:
             f"specdec_rank_outputs_{suffix}",
             [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT],
         )
-        self._search_beams = self._bind(
-            f"specdec_search_beams_{suffix}", [_POINTER] * 6 + [_INT] + [_POINTER] * 3
+        self._search = self._bind(
+            f"specdec_search_{suffix}",
+            [_POINTER] * 6 + [_INT] + [_POINTER] * 2 + [ctypes.c_double] + [_POINTER] * 3,
+            _INT,
         )
 
     def _ask_for_amx(self) -> int:
@@ -630,7 +632,38 @@ class NativeKernels:
         self, drafter: PackedDrafter, hidden: Tensor, tokens: Tensor, width: int, length: int
     ) -> Tensor:
         """ReDrafter's beam search in one call: hidden [B, D], tokens [B] -> drafts [B, W, L]."""
-        batch = tokens.shape[0]
+        beams = torch.empty((len(tokens), width, length), dtype=torch.int64)
+        self._call_search(drafter, hidden, tokens, (width, length, 0), beams.data_ptr())
+        return beams
+
+    def search_trees(
+        self, drafter: PackedDrafter, hidden: Tensor, tokens: Tensor, width: int, length: int,
+        num_tokens: int, temperatures: FloatArray, least: float,
+    ) -> FoundTrees:  # fmt: skip
+        """ReDrafter's dynamic trees in one call: hidden [B, D], tokens [B], temperatures [B].
+
+        least: another level is drafted while the newest promises more tokens than that.
+        """
+        batch = len(tokens)
+        temperatures = np.ascontiguousarray(temperatures, np.float64)
+        if temperatures.shape != (batch,) or not temperatures.min() > 0 or num_tokens < 1:
+            raise ValueError(f"{num_tokens} tokens of {batch} rows, temperatures {temperatures}")
+        nodes = np.empty((3, batch, num_tokens), np.int64)
+        chances = np.empty((batch, num_tokens))
+        num_levels = self._call_search(
+            drafter, hidden, tokens, (width, length, num_tokens), nodes.ctypes.data, temperatures,
+            least, chances.ctypes.data,
+        )  # fmt: skip
+        found = min(num_tokens, width + (num_levels - 1) * width**2)
+        return FoundTrees(nodes[..., :found], chances[:, :found], num_levels)
+
+    def _call_search(
+        self, drafter: PackedDrafter, hidden: Tensor, tokens: Tensor, shape: tuple[int, int, int],
+        found: int, temperatures: FloatArray | None = None, least: float = 0.0,
+        chances: int | None = None,
+    ) -> int:  # fmt: skip
+        """shape: width, length, tokens of a tree; found, chances: where what is found goes."""
+        batch, (width, length, _) = len(tokens), shape
         hidden, tokens = hidden.contiguous(), tokens.contiguous()
         vocab_size, size = drafter.embedding.shape
         if drafter.dtype is not self.dtype:
@@ -643,16 +676,16 @@ class NativeKernels:
             raise ValueError(
                 f"{width} beams of {length} tokens, of {drafter.num_candidates} candidates"
             )
-        beams = torch.empty((batch, width, length), dtype=torch.int64)
-        sizes = np.array([batch, width, length, *drafter.sizes], np.int64)
+        sizes = np.array([batch, *shape, *drafter.sizes], np.int64)
         self._set_num_threads(torch.get_num_threads())
-        self._search_beams(
+        num_levels: int = self._search(
             drafter.embedding.data_ptr(), hidden.data_ptr(), tokens.data_ptr(),
             drafter.matrices.ctypes.data, drafter.biases.ctypes.data, drafter.blocks.ctypes.data,
-            len(drafter.blocks) // 2, _get_pointer(drafter.tokens), beams.data_ptr(),
+            len(drafter.blocks) // 2, _get_pointer(drafter.tokens),
+            None if temperatures is None else temperatures.ctypes.data, least, found, chances,
             sizes.ctypes.data,
         )  # fmt: skip
-        return beams
+        return num_levels
 
 
 def _get_pointer(tensor: Tensor | None) -> int | None:
@@ -782,8 +815,21 @@ class Part(Protocol):
     num_outputs: int
 
 
+@dataclasses.dataclass(frozen=True)
+class FoundTrees:
+    """Dynamic trees of rows without their roots, which are node 0 of each.
+
+    nodes: [3, B, N], tokens, parents and depths. chances: [B, N], of a node where its parent is
+    right. num_levels: that were drafted.
+    """
+
+    nodes: IntArray
+    chances: FloatArray
+    num_levels: int
+
+
 class PackedDrafter:
-    """A ReDrafter drafter's weights as `NativeKernels.search_beams` takes them.
+    """A ReDrafter drafter's weights as the searches of `NativeKernels` take them.
 
     parts: its linears, all packed by these kernels and of one type, integers or that of all else;
     absent ones are those the drafter has not. tokens: int64, of the head's outputs, None where

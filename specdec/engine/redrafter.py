@@ -11,10 +11,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_net import rank_logits, rank_packed, take_offsets, take_own
+from specdec.engine.draft_net import rank_logits, take_offsets, take_own
 from specdec.engine.integers import IntegerMatrix, lay_out, make_linear, take_matrix
 from specdec.engine.linear import Linear, can_prepack
-from specdec.engine.native import NativeKernels, PackedDrafter
+from specdec.engine.native import FoundTrees, NativeKernels, PackedDrafter
+from specdec.engine.transfers import Array
 from specdec.methods.redrafter import ReDrafterParams
 
 # Candidates of a beam are its most probable tokens; the published search keeps 50.
@@ -22,9 +23,9 @@ NUM_CANDIDATES = 50
 
 
 class ReDrafterHead:
-    """Drafter network and beam search. `weights` are a checkpoint's `drafter.*` tensors.
+    """Drafter network and its searches. `weights` are a checkpoint's `drafter.*` tensors.
 
-    With kernels the whole search is one native call.
+    With kernels a whole search is one native call, of beams or of a dynamic tree.
     """
 
     def __init__(
@@ -70,7 +71,6 @@ class ReDrafterHead:
                 num_candidates=self.num_candidates, kernels=kernels, tokens=self._list_tokens(),
             )  # fmt: skip
         self.input_proj = parts.get("input_proj")
-        self.context_proj, self.state_proj = parts.get("context_proj"), parts.get("state_proj")
         self.blocks = [parts[name] for name in blocks]
         self.lm_head = parts["lm_head"]
         self.rnn_w, self.rnn_u = parts.get("rnn_w"), parts.get("rnn_u")
@@ -91,18 +91,11 @@ class ReDrafterHead:
             return torch.nn.functional.silu(mixed if bias is None else mixed + bias)
         return torch.nn.functional.silu(mixed + self.rnn_u(state))
 
-    def make_context(self, hidden: Tensor) -> Tensor:
-        """What is the same of the target's hidden state [..., D] for all that follows it."""
-        return hidden if self.context_proj is None else self.context_proj(hidden)
-
     def _mix(self, context: Tensor, state: Tensor) -> Tensor:
-        """What the head reads [..., n, E] of a context, of all or of each, and of states."""
-        if self.state_proj is not None:
-            x = context + self.state_proj(state)
-        else:
-            x = torch.cat((context.expand(*state.shape[:-1], -1), state), dim=-1)
-            if self.input_proj is not None:
-                x = self.input_proj(x)
+        """What the head reads [..., n, E] of the target's states [..., 1, D] and its own."""
+        x = torch.cat((context.expand(*state.shape[:-1], -1), state), dim=-1)
+        if self.input_proj is not None:
+            x = self.input_proj(x)
         for block in self.blocks:
             x = x + torch.nn.functional.silu(block(x))
         return x
@@ -110,12 +103,25 @@ class ReDrafterHead:
     def rank_tokens(self, context: Tensor, state: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The `width` most probable next tokens [..., n, width] and their log-probabilities.
 
-        context: of `make_context`; state: [..., n, D].
+        context: the target's states [..., 1, D]; state: [..., n, D].
         """
-        x = self._mix(context, state)
-        if self.kernels is not None:
-            return rank_packed(self.lm_head, x, width, self.offsets)
-        return rank_logits(self.lm_head(x).float(), width, self.offsets)
+        return rank_logits(self.lm_head(self._mix(context, state)).float(), width, self.offsets)
+
+    def search_trees(
+        self, hidden: Tensor, tokens: Tensor, num_tokens: int, temperatures: Array,
+        least_promise: float,
+    ) -> FoundTrees | None:  # fmt: skip
+        """Dynamic trees after `tokens` [B], which follow `hidden` [B, D], by the kernels.
+
+        None where there are none: `BeamDraft` has them grown. temperatures: [B], as in `temper`;
+        least_promise: as in `LevelDrafter`.
+        """
+        if self.kernels is None or self.packed is None:
+            return None
+        width, length = self.params.num_beams, self.params.draft_len_per_beam
+        return self.kernels.search_trees(
+            self.packed, hidden, tokens, width, length, num_tokens, temperatures, least_promise
+        )
 
     def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Beam search after `tokens` [B], which follow `hidden` [B, D]. Returns drafts [B, W, L].

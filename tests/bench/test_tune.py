@@ -36,6 +36,7 @@ from specdec.build.settings import BuildSettings
 from specdec.command.settings import resolve_settings
 from specdec.convert.settings import ConvertSettings
 from specdec.decode.drafters.budget import BudgetProposer
+from specdec.decode.drafters.levels import ALL_LEVELS
 from specdec.decode.drafters.redrafter import DynamicProposer
 from specdec.decode.drafters.trees import grow_choices
 from specdec.decode.requests import sum_stats
@@ -321,7 +322,7 @@ def test_a_budget_leaves_the_setting_that_it_is_for_alone(eagle1: Path) -> None:
     bench = load(eagle1 / "engine", eagle1, 6)
     *_, dynamic = eagle_tuning.list_candidates(bench, record(bench, 2), TuneSettings())
     bench.run(add_budget(dynamic).proposer, 2)
-    assert dynamic.proposer.goes_on is None
+    assert dynamic.proposer.least_promise == ALL_LEVELS
 
 
 def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:

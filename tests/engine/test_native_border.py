@@ -109,6 +109,13 @@ def search(kernels: NativeKernels, hidden: torch.Tensor, tokens: torch.Tensor) -
     kernels.search_beams(make_drafter(kernels), hidden, tokens, 2, 2)
 
 
+def search_trees(kernels: NativeKernels, size: int, *temperatures: float) -> None:
+    tokens = torch.tensor([1])
+    kernels.search_trees(
+        make_drafter(kernels), zeros(1, HIDDEN), tokens, 2, 2, size, np.array(temperatures), 0.0
+    )
+
+
 def test_what_is_right_passes(library: Path) -> None:
     kernels = NativeKernels(library, SINGLE)
     kernels.multiply(zeros(3, 70), pack_integers(kernels), None, 5)
@@ -116,6 +123,7 @@ def test_what_is_right_passes(library: Path) -> None:
     attend(kernels)
     run_layers(kernels, plan=plan(kernels, past=POSITIONS - 3))
     search(kernels, zeros(1, HIDDEN), torch.tensor([49]))
+    search_trees(kernels, 9, 0.75)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +196,9 @@ def test_what_is_right_passes(library: Path) -> None:
         lambda k: search(k, zeros(1, HIDDEN), torch.tensor([50])),
         lambda k: search(k, zeros(1, HIDDEN), torch.tensor([-1])),
         lambda k: search(k, zeros(1, HIDDEN), torch.tensor([1], dtype=torch.int32)),
+        lambda k: search_trees(k, 0, 1.0),
+        lambda k: search_trees(k, 3, 1.0, 1.0),
+        lambda k: search_trees(k, 3, 0.0),
     ],
 )  # fmt: skip
 def test_what_is_refused(library: Path, call: Any) -> None:

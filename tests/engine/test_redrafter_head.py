@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.decode.accept import Candidates
 from specdec.decode.drafters.budget import follow_chances
-from specdec.decode.drafters.levels import DynamicTree, temper
-from specdec.decode.drafters.redrafter import BeamDraft
+from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree, temper
+from specdec.decode.drafters.redrafter import BeamDraft, list_candidates
 from specdec.engine import int4, int8, native
 from specdec.engine.layout import plan_drafter
 from specdec.engine.linear import Linear
@@ -175,6 +176,32 @@ def grow_slowly(
     return {path: seen[path] for path in best}
 
 
+def grow(
+    head: ReDrafterHead, hidden: torch.Tensor, tokens: np.ndarray, size: int,
+    temperatures: np.ndarray, least_promise: float = ALL_LEVELS,
+) -> tuple[list[Candidates], int]:  # fmt: skip
+    """Dynamic trees and their levels, as the proposer has them."""
+    found = head.search_trees(hidden, torch.tensor(tokens), size, temperatures, least_promise)
+    assert (found is not None) == (head.packed is not None)
+    if found is not None:
+        return list_candidates(tokens, found), found.num_levels
+    beams, length = head.params.num_beams, head.params.draft_len_per_beam
+    draft = BeamDraft(head, hidden, tokens, temperatures, least_promise)
+    tree = DynamicTree(top_k=beams, depth=length, num_tokens=size)
+    return tree.grow(draft), draft.num_levels
+
+
+def list_paths(candidates: Candidates) -> list[tuple[int, ...]]:
+    """The tokens below the root of every node."""
+    tree = candidates.tree
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], int(token)))
+    assert tree.parents[0] == -1
+    assert tree.depths.tolist() == [len(path) for path in paths]
+    return paths
+
+
 @pytest.mark.parametrize("rnn", [True, False])
 @pytest.mark.parametrize("exit_dim", [2 * HIDDEN, 24])
 @pytest.mark.parametrize(("beams", "length", "size"), [(1, 4, 3), (3, 3, 7), (5, 5, 12)])
@@ -194,24 +221,19 @@ def test_a_dynamic_tree_equals_the_slow_reference(
     hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
     tokens = np.array([4, 80, 33])
     exact = {name: w.double().numpy() for name, w in weights.items()}
-    tree = DynamicTree(top_k=beams, depth=length, num_tokens=size)
-    draft = BeamDraft(head, hidden, tokens, np.ones(3))
-    for row, candidates in enumerate(tree.grow(draft)):
+    found, num_levels = grow(head, hidden, tokens, size, np.ones(3))
+    for row, candidates in enumerate(found):
         assert candidates.confidence is not None
         chances = follow_chances(candidates.tree, candidates.confidence)
-        paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(candidates.tree.tokens, candidates.tree.parents, strict=True):
-            if parent >= 0:
-                paths.append((*paths[parent], int(token)))
-        found = dict(zip(paths[1:], chances[1:], strict=True))
+        found_paths = dict(zip(list_paths(candidates)[1:], chances[1:], strict=True))
         step = make_stepper(
             head.params, exact, embedding.double().numpy(), hidden[row].double().numpy(), VOCAB
         )
         expected = grow_slowly(head.params, step, int(tokens[row]), size)
-        assert found.keys() == expected.keys()
+        assert found_paths.keys() == expected.keys()
         for path, score in expected.items():
-            assert found[path] == pytest.approx(np.exp(score), rel=1e-3)
-    assert draft.num_levels == length
+            assert found_paths[path] == pytest.approx(np.exp(score), rel=1e-3)
+    assert num_levels == length
 
 
 def test_more_beams_than_candidates() -> None:
@@ -233,6 +255,33 @@ def test_native_search_equals_torch_for_any_batch(
     assert torch.equal(fast.search_beams(hidden, tokens), plain.search_beams(hidden, tokens))
 
 
+@pytest.mark.parametrize(("beams", "length", "size"), [(1, 3, 2), (4, 5, 15), (3, 4, 12)])
+@pytest.mark.parametrize("least_promise", [ALL_LEVELS, 1.5, 4.0])
+def test_native_trees_equal_those_of_torch(
+    kernels: native.NativeKernels, beams: int, length: int, size: int, least_promise: float
+) -> None:
+    """Node by node, at temperatures of their own, also where levels are left out."""
+    shape = {"beams": beams, "length": length, "rnn": True, "exit_dim": 37, "vocab": 211}
+    plain, _, _ = make_head(**shape)  # type: ignore[arg-type]
+    fast, _, _ = make_head(**shape, kernels=kernels)  # type: ignore[arg-type]
+    hidden = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2))
+    tokens, temperatures = np.array([5, 0, 210, 7]), np.array([0.75, 1.0, 1.3, 0.75])
+    slow, num_levels = grow(plain, hidden, tokens, size, temperatures, least_promise)
+    found, levels = grow(fast, hidden, tokens, size, temperatures, least_promise)
+    assert levels == num_levels
+    assert num_levels == length or least_promise > 0
+    assert num_levels == 1 or least_promise < 4  # of four rows no more can be promised
+    for one, other in zip(found, slow, strict=True):
+        for name in ("tokens", "parents", "depths"):
+            assert getattr(one.tree, name).tolist() == getattr(other.tree, name).tolist()
+        assert one.confidence == pytest.approx(other.confidence, rel=1e-4)
+    (alone,), _ = grow(fast, hidden[2:3], tokens[2:3], size, temperatures[2:3])
+    if num_levels == length:
+        assert alone.confidence is not None
+        assert found[2].confidence is not None
+        assert np.array_equal(alone.confidence, found[2].confidence)
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rows", [[0], [0, 1, 2]])
 def test_native_search_over_what_is_no_number(
@@ -251,6 +300,12 @@ def test_native_search_over_what_is_no_number(
             assert torch.equal(found[row], whole[row])
         else:
             assert len({tuple(beam) for beam in found[row].tolist()}) == 3
+    trees, _ = grow(head, hidden, tokens.numpy(), 7, np.ones(3))
+    for candidates in trees:
+        assert 0 <= candidates.tree.tokens.min() <= candidates.tree.tokens.max() < VOCAB
+        assert len({*list_paths(candidates)}) == 8
+        assert candidates.confidence is not None
+        assert np.isfinite(candidates.confidence).all()
 
 
 def test_native_search_passes_over_what_is_no_number(kernels: native.NativeKernels) -> None:

@@ -23,6 +23,7 @@ from specdec.decode.drafters.budget import (
     bind,
     follow_chances,
 )
+from specdec.decode.drafters.levels import ALL_LEVELS
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
@@ -211,11 +212,10 @@ def test_levels_end_where_another_is_not_worth_its_price() -> None:
     for _ in range(2):
         budget.record(None, 1.0, 1, [1])
     assert budget.plan([100])
-    assert budget.goes_on(np.array([0.0]))  # what a level costs is not known yet
+    assert budget.price_level() == ALL_LEVELS  # what a level costs is not known yet
     budget.record(0.4, 1.1, 2, [2], num_levels=2)
     assert budget.plan([100])
-    assert budget.goes_on(np.array([1.0]))
-    assert not budget.goes_on(np.array([0.3]))
+    assert 0.3 < budget.price_level() < 1.0
 
 
 # ---- The text.
@@ -289,7 +289,7 @@ def test_the_text_is_that_of_plain_decoding(
 
     monkeypatch.setattr(Budget, "plan", plan)
     monkeypatch.setattr(Budget, "choose", lambda self, chances: chance.randrange(4))
-    monkeypatch.setattr(Budget, "goes_on", lambda self, promised: chance.random() < 0.7)
+    monkeypatch.setattr(Budget, "price_level", lambda self: chance.choice([-np.inf, 0.2, 1.0]))
     for options in (Options(), Options(reuse_blocks=True)):
         results = engine.generate(requests, options)
         assert [r.output_ids for r in results] == expected
@@ -359,7 +359,7 @@ def test_trees_of_redrafter(folders: dict[str, Path], tmp_path: Path) -> None:
     drafter = engine.proposer.proposer
     assert isinstance(drafter, DynamicProposer)
     assert isinstance(drafter, LevelDrafter)
-    drafter.goes_on = lambda promised: False
+    drafter.least_promise = 1.0
     drafter.allocate(2, 8)
     request = ActiveRequest(
         Request(index=0, input_ids=[5], max_output_len=9, end_ids=frozenset()), 1,

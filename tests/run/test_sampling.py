@@ -22,7 +22,7 @@ from specdec.decode import accept as verify
 from specdec.decode.accept import Candidates, accept_batch
 from specdec.decode.drafters.dflash import BlockDraft, grow_tree
 from specdec.decode.drafters.eagle import PassDraft, StaticTree
-from specdec.decode.drafters.levels import DynamicTree, Level
+from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree, Level
 from specdec.decode.drafters.lookahead import Lookahead
 from specdec.decode.drafters.prompt_lookup import NgramIndex
 from specdec.decode.drafters.suffix import SuffixTree, grow
@@ -124,7 +124,7 @@ class ToyDraft:
     def __init__(self, text: Sequence[int]) -> None:
         self.roots = np.array([text[-1] if text else 0])
         self.texts = [list(text)]  # of the newest level
-        self.goes_on = None
+        self.least_promise = ALL_LEVELS
 
     def rank_root(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         logits = torch.stack([DRAFT_MODEL.get_logits(text) for text in self.texts])

@@ -28,6 +28,7 @@ from specdec.decode.drafters.base import (
     Proposer,
     StepTimer,
 )
+from specdec.decode.drafters.levels import ALL_LEVELS
 from specdec.decode.drafters.pacing import (
     HORIZON,
     KEEP,
@@ -143,12 +144,13 @@ def follow_chances(tree: Tree, chances: Array) -> Array:
 class LevelDrafter(Protocol):
     """A proposer that drafts a level of its tree at a time, and may be told to stop.
 
-    num_levels: of the newest draft. goes_on: given the tokens per row that are expected to be
-    accepted at the newest level [B], whether to draft another; None drafts all.
+    num_levels: of the newest draft. least_promise: another level is drafted while more than that
+    many of the newest one's tokens are expected to be accepted, in all rows together and at most
+    one in each; see `Budget.price_level`.
     """
 
     num_levels: int
-    goes_on: Callable[[Array], bool] | None
+    least_promise: float
 
 
 class Budget:
@@ -231,18 +233,18 @@ class Budget:
         self._rest = num_rows, self._spent + REST_STEPS * plain
         return False
 
-    def goes_on(self, promised: Array) -> bool:
-        """Whether another level of a draft is worth its price.
+    def price_level(self) -> float:
+        """How much another level of a draft must promise to be worth its price.
 
-        promised: tokens of the newest level that are expected to be accepted, of each row [B].
+        That is tokens of the newest level that are expected to be accepted, in all rows together
+        and at most one in each.
         """
         level = self._draft.estimate(self._num_rows)
         if level is None:
-            return True
+            return ALL_LEVELS
         verify = self._predict_verify()
-        gain = self._gains[0] / self._weight * float(np.minimum(promised, 1.0).sum())
-        gain *= _count_won(self._num_rows)
-        return bool(gain > self._rate * (level + verify[1] - verify[0]))
+        price = self._rate * (level + verify[1] - verify[0])
+        return float(price * self._weight / (self._gains[0] * _count_won(self._num_rows)))
 
     def choose(self, chances: Sequence[Array]) -> int:
         """How many nodes of each row to verify beside the root, by their chances, best first."""
@@ -377,12 +379,14 @@ class BudgetProposer:
         """Return what pays of the other's drafts, or nothing but roots."""
         self._draft_seconds = None
         is_bound = len(requests) >= self.min_rows
-        if isinstance(self.proposer, LevelDrafter):
-            self.proposer.goes_on = self.budget.goes_on if is_bound else None
         if not is_bound:
+            if isinstance(self.proposer, LevelDrafter):
+                self.proposer.least_promise = ALL_LEVELS
             self._began = None
             return self.proposer.propose(requests)
         if self.budget.plan([request.remaining for request in requests], self._num_beside):
+            if isinstance(self.proposer, LevelDrafter):
+                self.proposer.least_promise = self.budget.price_level()
             began = self._clock()
             self._drafts = self._cut(self.proposer.propose(requests))
             self._draft_seconds = self._clock() - began

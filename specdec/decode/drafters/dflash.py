@@ -8,14 +8,14 @@ the tokens of a place depend on the one before it: its trees grow level by level
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, StateKeeper, list_rows, make_net
-from specdec.decode.drafters.levels import DynamicTree, Level
+from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree, Level
 from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS, DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
@@ -48,7 +48,7 @@ def grow_tree(
 class BlockDraft:
     """A draft of blocks whose places know the token before them."""
 
-    goes_on: Callable[[np.ndarray], bool] | None = None  # a level costs next to nothing
+    least_promise = ALL_LEVELS  # one costs next to nothing
 
     def __init__(self, net: DFlashNet, hidden: Tensor, roots: IntArray) -> None:
         """hidden: [B, P, D], the states of the places; roots: [B]."""

@@ -8,7 +8,7 @@ places of a tree by then, which know nothing of one another's tokens: any may fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, StateKeeper, list_rows, make_net
-from specdec.decode.drafters.levels import Draft, DynamicTree, Level
+from specdec.decode.drafters.levels import ALL_LEVELS, Draft, DynamicTree, Level
 from specdec.decode.drafters.pacing import DraftPlan, bound_catch_up
 from specdec.decode.drafters.trees import (
     BUDGET_CPU_TOKENS,
@@ -165,10 +165,10 @@ class TreeDraft:
 
     def __init__(
         self, net: EagleNet, cache: KVCache, rows: IntArray, roots: IntArray, hidden: Tensor,
-        goes_on: Callable[[np.ndarray], bool] | None = None,
+        least_promise: float = ALL_LEVELS,
     ) -> None:  # fmt: skip
-        """goes_on: as in `LevelDrafter`."""
-        self.roots, self.goes_on = roots, goes_on
+        """least_promise: as in `LevelDrafter`."""
+        self.roots, self.least_promise = roots, least_promise
         self.num_levels = 0  # that were drafted
         self._net, self._cache, self._rows = net, cache, rows
         self._hidden = hidden[:, None]  # [B, n, D], of the newest level
@@ -207,7 +207,7 @@ class TreeDraft:
 class PassDraft:
     """A draft of all rows by one pass: tokens of each place, whatever stands before it."""
 
-    goes_on: Callable[[np.ndarray], bool] | None = None  # a level costs nothing
+    least_promise = ALL_LEVELS  # one costs nothing
 
     def __init__(self, roots: IntArray, ranked: IntArray, scores: np.ndarray) -> None:
         """roots: [B]; ranked, scores: [B, P, width], best first, and log-probabilities."""
@@ -262,8 +262,6 @@ def make_proposer(context: DraftContext) -> EagleProposer:
 class EagleProposer(StateKeeper):
     """Proposes a static or a dynamic tree; keeps the target's features of all committed tokens."""
 
-    goes_on: Callable[[np.ndarray], bool] | None  # as in `LevelDrafter`
-
     def __init__(
         self, net: EagleNet, decoder: Decoder, options: EagleOptions | None = None, *,
         has_budget: bool = False,
@@ -274,7 +272,7 @@ class EagleProposer(StateKeeper):
         self._is_small = decoder.device.type == "cpu"
         self.max_catch_up: int | None = None
         self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
-        self.num_levels, self.goes_on = 1, None
+        self.num_levels, self.least_promise = 1, ALL_LEVELS  # as in `LevelDrafter`
         eagle3 = self.params.eagle3
         super().__init__(decoder, None if eagle3 is None else eagle3.aux_layers, "EAGLE-3")
         if options is None:
@@ -377,7 +375,7 @@ class EagleProposer(StateKeeper):
                 MAX_PASS_TOKENS,
             )  # fmt: skip
             draft = TreeDraft(
-                self.net, self._cache, rows[ready], roots[ready], hidden, self.goes_on
+                self.net, self._cache, rows[ready], roots[ready], hidden, self.least_promise
             )
             for at, found in zip(ready, self.tree.grow(draft), strict=True):
                 candidates[at] = found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from specdec.engine.tree import IntArray, Tree
 # target's likeliest more often than it is likely. So for greedy requests its probabilities are
 # those of a lower temperature; by this one trees of pycode's ReDrafter hold most.
 LEAST_TEMPERATURE = 0.75
+ALL_LEVELS = -np.inf  # a `least_promise` that every level has
 
 
 def read_temperatures(requests: Sequence[ActiveRequest]) -> Array:
@@ -54,10 +55,13 @@ class Level:
 
 
 class Draft(Protocol):
-    """One draft of all rows: their roots, and what follows from level to level."""
+    """One draft of all rows: their roots, and what follows from level to level.
+
+    least_promise: as in `LevelDrafter`.
+    """
 
     roots: IntArray
-    goes_on: Callable[[np.ndarray], bool] | None
+    least_promise: float
 
     def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
         """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
@@ -97,7 +101,7 @@ class DynamicTree:
         for _ in range(1, self.depth):
             chosen = np.take_along_axis(tokens, run, axis=1)
             totals = np.take_along_axis(scores, run, axis=1)
-            if draft.goes_on is not None and not draft.goes_on(np.exp(totals).sum(1)):
+            if not np.minimum(np.exp(totals).sum(1), 1.0).sum() > draft.least_promise:
                 break
             ranked, own = draft.rank_level(Level(chosen, places, top_k))  # [B, K, K]
             parents = np.repeat(first + run, top_k, axis=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,10 +10,17 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs, list_rows
-from specdec.decode.drafters.levels import DynamicTree, Level, read_temperatures, temper
+from specdec.decode.drafters.levels import (
+    ALL_LEVELS,
+    DynamicTree,
+    Level,
+    read_temperatures,
+    temper,
+)
 from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.graphs import Graphs
+from specdec.engine.native import FoundTrees
 from specdec.engine.redrafter import ReDrafterHead
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import IntArray, Tree, pack_beams
@@ -92,34 +99,53 @@ class DynamicProposer(ReDrafterProposer):
             top_k=params.num_beams, depth=params.draft_len_per_beam, num_tokens=num_tokens
         )
         self.max_draft_tokens = self.tree.num_tokens
-        self.num_levels = 1  # as in `LevelDrafter`
-        self.goes_on: Callable[[np.ndarray], bool] | None = None
+        self.num_levels, self.least_promise = 1, ALL_LEVELS  # as in `LevelDrafter`
 
     def fit_budget(self) -> DynamicProposer:
         return self
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        """Draft the tree's levels for all rows at once."""
+        """Search the trees of all rows at once."""
         hidden = self._hidden[to_device(list_rows(requests), self._hidden.device)]
         roots = np.array([request.output_ids[-1] for request in requests], np.int64)
-        draft = BeamDraft(self.head, hidden, roots, read_temperatures(requests), self.goes_on)
+        temperatures = read_temperatures(requests)
+        found = self.head.search_trees(
+            hidden, to_device(roots, hidden.device), self.tree.num_tokens, temperatures,
+            self.least_promise,
+        )  # fmt: skip
+        if found is not None:
+            self.num_levels = found.num_levels
+            return list_candidates(roots, found)
+        draft = BeamDraft(self.head, hidden, roots, temperatures, self.least_promise)
         candidates = self.tree.grow(draft)
         self.num_levels = draft.num_levels
         return candidates
 
 
+def list_candidates(roots: IntArray, found: FoundTrees) -> list[Candidates]:
+    """The trees that a native search found, under their roots."""
+    ends = np.zeros((3, len(roots), 1), np.int64)
+    ends[0, :, 0], ends[1] = roots, -1
+    tokens, parents, depths = np.concatenate((ends, found.nodes), axis=2)
+    chances = np.concatenate((np.ones((len(roots), 1)), found.chances), axis=1)
+    return [
+        Candidates(Tree(*columns), None, sure)
+        for *columns, sure in zip(tokens, parents, depths, chances, strict=True)
+    ]
+
+
 class BeamDraft:
-    """One draft of all rows: what follows their roots, from level to level."""
+    """One draft of all rows by torch's operators: what follows their roots, level by level."""
 
     def __init__(
         self, head: ReDrafterHead, hidden: Tensor, roots: IntArray, temperatures: Array,
-        goes_on: Callable[[np.ndarray], bool] | None = None,
+        least_promise: float = ALL_LEVELS,
     ) -> None:  # fmt: skip
-        """hidden: [B, D]; temperatures: as in `temper`; goes_on: as in `LevelDrafter`."""
-        self.roots, self.goes_on = roots, goes_on
+        """hidden: [B, D]; temperatures: as in `temper`; least_promise: as in `LevelDrafter`."""
+        self.roots, self.least_promise = roots, least_promise
         self.num_levels = 0  # that were drafted
         self._head, self._temperatures = head, temperatures
-        self._context = head.make_context(hidden)[:, None]
+        self._context = hidden[:, None]
         self._state = head.update_state(to_device(roots, hidden.device)[:, None], None)
 
     def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
