@@ -490,23 +490,41 @@ struct Checks {
     const void *matrices[] = {rnn_w.data(), rnn_u.data(), context.data(), recurrent.data(),
                               head.data()};
     const E *biases[] = {rnn_u_bias.data(), input_bias.data()};
-    const int64_t last[] = {3, 70};
-    const auto search = find<void(const E *, const E *, const int64_t *, const void *const *,
-                                  const E *const *, const void *const *, int64_t, const int64_t *,
-                                  int64_t *, const int64_t *)>(name("specdec_search_beams"));
-    const auto run = [&](int64_t first, int64_t count) {
-      std::vector<int64_t> beams(count * W * L);
-      const int64_t sizes[] = {count, W, L, V, D, D, 10, 0};
+    const int64_t last[] = {3, 70}, kNodes = 7;
+    const auto search = find<int64_t(const E *, const E *, const int64_t *, const void *const *,
+                                     const E *const *, const void *const *, int64_t, const int64_t *,
+                                     const double *, double, int64_t *, double *, const int64_t *)>(
+        name("specdec_search"));
+    const auto call = [&](int64_t first, int64_t count, const double *temperatures, int64_t *found,
+                          double *chances) {
+      const int64_t sizes[] = {count, W, L, kNodes, V, D, D, 10, 0};
       search(embedding.data(), hidden.data() + first * D, last + first, matrices, biases, blocks, 1,
-             nullptr, beams.data(), sizes);
+             nullptr, temperatures, 0.0, found, chances, sizes);
+    };
+    const auto run_beams = [&](int64_t first, int64_t count) {
+      std::vector<int64_t> beams(count * W * L);
+      call(first, count, nullptr, beams.data(), nullptr);
       return beams;
     };
-    const std::vector<int64_t> beams = run(0, B);
+    const std::vector<int64_t> beams = run_beams(0, B);
+    // Of each row the nodes' columns [3, kNodes], and how likely each is.
+    std::vector<int64_t> nodes(3 * B * kNodes), own(3 * kNodes);
+    std::vector<double> chances(B * kNodes), own_chances(kNodes);
+    const double temperatures[] = {1.0, 0.5};
+    call(0, B, temperatures, nodes.data(), chances.data());
     for (int64_t b = 0; b < B; ++b) {
-      const std::vector<int64_t> one = run(b, 1);
+      const std::vector<int64_t> one = run_beams(b, 1);
       expect(std::equal(one.begin(), one.end(), beams.begin() + b * W * L), name("search_beams"));
+      call(b, 1, temperatures + b, own.data(), own_chances.data());
+      for (int64_t column = 0; column < 3; ++column)
+        expect(std::equal(own.begin() + column * kNodes, own.begin() + (column + 1) * kNodes,
+                          nodes.begin() + (column * B + b) * kNodes),
+               name("search_tree"));
+      expect(std::equal(own_chances.begin(), own_chances.end(), chances.begin() + b * kNodes),
+             name("search_tree"));
     }
     tell("search_beams", add_bits(kStart, beams));
+    tell("search_tree", add_bits(kStart, nodes));
   }
 
   static void run() {
