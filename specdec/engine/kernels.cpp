@@ -445,21 +445,33 @@ inline int64_t count_steps(int64_t depth) {
   return (depth + Packing<E>::kElements - 1) / Packing<E>::kElements;
 }
 
+// What is in a register from here on, and no compiler knows why: so it neither puts the instruction off
+// nor makes another one of it and the next.
+template <typename V>
+inline V pin(V vector) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(vector));
+#elif defined(__SSE2__)
+  asm("" : "+x"(vector));
+#endif
+  return vector;
+}
+
 // x in every lane. Where an instruction could read and spread it again for each product, compilers
 // are kept from that: two products a cycle would then need two loads and wait for them.
 template <typename V, typename X>
 inline V spread(X x) {
-  V lanes = x - V{};
-#if defined(__AVX512F__)
-  asm("" : "+v"(lanes));
-#elif defined(__AVX2__)
-  asm("" : "+x"(lanes));
-#endif
-  return lanes;
+  return pin(x - V{});
 }
 
 // sum + a * b, in the register that has the sum. With only 16 of them GCC's own choice is to move sums
 // about, some to memory and back in every step.
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+constexpr bool kAddsInPlace = true;
+#else
+constexpr bool kAddsInPlace = false;
+#endif
+
 inline Floats add_in_place(Floats sum, Floats a, Floats b) {
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
   asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
@@ -498,19 +510,14 @@ inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const floa
   Floats w[kWords];
   for (int64_t k = 0; k < kWords; ++k) w[k] = widen_low(load<Words>(step + k * 2 * kVector));
   add_outer<M>(sums, w, x);
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  asm("" : "+r"(step));  // with few registers what was read is read again
-#endif
+  // With few registers what was read is read again, and none may be left for widen_high's mask.
+  if constexpr (kAddsInPlace) asm("" : "+r"(step));
   for (int64_t k = 0; k < kWords; ++k) {
     const Words words = load<Words>(step + k * 2 * kVector);
-    w[k] = widen_high(words);
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    if constexpr (M == kMaxRows) {  // and none is left for widen_high's mask
-      Words high = words >> 16;
-      asm("" : "+x"(high));
-      w[k] = widen_low(high);
-    }
-#endif
+    if constexpr (kAddsInPlace && M == kMaxRows)
+      w[k] = widen_low(pin(words >> 16));
+    else
+      w[k] = widen_high(words);
   }
   add_outer<M>(sums, w, x + M);
 }
@@ -1501,6 +1508,11 @@ struct Fetch {
   int64_t stride;
 };
 
+// Fetches what a step holds, or as many of a tile's scales.
+inline void fetch_step(const char *from) {
+  for (int64_t at = 0; at < kStepBytes; at += kLine) __builtin_prefetch(from + at);
+}
+
 // Two kinds of packed matrices follow. Each tells its number of steps, where its tiles are and how
 // many bytes of one come before its first step; how many inputs a row takes when it is packed; packs
 // rows; and multiplies with them.
@@ -1567,7 +1579,7 @@ struct FloatMatrix {
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         const char *ahead = fetch.from + (step - begin) * fetch.stride + g * tile_bytes;
-        for (int64_t at = 0; at < kStepBytes; at += kLine) __builtin_prefetch(ahead + at);
+        fetch_step(ahead);
         add_products<M>(sums[g],
                         reinterpret_cast<const E *>(tile + g * tile_bytes + step * kStepBytes),
                         x + step * Packing<E>::kInputs * M);
@@ -1593,8 +1605,7 @@ struct FloatMatrix {
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) {
           const char *ahead = fetch.from + (step - begin) * fetch.stride + g * tile_bytes;
-          __builtin_prefetch(ahead);
-          __builtin_prefetch(ahead + kLine);
+          fetch_step(ahead);
           const char *from = tile + g * tile_bytes + step * kStepBytes;
           Floats low[kWords], high[kWords];
           for (int64_t k = 0; k < kWords; ++k) {
@@ -1655,18 +1666,6 @@ constexpr int kByteZero = 128;
 
 typedef int32_t Ints __attribute__((vector_size(4 * kVector)));
 typedef uint16_t Shorts __attribute__((vector_size(4 * kVector)));
-
-// A sum that stays in a register until the next product: compilers that are free to add other products
-// first keep all of these, and run out of registers.
-template <typename V>
-inline V pin(V sum) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(sum));
-#elif defined(__SSE2__)
-  asm("" : "+x"(sum));
-#endif
-  return sum;
-}
 
 // sums + the products of each lane's bytes, or its 16-bit numbers, with those of x, the signed ones.
 inline Ints add_parts(Ints sums, Words w, Words x) {
@@ -1877,8 +1876,7 @@ struct IntegerMatrix {
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         const char *ahead = scales + g * tile_bytes + 4 * scale_stride;  // of the next group
-        __builtin_prefetch(ahead);
-        __builtin_prefetch(ahead + kLine);
+        fetch_step(ahead);
 #pragma GCC unroll 2
         for (int64_t k = 0; k < kWords; ++k)
 #pragma GCC unroll 12
@@ -1898,8 +1896,7 @@ struct IntegerMatrix {
           const char *from = tile + g * tile_bytes + header + step * kStepBytes;
           const char *last = from + (pause - step) * kStepBytes;
           for (; from < last; from += kStepBytes, ahead += fetch.stride, x_step += kParts * M) {
-            __builtin_prefetch(ahead);
-            __builtin_prefetch(ahead + kLine);
+            fetch_step(ahead);
             Words w[kWords];
             for (int64_t k = 0; k < kWords; ++k) w[k] = load<Words>(from + k * 4 * kVector);
 #pragma GCC unroll 4
