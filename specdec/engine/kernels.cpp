@@ -367,7 +367,7 @@ void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t siz
 constexpr int64_t kWords = 2, kTile = kWords * kVector, kStepBytes = 4 * kTile;
 
 // How far ahead of its use a matrix is fetched from memory.
-constexpr int64_t kLine = 64, kPrefetchBytes = 4096;
+constexpr int64_t kLine = 64;
 // Steps after which blocks of rows take turns: these and the next ones stay in the nearest cache.
 constexpr int64_t kTurn = 8192 / kStepBytes;
 
@@ -391,6 +391,14 @@ constexpr bool kMultipliesPairs = false, kSumsBands = false;
 #else
 #define SPECDEC_AMX 0
 #endif
+// How far ahead of what is multiplied a matrix is fetched. Processors with AMX fetch the rest of a page
+// by themselves if they are asked for what is near.
+#if SPECDEC_AMX
+constexpr int64_t kPrefetchBytes = 1536;
+#else
+constexpr int64_t kPrefetchBytes = 4096;
+#endif
+
 // Products of integers by AMX, whose sums are exact and so the same as by other instructions.
 #if (defined(__AMX_INT8__) || defined(__AMXINT8__)) && defined(__AVX512BW__) && defined(__linux__)
 #define SPECDEC_AMX_INTEGERS 1
@@ -2064,11 +2072,13 @@ void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int6
 }
 
 #if SPECDEC_AMX
-// Where all inputs are up to kFewBytes, they and so many bands of a tile stay in the second cache. More take
-// so many tiles together, by so few bands that the inputs of two blocks stay in the nearest cache for all of
-// these. So many tiles' outputs are put at a time: a row of them is another page of memory.
-constexpr int64_t kFewBytes = 1400000, kFewBands = 64, kManyTiles = 8, kManyBands = 8;
-constexpr int64_t kPutTiles = 8, kPackBands = 16;
+// Inputs of up to kFewBytes stay in the second cache. While up to kFewBlocks are multiplied, kFewBands of a
+// tile stay in the nearest; more blocks take kFewLongBands, in the second. More inputs take kManyTiles
+// together, by so few bands that the inputs of two blocks stay in the nearest cache for all of these. Three
+// blocks fetch from further ahead. So many tiles' outputs are put at a time: a row of them is another page
+// of memory.
+constexpr int64_t kFewBytes = 1400000, kFewBlocks = 8, kFewBands = 4, kFewLongBands = 64;
+constexpr int64_t kManyTiles = 8, kManyBands = 8, kThreeAhead = 4096, kPutTiles = 8, kPackBands = 16;
 // From here on a matrix is read from memory, for one row a little faster by plain code.
 constexpr int64_t kCachedNumbers = 1 << 20;
 
@@ -2079,7 +2089,7 @@ struct Bands {
   int64_t tile_bytes, whole, begin, end;
 };
 
-// What is fetched for each band: four times so many lines.
+// What is fetched for each band where it does not stream: four times so many lines.
 struct BandsAhead {
   const char *at;
   int64_t lines;
@@ -2088,11 +2098,12 @@ struct BandsAhead {
 // Adds the products of kX blocks of `rows` rows with kW tiles, of which one is 1, to sums
 // [kX * rows, kW * kTile], which begin at zero. x: all bands of the first block, x_bytes before the
 // next one's. What lies `ahead` is fetched meanwhile, a part between two products (many at once keep these
-// waiting), a whole band for each where these blocks are the only ones: with more blocks than one into the
-// second cache, as they keep the way into the nearest busy.
-template <int kX, int kW, bool kIsOnly>
-inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w, BandsAhead ahead,
-                    float *sums) {
+// waiting): a whole band for each where it streams, with more blocks than one into the second cache, as they
+// keep the way into the nearest busy. A function of its own: what a processor fetches by itself depends on
+// where the loop's instructions lie.
+template <int kX, int kW, bool kStreams>
+__attribute__((noinline)) void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w,
+                                       BandsAhead ahead, float *sums) {
   constexpr int64_t kWidth = kW * kTile * 4;  // bytes of a row of sums
   char *to = reinterpret_cast<char *>(sums), *more = kW == 1 ? to + rows * kWidth : to + 2 * kLine;
   char *last = more + rows * kWidth;  // of three blocks
@@ -2124,7 +2135,7 @@ inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w
     const char *from = is_whole ? w.tile + band * kBandBytes : w.rest;
     const char *inputs = x + band * rows * kLine;
     const auto fetch = [&](int64_t begin, int64_t end) {  // of a band's 32 lines
-      if constexpr (kIsOnly) {
+      if constexpr (kStreams) {
 #pragma GCC unroll 32
         for (int64_t line = begin; line < end; ++line)
 #pragma GCC unroll 2
@@ -2186,7 +2197,7 @@ inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w
         multiply_registers<3, 4, 6>();
       }
     }
-    if constexpr (kIsOnly) ahead.at += kBandBytes;
+    if constexpr (kStreams) ahead.at += kBandBytes;
   }
   store_register<0>(to, kWidth);
   store_register<1>(to + kLine, kWidth);
@@ -2202,7 +2213,8 @@ inline void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w
 
 // y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of up to kAmxRows, all of one size, the
 // last filled up with zeros. One block takes two tiles at a time; more are taken by groups of two, the
-// first of an odd number by three. All of these groups together fetch what they read next.
+// last of an odd number by three. With few inputs the first group alone reads a tile from memory, what it
+// fetches near ahead; with many, all groups together fetch what comes next.
 template <typename X, typename B, typename O>
 void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, const B *bias,
                   int64_t N, O *y) {
@@ -2217,7 +2229,9 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
   const bool is_alone = blocks == 1, is_only = groups == 1;
   const bool is_few = is_only || blocks * x_bytes <= kFewBytes;
   const int64_t together = is_alone ? 2 : is_few ? 1 : kManyTiles;
-  const int64_t stretch = is_only ? bands : is_few ? kFewBands : kManyBands;
+  const int64_t few_bands = is_only ? bands : blocks <= kFewBlocks ? kFewBands : kFewLongBands;
+  const int64_t stretch = is_few ? few_bands : kManyBands;
+  const int64_t near = blocks == 3 ? kThreeAhead : kPrefetchBytes;
   static thread_local std::vector<Line> scratch;
   if (static_cast<int64_t>(scratch.size()) < blocks * bands * rows) scratch.resize(blocks * bands * rows);
   Line *inputs = scratch.data();
@@ -2261,17 +2275,19 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
                       tile_bytes - w.whole * kBandBytes);
       for (; w.begin < bands; w.begin = w.end) {
         w.end = std::min(w.begin + stretch, bands);
-        // What follows of these tiles, else of those after them.
+        // With many: what follows of these tiles, else of those after them.
         const bool is_end = w.end == bands;
-        const int64_t next = is_only ? w.begin * kBandBytes + kPrefetchBytes
-                                     : is_end ? together * tile_bytes : w.end * kBandBytes;
+        const int64_t next = is_few ? w.begin * kBandBytes + near
+                                    : is_end ? together * tile_bytes : w.end * kBandBytes;
         const int64_t following = std::min(stretch, is_end ? bands : bands - w.end);
         const int64_t own_bands = w.end - w.begin, all_bands = groups * own_bands;
-        const int64_t lines = (following * (kBandBytes / kLine / 4) + all_bands - 1) / all_bands;
+        const int64_t lines =
+            is_few ? 0 : (following * (kBandBytes / kLine / 4) + all_bands - 1) / all_bands;
         int64_t fetched = 0, some = 0;
         for (int64_t block = 0; block < blocks; block += some) {
-          some = is_alone ? 1 : (blocks - block) % 2 == 1 ? 3 : 2;
+          some = is_alone ? 1 : blocks - block == 3 ? 3 : 2;
           const char *from = reinterpret_cast<const char *>(inputs) + block * x_bytes;
+          const bool streams = is_few && block == 0;
           for (int64_t g = 0; g < count; g += together == 2 ? 2 : 1) {
             Bands own = w;
             own.tile += g * tile_bytes;
@@ -2282,9 +2298,9 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
               add_amx<1, 2, true>(from, x_bytes, rows, own, ahead, to);
             else if (is_alone)
               add_amx<1, 1, true>(from, x_bytes, rows, own, ahead, to);
-            else if (is_only && some == 3)
+            else if (streams && some == 3)
               add_amx<3, 1, true>(from, x_bytes, rows, own, ahead, to);
-            else if (is_only)
+            else if (streams)
               add_amx<2, 1, true>(from, x_bytes, rows, own, ahead, to);
             else if (some == 3)
               add_amx<3, 1, false>(from, x_bytes, rows, own, ahead, to);
