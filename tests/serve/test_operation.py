@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -23,7 +24,8 @@ import pytest
 
 from benchmarks.under_load.client import ask
 from specdec import Engine, Prompt, SpecDecError
-from specdec.serve import cli
+from specdec.processes import _list_family
+from specdec.serve import cli, scheduler
 from specdec.serve.server import Server
 from tests.conftest import ROOT, make_llama, make_tokenizer, run_cli
 from tests.engines import call, run_cli_here
@@ -142,7 +144,7 @@ def check_lost(server: Server) -> None:
 
 
 def test_two_ranks_serve_and_a_lost_one_ends_the_server(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_llama(tmp_path, seed=5)
     make_tokenizer(target)
@@ -180,6 +182,38 @@ def test_two_ranks_serve_and_a_lost_one_ends_the_server(
         core = server.scheduler.engine._core
         core._ranks._children[0].kill()
         check_lost(server)
+    monkeypatch.setattr(scheduler, "SILENT_SECONDS", 0.5)
+    with serve_here(tmp_path / "tp2", request_timeout=0.5) as (server, url):  # one that is stopped
+        core = server.scheduler.engine._core
+        (child,) = core._ranks._children
+        os.kill(child.pid, signal.SIGSTOP)
+        assert CLIENT.post(f"{url}/v1/completions", json=LONG).status_code == 504
+        assert server.scheduler.lost is None, "it may go on"
+    assert isinstance(server.scheduler.lost, SpecDecError)
+    assert f"rank 1 of 2 is stopped (process {child.pid})" in server.scheduler.lost.message
+    assert child.poll() == -signal.SIGKILL
+    check_two_signals(tmp_path / "tp2")
+
+
+def check_two_signals(folder: Path) -> None:
+    """The second one while a step waits for a stopped rank: a message and status 1."""
+    process, url = start(folder, "--request-timeout", 0.5)
+    (other,) = _list_family(process.pid)
+    os.kill(other, signal.SIGSTOP)
+    try:
+        assert CLIENT.post(f"{url}/v1/completions", json=LONG).status_code == 504
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert "no more requests" in process.stderr.readline()
+        time.sleep(0.5)  # nobody is left to be answered
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1
+        *_, message, _ = process.stderr.read().splitlines()
+        assert message.startswith(f"error: rank 1 of 2 is stopped (process {other})")
+    finally:
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(other, signal.SIGKILL)
 
 
 # --- the files of the docs ---
