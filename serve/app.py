@@ -205,7 +205,7 @@ class Front:
             return make_requests(self._engine, chat)[0].input_ids
         if asked.messages is not None or asked.prompt is None:
             raise BadRequest("give exactly one of prompt and messages", "prompt")
-        return list(self._engine.tokenizer(asked.prompt)["input_ids"])
+        return list(self._engine.tokenizer(asked.prompt, verbose=False)["input_ids"])
 
     async def _detokenize(self, http: Request) -> Response:
         _, text = await self._read(http, DetokenizeAsked, self._find_text)

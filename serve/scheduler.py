@@ -14,9 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from specdec import Engine, Event, RequestStats, SpecDecError, Stream, logs
+from specdec.decode.ranks.processes import leave_silent_ranks
 from specdec.decode.requests import Request
 
 logger = logs.get_logger(__name__)
+# That other ranks may be silent when nothing more is wanted of them; and when told to end twice.
+SILENT_SECONDS, HURRIED_SECONDS = 10.0, 2.0
 IDLE_SECONDS = 1.0  # between two steps of an idle engine, which look after its other ranks
 
 
@@ -24,7 +27,7 @@ class QueueFull(Exception):
     """So many requests wait that no more are taken; `seconds` is when to try again."""
 
     def __init__(self, waiting: int, seconds: int) -> None:
-        super().__init__(f"{waiting} requests wait already")
+        super().__init__(f"{waiting} request{'s wait' if waiting != 1 else ' waits'} already")
         self.seconds = seconds
 
 
@@ -137,6 +140,7 @@ class Scheduler:
         self._running: list[Job] = []
         self._is_ready = self._is_draining = self._is_stopped = False
         self._seconds = 1.0  # that a request took, a moving mean
+        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -194,13 +198,24 @@ class Scheduler:
         self._is_draining = True
 
     def stop(self) -> None:
-        """End all requests and the thread; the engine is left as it is."""
+        """End all requests and the thread; the engine is left as it is.
+
+        Ranks that do not answer are given up: the engine is then lost.
+        """
         with self._changed:
             self._is_draining = self._is_stopped = True
             for job in self._running:
                 if job.stream is not None:
                     job.stream.close()
             self._changed.notify_all()
+        patience = SILENT_SECONDS
+        # An interrupt would make `join` take the thread for ended; so it comes last.
+        while self._thread.is_alive() and not self._has_ended.is_set():
+            try:
+                self._has_ended.wait(0.25)
+                leave_silent_ranks(patience)
+            except KeyboardInterrupt:  # told again; the engine cannot be closed in a step
+                patience = HURRIED_SECONDS
         if self._thread.is_alive():
             self._thread.join()
 
@@ -226,6 +241,7 @@ class Scheduler:
             self._waiting.clear()
             self._running = []
             self._changed.notify_all()
+        self._has_ended.set()
 
     def _admit(self) -> None:
         """Give the rows that are free to requests that wait; the lock is held."""

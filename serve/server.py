@@ -17,6 +17,7 @@ import uvicorn
 from specdec import Engine, SpecDecError, UsageError, logs
 from specdec.command.settings import require
 from specdec.decode.drafters import read_drafting
+from specdec.decode.ranks.processes import leave_signals
 from specdec.errors import summarize
 from specdec.http_client import SERVER_KEY_VARIABLE, read_key
 from specdec.methods import name_options
@@ -145,6 +146,7 @@ class Server:
     def run_until_told(self, listener: socket.socket) -> None:
         """Serve until SIGTERM, SIGINT, or the engine is lost, which is raised."""
         self.scheduler.start()
+        leave_signals()  # of which the first one waits for requests
         listener.listen()  # who connects now is answered as soon as uvicorn runs
         host, port = listener.getsockname()[:2]
         logger.info("%s at http://%s:%d", self._model, f"[{host}]" if ":" in host else host, port)

@@ -47,8 +47,8 @@ class ServeSettings:
     )
     prompt_chunk: int | None = setting(
         minimum=1,
-        help="Tokens of new prompts that are read in a step of running requests; if not given, 13"
-        " for each request, what these verify included, at least 64 and at most 512.",
+        help="Tokens of new prompts that are read in a step of running requests; if not given, as"
+        " many as leave it at most six times as long as without them, by what steps take here.",
     )  # fmt: skip
     request_timeout: float = setting(
         600.0, minimum=0.001, maximum=10**6, metavar="S", help="Seconds that a request may take."

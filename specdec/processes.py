@@ -92,11 +92,23 @@ def _list_family(pid: int) -> dict[int, str]:
 
 def _read_stat(pid: int) -> tuple[int, str] | None:
     """A process's parent and when it was started; None where it has ended."""
+    fields = _read_fields(pid)
+    return None if fields is None else (int(fields[1]), fields[19])
+
+
+def _read_fields(pid: int) -> list[str] | None:
+    """What /proc tells of a process behind its name, from its state on; None if it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    return int(fields[1]), fields[19]
+    return stat.rpartition(")")[2].split()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped, as by SIGSTOP; False where there is no /proc."""
+    fields = _read_fields(pid)
+    return fields is not None and fields[0] in ("T", "t")
 
 
 # What launchers of several processes tell each one; a command that one of them calls is none.

@@ -48,6 +48,7 @@ LONG_FILES = (
     "convert/test_convert_golden.py", "parity/test_families.py", "train/test_train_command.py",
     "e2e/test_readme.py", "e2e/test_recipes.py", "e2e/test_demo.py", "e2e/test_walkthrough.py",
     "run/test_requests.py", "run/test_eagle.py", "run/test_exactness.py",
+    "serve/test_operation.py",
 )  # fmt: skip
 
 # How the three kinds of published ReDrafter files name (input projection, head).

@@ -76,7 +76,7 @@ def make_prompts(
 
 def _encode(entry: dict[str, Any], tokenizer: Any) -> list[int] | None:
     if isinstance(entry.get("prompt"), str):
-        ids: list[int] = tokenizer(entry["prompt"])["input_ids"]
+        ids: list[int] = tokenizer(entry["prompt"], verbose=False)["input_ids"]
         return ids
     return entry.get("input_ids")
 

@@ -186,9 +186,9 @@ class Engine:
         holds, if any. draft: the engine folder of a draft model. device: auto, cpu or cuda.
         speculation: False decodes one token a step. max_batch_size, max_seq_len: fewer and shorter
         requests than the engine was built for, for which less memory is taken. prompt_chunk: tokens
-        of new prompts that are read in a step of streams that have begun; "auto" is 13 for each
-        stream, what these verify included, at least 64 and at most 512; None reads a prompt whole,
-        and the streams wait.
+        of new prompts that are read in a step of streams that have begun; "auto" is as many as
+        leave it at most six times as long as without them; None reads a prompt whole, and the
+        streams wait.
         is_launched: this may be rank 0 of torchrun's processes,
         the others of which follow it. options: those of specdec-run that say who drafts and how,
         with underscores, such as draft_len="auto", eagle_tree_tokens=12 or

@@ -27,6 +27,7 @@ from specdec.decode.drafters.base import (
     TreeReader,
     list_rows,
 )
+from specdec.decode.pace import Pace
 from specdec.decode.plain_ahead import Emitted, PlainAhead
 from specdec.decode.prefill import PromptReader, count_shared
 from specdec.decode.requests import (
@@ -54,9 +55,6 @@ WORTH_WAITING = 16
 # How many times as many tokens as the target a drafter may read of prompts in a step. It has every
 # prompt to read that the target has, and what was emitted meanwhile, or it would never draft.
 CATCH_UP = 4
-# With prompt_chunk "auto", tokens of a step that reads prompts, those of its requests and of drafts
-# included, for each of its requests; at least and at most.
-CHUNK_SHARE, LEAST_CHUNK, MOST_CHUNK = 13, 64, 512
 LOGPROB_TOKENS = 64  # of a prompt, whose logits are in memory at once
 
 
@@ -75,6 +73,11 @@ class Timing:
     num_steps: int = 0
     num_reused_tokens: int = 0
     is_exact: bool = False
+
+    @property
+    def target_seconds(self) -> float:
+        """What steps took without drafters."""
+        return self.prefill + self.verify + self.accept
 
     def add(self, part: str, seconds: float) -> None:
         """Count seconds as a part's."""
@@ -120,9 +123,9 @@ class Options:
 
     max_batch_size: requests decoded at once; None is all. max_num_tokens: bound of one prompt pass.
     prompt_chunk: prompt tokens that a step of other requests reads at most, and a drafter four
-    times as many; None reads whole prompts first. "auto" is 13 for each request that runs or waits,
-    at least 64 and at most 512, of which what the requests verify is taken: prompts go before
-    drafts, which are made in such a step if all that waits fits in beside them.
+    times as many; None reads whole prompts first. "auto" is what `Pace` chooses, of which what the
+    requests verify is taken: prompts go before drafts, which are made in such a step if all that
+    waits fits in beside them.
     tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
     prompts from the cache. keep_logits: return the logits that tokens were chosen by.
     keep_rejected: return what was drafted and not accepted.
@@ -209,6 +212,8 @@ class Batch:
         self._reader = PromptReader(decoder, self.cache, options.max_num_tokens)
         self._follow_prompts()
         self._held: list[list[int]] = [[] for _ in range(num_rows)]  # tokens in a row's cache
+        self._pace = Pace()
+        self._verified = 0, 0  # requests in the step that is under way, and their tokens
         self._drafted_size = 1  # tokens of each row in the newest step that might be drafted for
 
     @property
@@ -239,8 +244,17 @@ class Batch:
         allows it; and requests that have just begun go on in the next, so that their first tokens
         can be had.
         """
+        spent, num_read = self.timing.target_seconds, self._reader.num_read
+        self._verified = 0, 0
         self._retire()
         self._admit()
+        self._run()
+        num_active, num_verified = self._verified
+        if num_active:  # else a GPU may still be at it
+            num_tokens = num_verified + self._reader.num_read - num_read
+            self._pace.record(num_active, num_tokens, self.timing.target_seconds - spent)
+
+    def _run(self) -> None:
         chunk = self._choose_chunk()
         if not self._reading:
             pass
@@ -271,7 +285,9 @@ class Batch:
         chunk = self.options.prompt_chunk
         if chunk == "auto":
             num_requests = len(self.active) + len(self._reading) + len(self.waiting)
-            chunk = min(max(LEAST_CHUNK, CHUNK_SHARE * num_requests), MOST_CHUNK)
+            chunk = self._pace.choose(
+                len(self.active), num_requests, is_reading=bool(self._reading)
+            )
         if isinstance(self.proposer, PromptLatecomer):
             self.proposer.max_catch_up = None if chunk is None else CATCH_UP * chunk
         return chunk
@@ -385,6 +401,7 @@ class Batch:
             candidates = self._propose(active, drafts=drafts)
         trees = [c.tree for c in candidates]
         size = max(tree.num_nodes for tree in trees)
+        self._verified = len(active), len(active) * size
         if drafts:
             self._drafted_size = size
         with self._clocks["verify"]:
@@ -481,6 +498,7 @@ class Batch:
         """What `_verify` does where nothing is drafted, the device a step ahead."""
         with self._clocks["verify"]:
             emitted = run(self.active)
+        self._verified = len(emitted), len(emitted)
         with self._clocks["accept"]:
             for request, token in emitted:
                 self._held[request.row].append(request.output_ids[-1])

@@ -116,7 +116,7 @@ class PromptReader:
         self._max_num_tokens = max_num_tokens
         self._prompts: dict[int, Sequence[int]] = {}  # by row, the one that is due first first
         self._due: dict[int, int] = {}
-        self._num_read = 0
+        self.num_read = 0  # tokens so far
 
     @property
     def is_busy(self) -> bool:
@@ -138,7 +138,7 @@ class PromptReader:
         self._decoder.start_row(self._cache, row, len(prompt))
         left = len(prompt) - int(self._cache.past_lens[row])
         assert left > 0
-        self._prompts[row], self._due[row] = prompt, self._num_read + left
+        self._prompts[row], self._due[row] = prompt, self.num_read + left
         if len(self._prompts) > 1:
             order = sorted(self._prompts, key=self._due.__getitem__)
             self._prompts = {row: self._prompts[row] for row in order}
@@ -186,7 +186,7 @@ class PromptReader:
         """Commit what a step has read, of which these are the states [B, T, D]."""
         for row, count in zip(reading.rows, reading.counts, strict=True):
             self._cache.commit(row, list(range(count)))
-        self._num_read += sum(reading.counts)
+        self.num_read += sum(reading.counts)
         if self.follow is not None:
             if isinstance(self._decoder, Decoder) and self._decoder.observed is not None:
                 self._decoder.observed = reading.gather(self._decoder.observed)

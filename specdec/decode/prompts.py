@@ -301,7 +301,7 @@ def encode_prompt(
     if messages is None and settings.apply_chat_template:
         messages = [{"role": "user", "content": text}]
     if messages is None:
-        return text, tokenizer(text)["input_ids"]
+        return text, tokenizer(text, verbose=False)["input_ids"]
     if not tokenizer.chat_template:
         raise SpecDecError(
             f"the tokenizer in {settings.tokenizer_dir} has no chat template",
@@ -315,4 +315,4 @@ def encode_prompt(
             "check the roles and their order",
         ) from None
     # The template writes the special tokens itself.
-    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

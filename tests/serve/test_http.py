@@ -17,6 +17,7 @@ import httpx
 import hypothesis
 import pytest
 from hypothesis import strategies as st
+from transformers import tokenization_utils_base
 
 from specdec import Engine, Event, Prompt, SpecDecError, UsageError
 from specdec.decode.loop import Batch
@@ -318,6 +319,26 @@ def test_the_small_endpoints(url: str, expected: Any) -> None:
     assert post(url, "/tokenize", messages=parts) == chat
     whole = post(url, "/v1/chat/completions", messages=CHAT, ignore_eos=True)
     assert whole["usage"]["total_tokens"] == 300, "all that there is room for"
+
+
+def test_a_tokenizers_own_limit_leaves_no_line_in_the_log(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's limits are what counts, and what is beyond them is told the client."""
+    told: list[str] = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda *a: told.append(a[0]))
+    with serve_here(folder) as (server, url):
+        tokenizer = server.scheduler.engine.tokenizer
+        tokenizer.model_max_length = 1
+        for path, body in (
+            ("/tokenize", {"prompt": TEXT}),
+            ("/v1/completions", {"prompt": TEXT, "max_tokens": 2}),
+            ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2}),
+        ):
+            post(url, path, **body)
+    assert not told
+    tokenizer(TEXT)
+    assert "longer than the specified maximum" in told[0]
 
 
 # --- what is refused ---

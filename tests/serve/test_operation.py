@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -23,7 +24,9 @@ import pytest
 
 from benchmarks.under_load.client import ask
 from specdec import Engine, Prompt, SpecDecError
-from specdec.serve import cli
+from specdec.decode.ranks.processes import INTERRUPT_SECONDS
+from specdec.processes import _list_family
+from specdec.serve import cli, scheduler
 from specdec.serve.server import Server
 from tests.conftest import ROOT, make_llama, make_tokenizer, run_cli
 from tests.engines import call, run_cli_here
@@ -141,23 +144,30 @@ def check_lost(server: Server) -> None:
     assert not server.scheduler.is_ready
 
 
-def test_two_ranks_serve_and_a_lost_one_ends_the_server(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    target = make_llama(tmp_path, seed=5)
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an engine of one rank, and the same of two."""
+    parent = tmp_path_factory.mktemp("split")
+    target = make_llama(parent, seed=5)
     make_tokenizer(target)
     for size in (1, 2):
-        checkpoint = tmp_path / f"ckpt{size}"
+        checkpoint = parent / f"ckpt{size}"
         call("convert", "--model-dir", target, "--output-dir", checkpoint, "--tp-size", size)
         call(
-            "build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / f"tp{size}",
+            "build", "--checkpoint-dir", checkpoint, "--output-dir", parent / f"tp{size}",
             "--optimize", "none", "--max-batch-size", 2, "--tokenizer-dir", target,
             "--max-seq-len", 300,
         )  # fmt: skip
+    return parent
+
+
+def test_two_ranks_serve_and_a_lost_one_ends_the_server(
+    split: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prompt = Prompt(text="hello ab", temperature=0, end_ids=())
-    with Engine.load(tmp_path / "tp1", device="cpu") as engine:
+    with Engine.load(split / "tp1", device="cpu") as engine:
         (expected,) = engine.generate(prompt, max_output_len=20)
-    with serve_here(tmp_path / "tp2") as (server, url):
+    with serve_here(split / "tp2") as (server, url):
         body = LONG | {"max_tokens": 20}
         assert post(url, "/v1/completions", **body)["choices"][0]["text"] == expected.text
         core: Any = server.scheduler.engine._core
@@ -176,10 +186,68 @@ def test_two_ranks_serve_and_a_lost_one_ends_the_server(
         assert "rank 1 of 2 was killed by signal 9" in answers[0].text
         check_lost(server)
     assert not any(record.exc_info for record in caplog.records), "a message tells it all"
-    with serve_here(tmp_path / "tp2") as (server, _):  # nobody asks for anything
+    with serve_here(split / "tp2") as (server, _):  # nobody asks for anything
         core = server.scheduler.engine._core
         core._ranks._children[0].kill()
         check_lost(server)
+
+
+def test_a_rank_that_is_stopped_ends_the_server_that_is_told_to_end(
+    split: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "SILENT_SECONDS", 0.5)
+    with serve_here(split / "tp2", request_timeout=0.5) as (server, url):
+        core = server.scheduler.engine._core
+        (child,) = core._ranks._children
+        os.kill(child.pid, signal.SIGSTOP)
+        assert CLIENT.post(f"{url}/v1/completions", json=LONG).status_code == 504
+        assert server.scheduler.lost is None, "it may go on"
+    assert isinstance(server.scheduler.lost, SpecDecError)
+    assert f"rank 1 of 2 is stopped (process {child.pid})" in server.scheduler.lost.message
+    assert child.poll() == -signal.SIGKILL
+
+
+def test_the_first_signal_leaves_a_rank_alone_that_takes_its_time(split: Path) -> None:
+    """Requests are finished."""
+    process, url = start(split / "tp2")
+    (other,) = _list_family(process.pid)
+    os.kill(other, signal.SIGSTOP)
+    try:
+        answers: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(CLIENT.post(f"{url}/v1/completions", json=LONG))
+        )
+        thread.start()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(INTERRUPT_SECONDS + 1)
+        os.kill(other, signal.SIGCONT)
+        thread.join(60)
+        assert answers[0].status_code == 200
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+
+
+def test_a_second_signal_while_a_rank_is_stopped(split: Path) -> None:
+    """The engine cannot be closed in a step: a message and status 1."""
+    process, url = start(split / "tp2", "--request-timeout", 0.5)
+    (other,) = _list_family(process.pid)
+    os.kill(other, signal.SIGSTOP)
+    try:
+        assert CLIENT.post(f"{url}/v1/completions", json=LONG).status_code == 504
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert "no more requests" in process.stderr.readline()
+        time.sleep(0.5)  # nobody is left to be answered
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1
+        *_, message, _ = process.stderr.read().splitlines()
+        assert message.startswith(f"error: rank 1 of 2 is stopped (process {other})")
+    finally:
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(other, signal.SIGKILL)
 
 
 # --- the files of the docs ---

@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specdec import Engine, Prompt, SpecDecError, Stream, UsageError
-from specdec.decode.loop import CATCH_UP, CHUNK_SHARE, LEAST_CHUNK, Batch
+from specdec.decode import loop
+from specdec.decode.loop import CATCH_UP, Batch
+from specdec.decode.pace import CHUNK_SHARE, LEAST_CHUNK, MOST_TIMES, Pace
 from specdec.decode.prefill import PromptReader
 from specdec.engine.decoder import Decoder
 from specdec.engine.step import Step
@@ -242,7 +245,8 @@ def test_drafters_keep_up_with_prompts_that_never_end(folder: Path, name: str, l
 def test_with_auto_more_requests_read_more_of_prompts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their own tokens count among those of the step."""
+    """Their own tokens count among those of the step; nothing is known of what these cost."""
+    monkeypatch.setattr(Pace, "record", lambda *_: None)
     sizes: list[int] = []
     plan = PromptReader.plan
 
@@ -265,11 +269,54 @@ def test_with_auto_more_requests_read_more_of_prompts(
             Engine.load(folder / "float32", device="cpu", prompt_chunk=0)
 
 
+@pytest.mark.parametrize("name", [pytest.param("float32", marks=needs_compiler), "draft"])
+def test_with_auto_a_step_is_bounded_by_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Under a clock by which every token takes a second, and a pass four at least.
+
+    Prompts share the passes of the first engine, and have their own in the second.
+    """
+    now = 0.0
+    forward = Decoder.forward
+
+    def take_time(decoder: Decoder, step: Step, *arguments: Any) -> Any:
+        nonlocal now
+        now += max(4, step.tokens.size)
+        return forward(decoder, step, *arguments)
+
+    monkeypatch.setattr(Decoder, "forward", take_time)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now))
+    prompts = [[n + 9, *range(3, 113)] for n in range(2)]
+    options: dict[str, Any] = {"device": "cpu", "speculation": False, "prompt_chunk": "auto"}
+    with Engine.load(folder / name, **options) as engine:
+        running = [engine.stream([n, 6], max_output_len=90, end_ids=()) for n in (5, 7)]
+        for _ in range(4):
+            engine.step()
+        waiting = [engine.stream(prompt, max_output_len=3, end_ids=()) for prompt in prompts]
+        steps = []
+        while not all(stream.stats.num_output_tokens for stream in waiting):
+            before = now
+            engine.step()
+            steps.append(now - before)
+        assert all(stream.take() is not None for stream in running)
+        assert steps[0] > 60, "that shows what they take"
+        assert max(steps[1:]) <= 1.4 * MOST_TIMES * 4, "with padding"
+        assert len(steps) <= 11, "and they are not much shorter"
+        for stream in (*running, *waiting):
+            for _ in stream:
+                pass
+        found = [stream.output.token_ids for stream in waiting]
+        alone = engine.generate(prompts, max_output_len=3, end_ids=())
+        assert found == [output.token_ids for output in alone]
+
+
 @needs_compiler
 def test_with_auto_prompts_and_drafts_share_the_tokens_of_a_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound of a step: prompts go first, and drafts take what these leave."""
+    monkeypatch.setattr(Pace, "record", lambda *_: None)
     steps: list[tuple[int, int, int]] = []  # tokens of a request, of all, and left unread before
     plan = PromptReader.plan
 
@@ -421,6 +468,7 @@ def test_the_queue_has_a_bound_and_closes(folder: Path) -> None:
         with pytest.raises(QueueFull, match="requests wait already") as full:
             run.submit([5])
         assert full.value.seconds >= 1
+        assert str(QueueFull(1, 1)) == "1 request waits already"
         for job in jobs:
             run.scheduler.cancel(job)
         assert run.finish(run.submit([5], max_output_len=2))[2] == "length"

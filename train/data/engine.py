@@ -74,13 +74,13 @@ class EngineRunner:
             return None
         settings, limits = self.settings, self._limits
         if isinstance(context, str):
-            ids = self._tokenizer(context)["input_ids"]
+            ids = self._tokenizer(context, verbose=False)["input_ids"]
         else:
             try:
                 text = render_messages(self._tokenizer, context, ask=True)
             except ValueError as error:
                 raise RowError(str(error)) from None
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         room = limits.max_seq_len - len(ids)
         if len(ids) > limits.max_input_len or room < 1:
             raise RowError(

@@ -57,6 +57,11 @@ class Costs:
             self._seconds[other] = least = min(least, self._quartiles[other])
 
     @property
+    def smallest(self) -> int:
+        """The smallest size that was measured, 0 for none."""
+        return self._sizes[0] if self._sizes else 0
+
+    @property
     def largest(self) -> int:
         """The largest size that was measured, 0 for none."""
         return self._sizes[-1] if self._sizes else 0

@@ -28,7 +28,7 @@ from specdec import logs
 from specdec.command.stages import print_error
 from specdec.errors import EngineLostError, SpecDecError, summarize
 from specdec.mpi import check_meeting_place, find_launch
-from specdec.processes import make_environment
+from specdec.processes import is_stopped, make_environment
 
 if TYPE_CHECKING:
     from specdec.engine.group import Group
@@ -108,6 +108,7 @@ class Ranks:
         self._children: list[subprocess.Popen[bytes]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._signals: int | None = None  # where the numbers of signals are read from
+        self._silent: SpecDecError | None = None  # why the ranks were killed that did not answer
         self._num_threads: int | None = None  # of this process, when it had the machine to itself
         if not self.is_launched:
             self._start()
@@ -278,6 +279,8 @@ class Ranks:
 
     def _explain(self, lost: Exception | None) -> SpecDecError:
         """Say which rank ended and how. lost: what the exchange with it ended in."""
+        if self._silent is not None:
+            return self._silent
         deadline = time.monotonic() + (2.0 if self._children else 0.0)
         while time.monotonic() < deadline and not self._find_ended():
             time.sleep(0.02)
@@ -292,6 +295,43 @@ class Ranks:
         return SpecDecError(
             f"rank {rank} of {self.size} {how}; the other ranks were stopped",
             "run it again; what the rank wrote to stderr, or the machine's memory, may explain it",
+        )
+
+    def leave_signals(self) -> None:
+        """Take no signal as a sign that the work is to be given up."""
+        self._signals = None
+
+    def leave_silent(self, patience: float) -> None:
+        """Let a thread out of an exchange that has lasted so many seconds, by killing the ranks.
+
+        Called by another thread. Where a launcher started the ranks, this process ends.
+        """
+        entered = self._entered
+        if entered is None or self.is_ended or self._silent is not None:
+            return
+        if (seconds := time.monotonic() - entered) < patience:
+            return
+        self._silent = self._explain_silence(seconds)
+        if self._children:
+            self._kill_children()
+        else:
+            print_error(self._silent.message, self._silent.hint)
+            os._exit(1)
+
+    def _explain_silence(self, seconds: float) -> SpecDecError:
+        stopped = [
+            f"rank {rank} of {self.size} is stopped (process {child.pid})"
+            for rank, child in enumerate(self._children, 1)
+            if is_stopped(child.pid)
+        ]
+        if stopped:
+            return SpecDecError(
+                f"{', '.join(stopped)}: no answer for {seconds:.0f} seconds",
+                "find out who sent SIGSTOP or SIGTSTP, and start this again",
+            )
+        return SpecDecError(
+            f"another of {self.size} ranks has not answered for {seconds:.0f} seconds",
+            "what it wrote to stderr, or its launcher's log, says why",
         )
 
     def _find_ended(self) -> tuple[int, int] | None:
@@ -400,6 +440,18 @@ def open_ranks(size: int) -> Ranks | None:
         _ranks.end()
     _ranks = Ranks(size)
     return _ranks
+
+
+def leave_signals() -> None:
+    """Let SIGTERM and Ctrl-C leave this process's ranks alone: it has work to finish first."""
+    if _ranks is not None:
+        _ranks.leave_signals()
+
+
+def leave_silent_ranks(patience: float) -> None:
+    """Let another thread out of an exchange that has lasted so many seconds; see `Ranks`."""
+    if _ranks is not None:
+        _ranks.leave_silent(patience)
 
 
 def end_ranks(*, is_done: bool = False) -> None:
