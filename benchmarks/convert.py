@@ -36,6 +36,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout's own specdec
+
 from specdec.bench.machine import LoadMeter, describe_machine, read_cpu_flags
 from specdec.files.casts import cast
 from specdec.files.tensor_file import TensorInfo, encode_header, write_tensor_file

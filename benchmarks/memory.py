@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout's own specdec
+
 from specdec.bench.machine import describe_machine
 from specdec.engine.layout import (
     WEIGHTS_NAME,

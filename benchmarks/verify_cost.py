@@ -22,12 +22,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout's own specdec
 
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import count_experts, make_step, time_steps

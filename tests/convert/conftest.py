@@ -34,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 def log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pytest.LogCaptureFixture]:
-    """The log, each line once, whether or not a command of another test has set it up for itself."""
+    """The log, each line once, also after a command of another test has set it up."""
     logger = logging.getLogger("specdec")
     monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
