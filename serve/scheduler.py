@@ -90,8 +90,8 @@ class Job:
             raise self.error
         return taken
 
-    def put(self, event: Event) -> None:
-        """Add what a step gave."""
+    def note(self, event: Event) -> None:
+        """Take down what a step gave, before `give`."""
         times, now = self.times, time.perf_counter()
         if event.token_ids:
             if times.last_token is None:
@@ -101,8 +101,12 @@ class Job:
             times.last_token = now
         if self.stream is not None:
             self._note_step(self.stream.stats)
-        self._events.append(event)
         self.stats = event.stats
+
+    def give(self, event: Event) -> None:
+        """Let it be taken."""
+        self._events.append(event)
+        self.on_change()
 
     def take_steps(self) -> list[tuple[int, int]]:
         """The steps that came since the last call."""
@@ -269,7 +273,7 @@ class Scheduler:
             for job in self._running:
                 event = job.stream.take() if job.stream is not None else None
                 if event is not None and not job.is_cancelled:
-                    job.put(event)
+                    job.note(event)
                     given.append((job, event))
             if self._watcher is not None:
                 self._watcher.note_step(time.perf_counter() - began, given)
@@ -278,8 +282,8 @@ class Scheduler:
                     self._end(job, event.finish_reason)
             self._running = [job for job in self._running if not job.is_over]
             self._changed.notify_all()
-        for job, _ in given:
-            job.on_change()
+        for job, event in given:  # last: whoever has an answer finds it counted
+            job.give(event)
 
     def _fail(self, error: Exception) -> None:
         """End the requests of a step that failed, or all where the engine is lost."""

@@ -6,14 +6,14 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from specdec import Engine, Prompt, SpecDecError, Stream, UsageError
+from specdec import Engine, Event, Prompt, SpecDecError, Stream, UsageError
 from specdec.decode import loop
 from specdec.decode.loop import CATCH_UP, Batch
 from specdec.decode.pace import CHUNK_SHARE, LEAST_CHUNK, MOST_TIMES, Pace
@@ -108,8 +108,13 @@ class Run:
 
     def finish(self, job: Job) -> tuple[list[int], str, str | None]:
         """Wait for a job: its tokens, text and finish reason."""
-        wait_until(lambda: job.is_over)
-        events = job.take()
+        events: list[Event] = []
+
+        def has_ended() -> bool:
+            events.extend(job.take())
+            return bool(events) and events[-1].finish_reason is not None
+
+        wait_until(has_ended)
         tokens = [token for event in events for token in event.token_ids]
         return tokens, "".join(e.text for e in events), events[-1].finish_reason
 
@@ -121,12 +126,34 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+class Counter:
+    """Takes down whether an answer's end could be had before it was counted."""
+
+    def __init__(self) -> None:
+        self.early: list[bool] = []
+
+    def note_step(self, seconds: float, jobs: Sequence[tuple[Job, Event]]) -> None:
+        pass
+
+    def note_end(self, job: Job, reason: str) -> None:
+        self.early.append(any(event.finish_reason for event in job.take()))
+
+
 @pytest.fixture
 def run(folder: Path) -> Iterator[Run]:
     with load(folder) as engine:
         run = Run(engine)
         yield run
         run.scheduler.stop()
+
+
+def test_an_answer_is_counted_before_it_can_be_had(folder: Path) -> None:
+    counter = Counter()
+    with load(folder) as engine:
+        run = Run(engine, watcher=counter)
+        run.finish(run.submit([5, 6, 7], max_output_len=4))
+        run.scheduler.stop()
+    assert counter.early == [False]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
