@@ -366,8 +366,7 @@ void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t siz
 // alone and among others.
 constexpr int64_t kWords = 2, kTile = kWords * kVector, kStepBytes = 4 * kTile;
 
-// How far ahead of its use a matrix is fetched from memory.
-constexpr int64_t kLine = 64;
+constexpr int64_t kLine = 64;  // bytes of a line of the caches
 // Steps after which blocks of rows take turns: these and the next ones stay in the nearest cache.
 constexpr int64_t kTurn = 8192 / kStepBytes;
 
