@@ -26,21 +26,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.grow import parse_args as parse_shape  # noqa: E402
-from benchmarks.side_by_side import models  # noqa: E402
-from benchmarks.side_by_side.eagle import write_eagle  # noqa: E402
-from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES, Models  # noqa: E402
-from benchmarks.side_by_side.report import lay_out  # noqa: E402
-from specdec.bench.combine import pace  # noqa: E402
-from specdec.bench.engine import Bench, Pass, open_bench  # noqa: E402
-from specdec.bench.machine import LoadMeter, describe_machine  # noqa: E402
-from specdec.bench.measure import compare_texts, divide, summarize  # noqa: E402
-from specdec.bench.prompts import Prompt, read_prompt_set  # noqa: E402
-from specdec.decode.drafters.base import Proposer, TreeReader  # noqa: E402
-from specdec.decode.drafters.chain import join_proposers  # noqa: E402
-from specdec.decode.drafters.suffix import SuffixProposer  # noqa: E402
-from specdec.methods.suffix import SuffixOptions  # noqa: E402
-from specdec.run.settings import RunSettings  # noqa: E402
+from benchmarks.grow import parse_args as parse_shape
+from benchmarks.side_by_side import models
+from benchmarks.side_by_side.eagle import write_eagle
+from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES, Models
+from benchmarks.side_by_side.report import lay_out
+from specdec.bench.combine import pace
+from specdec.bench.engine import Bench, Pass, open_bench
+from specdec.bench.machine import LoadMeter, describe_machine
+from specdec.bench.measure import compare_texts, divide, summarize
+from specdec.bench.prompts import Prompt, read_prompt_set
+from specdec.decode.drafters.base import Proposer, TreeReader
+from specdec.decode.drafters.chain import join_proposers
+from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.methods.suffix import SuffixOptions
+from specdec.run.settings import RunSettings
 
 LEAST_PROMPTS = 4
 NUM_DRAFTED = 8

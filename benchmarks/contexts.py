@@ -42,18 +42,18 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.side_by_side import models  # noqa: E402
-from benchmarks.side_by_side.report import lay_out  # noqa: E402
-from benchmarks.side_by_side.workers.llama_cpp import Server  # noqa: E402
-from specdec.bench.engine import PARTS, Bench, open_bench  # noqa: E402
-from specdec.bench.machine import LoadMeter, describe_load, describe_machine  # noqa: E402
-from specdec.bench.measure import summarize  # noqa: E402
-from specdec.decode.accept import Candidates  # noqa: E402
-from specdec.decode.loop import Batch, Options, Timing  # noqa: E402
-from specdec.decode.requests import ActiveRequest, Request  # noqa: E402
-from specdec.engine.tree import make_root, pack_beams  # noqa: E402
-from specdec.processes import call_stage  # noqa: E402
-from specdec.run.settings import RunSettings  # noqa: E402
+from benchmarks.side_by_side import models
+from benchmarks.side_by_side.report import lay_out
+from benchmarks.side_by_side.workers.llama_cpp import Server
+from specdec.bench.engine import PARTS, Bench, open_bench
+from specdec.bench.machine import LoadMeter, describe_load, describe_machine
+from specdec.bench.measure import summarize
+from specdec.decode.accept import Candidates
+from specdec.decode.loop import Batch, Options, Timing
+from specdec.decode.requests import ActiveRequest, Request
+from specdec.engine.tree import make_root, pack_beams
+from specdec.processes import call_stage
+from specdec.run.settings import RunSettings
 
 PYCODE = ROOT / "examples" / "pycode"
 LLAMA_SERVER = (

@@ -36,7 +36,8 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout's own specdec
+if __package__ in (None, ""):  # started as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from specdec.bench.machine import LoadMeter, describe_machine, read_cpu_flags
 from specdec.files.casts import cast

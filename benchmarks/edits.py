@@ -27,27 +27,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.side_by_side import models  # noqa: E402
-from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES  # noqa: E402
-from benchmarks.side_by_side.report import lay_out  # noqa: E402
-from benchmarks.side_by_side.ways import PLAIN  # noqa: E402
-from examples.pycode.edits import ALL, EDITS, make_requests  # noqa: E402
-from specdec.bench.combine import pace  # noqa: E402
-from specdec.bench.engine import PARTS, Bench, open_bench  # noqa: E402
-from specdec.bench.machine import LoadMeter, describe_machine  # noqa: E402
-from specdec.bench.measure import summarize  # noqa: E402
-from specdec.bench.methods.draft_target import list_lengths  # noqa: E402
-from specdec.bench.report import format_spread  # noqa: E402
-from specdec.decode.drafters.base import Proposer  # noqa: E402
-from specdec.decode.drafters.chain import join_proposers  # noqa: E402
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer  # noqa: E402
-from specdec.decode.drafters.suffix import SuffixProposer  # noqa: E402
-from specdec.decode.loop import Batch, Options, Timing  # noqa: E402
-from specdec.decode.requests import Request  # noqa: E402
-from specdec.files.reading import write_json  # noqa: E402
-from specdec.methods.prompt_lookup import LookupOptions  # noqa: E402
-from specdec.methods.suffix import DEFAULT_FACTOR, SuffixOptions  # noqa: E402
-from specdec.run.settings import RunSettings  # noqa: E402
+from benchmarks.side_by_side import models
+from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES
+from benchmarks.side_by_side.report import lay_out
+from benchmarks.side_by_side.ways import PLAIN
+from examples.pycode.edits import ALL, EDITS, make_requests
+from specdec.bench.combine import pace
+from specdec.bench.engine import PARTS, Bench, open_bench
+from specdec.bench.machine import LoadMeter, describe_machine
+from specdec.bench.measure import summarize
+from specdec.bench.methods.draft_target import list_lengths
+from specdec.bench.report import format_spread
+from specdec.decode.drafters.base import Proposer
+from specdec.decode.drafters.chain import join_proposers
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.loop import Batch, Options, Timing
+from specdec.decode.requests import Request
+from specdec.files.reading import write_json
+from specdec.methods.prompt_lookup import LookupOptions
+from specdec.methods.suffix import DEFAULT_FACTOR, SuffixOptions
+from specdec.run.settings import RunSettings
 
 DRAFT_MODEL = 8  # tokens that it drafts
 LENGTHS = (8, 15, 31)  # of lookups: 15 and a root are what AMX multiplies at once

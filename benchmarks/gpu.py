@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout's own specdec
+if __package__ in (None, ""):  # started as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import make_step, take_turns, time_steps

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout's own specdec
+if __package__ in (None, ""):  # started as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from specdec.bench.machine import describe_machine
 from specdec.bench.repetition import is_looping

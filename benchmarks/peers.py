@@ -20,7 +20,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.side_by_side.command import main  # noqa: E402
+from benchmarks.side_by_side.command import main
 
 if __name__ == "__main__":
     main(str(__doc__))

@@ -33,7 +33,7 @@ from specdec.pretrained import load_tokenizer
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.int8 import (  # noqa: E402
+from benchmarks.int8 import (
     PYCODE,
     WINDOW,
     call,

@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(ROOT))
 
-from specdec.command.stages import take_sigterm  # noqa: E402
-from specdec.errors import SpecDecError  # noqa: E402
-from specdec.files.reading import write_json  # noqa: E402
-from specdec.threads import calm_threads  # noqa: E402
+from specdec.command.stages import take_sigterm
+from specdec.errors import SpecDecError
+from specdec.files.reading import write_json
+from specdec.threads import calm_threads
 
 
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:

@@ -30,7 +30,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout's own specdec
+if __package__ in (None, ""):  # started as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import count_experts, make_step, time_steps

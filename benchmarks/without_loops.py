@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.side_by_side.models import PYCODE, build_engine  # noqa: E402
-from specdec import Engine  # noqa: E402
-from specdec.bench.repetition import is_looping  # noqa: E402
+from benchmarks.side_by_side.models import PYCODE, build_engine
+from specdec import Engine
+from specdec.bench.repetition import is_looping
 
 
 def choose(engine_dir: Path, lines: list[str], max_output_len: int) -> list[str]:
