@@ -13,10 +13,11 @@ SPIN_COUNT = 1000  # what libgomp itself takes when it has started more threads 
 def calm_threads() -> None:
     """Let threads of the kernels that wait for each other sleep soon, before torch is loaded.
 
-    By itself libgomp lets them spin for milliseconds. Where other programs need the cores, or a
-    server's own other threads, a thread then burns the very turn that the one it waits for is
-    waiting for: a step of a small model took 15 times as long. With the cores to itself, a
-    process is as fast either way. What the environment says already stays.
+    That is between calls; within one the kernels see to it (docs/kernels.md). By itself libgomp
+    lets threads spin for milliseconds. Where other programs need the cores, or a server's own
+    other threads, a thread then burns the very turn that the one it waits for is waiting for: a
+    small model took up to 30 times as long. With the cores to itself it is a fifth slower so.
+    What the environment says already stays.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))

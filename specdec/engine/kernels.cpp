@@ -15,17 +15,22 @@
 // R cache rows, D hidden, I inner size.
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <omp.h>
 #if defined(__linux__)
+#include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -272,6 +277,190 @@ inline float gelu_tanh(float x) {
   return x * sigmoid(1.5957691216057308f * mul_add(0.044715f * x * x, x, x));
 }
 
+// How threads wait for each other within a call. Who waits looks for what is to change, and between looks
+// lets others have the core: a thread that spins instead may burn the turn that the other one waits for,
+// and one that sleeps takes longer to wake than many a loop here takes. Where a look lasted long, others
+// did want the core: then threads sleep for a number of waits before they look so long again, twice as
+// many each time. One for all threads of a process.
+constexpr int kSpins = 1000, kLooks = 3000;
+constexpr int64_t kFirstCalm = 16, kMostCalm = 4096;
+constexpr std::chrono::microseconds kLongLook(700);
+
+inline void relax() {
+#if defined(__SSE2__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A number that one thread raises and others wait for.
+class Signal {
+ public:
+  uint32_t read() const { return number_.load(std::memory_order_acquire); }
+
+  void raise() {
+    number_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) > 0) wake();
+  }
+
+  void wait(uint32_t before) {  // until it is another number
+    for (int i = 0; i < kSpins; ++i) {
+      if (read() != before) return;
+      relax();
+    }
+    if (calm_.load(std::memory_order_relaxed) > 0) {
+      calm_.fetch_sub(1, std::memory_order_relaxed);
+    } else {
+      auto looked = std::chrono::steady_clock::now();
+      for (int i = 0; i < kLooks; ++i) {
+        std::this_thread::yield();
+        const auto now = std::chrono::steady_clock::now();
+        if (now - looked > kLongLook) {
+          const int64_t calm = std::min(2 * last_calm_.load(std::memory_order_relaxed), kMostCalm);
+          last_calm_.store(calm, std::memory_order_relaxed);
+          calm_.store(calm, std::memory_order_relaxed);
+          if (read() != before) return;
+          break;
+        }
+        looked = now;
+        if (read() != before) {
+          last_calm_.store(kFirstCalm / 2, std::memory_order_relaxed);
+          return;
+        }
+      }
+    }
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    while (number_.load(std::memory_order_seq_cst) == before) sleep(before);
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+ private:
+#if defined(__linux__)
+  void sleep(uint32_t before) {
+    syscall(SYS_futex, &number_, FUTEX_WAIT_PRIVATE, before, nullptr, nullptr, 0);
+  }
+  void wake() { syscall(SYS_futex, &number_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+  void sleep(uint32_t) { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
+  void wake() {}
+#endif
+
+  std::atomic<uint32_t> number_{0};
+  std::atomic<int> sleepers_{0};
+  inline static std::atomic<int64_t> calm_{0}, last_calm_{kFirstCalm / 2};
+};
+
+class Crew;
+thread_local Crew *current_crew = nullptr;  // of the thread that leads it
+
+// One of the threads that run a loop, of `count`.
+struct Member {
+  int64_t index, count;
+  Crew *crew;
+
+  int64_t begin(int64_t size) const { return size * index / count; }
+  int64_t end(int64_t size) const { return size * (index + 1) / count; }
+
+  template <typename F>
+  void share(int64_t size, const F &body) const {  // its part of so many rounds
+    for (int64_t i = begin(size); i < end(size); ++i) body(i);
+  }
+
+  void meet() const;  // until all are here
+};
+
+// OpenMP's threads, kept together for a call of many loops: its leader runs what lies between them.
+class Crew {
+ public:
+  int64_t count = 1;
+
+  void serve(int64_t index) {
+    for (uint32_t number = 0;; ++number) {
+      loops_.wait(number);
+      if (run_ == nullptr) return;
+      run_(body_, Member{index, count, this});
+      if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) done_.raise();
+    }
+  }
+
+  template <typename F>
+  void lead(int64_t members, const F &body) {
+    count = members;
+    current_crew = this;
+    body();
+    current_crew = nullptr;
+    run_ = nullptr;
+    loops_.raise();
+  }
+
+  template <typename F>
+  void run(const F &body) {
+    if (count == 1) return body(Member{0, 1, nullptr});
+    const uint32_t before = done_.read();
+    body_ = &body;
+    run_ = [](const void *given, const Member &member) { (*static_cast<const F *>(given))(member); };
+    left_.store(count - 1, std::memory_order_relaxed);
+    loops_.raise();
+    current_crew = nullptr;  // a loop within a loop is the member's own
+    body(Member{0, count, this});
+    current_crew = this;
+    done_.wait(before);
+  }
+
+  void meet() {
+    const uint32_t before = met_.read();
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return met_.wait(before);
+    arrived_.store(0, std::memory_order_relaxed);
+    met_.raise();
+  }
+
+ private:
+  Signal loops_, done_, met_;
+  std::atomic<int64_t> left_{0}, arrived_{0};
+  void (*run_)(const void *, const Member &) = nullptr;
+  const void *body_ = nullptr;
+};
+
+inline void Member::meet() const {
+  if (crew != nullptr) return crew->meet();
+  if (count > 1) {
+#pragma omp barrier
+  }
+}
+
+// Runs `body` with a crew for all loops in it, if they are long enough for several threads.
+template <typename F>
+void with_crew(bool is_long, const F &body) {
+  if (!is_long || current_crew != nullptr || omp_get_max_threads() == 1) return body();
+  Crew crew;
+#pragma omp parallel
+  {
+    if (omp_get_thread_num() == 0)
+      crew.lead(omp_get_num_threads(), body);
+    else
+      crew.serve(omp_get_thread_num());
+  }
+}
+
+// Runs `body` in all threads of the crew, or of OpenMP where there is none; in one if it is short.
+template <typename F>
+void in_threads(bool is_long, const F &body) {
+  if (!is_long) return body(Member{0, 1, nullptr});
+  if (current_crew != nullptr) return current_crew->run(body);
+#pragma omp parallel
+  body(Member{omp_get_thread_num(), omp_get_num_threads(), nullptr});
+}
+
+template <typename F>
+void for_each(int64_t size, bool is_long, const F &body) {
+  in_threads(is_long, [&](const Member &member) { member.share(size, body); });
+}
+
+inline int64_t count_threads() {
+  return current_crew != nullptr ? current_crew->count : omp_get_max_threads();
+}
+
 // Below this many multiply-adds a thread team costs more than it saves.
 constexpr int64_t kParallelWork = 1 << 15;
 
@@ -317,8 +506,7 @@ void norm_row(const E *x, const E *weight, const E *bias, E *out, int64_t D, flo
 template <typename E>
 void add_norm(E *x, const E *delta, const E *const *added, float share, const E *weight,
               const E *bias, E *out, int64_t rows, int64_t D, float epsilon) {
-#pragma omp parallel for if (rows * D > kParallelWork)
-  for (int64_t r = 0; r < rows; ++r) {
+  for_each(rows, rows * D > kParallelWork, [&](int64_t r) {
     E *row = x + r * D, *to = out + r * D;
     if (delta != nullptr) {
       const E *add = delta + r * D;
@@ -331,20 +519,19 @@ void add_norm(E *x, const E *delta, const E *const *added, float share, const E 
         store(row[i], mul_add(to_float(add[i]), share, to_float(row[i])));
     }
     norm_row(row, weight, bias, to, D, epsilon);
-  }
+  });
 }
 
 // Of rows [2 I] one half, from `activated` on, is activated and multiplied with the other.
 template <float (*activate)(float), typename E>
 void gate_mul(const E *halves, E *out, int64_t rows, int64_t I, int64_t activated = 0) {
-#pragma omp parallel for if (rows * I > kParallelWork)
-  for (int64_t r = 0; r < rows; ++r) {
+  for_each(rows, rows * I > kParallelWork, [&](int64_t r) {
     const E *gate = halves + r * 2 * I + activated, *up = halves + r * 2 * I + (I - activated);
     E *to = out + r * I;
 #pragma omp simd
     for (int64_t i = 0; i < I; ++i)
       store(to[i], round_through<E>(activate(to_float(gate[i]))) * to_float(up[i]));
-  }
+  });
 }
 
 // Rotates the first `size` dimensions of a head of H, halves paired; the others are copied.
@@ -1194,8 +1381,7 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
   constexpr bool kByBands = kSumsBands && std::is_same<E, bf16>::value;
   E *key_cache = cache, *value_cache = cache + R * K * head;
   const bool parallel_rotate = B * T * stride > kParallelWork;
-#pragma omp parallel for if (parallel_rotate)
-  for (int64_t bt = 0; bt < B * T; ++bt) {
+  for_each(B * T, parallel_rotate, [&](int64_t bt) {
     const int64_t b = bt / T, slot = past[b] + C - T + bt % T, line = lines[bt] * rotated;
     const E *cosine = how.cosine + line, *sine = how.sine + line;
     E *token = qkv + bt * stride;
@@ -1208,7 +1394,7 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
       rotate_to(token + (N + k) * H, key_cache + at, cosine, sine, rotated, H);
       std::memcpy(value_cache + at, token + (N + K + k) * H, sizeof(E) * H);
     }
-  }
+  });
   // The first committed position that a token sees: those are stored at their own numbers.
   const auto find_first = [&](int64_t b, int64_t t) {
     const int64_t first = window > 0 ? positions[b * T + t] - window + 1 : 0;
@@ -1266,13 +1452,12 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
   const int64_t found_size = found_queries * (width + 2);
   const bool parallel_attend = B * T * N * H * longest > kParallelWork;
   // With fewer heads than threads each one's blocks are shared out, and merged afterwards.
-  const int64_t threads = parallel_attend ? omp_get_max_threads() : 1, items = B * K * tiles;
+  const int64_t threads = parallel_attend ? count_threads() : 1, items = B * K * tiles;
   const int64_t parts =
       items % threads == 0 ? 1 : std::min(most_blocks, (4 * threads + items - 1) / items);
   const std::unique_ptr<float[]> kept(new float[parts > 1 ? items * most_blocks * found_size : 0]);
 
-#pragma omp parallel if (parallel_attend)
-  {
+  in_threads(parallel_attend, [&](const Member &member) {
     static thread_local std::vector<Line> memory;
     const int64_t size =
         kByBands ? LaneMemory::measure(found_queries, H, C)
@@ -1480,32 +1665,30 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
       return Found(&kept[(item * most_blocks + block) * found_size], found_queries, width);
     };
     if (parts == 1) {
-#pragma omp for schedule(static)
-      for (int64_t item = 0; item < items; ++item) {
+      member.share(items, [&](int64_t item) {
         set_item(item);
         whole.clear(count);
         run_part(
             0, [&](int64_t) { return block_found; },
             [&](const Found &found) { whole.add(found, count); });
         finish();
-      }
+      });
     } else {
-#pragma omp for schedule(static)
-      for (int64_t at = 0; at < items * parts; ++at) {
+      member.share(items * parts, [&](int64_t at) {
         set_item(at / parts);
         run_part(
             at % parts, [&](int64_t block) { return find_kept(at / parts, block); },
             [](const Found &) {});
-      }
-#pragma omp for schedule(static)
-      for (int64_t item = 0; item < items; ++item) {
+      });
+      member.meet();
+      member.share(items, [&](int64_t item) {
         set_item(item);
         whole.clear(count);
         for (int64_t i = 0; i < ranges[b].count(); ++i) whole.add(find_kept(item, i), count);
         finish();
-      }
+      });
     }
-  }
+  });
 }
 
 // Where a matrix is fetched ahead of its use: two lines from `from` on, at each step `stride` bytes
@@ -2054,20 +2237,20 @@ void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int6
   static thread_local std::vector<Input> scratch;
   scratch.resize(M * row);
   Input *inputs = scratch.data();
-#pragma omp parallel if (M * N * depth > kParallelWork)
-  {
-#pragma omp for schedule(static)
-    for (int64_t step = 0; step < steps; step += kTurn)
+  in_threads(M * N * depth > kParallelWork, [&](const Member &member) {
+    member.share((steps + kTurn - 1) / kTurn, [&](int64_t turn) {
+      const int64_t step = turn * kTurn;
       for (int64_t b = 0; b < blocks.count; ++b)
         w.pack(x + blocks.begin(b) * depth, blocks.size(b), step, std::min(step + kTurn, steps),
                inputs + blocks.begin(b) * row);
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const int64_t begin = tiles * thread / threads, end = tiles * (thread + 1) / threads;
+    });
+    member.meet();
+    const int64_t begin = member.begin(tiles), end = member.end(tiles);
     if (blocks.count > 1)
       multiply_blocks(w, blocks, inputs, bias, begin, end, N, y);
     else
       multiply_block(w, M, inputs, bias, begin, end, N, y);
-  }
+  });
 }
 
 #if SPECDEC_AMX
@@ -2234,11 +2417,9 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
   static thread_local std::vector<Line> scratch;
   if (static_cast<int64_t>(scratch.size()) < blocks * bands * rows) scratch.resize(blocks * bands * rows);
   Line *inputs = scratch.data();
-#pragma omp parallel if (M * N * depth > kParallelWork)
-  {
+  in_threads(M * N * depth > kParallelWork, [&](const Member &member) {
     const int64_t parts = (bands + kPackBands - 1) / kPackBands;
-#pragma omp for schedule(static)
-    for (int64_t part = 0; part < blocks * parts; ++part) {
+    member.share(blocks * parts, [&](int64_t part) {
       const int64_t block = part / parts, start = part % parts * kPackBands;
       Line *to = inputs + (block * bands + start) * rows;
       for (int64_t band = start; band < std::min(start + kPackBands, bands); ++band)
@@ -2253,9 +2434,9 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
           *to = Line{};
           for (int64_t i = 0; i < used; ++i) store(to->numbers[i], to_float(from[i]));
         }
-    }
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const int64_t begin = tiles * thread / threads, last = tiles * (thread + 1) / threads;
+    });
+    member.meet();
+    const int64_t begin = member.begin(tiles), last = member.end(tiles);
     const Registers registers(rows, kBand, true);
     Line rest[kManyTiles * kBandBytes / kLine] = {};
     static thread_local std::vector<Line> sums_memory;
@@ -2322,7 +2503,7 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
                    y + m * N);
         }
     }
-  }
+  });
 }
 #endif
 
@@ -2448,10 +2629,8 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
   heads_memory.resize(blocks * w.groups * head);
   char *inputs = x_memory.data()->bytes;
   uint32_t *heads = heads_memory.data();
-#pragma omp parallel if (M * N * w.depth > kParallelWork)
-  {
-#pragma omp for schedule(static)
-    for (int64_t g = 0; g < w.groups; ++g)
+  in_threads(M * N * w.depth > kParallelWork, [&](const Member &member) {
+    member.share(w.groups, [&](int64_t g) {
       for (int64_t m = 0; m < blocks * rows; ++m) {
         const int64_t block = m / rows, r = m % rows;
         int8_t bytes[kMaxGroup] = {};
@@ -2464,14 +2643,15 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
         for (int64_t part = 0; part < parts; ++part)
           std::memcpy(to + part * part_words * 4 * rows, bytes + part * part_words * 4, part_words * 4);
       }
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const int64_t last = tiles * (thread + 1) / threads;
+    });
+    member.meet();
+    const int64_t last = member.end(tiles);
     const Registers registers(rows, part_words);
     alignas(kLine) char unpacked[kAmxChunk * kTile] = {};
     static thread_local std::vector<Line> sums_memory;
     sums_memory.resize(blocks * rows * kTile * sizeof(float) / sizeof(Line));
     float *sums = reinterpret_cast<float *>(sums_memory.data());
-    for (int64_t t = tiles * thread / threads; t < last; ++t) {
+    for (int64_t t = member.begin(tiles); t < last; ++t) {
       const char *tile = w.tiles + t * w.tile_bytes;
       std::fill_n(sums, blocks * rows * kTile, 0.0f);
       for (int64_t g = 0; g < w.groups; g += chunk) {
@@ -2498,7 +2678,7 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
       const int64_t output = t * kTile;
       put_sums(sums, M, kTile, bias, output, std::min(kTile, N - output), N, y);
     }
-  }
+  });
 }
 #endif
 
@@ -2551,8 +2731,7 @@ void pack_matrix(const E *weight, int64_t N, int64_t depth, E *packed) {
   const int64_t tiles = (N + kTile - 1) / kTile, steps = count_steps<E>(depth);
   const int64_t size = steps * kStep;
   ask_for_huge_pages(packed, tiles * size * static_cast<int64_t>(sizeof(E)));
-#pragma omp parallel for schedule(static) if (N * depth > kParallelWork)
-  for (int64_t t = 0; t < tiles; ++t) {
+  for_each(tiles, N * depth > kParallelWork, [&](int64_t t) {
     E *tile = packed + t * size;
     const int64_t rows = std::min(kTile, N - t * kTile);
     if (rows < kTile || depth % P::kElements) std::memset(tile, 0, size * sizeof(E));
@@ -2569,7 +2748,7 @@ void pack_matrix(const E *weight, int64_t N, int64_t depth, E *packed) {
             tile[whole * kStep + P::place(j, i)] = row[whole * P::kElements + i];
       }
     }
-  }
+  });
 }
 
 // The same of integers. codes: of 8 bits [N, depth], or of 4 bits [N / 2, depth], rows 2 r and
@@ -2582,8 +2761,7 @@ void pack_tiles(const uint8_t *codes, const float *scales, const uint8_t *zeros,
   const int64_t N = packed->N, listed = w.scales_bytes / kTile / 4;
   const int64_t tiles = (N + kTile - 1) / kTile;
   char *first = const_cast<char *>(w.tiles);
-#pragma omp parallel for schedule(static) if (N * w.depth > kParallelWork)
-  for (int64_t t = 0; t < tiles; ++t) {
+  for_each(tiles, N * w.depth > kParallelWork, [&](int64_t t) {
     char *tile = first + t * w.tile_bytes;
     const int64_t rows = std::min(kTile, N - t * kTile);
     if (rows < kTile) std::memset(tile, 0, w.tile_bytes);
@@ -2614,7 +2792,7 @@ void pack_tiles(const uint8_t *codes, const float *scales, const uint8_t *zeros,
           std::memcpy(tile + w.header + step * kStepBytes + 4 * j, &word, 4);
         }
       }
-  }
+  });
 }
 
 inline int64_t measure_integers(const Integers &sizes) {
@@ -2698,8 +2876,7 @@ void rank_outputs(const E *x, int64_t M, int64_t depth, const W *head, const E *
                   int64_t width, int64_t *tokens, float *scores) {
   std::vector<float> logits(M * V);
   multiply(x, M, depth, head, bias, V, logits.data());
-#pragma omp parallel for if (M * V > kParallelWork)
-  for (int64_t m = 0; m < M; ++m) {
+  for_each(M, M * V > kParallelWork, [&](int64_t m) {
     std::vector<Ranked> best;
     best.reserve(width);
     rank_all(&logits[m * V], V, width, best);
@@ -2707,7 +2884,7 @@ void rank_outputs(const E *x, int64_t M, int64_t depth, const W *head, const E *
       tokens[m * width + j] = best[j].second;
       scores[m * width + j] = best[j].first;
     }
-  }
+  });
 }
 
 // A ReDrafter drafter, see specdec/engine/redrafter.py, of E but for its matrices, which are of
@@ -2825,8 +3002,9 @@ void search_beams(const Drafter<P, E> &drafter, const E *hidden, const int64_t *
   for (int64_t step = 0; step < L; ++step) {
     search.run();
     const int64_t width = search.width, M = B * width;
-#pragma omp parallel for if (M * V > kParallelWork)
-    for (int64_t m = 0; m < M; ++m) rank_tokens(&search.logits[m * V], V, C, W, ranked[m]);
+    for_each(M, M * V > kParallelWork, [&](int64_t m) {
+      rank_tokens(&search.logits[m * V], V, C, W, ranked[m]);
+    });
     search.begin_choice();
     for (int64_t b = 0; b < B; ++b) {
       // Each beam's best W tokens hold the best W of all.
@@ -2895,8 +3073,8 @@ int64_t search_tree(const Drafter<P, E> &drafter, const E *hidden, const int64_t
   while (true) {
     search.run();
     const int64_t width = search.width, M = B * width;
-#pragma omp parallel for if (M * V > kParallelWork)
-    for (int64_t m = 0; m < M; ++m) rank_all(&search.logits[m * V], V, W, ranked[m]);
+    for_each(M, M * V > kParallelWork,
+             [&](int64_t m) { rank_all(&search.logits[m * V], V, W, ranked[m]); });
     begin = end;
     end += width * W;
     double promised = 0.0;
@@ -2959,8 +3137,11 @@ inline float relu(float x) { return x > 0.0f ? x : 0.0f; }
 
 template <float (*activate)(float), typename E>
 void apply_to(E *x, int64_t count) {
-#pragma omp parallel for simd if (count > kParallelWork)
-  for (int64_t i = 0; i < count; ++i) store(x[i], activate(to_float(x[i])));
+  in_threads(count > kParallelWork, [&](const Member &member) {
+    const int64_t end = member.end(count);
+#pragma omp simd
+    for (int64_t i = member.begin(count); i < end; ++i) store(x[i], activate(to_float(x[i])));
+  });
 }
 
 // A rank's part of a layer's experts, as specdec/engine/native.py writes it: eight bytes a field.
@@ -3066,9 +3247,12 @@ void mix_experts(const E *x, int64_t M, int64_t D, const Experts &e, E *out) {
 // Logits become cap tanh(scale x / cap).
 template <typename E>
 void cap_logits(E *x, int64_t count, float scale, float cap) {
-#pragma omp parallel for simd if (count > kParallelWork)
-  for (int64_t i = 0; i < count; ++i)
-    store(x[i], cap * tanh_fast(to_float(x[i]) * scale / cap));
+  in_threads(count > kParallelWork, [&](const Member &member) {
+    const int64_t end = member.end(count);
+#pragma omp simd
+    for (int64_t i = member.begin(count); i < end; ++i)
+      store(x[i], cap * tanh_fast(to_float(x[i]) * scale / cap));
+  });
 }
 
 // The layers of a decoder over one step's tokens. Legend as above; M = B T tokens. weights of a
@@ -3221,9 +3405,11 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
     Scalars numbers;                                                                              \
     std::memcpy(&numbers, scalars, sizeof numbers);                                               \
     const auto run = sizes.is_integer ? run_layers<Integers, E> : run_layers<E, E>;               \
-    run(x, first, out, weights, final_norm, static_cast<const Experts *>(experts), cache,         \
-        tables, attending, rows, positions, lines, past, tree_mask, observed_layers, observed,    \
-        sizes, numbers);                                                                          \
+    with_crew(sizes.B * sizes.T * sizes.D * sizes.D > kParallelWork, [&] {                        \
+      run(x, first, out, weights, final_norm, static_cast<const Experts *>(experts), cache,       \
+          tables, attending, rows, positions, lines, past, tree_mask, observed_layers, observed,  \
+          sizes, numbers);                                                                        \
+    });                                                                                           \
   }                                                                                               \
   void specdec_mix_experts_##suffix(const E *x, int64_t M, int64_t D, const void *experts, E *out, \
                                     int64_t is_integer) {                                         \
@@ -3234,7 +3420,10 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
                                      const E *bias, int64_t V, int64_t width, int64_t *tokens,    \
                                      float *scores, int64_t is_integer) {                         \
     const auto rank = [&](auto none) {                                                            \
-      rank_outputs(x, M, depth, static_cast<decltype(none)>(head), bias, V, width, tokens, scores);\
+      with_crew(M * V * depth > kParallelWork, [&] {                                              \
+        rank_outputs(x, M, depth, static_cast<decltype(none)>(head), bias, V, width, tokens,      \
+                     scores);                                                                     \
+      });                                                                                         \
     };                                                                                            \
     if (is_integer)                                                                               \
       rank(static_cast<const Integers *>(nullptr));                                               \
@@ -3253,11 +3442,15 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
       const Drafter<P, E> drafter = {embedding, at(0), at(1), biases[0], at(2), at(3), biases[1], \
                                      blocks, num_blocks, at(4), drafted, sizes[4], sizes[5],      \
                                      sizes[6]};                                                   \
-      if (temperatures != nullptr)                                                                \
-        return search_tree(drafter, hidden, tokens, temperatures, least, found, chances, B, W, L, \
-                           N);                                                                    \
-      search_beams(drafter, hidden, tokens, found, B, W, L, C);                                   \
-      return L;                                                                                   \
+      int64_t levels = L;                                                                         \
+      with_crew(B * drafter.V * drafter.X > kParallelWork, [&] {                                  \
+        if (temperatures != nullptr)                                                              \
+          levels = search_tree(drafter, hidden, tokens, temperatures, least, found, chances, B, W,\
+                               L, N);                                                             \
+        else                                                                                      \
+          search_beams(drafter, hidden, tokens, found, B, W, L, C);                               \
+      });                                                                                         \
+      return levels;                                                                              \
     };                                                                                            \
     if (sizes[8]) return search(static_cast<const Integers *>(nullptr));                          \
     return search(static_cast<const E *>(nullptr));                                               \

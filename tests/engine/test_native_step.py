@@ -8,6 +8,7 @@ to near-ties, wherever the native kernels run a step.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,20 @@ def fill(decoder: Decoder, num_rows: int, past_len: int) -> KVCache:
         for row in range(num_rows):
             cache.commit(row, [0])
     return cache
+
+
+@torch.inference_mode()
+def test_threads_change_no_bits(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do more of them than there are cores keep each other from ending, step after step."""
+    decoder = make_decoder(library, "bfloat16", 6, 2, None, is_int8=False)
+    cache = fill(decoder, 1, 12)
+    tree = make_step([12], make_tree(TOKENS, PARENTS))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    expected = decoder.forward(tree, cache)
+    for count in (2, 3, 3 * (os.cpu_count() or 1) + 1, 1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        for _ in range(60):
+            assert torch.equal(decoder.forward(tree, cache), expected)
 
 
 @in_every_form
