@@ -15,6 +15,7 @@ import pytest
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters import Drafting
 from specdec.decode.drafters.budget import (
+    FIRST_PIECE,
     Budget,
     BudgetFollower,
     BudgetProposer,
@@ -23,7 +24,9 @@ from specdec.decode.drafters.budget import (
     bind,
     follow_chances,
 )
+from specdec.decode.drafters.eagle import EagleProposer
 from specdec.decode.drafters.levels import ALL_LEVELS
+from specdec.decode.drafters.pacing import REST_STEPS
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
@@ -79,10 +82,13 @@ class Machine:
     sure: float = 0.7
     beside: int = 0
 
-    def run(self, num_rows: int, limit: int = LIMIT) -> tuple[float, list[int]]:
+    def run(
+        self, num_rows: int, limit: int = LIMIT, budget: Budget | None = None
+    ) -> tuple[float, list[int]]:
         """Time relative to plain decoding, and the tokens that steps verified for a request."""
         chance = random.Random(f"{num_rows} {self.rate} {self.noise}")
-        budget, left, seconds = Budget(self.length), [limit] * num_rows, 0.0
+        budget = budget or Budget(self.length)
+        left, seconds = [limit] * num_rows, 0.0
         confidence = np.array([1.0, *[self.sure] * self.length])
         chain = Candidates(pack_beams(0, np.arange(1, self.length + 1)[None]), None, confidence)
         sizes = []
@@ -166,8 +172,27 @@ def test_the_first_steps_are_plain_and_so_is_the_first_of_half_as_many_requests(
     budget.record(None, 1.0, 1, [1])
     assert budget.plan([50])
     assert not budget.plan([1])
-    budget.reset()
-    assert not budget.plan([50, 50])
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_the_next_run_begins_with_what_the_last_has_measured(num_rows: int) -> None:
+    machine, budget = Machine(FLAT, CHEAP, 0.9), Budget(8)
+    first, tried = machine.run(num_rows, 64, budget)
+    second, sizes = machine.run(num_rows, 64, budget)
+    assert tried[:2] == [0, 0]
+    assert min(sizes[:4]) >= 6
+    assert second < 0.9 * first
+
+
+def test_plain_steps_are_not_measured_again_where_drafts_win_clearly() -> None:
+    """They are where drafts win little: there a plain step's time decides."""
+    shares = []
+    for rate in (0.9, 0.45):
+        drafted = Machine(FLAT, CHEAP, rate).run(1, 400)[1][8:-1]
+        assert statistics.median(drafted) >= 2
+        shares.append(drafted.count(0) / len(drafted))
+    assert shares[0] == 0
+    assert shares[1] > 0.02
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
@@ -179,6 +204,27 @@ def test_it_drafts_where_every_step_reads_prompts_too(num_rows: int, noise: floa
     assert seconds < (1.0 if noise else 0.75)  # which may hide what a few tokens more cost
     seconds, _ = Machine(STEEP, CHEAP, 0.3, noise, beside=70).run(num_rows)
     assert seconds < 1.05
+
+
+def test_reading_prompts_is_no_price_of_a_draft() -> None:
+    """It has an account of its own, and its price is learned from the first piece."""
+    budget = Budget(4)
+    for _ in range(2):
+        budget.record(None, 1.0, 1, [1] * 4)
+    assert budget.plan([100] * 4, 0, 2000)
+    budget.record(0.128, 1.0, 1, [1] * 4, num_caught_up=128)
+    assert budget.late_seconds == pytest.approx(0.001)
+    assert not budget.plan([100] * 4, 0, 20_000), "more than may be lost"
+    assert not budget.plan([2] * 4, 0, 2000), "more than can be won"
+    for _ in range(REST_STEPS):
+        budget.record(None, 1.0, 1, [1] * 4)
+    assert budget.plan([100] * 4, 0, 1872)
+    budget.record(2.1, 1.02, 2, [2] * 4, num_caught_up=1872)
+    assert budget.plan([100] * 4)
+    assert budget.price_level() == ALL_LEVELS, "what a draft costs is not known yet"
+    budget.record(0.05, 1.02, 2, [2] * 4)
+    assert budget.plan([100] * 4)
+    assert budget.price_level() < 1
 
 
 def test_what_a_drafter_is_sure_of_is_held_against_what_was_accepted() -> None:
@@ -283,7 +329,7 @@ def test_the_text_is_that_of_plain_decoding(
     chance = random.Random(method)
     chosen: list[bool] = []
 
-    def plan(self: Budget, remaining: Sequence[int], num_beside: int) -> bool:
+    def plan(self: Budget, remaining: Sequence[int], num_beside: int, num_late: int) -> bool:
         chosen.append(chance.random() < 0.5)
         return chosen[-1]
 
@@ -298,6 +344,33 @@ def test_the_text_is_that_of_plain_decoding(
     assert 0.2 < sum(chosen) / len(chosen) < 0.8
     kind = BudgetFollower if method.startswith(("eagle", "dflash")) else BudgetProposer
     assert type(engine.proposer) is kind
+
+
+def test_a_drafter_reads_a_piece_of_the_prompts_first(folders: dict[str, Path]) -> None:
+    plain = TorchEngine(folders["eagle"], device="cpu", speculate=False)
+    requests = [
+        Request(
+            index=i, input_ids=[*range(3 + i, 83 + i)], max_output_len=30, end_ids=frozenset(),
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    expected = [r.output_ids for r in plain.generate(requests)]
+    engine = load(folders, "eagle")
+    drafter, read = engine.proposer, []
+    assert isinstance(drafter, EagleProposer)
+    propose = drafter.propose
+
+    def watch(requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        num_late, drafts = drafter.count_late(requests), propose(requests)
+        read.append(num_late - drafter.count_late(requests))
+        assert read[-1] == drafter.num_caught_up
+        return drafts
+
+    drafter.propose = watch  # type: ignore[method-assign]
+    engine.proposer = bound = bind(drafter)
+    assert [r.output_ids for r in engine.generate(requests)] == expected
+    assert read[0] == FIRST_PIECE
+    assert bound.budget.late_seconds is not None
 
 
 def test_steps_are_timed_and_prompts_are_not(folders: dict[str, Path]) -> None:

@@ -44,7 +44,6 @@ class Machine:
     ) -> tuple[float, list[int]]:
         """Decode requests in `batch_size` rows; return the seconds and all lengths drafted."""
         dice, clock = random.Random(4), random.Random(5)
-        length.reset()
         waiting = list(output_lens)
         rows: list[list[int]] = []  # tokens that the draft model lacks, and that are to come
         seconds, chosen = 0.0, []
@@ -247,6 +246,45 @@ def test_drafting_starts_again_when_the_batch_empties() -> None:
     num_plain = 95  # steps while all run
     assert max(chosen[:num_plain]) <= 1
     assert statistics.median(chosen[num_plain + 5 :]) >= 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_next_run_begins_with_what_the_last_has_measured(batch_size: int) -> None:
+    machine, length = Machine(FLAT, CHEAP, 0.001, 0.9), DraftLength(8, is_auto=True)
+    (first, tried), (second, chosen) = (
+        machine.run(length, batch_size, [64] * batch_size) for _ in range(2)
+    )
+    assert tried[:2] == [0, 0]
+    assert min(chosen[:4]) >= 6
+    assert second < 0.9 * first
+
+
+def test_plain_steps_are_not_measured_again_where_drafts_win_clearly() -> None:
+    """They are where drafts win little: there a plain step's time decides."""
+    shares = []
+    for rate in (0.9, 0.45):
+        _, chosen = Machine(FLAT, CHEAP, 0.001, rate).run(DraftLength(8, is_auto=True), 1, [400])
+        drafted = chosen[8:-1]
+        assert statistics.median(drafted) >= 1
+        shares.append(drafted.count(0) / len(drafted))
+    assert shares[0] == 0
+    assert shares[1] > 0.02
+
+
+def test_one_disturbed_draft_does_not_end_them() -> None:
+    """The first is timed at 50 times what drafts cost."""
+    length, chosen = DraftLength(8, is_auto=True), list[int]()
+    for _ in range(20):
+        (count,) = length.plan([0], [100]).counts
+        disturbed = 50 if count and not any(chosen) else 1
+        chosen.append(count)
+        length.record_step(
+            num_rows=1, num_tokens=count + 1, num_passes=count, num_caught_up=0,
+            draft_seconds=disturbed * count * CHEAP(1), drafts=[(count, count)],
+            verify_seconds=FLAT(count + 1),
+        )  # fmt: skip
+    assert chosen[:2] == [0, 0]
+    assert min(chosen[5:]) >= 6
 
 
 def test_fixed_length() -> None:

@@ -34,7 +34,10 @@ class Proposer(Protocol):
     max_draft_depth: int
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Forget everything; rows 0 ... num_rows - 1 of that many tokens will be in use."""
+        """Forget all requests; rows 0 ... num_rows - 1 of that many tokens will be in use.
+
+        What was measured, as of costs, may be kept: it is the same machine.
+        """
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Each request's row now belongs to it; `observe` follows with its prompt's last state."""
@@ -75,6 +78,19 @@ class PromptLatecomer(Protocol):
     """
 
     max_catch_up: int | None
+
+
+@runtime_checkable
+class LateReader(PromptLatecomer, Protocol):
+    """One that tells how much it reads.
+
+    num_caught_up: tokens of prompts that it read for the newest drafts.
+    """
+
+    num_caught_up: int
+
+    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
+        """Tokens of prompts that it has to read before all of these can be drafted for."""
 
 
 @runtime_checkable

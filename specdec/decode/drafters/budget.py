@@ -22,6 +22,7 @@ from torch import Tensor
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import (
     Keeper,
+    LateReader,
     PlainProposer,
     PromptFollower,
     PromptLatecomer,
@@ -30,8 +31,10 @@ from specdec.decode.drafters.base import (
 )
 from specdec.decode.drafters.levels import ALL_LEVELS
 from specdec.decode.drafters.pacing import (
+    FEW_LATE,
     HORIZON,
     KEEP,
+    MODEL_LOSS,
     PROBE_SHARE,
     REST_STEPS,
     Costs,
@@ -50,6 +53,7 @@ FIRST_TRIALS = 4.0  # that what the drafter says of itself weighs as much as
 FIRST_RATE = 0.7  # believed: of the drafted tokens that are reached, those that are accepted
 FIRST_ROWS = 3.0  # that this belief weighs as much as
 SURE = 0.999  # no more than this is believed of a token
+FIRST_PIECE = 2 * FEW_LATE  # tokens of prompts by which it is learnt what reading them costs
 # Of what is won for a batch, what counts: its requests win unequally, and the last one to end
 # decides when it ends.
 BATCH_WIN = 0.85
@@ -63,10 +67,6 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was counted: another run begins."""
         self._counts: dict[int, Array] = {}  # by source: [2, depth, bucket], right ones and all
 
     def estimate(self, candidates: Candidates) -> Array:
@@ -169,6 +169,9 @@ class Budget:
     was won before may be lost again. Where drafts are known not to pay, they are tried again for
     `PROBE_SHARE` of that. What a draft costs is not foreseen the first time.
 
+    Prompts that a drafter has to read first are paid from an account of their own, as large as a
+    draft model's, and only if what is left of the texts may win that back.
+
     Steps that also read prompts are as long as their tokens in all say; see `Costs.predict_beside`.
     """
 
@@ -176,37 +179,35 @@ class Budget:
         """max_tokens: of a row's draft."""
         self.max_tokens = max_tokens
         self.calibration = Calibration()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was measured: another run begins."""
-        self.calibration.reset()
         # By tokens in the step; of a level of drafts, by requests.
         self._verify, self._draft = Costs(), Costs()
+        self._late = Costs()  # of a token of a prompt that the drafter reads, under size 1
         self._num_levels = 1.0  # a mean
         # Of steps by themselves, and of those that also read prompts: numbers of requests that
         # plain ones had, plain ones, and drafted ones since the last of these.
         self._known: tuple[set[int], set[int]] = set(), set()
         self._num_plain, self._since_plain = [0, 0], [0, 0]
         self._beside = 0  # prompt tokens of the step that was planned last
-        self._spent = self._lost = 0.0
         self._gains = FIRST_ROWS * np.cumsum(FIRST_RATE ** np.arange(1, self.max_tokens + 1))
         self._weight = FIRST_ROWS
         self._num_rows = 0  # of the step that was planned last
         self._rate = self._allowance = 0.0  # tokens a second; seconds that it may lose
+        self._gain = 1.0  # how many times as fast as plain steps it promised to be
         self._is_probe = False
+        self._spent = self._lost = 0.0
+        self._read = 0.0  # seconds, by the drafter, of prompts
         self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
 
-    def plan(self, remaining: Sequence[int], num_beside: int = 0) -> bool:
+    def plan(self, remaining: Sequence[int], num_beside: int = 0, num_late: int = 0) -> bool:
         """Whether to draft.
 
         remaining: tokens that each request of the step may still emit. num_beside: prompt tokens
-        that it reads, too.
+        that it reads, too. num_late: those that the drafter has to read before it drafts.
         """
         num_rows = len(remaining)
         self._beside = round_beside(num_beside)
         kind = self._beside > 0
-        if is_plain_due(self._num_plain[kind], self._since_plain[kind]):
+        if is_plain_due(self._num_plain[kind], self._since_plain[kind], self._gain):
             return False
         # With fewer requests a plain step costs no more; much less, perhaps.
         is_known = any(num_rows <= known < 2 * num_rows for known in self._known[kind])
@@ -222,16 +223,25 @@ class Budget:
         won = _count_won(num_rows) * gains
         best = float((num_rows * (1 + won) / (draft + seconds[1:])).max())
         self._rate = max(best, num_rows / plain)
+        self._gain = best * float(plain) / num_rows
         self._is_probe = best <= num_rows / plain
-        if self._is_probe:
-            stake = PROBE_SHARE * self._spent
-        else:
-            stake = self._spent + min(max(remaining), HORIZON) * plain
+        ahead = min(max(remaining), HORIZON) * plain
+        stake = PROBE_SHARE * self._spent if self._is_probe else self._spent + ahead
         self._allowance = bound_loss(num_rows) * stake - self._lost - draft
-        if float(least - plain) <= self._allowance:
+        read = num_late * (self.late_seconds or 0.0) if num_late > FEW_LATE else 0.0
+        may_read = not read or (
+            (self._is_probe or read < ahead * (1 - 1 / self._gain))
+            and self._read + read <= bound_loss(num_rows, MODEL_LOSS) * stake - self._lost
+        )
+        if may_read and float(least - plain) <= self._allowance:
             return True
         self._rest = num_rows, self._spent + REST_STEPS * plain
         return False
+
+    @property
+    def late_seconds(self) -> float | None:
+        """Of a token of a prompt that the drafter reads; None where that was never measured."""
+        return self._late.estimate(1)
 
     def price_level(self) -> float:
         """How much another level of a draft must promise to be worth its price.
@@ -274,11 +284,13 @@ class Budget:
         size: int,
         emitted: Sequence[int],
         num_levels: int = 1,
+        num_caught_up: int = 0,
     ) -> None:
         """Take what a step cost, and how many tokens it emitted for each request.
 
         draft_seconds: None where nothing was drafted. size: T of the verify step. num_levels: of
-        the drafts, where they are drafted one by one.
+        the drafts, where they are drafted one by one. num_caught_up: tokens of prompts that the
+        drafter read for them.
         """
         num_rows, kind = len(emitted), self._beside > 0
         self._verify.record(num_rows * size + self._beside, verify_seconds)
@@ -291,7 +303,14 @@ class Budget:
             self._since_plain[kind] = 0
         if draft_seconds is None:
             return
-        self._draft.record(num_rows, draft_seconds / num_levels)
+        if num_caught_up > FEW_LATE:
+            read = draft_seconds - num_levels * (self._draft.estimate(num_rows) or 0.0)
+            self._late.record(1, max(0.0, read) / num_caught_up)
+            self._read += max(0.0, read)
+            if size == 1:
+                return
+        else:
+            self._draft.record(num_rows, draft_seconds / num_levels)
         self._num_levels += (num_levels - self._num_levels) / FIRST_TRIALS
         # What others delay is nobody's loss: costs of the same kind are compared.
         draft = num_levels * (self._draft.estimate(num_rows) or 0.0)
@@ -326,6 +345,8 @@ class BudgetProposer:
     ) -> None:  # fmt: skip
         """min_rows: steps of fewer requests are left as they are."""
         self.proposer = proposer
+        self._levels = proposer if isinstance(proposer, LevelDrafter) else None
+        self._late = proposer if isinstance(proposer, LateReader) else None
         self.min_rows = min_rows
         self.max_draft_tokens = proposer.max_draft_tokens
         self.max_draft_depth = proposer.max_draft_depth
@@ -335,6 +356,7 @@ class BudgetProposer:
         self._num_beside = 0
         self._began: float | None = None  # of the verify step that is under way
         self._draft_seconds: float | None = None
+        self._num_caught_up = 0  # see LateReader
         self._drafts: list[Candidates] = []
         self._lengths: list[int] = []  # of the outputs when they were drafted
 
@@ -366,8 +388,7 @@ class BudgetProposer:
             self.proposer.keep()
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Forget everything, costs too."""
-        self.budget.reset()
+        """Forget all requests; what was measured, and the account, go on."""
         self._began = None
         self.proposer.allocate(num_rows, num_positions)
 
@@ -380,15 +401,21 @@ class BudgetProposer:
         self._draft_seconds = None
         is_bound = len(requests) >= self.min_rows
         if not is_bound:
-            if isinstance(self.proposer, LevelDrafter):
-                self.proposer.least_promise = ALL_LEVELS
+            self._bound_levels(ALL_LEVELS)
             self._began = None
             return self.proposer.propose(requests)
-        if self.budget.plan([request.remaining for request in requests], self._num_beside):
-            if isinstance(self.proposer, LevelDrafter):
-                self.proposer.least_promise = self.budget.price_level()
+        late = self._late
+        num_late = 0 if late is None else late.count_late(requests)
+        remaining = [request.remaining for request in requests]
+        self._num_caught_up = 0
+        if self.budget.plan(remaining, self._num_beside, num_late):
+            if late is not None and num_late > FIRST_PIECE and self.budget.late_seconds is None:
+                late.max_catch_up = min(FIRST_PIECE, late.max_catch_up or FIRST_PIECE)
+            self._bound_levels(self.budget.price_level())
             began = self._clock()
-            self._drafts = self._cut(self.proposer.propose(requests))
+            drafted = self.proposer.propose(requests)
+            self._num_caught_up = 0 if late is None else late.num_caught_up
+            self._drafts = self._cut(drafted)
             self._draft_seconds = self._clock() - began
         else:
             self._drafts = self._plain.propose(requests)
@@ -405,11 +432,16 @@ class BudgetProposer:
             return
         seconds, self._began = self._clock() - self._began, None
         emitted = [len(path) for path in paths]
-        drafter = self.proposer
-        num_levels = drafter.num_levels if isinstance(drafter, LevelDrafter) else 1
-        self.budget.record(self._draft_seconds, seconds, states.shape[1], emitted, num_levels)
+        num_levels = 1 if self._levels is None else self._levels.num_levels
+        self.budget.record(
+            self._draft_seconds, seconds, states.shape[1], emitted, num_levels, self._num_caught_up
+        )
         for request, candidates, length in zip(requests, self._drafts, self._lengths, strict=True):
             self.budget.calibration.record(candidates, request.output_ids[length:])
+
+    def _bound_levels(self, least_promise: float) -> None:
+        if self._levels is not None:
+            self._levels.least_promise = least_promise
 
     def _cut(self, drafted: Sequence[Candidates]) -> list[Candidates]:
         """Keep as many nodes of each tree as pay, the likeliest."""
@@ -417,7 +449,10 @@ class BudgetProposer:
             follow_chances(c.tree, self.budget.calibration.estimate(c)) for c in drafted
         ]  # fmt: skip
         orders = [np.argsort(-row[1:], kind="stable") + 1 for row in chances]
-        most = self.budget.choose([row[o] for row, o in zip(chances, orders, strict=True)])
+        found = [row[o] for row, o in zip(chances, orders, strict=True)]
+        if self._num_caught_up > FEW_LATE:  # what is not read yet may promise something still
+            found = [row for row in found if len(row)]
+        most = self.budget.choose(found)
         return [
             candidates
             if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= most

@@ -18,12 +18,14 @@ from torch import Tensor
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import (
     Keeper,
+    LateReader,
     PromptFollower,
     PromptLatecomer,
     Proposer,
     StepTimer,
 )
 from specdec.decode.drafters.budget import read_confidence
+from specdec.decode.drafters.pacing import FEW_LATE
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import TreeBuilder
 
@@ -92,13 +94,8 @@ class Account:
     """
 
     def __init__(self, num_groups: int) -> None:
-        self._num_groups = num_groups
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was measured: another run begins."""
         self._emitted: dict[tuple[int, int | None], Average] = {}
-        self._draft = [Average(0.0) for _ in range(self._num_groups)]  # seconds
+        self._draft = [Average(0.0) for _ in range(num_groups)]  # seconds
         self._verify = Average(0.0)
 
     def record_draft(self, group: int, seconds: float) -> None:
@@ -148,6 +145,7 @@ class ChainProposer:
         self.max_draft_depth = max(p.max_draft_depth for p in self._members)
         self._account = Account(len(groups))
         self._clock = clock
+        self.num_caught_up = 0  # see LateReader
         self._num_beside = 0
         self._began: float | None = None  # of the step that is under way, after its drafts
         self._drafts: list[tuple[int, int]] = []
@@ -183,8 +181,7 @@ class ChainProposer:
                 member.keep()
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Forget everything, what was brought too."""
-        self._account.reset()
+        """Forget all requests; what each group has brought is known still."""
         self._began = None
         for proposer in self._members:
             proposer.allocate(num_rows, num_positions)
@@ -197,6 +194,7 @@ class ChainProposer:
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Ask the groups in order, each for the requests that those before it did not suit."""
         found: dict[int, tuple[int, Candidates]] = {}
+        self.num_caught_up = 0
         for group in range(len(self._groups)):
             left = [at for at in range(len(requests)) if at not in found]
             if not left:
@@ -223,10 +221,18 @@ class ChainProposer:
 
     def _draft(self, group: int, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         began = self._clock()
-        found = [proposer.propose(requests) for proposer in self._groups[group]]
-        self._account.record_draft(group, self._clock() - began)
+        members = self._groups[group]
+        found = [proposer.propose(requests) for proposer in members]
+        read = sum(m.num_caught_up for m in members if isinstance(m, LateReader))
+        self.num_caught_up += read
+        if read <= FEW_LATE:  # else most of the time was not the drafts'
+            self._account.record_draft(group, self._clock() - began)
         joined = (join_candidates(each) for each in zip(*found, strict=True))
         return [dataclasses.replace(candidates, source=group) for candidates in joined]
+
+    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
+        """See LateReader."""
+        return sum(m.count_late(requests) for m in self._members if isinstance(m, LateReader))
 
     def _is_best(self, group: int, depth: int) -> bool:
         """Whether a draft promises more than those that come later in the chain would."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from specdec import logs
@@ -189,9 +190,10 @@ class DraftTargetProposer:
         self._drafts: dict[int, _Draft] = {}  # by row, of the last draft
         self._num_passes = 0  # in the last draft
         self._calibration = Calibration()
+        self._is_warm = False
         self.max_catch_up: int | None = None
         self.num_beside = 0  # see StepTimer
-        self._num_caught_up = 0  # tokens, in the last draft
+        self.num_caught_up = 0  # see LateReader
         self._draft_seconds = self._began_verify = 0.0
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
@@ -202,8 +204,17 @@ class DraftTargetProposer:
         self._room = num_positions - self.max_draft_tokens
         self._cache = self.decoder.make_cache(num_rows, num_positions)
         self._drafts, self._texts = {}, {}
-        self.draft_length.reset()
-        self._calibration.reset()
+        if self.draft_length.is_auto and not self._is_warm:
+            self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Run a token: the first pass also finds the weights, so its time would tell nothing."""
+        assert self._cache is not None
+        hidden = fill_cache(self.decoder, self._cache, [0], [[0]], self.max_num_tokens)
+        self.decoder.compute_logits(hidden).cpu()
+        self._cache.copy_prefix(0, 0, 0)
+        self._is_warm = True
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Empty the rows; their prompts are run when the first draft is asked for."""
@@ -233,17 +244,28 @@ class DraftTargetProposer:
             self._cache.copy_prefix(request.row, request.row, len(text.ids) - 1)
         return text
 
+    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
+        """See LateReader."""
+        return sum(self._list_lags(requests, [self._read(request) for request in requests]))
+
+    def _list_lags(self, requests: Sequence[ActiveRequest], read: Sequence[_Text]) -> list[int]:
+        """How many tokens of each text the draft model lacks, but those that every draft runs.
+
+        Those are the newest token, and the one before it where that was drafted itself.
+        """
+        assert self._cache is not None
+        return [
+            max(0, len(text.ids) - int(self._cache.past_lens[r.row]) - text.num_newest - 1)
+            for r, text in zip(requests, read, strict=True)
+        ]
+
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all requests at once, each at most up to the token before its limit."""
         assert self._cache is not None
         began = time.perf_counter()
         read = [self._read(request) for request in requests]
         texts = [text.ids for text in read]
-        # Every draft runs the newest token, and the one before it where that was drafted itself.
-        lags = [
-            max(0, len(text.ids) - int(self._cache.past_lens[r.row]) - text.num_newest - 1)
-            for r, text in zip(requests, read, strict=True)
-        ]
+        lags = self._list_lags(requests, read)
         remaining = [request.remaining for request in requests]
         plan = self.draft_length.plan(lags, remaining, self.num_beside)
         if self.max_catch_up is not None and len(requests) > 1:
@@ -262,11 +284,11 @@ class DraftTargetProposer:
                 min(plan.most, r.remaining - 1) if n else 0
                 for n, r in zip(counts, requests, strict=True)
             ]
-        self._num_caught_up = sum(lag for lag, n in zip(lags, counts, strict=True) if n)
+        self.num_caught_up = sum(lag for lag, n in zip(lags, counts, strict=True) if n)
         for at, count in plan.catch_up.items():
             if read[at].is_known:
                 self._catch_up(requests[at].row, texts[at], count)
-                self._num_caught_up += count
+                self.num_caught_up += count
         known = [len(ids) for ids in texts]
         drafted: list[list[int]] = [[] for _ in requests]
         draft_probs: list[list[Tensor]] = [[] for _ in requests]
@@ -374,7 +396,7 @@ class DraftTargetProposer:
             num_rows=len(requests),
             num_tokens=states.shape[1],
             num_passes=self._num_passes,
-            num_caught_up=self._num_caught_up,
+            num_caught_up=self.num_caught_up,
             draft_seconds=self._draft_seconds,
             verify_seconds=seconds,
             drafts=drafts,

@@ -271,6 +271,7 @@ class EagleProposer(StateKeeper):
         self.params = net.params
         self._is_small = decoder.device.type == "cpu"
         self.max_catch_up: int | None = None
+        self.num_caught_up = 0  # see LateReader
         self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
         self.num_levels, self.least_promise = 1, ALL_LEVELS  # as in `LevelDrafter`
         eagle3 = self.params.eagle3
@@ -422,16 +423,27 @@ class EagleProposer(StateKeeper):
 
         What a step has brought a row itself is left for its draft.
         """
-        past = self._cache.past_lens[rows]
-        own = self.max_draft_depth + 1
-        lags = [max(0, len(text) - int(n) - own) for text, n in zip(texts, past, strict=True)]
+        lags = self._list_lags(rows, [*map(len, texts)])
+        self.num_caught_up = sum(lags)
         if self.max_catch_up is None or len(texts) == 1:
             return list(range(len(texts)))
         plan = bound_catch_up(DraftPlan([1] * len(texts)), lags, self.max_catch_up)
+        self.num_caught_up = min(self.num_caught_up, self.max_catch_up)
         for at, count in plan.catch_up.items():
-            known = texts[at][: int(past[at]) + count]
+            known = texts[at][: int(self._cache.past_lens[rows[at]]) + count]
             fill_cache(pairs, self._cache, [int(rows[at])], [known], MAX_PASS_TOKENS)
         return [at for at, count in enumerate(plan.counts) if count]
+
+    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
+        """See LateReader."""
+        lengths = [len(r.request.input_ids) + len(r.output_ids) - 1 for r in requests]
+        return sum(self._list_lags(list_rows(requests), lengths))
+
+    def _list_lags(self, rows: IntArray, lengths: Sequence[int]) -> list[int]:
+        """How many pairs each row lacks, but those that a step has brought."""
+        own = self.max_draft_depth + 1
+        past = self._cache.past_lens[rows].tolist()
+        return [max(0, length - n - own) for length, n in zip(lengths, past, strict=True)]
 
     def _keep(self, rows: Tensor, places: Tensor, states: Tensor) -> None:
         """Keep the features of some tokens."""

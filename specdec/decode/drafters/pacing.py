@@ -15,6 +15,7 @@ from specdec.engine.transfers import Array
 PLAIN_STEPS = 2  # at the start: what there is to win is not known without them
 MAX_REFRESH = 128  # after so many drafted steps the cost of a plain one is measured again
 REFRESH_GROWTH = 4  # times the plain steps so far, while those are few
+DOUBT = 0.6  # where drafts pay if a plain step takes this share of its time, it need not be known
 TRIAL_TOKENS = 4  # drafted for one request before the others' draft caches are filled
 # Of the time that plain decoding would take, what drafts may lose: at most, and at least for many
 # requests, for whom a machine that is busy already has less to win.
@@ -27,6 +28,8 @@ PROBE_SHARE = 3 / 8  # of that, of the time so far, for drafts that are known no
 REST_STEPS = 8  # plain ones after one that drafts nothing, so that not even planning costs time
 BESIDE_UNIT = 16  # prompt tokens of a step, whose cost is known by so many
 FIRST_CHUNK = 16  # tokens by which it is learnt what running a prompt costs the draft model
+LEAST_TIMED = 2  # drafts, before they are believed to be too dear: one may have been disturbed
+FEW_LATE = 64  # so many cost a pass over drafted tokens next to nothing
 KEEP = 0.98  # weight of what was known of acceptance before the newest draft
 # A belief that a few drafts outweigh: 7 of 10 drafted tokens are accepted.
 FIRST_ACCEPTED, FIRST_REACHED = 2.1, 3.0
@@ -69,8 +72,9 @@ class Costs:
     def estimate(self, size: int) -> float | None:
         """Return what a size costs, None where nothing was measured.
 
-        Between two known sizes, and beyond the largest, costs lie on a line; below the smallest
-        they are the smallest's, as where memory is the limit.
+        Between two known sizes costs lie on a line, and beyond the largest on one from its half
+        on, since two that are near each other differ by chance; below the smallest they are the
+        smallest's, as where memory is the limit.
         """
         sizes, seconds = self._sizes, self._seconds
         if not sizes:
@@ -79,20 +83,26 @@ class Costs:
             return seconds[size]
         if size < sizes[0] or len(sizes) == 1:
             return seconds[sizes[0]]
-        at = min(bisect.bisect(sizes, size), len(sizes) - 1)
+        if size > sizes[-1]:
+            return seconds[sizes[-1]] + self._find_slope() * (size - sizes[-1])
+        at = bisect.bisect(sizes, size)
         lower, upper = sizes[at - 1], sizes[at]
         slope = (seconds[upper] - seconds[lower]) / (upper - lower)
         return seconds[lower] + slope * (size - lower)
+
+    def _find_slope(self) -> float:
+        """Seconds of a token beyond the largest size; 0 where it is the only one."""
+        largest = self._sizes[-1]
+        lower = self._sizes[max(0, bisect.bisect(self._sizes, largest / 2) - 1)]
+        rise = self._seconds[largest] - self._seconds[lower]
+        return rise / (largest - lower) if largest > lower else 0.0
 
     def predict(self, sizes: Array) -> Array:
         """What `estimate` says of many sizes, where something was measured."""
         known = np.array(self._sizes)
         seconds = np.array([self._seconds[size] for size in self._sizes])
-        found = np.interp(sizes, known, seconds)
-        if len(known) > 1:
-            slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])
-            found = found + slope * np.maximum(0, sizes - known[-1])
-        return np.asarray(found)
+        beyond = np.maximum(0, sizes - known[-1])
+        return np.asarray(np.interp(sizes, known, seconds) + self._find_slope() * beyond)
 
     def predict_beside(self, sizes: Array, num_beside: int) -> Array:
         """What steps of these sizes, rising, cost that also read so many tokens of prompts.
@@ -126,9 +136,13 @@ def bound_loss(num_rows: int, of_two: float = DRAFTER_LOSS) -> float:
     return min(LOSS_SHARE, max(LEAST_LOSS_SHARE, 2 * of_two / num_rows))
 
 
-def is_plain_due(num_plain: int, since_plain: int) -> bool:
-    """Whether to measure a plain step, after so many of them and of drafted ones since the last."""
-    refresh = min(MAX_REFRESH, REFRESH_GROWTH * num_plain)
+def is_plain_due(num_plain: int, since_plain: int, gain: float = 1.0) -> bool:
+    """Whether to measure a plain step, after so many of them and of drafted ones since the last.
+
+    gain: how many times as fast as plain ones drafted steps are believed to be.
+    """
+    is_clear = gain * DOUBT > 1
+    refresh = MAX_REFRESH if is_clear else min(MAX_REFRESH, REFRESH_GROWTH * num_plain)
     return num_plain < PLAIN_STEPS or since_plain >= refresh
 
 
@@ -190,10 +204,6 @@ class DraftLength:
     def __init__(self, maximum: int, *, is_auto: bool = False) -> None:
         self.maximum = maximum
         self.is_auto = is_auto
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was measured: another run begins."""
         self._accepted, self._reached = FIRST_ACCEPTED, FIRST_REACHED
         self._verify, self._draft = Costs(), Costs()  # by tokens in the step, by requests
         self._catch_up = Costs()  # a token, under size 1
@@ -201,13 +211,14 @@ class DraftLength:
         # Of steps by themselves, and of those that also read prompts: plain ones, and drafted ones
         # since the last of these.
         self._num_plain, self._since_plain = [0, 0], [0, 0]
-        self._num_drafted = 0
+        self._num_drafted = self._num_timed = 0  # tokens; steps whose drafts were timed
         self._beside = 0  # prompt tokens of the step that was planned last
         self._seconds = np.zeros(self.maximum + 3)  # of such a verify step, by drafted tokens
-        self._spent = self._lost = 0.0
         self._gain_share = 1.0  # of the step that was planned last
         self._rate = 0.0  # tokens a second that it promised
+        self._gain = 1.0  # how many times as fast as plain steps drafts seemed to be
         self._num_planned = 0, 0  # requests in it, and of those the ones to draft for
+        self._spent = self._lost = 0.0
         self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
 
     def plan(self, lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0) -> DraftPlan:
@@ -222,7 +233,7 @@ class DraftLength:
             return DraftPlan([self.maximum] * num_rows)
         nothing = DraftPlan([0] * num_rows)
         kind = self._beside > 0
-        if is_plain_due(self._num_plain[kind], self._since_plain[kind]):
+        if is_plain_due(self._num_plain[kind], self._since_plain[kind], self._gain):
             return nothing
         rows_at_rest, end_of_rest = self._rest
         if num_rows == rows_at_rest and self._spent < end_of_rest:
@@ -237,9 +248,12 @@ class DraftLength:
         bound = bound_loss(num_rows, MODEL_LOSS)
         allowance = bound * (self._spent + ahead) - self._lost
         best, gain = self._find_best(num_rows)
+        self._gain = self._seconds[0] / (self._seconds[0] - gain)
         price = self._catch_up.estimate(1) or 0.0
         if self._draft.largest == 0:
             return self._try_one(usable[0], lags, remaining, allowance)
+        if not best and num_rows == 1 and self._num_timed < LEAST_TIMED and lags[0] <= FIRST_CHUNK:
+            return self._try_one(0, lags, remaining, math.inf)
         if best and num_rows > 1:
             # What reading costs is known of a small piece at first, which is dear by the token.
             longest = min(lags[usable[-1]], int(allowance / (2 * price)) if price else 0)
@@ -349,13 +363,14 @@ class DraftLength:
         plain, step = self._verify.price_step(num_rows, num_tokens, self._beside)
         self._spent += draft_seconds + (step if kind else verify_seconds)
         num_drafting = sum(drafted > 0 for drafted, _ in drafts)
-        # A few cost a pass next to nothing, so that the pass is what was measured.
-        if num_caught_up > (4 * FIRST_CHUNK if num_passes else 0):
+        # Beside a few of them, the pass is what was measured.
+        if num_caught_up > (FEW_LATE if num_passes else 0):
             usual = num_passes * (self._draft.estimate(num_drafting) or 0.0)
             self._catch_up.record(1, max(0.0, draft_seconds - usual) / num_caught_up)
             self._longest_piece = max(self._longest_piece, num_caught_up)
         elif num_passes:
             self._draft.record(num_drafting, draft_seconds / num_passes)
+            self._num_timed += 1
         if not num_passes:
             self._num_plain[kind] += 1
             self._since_plain[kind] = 0
