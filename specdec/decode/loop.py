@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates, accept_batch, accept_on_device
+from specdec.decode.chunk_size import ChunkSize
 from specdec.decode.drafters.base import (
     PlainProposer,
     PromptFollower,
@@ -27,7 +28,6 @@ from specdec.decode.drafters.base import (
     TreeReader,
     list_rows,
 )
-from specdec.decode.pace import Pace
 from specdec.decode.plain_ahead import Emitted, PlainAhead
 from specdec.decode.prefill import PromptReader, count_shared
 from specdec.decode.requests import (
@@ -123,9 +123,9 @@ class Options:
 
     max_batch_size: requests decoded at once; None is all. max_num_tokens: bound of one prompt pass.
     prompt_chunk: prompt tokens that a step of other requests reads at most, and a drafter four
-    times as many; None reads whole prompts first. "auto" is what `Pace` chooses, of which what the
-    requests verify is taken: prompts go before drafts, which are made in such a step if all that
-    waits fits in beside them.
+    times as many; None reads whole prompts first. "auto" is what `ChunkSize` chooses, of which what
+    the requests verify is taken: prompts go before drafts, which are made in such a step if all
+    that waits fits in beside them.
     tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
     prompts from the cache. keep_logits: return the logits that tokens were chosen by.
     keep_rejected: return what was drafted and not accepted.
@@ -212,8 +212,7 @@ class Batch:
         self._reader = PromptReader(decoder, self.cache, options.max_num_tokens)
         self._follow_prompts()
         self._held: list[list[int]] = [[] for _ in range(num_rows)]  # tokens in a row's cache
-        self._pace = Pace()
-        self._verified = 0, 0  # requests in the step that is under way, and their tokens
+        self._chunk_size = ChunkSize()
         self._drafted_size = 1  # tokens of each row in the newest step that might be drafted for
 
     @property
@@ -245,16 +244,15 @@ class Batch:
         can be had.
         """
         spent, num_read = self.timing.target_seconds, self._reader.num_read
-        self._verified = 0, 0
         self._retire()
         self._admit()
-        self._run()
-        num_active, num_verified = self._verified
+        num_active, num_verified = self._run()
         if num_active:  # else a GPU may still be at it
             num_tokens = num_verified + self._reader.num_read - num_read
-            self._pace.record(num_active, num_tokens, self.timing.target_seconds - spent)
+            self._chunk_size.record(num_active, num_tokens, self.timing.target_seconds - spent)
 
-    def _run(self) -> None:
+    def _run(self) -> tuple[int, int]:
+        """Requests of which tokens were verified, and how many were."""
         chunk = self._choose_chunk()
         if not self._reading:
             pass
@@ -262,20 +260,18 @@ class Batch:
             self._read_prompts()
         elif not self.active:  # nobody waits for it
             self._read_chunk(None)
-            return
+            return 0, 0
         elif self._reader.joins:
-            self._verify(chunk)
-            return
+            return self._verify(chunk)
         else:
             self._read_chunk(chunk)
         if not self.active:
-            return
+            return 0, 0
         if self._runs_ahead():
-            self._emit_ahead(self._ahead.step)
-        elif self._ahead.is_flying:  # a request joined that cannot be run ahead
-            self._emit_ahead(self._ahead.land)
-        else:
-            self._verify()
+            return self._emit_ahead(self._ahead.step)
+        if self._ahead.is_flying:  # a request joined that cannot be run ahead
+            return self._emit_ahead(self._ahead.land)
+        return self._verify()
 
     def _choose_chunk(self) -> int | None:
         """Tokens of prompts that a step may read beside others; None is all. Drafters are told.
@@ -285,7 +281,7 @@ class Batch:
         chunk = self.options.prompt_chunk
         if chunk == "auto":
             num_requests = len(self.active) + len(self._reading) + len(self.waiting)
-            chunk = self._pace.choose(
+            chunk = self._chunk_size.choose(
                 len(self.active), num_requests, is_reading=bool(self._reading)
             )
         if isinstance(self.proposer, PromptLatecomer):
@@ -381,8 +377,8 @@ class Batch:
         self._follow_prompts()
         self._retire()
 
-    def _verify(self, chunk: int | None = None) -> None:
-        """One verify step of every active request: propose, forward, accept, commit.
+    def _verify(self, chunk: int | None = None) -> tuple[int, int]:
+        """One verify step of every active request: propose, forward, accept, commit; as `_run`.
 
         chunk: prompt tokens to read in the same pass, as of `_choose_chunk`; None reads nothing.
         """
@@ -401,7 +397,7 @@ class Batch:
             candidates = self._propose(active, drafts=drafts)
         trees = [c.tree for c in candidates]
         size = max(tree.num_nodes for tree in trees)
-        self._verified = len(active), len(active) * size
+        verified = len(active), len(active) * size
         if drafts:
             self._drafted_size = size
         with self._clocks["verify"]:
@@ -444,6 +440,7 @@ class Batch:
                                 first_logits)  # fmt: skip
             self._retire()  # not before: whose prompt was read may have been cancelled meanwhile
         self.timing.num_steps += 1
+        return verified
 
     def _propose(self, active: Sequence[ActiveRequest], *, drafts: bool) -> list[Candidates]:
         """What is drafted for each request; the proposer never hears of those without drafts.
@@ -494,11 +491,10 @@ class Batch:
             and all(r.needs_only_best for r in self.active)
         )
 
-    def _emit_ahead(self, run: Callable[[list[ActiveRequest]], list[Emitted]]) -> None:
+    def _emit_ahead(self, run: Callable[[list[ActiveRequest]], list[Emitted]]) -> tuple[int, int]:
         """What `_verify` does where nothing is drafted, the device a step ahead."""
         with self._clocks["verify"]:
             emitted = run(self.active)
-        self._verified = len(emitted), len(emitted)
         with self._clocks["accept"]:
             for request, token in emitted:
                 self._held[request.row].append(request.output_ids[-1])
@@ -508,6 +504,7 @@ class Batch:
                 self.options.on_progress([request for request, _ in emitted])
             self._retire()
         self.timing.num_steps += 1
+        return len(emitted), len(emitted)
 
     def _draft_ahead(
         self, step: Step, trees: Sequence[Tree], states: Tensor, logits: Tensor

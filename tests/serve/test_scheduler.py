@@ -6,7 +6,7 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,8 @@ import pytest
 
 from specdec import Engine, Event, Prompt, SpecDecError, Stream, UsageError
 from specdec.decode import loop
+from specdec.decode.chunk_size import CHUNK_SHARE, LEAST_CHUNK, MOST_TIMES, ChunkSize
 from specdec.decode.loop import CATCH_UP, Batch
-from specdec.decode.pace import CHUNK_SHARE, LEAST_CHUNK, MOST_TIMES, Pace
 from specdec.decode.prefill import PromptReader
 from specdec.engine.decoder import Decoder
 from specdec.engine.step import Step
@@ -24,6 +24,7 @@ from specdec.serve.scheduler import Closing, Job, QueueFull, Scheduler
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_tokenizer
 from tests.engine.kernels import needs_compiler
 from tests.engines import call, make_engine, make_tree_engine
+from tests.serve.servers import wait_until
 
 CHUNK = 16
 
@@ -117,13 +118,6 @@ class Run:
         wait_until(has_ended)
         tokens = [token for event in events for token in event.token_ids]
         return tokens, "".join(e.text for e in events), events[-1].finish_reason
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 class Counter:
@@ -273,7 +267,7 @@ def test_with_auto_more_requests_read_more_of_prompts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their own tokens count among those of the step; nothing is known of what these cost."""
-    monkeypatch.setattr(Pace, "record", lambda *_: None)
+    monkeypatch.setattr(ChunkSize, "record", lambda *_: None)
     sizes: list[int] = []
     plan = PromptReader.plan
 
@@ -343,7 +337,7 @@ def test_with_auto_prompts_and_drafts_share_the_tokens_of_a_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound of a step: prompts go first, and drafts take what these leave."""
-    monkeypatch.setattr(Pace, "record", lambda *_: None)
+    monkeypatch.setattr(ChunkSize, "record", lambda *_: None)
     steps: list[tuple[int, int, int]] = []  # tokens of a request, of all, and left unread before
     plan = PromptReader.plan
 

@@ -15,7 +15,7 @@ MOST_TIMES, LEAST_TIMES = 6.0, 2.0
 EXACT, UNIT = 64, 16  # sizes up to EXACT are told apart, larger ones by so many tokens
 
 
-class Pace:
+class ChunkSize:
     """Learns what steps cost by their tokens, and bounds those that read prompts by it.
 
     Running requests wait for all of such a step, so it should not be many times as long as theirs

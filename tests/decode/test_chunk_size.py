@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specdec.decode.pace import (
+from specdec.decode.chunk_size import (
     CHUNK_SHARE,
     LEAST_CHUNK,
     LEAST_READ,
@@ -14,7 +14,7 @@ from specdec.decode.pace import (
     MOST_CHUNK,
     MOST_TIMES,
     UNIT,
-    Pace,
+    ChunkSize,
 )
 
 Clock = Callable[[int], float]
@@ -24,19 +24,21 @@ AVX2: Clock = lambda size: max(0.049, 0.0118 * size)  # noqa: E731
 MANY: Clock = lambda size: max(0.060, 0.055 + 0.0002 * size)  # noqa: E731
 
 
-def read(pace: Pace, clock: Clock, num_active: int, num_waiting: int, steps: int) -> list[int]:
+def read(
+    chunk_size: ChunkSize, clock: Clock, num_active: int, num_waiting: int, steps: int
+) -> list[int]:
     """The tokens of so many steps that all read prompts."""
     sizes = []
     for _ in range(steps):
-        size = pace.choose(num_active, num_active + num_waiting, is_reading=True)
-        pace.record(num_active, size, clock(size))
+        size = chunk_size.choose(num_active, num_active + num_waiting, is_reading=True)
+        chunk_size.record(num_active, size, clock(size))
         sizes.append(size)
     return sizes
 
 
 def test_where_nothing_is_known_the_requests_say() -> None:
     for number, wanted in ((1, LEAST_CHUNK), (16, CHUNK_SHARE * 16), (99, MOST_CHUNK)):
-        assert Pace().choose(number, number, is_reading=True) == wanted
+        assert ChunkSize().choose(number, number, is_reading=True) == wanted
 
 
 @pytest.mark.parametrize("num_active", [1, 4, 15])
@@ -46,11 +48,11 @@ def test_a_step_is_at_most_so_many_times_as_long_as_one_without_prompts(
     clock: Clock, has_plain: bool, num_active: int
 ) -> None:
     """Also where every step reads prompts, so that none without is ever seen."""
-    pace = Pace()
+    chunk_size = ChunkSize()
     if has_plain:
         for _ in range(2):
-            pace.record(num_active, num_active, clock(num_active))
-    sizes = read(pace, clock, num_active, 16 - num_active, 60)
+            chunk_size.record(num_active, num_active, clock(num_active))
+    sizes = read(chunk_size, clock, num_active, 16 - num_active, 60)
     least = num_active + max(num_active, LEAST_READ)
     assert min(sizes) >= least
     # Large sizes are told apart by UNIT tokens; plain steps that never were are a guess.
@@ -65,10 +67,10 @@ def test_a_step_is_at_most_so_many_times_as_long_as_one_without_prompts(
 
 def test_what_costs_next_to_nothing_is_read() -> None:
     """At most twice the tokens that were tried, until a step takes twice as long as without."""
-    pace = Pace()
+    chunk_size = ChunkSize()
     for _ in range(2):
-        pace.record(4, 4, MANY(4))
-    sizes = read(pace, MANY, 4, 0, 8)
+        chunk_size.record(4, 4, MANY(4))
+    sizes = read(chunk_size, MANY, 4, 0, 8)
     assert sizes[0] == LEAST_CHUNK
     assert sizes[:4] == sorted(sizes[:4])
     assert all(after <= 2 * before + 32 for before, after in zip(sizes, sizes[1:], strict=False))
@@ -78,9 +80,9 @@ def test_what_costs_next_to_nothing_is_read() -> None:
 
 def test_a_machine_that_gets_faster_is_found_out() -> None:
     """Others used it while it was measured first."""
-    pace = Pace()
+    chunk_size = ChunkSize()
     slow: Clock = lambda size: 0.060 + 0.012 * size  # noqa: E731
-    assert read(pace, slow, 8, 8, 40)[-1] <= 80
+    assert read(chunk_size, slow, 8, 8, 40)[-1] <= 80
     for _ in range(7):
-        pace.record(8, 8, AMX(8))
-    assert AMX(read(pace, AMX, 8, 8, 40)[-1]) > 0.75 * MOST_TIMES * AMX(8)
+        chunk_size.record(8, 8, AMX(8))
+    assert AMX(read(chunk_size, AMX, 8, 8, 40)[-1]) > 0.75 * MOST_TIMES * AMX(8)
