@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from specdec import Engine, Event, SpecDecError, __version__, logs
+from specdec.decode.ranks.processes import list_stopped_ranks
 from specdec.decode.requests import Request as InferenceRequest
 from specdec.errors import summarize
 from specdec.files.reading import parse_json
@@ -239,7 +240,8 @@ class Front:
     async def _show_health(self, http: Request) -> Response:
         if self.is_ready:
             return Response(HEALTHY, media_type="application/json")
-        return make_error("the server is not ready, or about to end", 503)
+        reasons = list_stopped_ranks() or ["the server is not ready, or about to end"]
+        return make_error(", ".join(reasons), 503)
 
     @property
     def is_ready(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from specdec import Engine, Event, RequestStats, SpecDecError, Stream, logs
-from specdec.decode.ranks.processes import leave_silent_ranks
+from specdec.decode.ranks.processes import leave_silent_ranks, list_stopped_ranks
 from specdec.decode.requests import Request
 
 logger = logs.get_logger(__name__)
@@ -150,7 +150,8 @@ class Scheduler:
     @property
     def is_ready(self) -> bool:
         """Whether a token has been made, and more can be."""
-        return self._is_ready and not self._is_draining and self.lost is None
+        is_open = self._is_ready and not self._is_draining and self.lost is None
+        return is_open and not list_stopped_ranks()
 
     @property
     def num_running(self) -> int:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,23 @@ def _read_fields(pid: int) -> list[str] | None:
     except OSError:
         return None
     return stat.rpartition(")")[2].split()
+
+
+@contextlib.contextmanager
+def keep_stdout_clean() -> Iterator[None]:
+    """Let what libraries write to standard output, past Python, go to standard error meanwhile.
+
+    torch 2.9 says there whom a rank is connected with, in front of `--json`'s object.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # one of the two is closed
+            kept = os.dup(1)
+            stack.callback(os.close, kept)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            os.dup2(2, 1)
+            stack.callback(os.dup2, kept, 1)
+        yield
 
 
 def is_stopped(pid: int) -> bool:

@@ -21,6 +21,7 @@ from specdec.files.tensor_file import TensorFile
 from specdec.logs import get_launched_rank, get_logger
 from specdec.methods import METHODS
 from specdec.mpi import check_meeting_place, find_launch
+from specdec.processes import keep_stdout_clean
 
 from .launch import Split, take_launch
 from .settings import TRAINABLE, TrainSettings
@@ -428,12 +429,13 @@ def start_accelerator(settings: TrainSettings, split: Split) -> Any:
     launch = find_launch()
     place = check_meeting_place() if launch is not None and launch.size > 1 else ""
     try:
-        accelerator = Accelerator(
-            cpu=not has_gpu and not torch.backends.mps.is_available(),
-            mixed_precision="bf16" if use_bf16 else "no",
-            # The others wait while the main process tokenizes the data and measures an engine.
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-        )
+        with keep_stdout_clean():
+            accelerator = Accelerator(
+                cpu=not has_gpu and not torch.backends.mps.is_available(),
+                mixed_precision="bf16" if use_bf16 else "no",
+                # The others wait while the main process tokenizes the data and measures an engine.
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+            )
     except (RuntimeError, ValueError) as error:
         if not place:
             raise

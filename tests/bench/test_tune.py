@@ -329,9 +329,13 @@ def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:
     """The settings with predictions, the best measured; what is chosen is what then runs."""
     report = run_tune(eagle1, eagle1 / "checkpoint", num_measured=1, max_output_len=6)
     assert report["method"] == "eagle"
-    first, *others = report["batches"][0]["settings"]
-    assert first["measured"]["acceptance_length"] == first["acceptance_length"]
-    assert min(row["draft_ms"] for row in [first, *others]) > 0
+    rows = first, *others = report["batches"][0]["settings"]
+    # Budgets and chains choose by measured times: what they accept differs from run to run.
+    replayed = [r for r in rows if r["measured"] and "budget" not in r["name"]]
+    replayed = [r for r in replayed if "suffix" not in r["name"]]
+    assert replayed
+    assert all(r["measured"]["acceptance_length"] == r["acceptance_length"] for r in replayed)
+    assert min(row["draft_ms"] for row in rows) > 0
     text = format_report(report)
     assert f"{len(others) + 1 - MAX_ROWS} more should be slower" in text
     assert others[-1]["name"] not in text

@@ -17,6 +17,7 @@ import pytest
 
 from specdec import processes
 from specdec.threads import calm_threads
+from tests.conftest import ROOT
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks into /proc")
 
@@ -171,3 +172,19 @@ def test_waiting_threads_sleep_soon_unless_told_otherwise(monkeypatch: pytest.Mo
     environment["OMP_WAIT_POLICY"] = "active"
     calm_threads()
     assert environment == {"OMP_WAIT_POLICY": "active"}
+
+
+def test_what_libraries_write_is_not_in_front_of_the_output(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Past Python, as torch's gloo does; also where a stream is closed."""
+    print("before", flush=True)
+    with processes.keep_stdout_clean():
+        os.write(1, b"[Gloo] Rank 0 is connected\n")
+    print("after", flush=True)
+    assert tuple(capfd.readouterr()) == ("before\nafter\n", "[Gloo] Rank 0 is connected\n")
+    closed = "from specdec.processes import keep_stdout_clean\nwith keep_stdout_clean(): pass"
+    for descriptor in ("1", "2"):
+        line = f'"{sys.executable}" -c "{closed}" {descriptor}>&-'
+        done = subprocess.run(["sh", "-c", line], cwd=ROOT, check=False)
+        assert done.returncode == 0

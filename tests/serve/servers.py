@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,13 @@ TEMPLATE = (
     "{% endif %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def make_served_engine(parent: Path, **sizes: Any) -> Path:
@@ -53,11 +60,8 @@ def serve_here(engine_dir: Path, **settings: Any) -> Iterator[tuple[Server, str]
         thread = threading.Thread(target=_run_quietly, args=(server, listener))
         thread.start()
         try:
-            deadline = time.monotonic() + 60
-            while not server._http.started:
-                assert time.monotonic() < deadline
-                assert thread.is_alive(), "it could not start"
-                time.sleep(0.01)
+            wait_until(lambda: server._http.started or not thread.is_alive())
+            assert thread.is_alive(), "it could not start"
             yield server, url
         finally:
             server._http.should_exit = True

@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ from specdec.serve.settings import ServeSettings
 from specdec.serve.tokens import TokenTable
 from specdec.vocabulary import list_byte_letters
 from tests.conftest import BOS, EOS, UNK
-from tests.serve.servers import CLIENT, MODEL, post, read_events, serve_here
+from tests.serve.servers import CLIENT, MODEL, post, read_events, serve_here, wait_until
 
 TEXT = "hello ab"
 CHAT = [{"role": "user", "content": "hi"}]
@@ -43,13 +43,6 @@ def expected(folder: Path) -> Any:
     """The greedy continuation of TEXT, without drafts."""
     with Engine.load(folder, device="cpu", speculation=False) as engine:
         return engine.generate(Prompt(text=TEXT, temperature=0, end_ids=()), max_output_len=40)[0]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 GREEDY = {"temperature": 0, "ignore_eos": True}

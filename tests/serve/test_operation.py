@@ -30,7 +30,7 @@ from specdec.serve import cli, scheduler
 from specdec.serve.server import Server
 from tests.conftest import ROOT, make_llama, make_tokenizer, run_cli
 from tests.engines import call, run_cli_here
-from tests.serve.servers import CLIENT, MODEL, post, serve_here
+from tests.serve.servers import CLIENT, MODEL, post, serve_here, wait_until
 
 LONG = {"prompt": "hello ab", "max_tokens": 250, "temperature": 0, "ignore_eos": True}
 
@@ -202,9 +202,21 @@ def test_a_rank_that_is_stopped_ends_the_server_that_is_told_to_end(
         os.kill(child.pid, signal.SIGSTOP)
         assert CLIENT.post(f"{url}/v1/completions", json=LONG).status_code == 504
         assert server.scheduler.lost is None, "it may go on"
+        answer = CLIENT.get(f"{url}/health")
+        assert answer.status_code == 503
+        assert f"rank 1 of 2 is stopped (process {child.pid})" in answer.text
     assert isinstance(server.scheduler.lost, SpecDecError)
     assert f"rank 1 of 2 is stopped (process {child.pid})" in server.scheduler.lost.message
     assert child.poll() == -signal.SIGKILL
+
+
+def test_a_server_is_healthy_again_once_its_rank_goes_on(split: Path) -> None:
+    with serve_here(split / "tp2") as (server, url):
+        (child,) = server.scheduler.engine._core._ranks._children
+        os.kill(child.pid, signal.SIGSTOP)
+        wait_until(lambda: CLIENT.get(f"{url}/health").status_code == 503)
+        os.kill(child.pid, signal.SIGCONT)
+        wait_until(lambda: CLIENT.get(f"{url}/health").is_success)
 
 
 def test_the_first_signal_leaves_a_rank_alone_that_takes_its_time(split: Path) -> None:

@@ -28,7 +28,7 @@ from specdec import logs
 from specdec.command.stages import print_error
 from specdec.errors import EngineLostError, SpecDecError, summarize
 from specdec.mpi import check_meeting_place, find_launch
-from specdec.processes import is_stopped, make_environment
+from specdec.processes import is_stopped, keep_stdout_clean, make_environment
 
 if TYPE_CHECKING:
     from specdec.engine.group import Group
@@ -74,12 +74,13 @@ def join_group(rank: int, size: int, store: Any) -> Group:
         torch.cuda.set_device(launch.local_rank if launch is not None else rank)
     place = "their store" if store else check_meeting_place()
     try:
-        torch.distributed.init_process_group(
-            # Messages go between CPUs, sums between the devices that computed them.
-            "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
-            rank=rank, world_size=size, store=store, timeout=LONGEST_WAIT,
-            init_method=None if store else "env://",
-        )  # fmt: skip
+        with keep_stdout_clean():
+            torch.distributed.init_process_group(
+                # Messages go between CPUs, sums between the devices that computed them.
+                "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
+                rank=rank, world_size=size, store=store, timeout=LONGEST_WAIT,
+                init_method=None if store else "env://",
+            )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise SpecDecError(
             f"rank {rank} of {size} cannot reach the other ranks at {place}: {summarize(error)}",
@@ -109,6 +110,7 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._signals: int | None = None  # where the numbers of signals are read from
         self._silent: SpecDecError | None = None  # why the ranks were killed that did not answer
+        self.stopped: list[str] = []  # ranks that get no time, as after SIGSTOP, in words
         self._num_threads: int | None = None  # of this process, when it had the machine to itself
         if not self.is_launched:
             self._start()
@@ -319,12 +321,7 @@ class Ranks:
             os._exit(1)
 
     def _explain_silence(self, seconds: float) -> SpecDecError:
-        stopped = [
-            f"rank {rank} of {self.size} is stopped (process {child.pid})"
-            for rank, child in enumerate(self._children, 1)
-            if is_stopped(child.pid)
-        ]
-        if stopped:
+        if stopped := self._list_stopped():
             return SpecDecError(
                 f"{', '.join(stopped)}: no answer for {seconds:.0f} seconds",
                 "find out who sent SIGSTOP or SIGTSTP, and start this again",
@@ -333,6 +330,13 @@ class Ranks:
             f"another of {self.size} ranks has not answered for {seconds:.0f} seconds",
             "what it wrote to stderr, or its launcher's log, says why",
         )
+
+    def _list_stopped(self) -> list[str]:
+        return [
+            f"rank {rank} of {self.size} is stopped (process {child.pid})"
+            for rank, child in enumerate(self._children, 1)
+            if is_stopped(child.pid)
+        ]
 
     def _find_ended(self) -> tuple[int, int] | None:
         """A rank that has ended and its status: the one that took the others along, if known."""
@@ -351,6 +355,7 @@ class Ranks:
         self._take_interrupt()  # of ranks before these
         while not self.is_ended:
             time.sleep(0.25)
+            self.stopped = self._list_stopped()
             entered, is_interrupted = self._entered, self._take_interrupt()
             if entered is None or not (is_interrupted or self._find_ended()):
                 continue
@@ -446,6 +451,11 @@ def leave_signals() -> None:
     """Let SIGTERM and Ctrl-C leave this process's ranks alone: it has work to finish first."""
     if _ranks is not None:
         _ranks.leave_signals()
+
+
+def list_stopped_ranks() -> list[str]:
+    """Which of the ranks that this process started were stopped, as by SIGSTOP, in words."""
+    return _ranks.stopped if _ranks is not None and not _ranks.is_ended else []
 
 
 def leave_silent_ranks(patience: float) -> None:
