@@ -577,12 +577,18 @@ constexpr bool kMultipliesPairs = false, kSumsBands = false;
 #else
 #define SPECDEC_AMX 0
 #endif
-// How far ahead of what is multiplied a matrix is fetched. Processors with AMX fetch the rest of a page
-// by themselves if they are asked for what is near.
+// How far ahead of what is multiplied a matrix is fetched, and whether a single block of rows fetches it
+// to the second cache alone. Processors with AMX fetch the rest of a page by themselves if they are asked
+// for what is near. Zen 4 has more lines under way if they are not to go on to the nearest cache.
 #if SPECDEC_AMX
 constexpr int64_t kPrefetchBytes = 1536;
+constexpr bool kFetchesFar = false;
+#elif defined(__AVX512BF16__)
+constexpr int64_t kPrefetchBytes = 8192;
+constexpr bool kFetchesFar = true;
 #else
 constexpr int64_t kPrefetchBytes = 4096;
+constexpr bool kFetchesFar = false;
 #endif
 
 // Products of integers by AMX, whose sums are exact and so the same as by other instructions.
@@ -1692,16 +1698,17 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
 }
 
 // Where a matrix is fetched ahead of its use: two lines from `from` on, at each step `stride` bytes
-// further. A line that is fetched twice costs next to nothing.
+// further; to the second cache alone if it is far. A line that is fetched twice costs next to nothing.
+template <bool kIsFar>
 struct Fetch {
   const char *from;
   int64_t stride;
-};
 
-// Fetches what a step holds, or as many of a tile's scales.
-inline void fetch_step(const char *from) {
-  for (int64_t at = 0; at < kStepBytes; at += kLine) __builtin_prefetch(from + at);
-}
+  // What a step holds, or as many of a tile's scales.
+  static void fetch(const char *from) {
+    for (int64_t at = 0; at < kStepBytes; at += kLine) __builtin_prefetch(from + at, 0, kIsFar ? 2 : 3);
+  }
+};
 
 // Two kinds of packed matrices follow. Each tells its number of steps, where its tiles are and how
 // many bytes of one come before its first step; how many inputs a row takes when it is packed; packs
@@ -1752,9 +1759,9 @@ struct FloatMatrix {
   // Adds the products of M rows of packed inputs with G tiles that follow each other, over the steps
   // from `begin` to `end`, to sums [M, G * kTile], which begin at zero. Not inlined, since compilers
   // keep fewer of the sums in registers where the callers' variables want some.
-  template <int M, int G>
+  template <int M, int G, bool kIsFar>
   __attribute__((noinline)) void add(const Input *x, int64_t begin, int64_t end, const char *tile,
-                                     Fetch fetch, float *out) const {
+                                     Fetch<kIsFar> fetch, float *out) const {
     if constexpr (kHasBands) return add_bands<M, G>(x, begin, end, tile, fetch, out);
     Floats sums[G][kWords][M] = {};
     if (begin > 0)
@@ -1769,7 +1776,7 @@ struct FloatMatrix {
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         const char *ahead = fetch.from + (step - begin) * fetch.stride + g * tile_bytes;
-        fetch_step(ahead);
+        fetch.fetch(ahead);
         add_products<M>(sums[g],
                         reinterpret_cast<const E *>(tile + g * tile_bytes + step * kStepBytes),
                         x + step * Packing<E>::kInputs * M);
@@ -1784,8 +1791,8 @@ struct FloatMatrix {
   }
 
   // The same as AMX sums; `begin` is where a band begins.
-  template <int M, int G>
-  void add_bands(const float *x, int64_t begin, int64_t end, const char *tile, Fetch fetch,
+  template <int M, int G, bool kIsFar>
+  void add_bands(const float *x, int64_t begin, int64_t end, const char *tile, Fetch<kIsFar> fetch,
                  float *out) const {
     if (begin == 0) std::fill(out, out + M * G * kTile, 0.0f);
     const Flushing flushing;
@@ -1795,7 +1802,7 @@ struct FloatMatrix {
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) {
           const char *ahead = fetch.from + (step - begin) * fetch.stride + g * tile_bytes;
-          fetch_step(ahead);
+          fetch.fetch(ahead);
           const char *from = tile + g * tile_bytes + step * kStepBytes;
           Floats low[kWords], high[kWords];
           for (int64_t k = 0; k < kWords; ++k) {
@@ -2054,8 +2061,8 @@ struct IntegerMatrix {
   }
 
   // As of FloatMatrix; `begin` is where a group begins.
-  template <int M, int G>
-  void add(const Input *x, int64_t begin, int64_t end, const char *tile, Fetch fetch,
+  template <int M, int G, bool kIsFar>
+  void add(const Input *x, int64_t begin, int64_t end, const char *tile, Fetch<kIsFar> fetch,
            float *out) const {
     if (begin == 0) std::fill(out, out + M * G * kTile, 0.0f);
     for (int64_t step = begin; step < end;) {
@@ -2066,7 +2073,7 @@ struct IntegerMatrix {
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         const char *ahead = scales + g * tile_bytes + 4 * scale_stride;  // of the next group
-        fetch_step(ahead);
+        fetch.fetch(ahead);
 #pragma GCC unroll 2
         for (int64_t k = 0; k < kWords; ++k)
 #pragma GCC unroll 12
@@ -2086,7 +2093,7 @@ struct IntegerMatrix {
           const char *from = tile + g * tile_bytes + header + step * kStepBytes;
           const char *last = from + (pause - step) * kStepBytes;
           for (; from < last; from += kStepBytes, ahead += fetch.stride, x_step += kParts * M) {
-            fetch_step(ahead);
+            fetch.fetch(ahead);
             Words w[kWords];
             for (int64_t k = 0; k < kWords; ++k) w[k] = load<Words>(from + k * 4 * kVector);
 #pragma GCC unroll 4
@@ -2138,9 +2145,9 @@ constexpr int count_wide(int rows) {
   return rows == 1 ? kWideTiles : 2 * rows < Matrix::kMostRows ? kWideTiles / 2 : 1;
 }
 
-template <typename Matrix>
+template <typename Matrix, bool kIsFar>
 void add_tiles(const Matrix &w, int64_t rows, bool is_wide, const typename Matrix::Input *x,
-               int64_t begin, int64_t end, const char *tile, Fetch fetch, float *out) {
+               int64_t begin, int64_t end, const char *tile, Fetch<kIsFar> fetch, float *out) {
   switch (rows) {
 #define SPECDEC_ROWS(M)                                                     \
   case M:                                                                   \
@@ -2198,7 +2205,7 @@ void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input 
   for (int64_t t = begin; t < end;) {
     const int64_t count = t + wide <= end ? wide : 1, width = count * kTile, output = t * kTile;
     const char *tile = w.tiles + t * w.tile_bytes;
-    const Fetch fetch{tile + w.header + kPrefetchBytes, kStepBytes};
+    const Fetch<kFetchesFar> fetch{tile + w.header + kPrefetchBytes, kStepBytes};
     add_tiles(w, rows, count > 1, x, 0, w.steps, tile, fetch, sums);
     put_sums(sums, rows, width, bias, output, std::min(width, N - output), N, y);
     t += count;
@@ -2219,7 +2226,7 @@ void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Inpu
       stop = std::min(step + kTurn, w.steps);
       const char *next = tile + (stop < w.steps ? w.header + stop * kStepBytes : w.tile_bytes);
       for (int64_t b = 0; b < blocks.count; ++b) {
-        const Fetch fetch{next + kTurn * kStepBytes * b / blocks.count, kStepBytes / blocks.count};
+        const Fetch<false> fetch{next + kTurn * kStepBytes * b / blocks.count, kStepBytes / blocks.count};
         add_tiles(w, blocks.size(b), false, x + blocks.begin(b) * w.row, step, stop, tile, fetch,
                   sums.data() + blocks.begin(b) * kTile);
       }
