@@ -28,7 +28,7 @@ from specdec.errors import SpecDecError
 from . import compare
 from .client import Body, Reply, ask_all, make_head
 from .figures import join_bursts
-from .servers import OURS, Server, list_ours
+from .servers import OURS, Server, Weights, list_ours
 
 PROBE_SECONDS = 1.0
 
@@ -57,6 +57,15 @@ class Run:
     http_share: float = 0.0
 
 
+def describe_engine(weights: Weights, args: argparse.Namespace) -> dict[str, Any]:
+    """What a worker with our engine is started with."""
+    return {
+        "engine_dir": str(weights.engines["target"]), "beams": [1], "threads": args.threads,
+        "draft_engine_dir": str(weights.engines["draft"]), "max_length": max(args.lengths),
+        "tokenizer_dir": str(weights.tokenizer),
+    }  # fmt: skip
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Two ways by turns: the engine in a process of its own, and as a server; then /health.
 
@@ -80,10 +89,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         stack.callback(server.end)
         worker = Worker(
             "engine", [sys.executable, "-m", "side_by_side.workers.engine"],
-            {"engine_dir": str(weights.engines["target"]), "beams": [1], "threads": args.threads,
-             "draft_engine_dir": str(weights.engines["draft"]), "max_length": max(args.lengths),
-             "tokenizer_dir": str(weights.tokenizer)},
-            log / "costs-engine.log", threads=args.threads, timeout=1800,
+            describe_engine(weights, args), log / "costs-engine.log", threads=args.threads, timeout=1800,
         )  # fmt: skip
         stack.callback(worker.end)
         prompts = compare.Prompts(1, args.max_tokens)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import http.server
+import inspect
 import os
 import threading
 from collections.abc import Collection, Sequence
@@ -14,18 +16,20 @@ import pytest
 
 from benchmarks import serve
 from benchmarks.side_by_side.processes import PeerError
+from benchmarks.side_by_side.workers import engine
 from benchmarks.under_load import compare
 from benchmarks.under_load.client import Body, Reply
 from benchmarks.under_load.costs import (
     compare_steps,
     count_thread_seconds,
+    describe_engine,
     make_prober,
     share_of_http,
     start_prober,
 )
 from benchmarks.under_load.exact import mix_bodies
 from benchmarks.under_load.figures import count_tokens, describe, join_bursts
-from benchmarks.under_load.servers import LLAMA_CPP, OURS, VLLM, Setting
+from benchmarks.under_load.servers import LLAMA_CPP, OURS, VLLM, Setting, Weights
 
 
 class Words:
@@ -187,3 +191,13 @@ def test_options_of_each_mode() -> None:
     assert serve.parse_args(["costs"]).health == 200
     assert serve.parse_args(["memory"]).requests == 10000
     assert serve.parse_args(["exact"]).dtypes == ["bfloat16", "float32"]
+
+
+def test_the_engine_alone_is_started_with_what_its_worker_takes() -> None:
+    folder = Path("weights")
+    names = {"target": folder, "draft": folder}
+    fields = {field.name: folder for field in dataclasses.fields(Weights)} | {"engines": names}
+    args = serve.parse_args(["costs"])
+    args.lengths = [args.length]
+    settings = describe_engine(Weights(**fields), args)
+    assert inspect.signature(engine.start).bind(**settings).arguments == settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class Engine:
 
 def start(
     engine_dir: str, draft_engine_dir: str | None, tokenizer_dir: str, beams: list[int],
-    sizes: list[int], max_length: int, threads: int,
+    max_length: int, threads: int, sizes: Sequence[int] = (),
 ) -> tuple[dict[str, Any], Calls]:  # fmt: skip
     torch.set_num_threads(threads)
     engine = Engine(engine_dir, draft_engine_dir, tokenizer_dir, beams, sizes, max_length)
