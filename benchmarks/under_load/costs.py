@@ -89,7 +89,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         stack.callback(server.end)
         worker = Worker(
             "engine", [sys.executable, "-m", "side_by_side.workers.engine"],
-            describe_engine(weights, args), log / "costs-engine.log", threads=args.threads, timeout=1800,
+            describe_engine(weights, args), log / "costs-engine.log", threads=args.threads,
+            timeout=1800,
         )  # fmt: skip
         stack.callback(worker.end)
         prompts = compare.Prompts(1, args.max_tokens)
