@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import http.server
 import inspect
 import os
@@ -194,10 +193,8 @@ def test_options_of_each_mode() -> None:
 
 
 def test_the_engine_alone_is_started_with_what_its_worker_takes() -> None:
-    folder = Path("weights")
-    names = {"target": folder, "draft": folder}
-    fields = {field.name: folder for field in dataclasses.fields(Weights)} | {"engines": names}
+    names = {"target": Path("target"), "draft": Path("draft")}
     args = serve.parse_args(["costs"])
     args.lengths = [args.length]
-    settings = describe_engine(Weights(**fields), args)
+    settings = describe_engine(Weights(Path(), names, names, names), args)
     assert inspect.signature(engine.start).bind(**settings).arguments == settings

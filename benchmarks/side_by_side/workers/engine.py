@@ -31,7 +31,7 @@ class Engine:
 
     def __init__(
         self, engine_dir: str, draft_engine_dir: str | None, tokenizer_dir: str,
-        beams: list[int], sizes: list[int], max_length: int,
+        beams: list[int], sizes: Sequence[int], max_length: int,
     ) -> None:  # fmt: skip
         is_draft_target = draft_engine_dir is not None
         settings = RunSettings(
