@@ -123,7 +123,7 @@ OTHERS_FLAGS = {
     "--quick", "--prepare", "--shapes", "--param", "--only", "--compilers", "--full",
     "--chat-template", "--enforce-eager", "--max-model-len", "--max-num-seqs",
     "--speculative-config", "--create-home", "--index-url", "--no-cache-dir",
-    "--no-install-recommends", "--experts", "--intermediate",
+    "--no-install-recommends", "--build-arg", "--experts", "--intermediate",
     "--no-repack", "--random-input-len", "--random-output-len", "--stop-timeout",
     "--max-concurrency", "--tokenizer", "--target", "--nnodes", "--rdzv-backend",
     "--rdzv-endpoint", "--start-period", "--llama-server", "--vllm-python", "--dataset-name",
