@@ -1,8 +1,8 @@
 // Native kernels of the embedded engine: what lies between the linears of a decoder layer.
 //
-// Plain C interface, no torch headers: specdec-build compiles this file in a second or two for the
-// machine it runs on, specdec/engine/native.py calls it. Every function exists for float32,
-// bfloat16 and float16; arithmetic is float32, results are rounded to nearest even.
+// Plain C interface, no torch headers: specdec-build compiles this file for the machine it runs on,
+// specdec/engine/native.py calls it. Every function exists for float32, bfloat16 and float16;
+// arithmetic is float32, results are rounded to nearest even.
 //
 // In half precision a token's numbers have the same bits whatever is computed beside it, in other
 // copies of a template and by other loops. So each operation is the source's choice, never the
@@ -285,6 +285,9 @@ inline float gelu_tanh(float x) {
 constexpr int kSpins = 1000, kLooks = 3000;
 constexpr int64_t kFirstCalm = 16, kMostCalm = 4096;
 constexpr std::chrono::microseconds kLongLook(700);
+constexpr int64_t kLine = 64;  // bytes of a line of the caches
+// A member's part of a product is taken by about so many turns.
+constexpr int64_t kTurnsOfPart = 16;
 
 inline void relax() {
 #if defined(__SSE2__)
@@ -368,12 +371,44 @@ struct Member {
   }
 
   void meet() const;  // until all are here
+
+  // Its part of so many rounds, body(begin, end), and then what others have not come to of theirs: a
+  // thread that the system lets wait holds the others up for a few rounds, not for all of its part.
+  // All offer their parts before they meet. At least so many rounds are taken at a time.
+  void offer(int64_t size) const;
+  template <typename F>
+  void work(int64_t size, int64_t least, const F &body) const;
+};
+
+// The rounds of a member that nobody has begun: it takes the first, others the last.
+class alignas(kLine) Rest {
+ public:
+  void offer(int64_t begin, int64_t end) { span_.store(join(begin, end), std::memory_order_relaxed); }
+
+  // Up to `count` rounds for who asks; none where none is left.
+  std::pair<int64_t, int64_t> take(int64_t count, bool is_own) {
+    for (uint64_t seen = span_.load(std::memory_order_relaxed);;) {
+      const int64_t begin = seen >> 32, end = seen & UINT32_MAX, size = std::min(count, end - begin);
+      const int64_t first = is_own ? begin : end - size;
+      const uint64_t rest = is_own ? join(begin + size, end) : join(begin, first);
+      if (size == 0 || span_.compare_exchange_weak(seen, rest, std::memory_order_relaxed))
+        return {first, first + size};
+    }
+  }
+
+ private:
+  static uint64_t join(int64_t begin, int64_t end) {
+    return static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end);
+  }
+
+  std::atomic<uint64_t> span_{0};  // of two halves: where it begins and ends
 };
 
 // OpenMP's threads, kept together for a call of many loops: its leader runs what lies between them.
 class Crew {
  public:
   int64_t count = 1;
+  std::vector<Rest> rests;  // of the members
 
   void serve(int64_t index) {
     for (uint32_t number = 0;; ++number) {
@@ -387,6 +422,7 @@ class Crew {
   template <typename F>
   void lead(int64_t members, const F &body) {
     count = members;
+    rests = std::vector<Rest>(members);
     current_crew = this;
     body();
     current_crew = nullptr;
@@ -426,6 +462,23 @@ inline void Member::meet() const {
   if (crew != nullptr) return crew->meet();
   if (count > 1) {
 #pragma omp barrier
+  }
+}
+
+inline void Member::offer(int64_t size) const {
+  if (crew != nullptr) crew->rests[index].offer(begin(size), end(size));
+}
+
+template <typename F>
+void Member::work(int64_t size, int64_t least, const F &body) const {
+  if (crew == nullptr) return body(begin(size), end(size));
+  const int64_t most = size / (kTurnsOfPart * count), rounds = std::max(most / least, int64_t{1}) * least;
+  for (int64_t i = 0; i < count;) {
+    const auto [first, last] = crew->rests[(index + i) % count].take(rounds, i == 0);
+    if (first < last)
+      body(first, last);
+    else
+      ++i;
   }
 }
 
@@ -553,7 +606,6 @@ void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t siz
 // alone and among others.
 constexpr int64_t kWords = 2, kTile = kWords * kVector, kStepBytes = 4 * kTile;
 
-constexpr int64_t kLine = 64;  // bytes of a line of the caches
 // Steps after which blocks of rows take turns: these and the next ones stay in the nearest cache.
 constexpr int64_t kTurn = 8192 / kStepBytes;
 
@@ -2251,12 +2303,14 @@ void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int6
         w.pack(x + blocks.begin(b) * depth, blocks.size(b), step, std::min(step + kTurn, steps),
                inputs + blocks.begin(b) * row);
     });
+    member.offer(tiles);
     member.meet();
-    const int64_t begin = member.begin(tiles), end = member.end(tiles);
-    if (blocks.count > 1)
-      multiply_blocks(w, blocks, inputs, bias, begin, end, N, y);
-    else
-      multiply_block(w, M, inputs, bias, begin, end, N, y);
+    member.work(tiles, kWideTiles, [&](int64_t begin, int64_t end) {
+      if (blocks.count > 1)
+        multiply_blocks(w, blocks, inputs, bias, begin, end, N, y);
+      else
+        multiply_block(w, M, inputs, bias, begin, end, N, y);
+    });
   });
 }
 

@@ -53,12 +53,12 @@ EVERYTHING: dict[str, Any] = {
 
 def make_decoder(
     library: Path, dtype: str, heads: int, kv_heads: int, window: int | None, *, is_int8: bool,
-    **changes: Any,
+    intermediate_size: int = 80, **changes: Any,
 ) -> Decoder:  # fmt: skip
     model = make_model(
         dtype=dtype, vocab_size=64, hidden_size=384, num_hidden_layers=4,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_size=384 // heads,
-        intermediate_size=80, sliding_window=window, **changes,
+        intermediate_size=intermediate_size, sliding_window=window, **changes,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(heads)
     weights = {
@@ -102,8 +102,13 @@ def fill(decoder: Decoder, num_rows: int, past_len: int) -> KVCache:
 
 @torch.inference_mode()
 def test_threads_change_no_bits(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do more of them than there are cores keep each other from ending, step after step."""
-    decoder = make_decoder(library, "bfloat16", 6, 2, None, is_int8=False)
+    """Nor do more of them than there are cores keep each other from ending, step after step.
+
+    A thread that waits long has others do some of its part of a matrix, which has many here.
+    """
+    decoder = make_decoder(
+        library, "bfloat16", 6, 2, None, is_int8=False, intermediate_size=3000
+    )  # fmt: skip
     cache = fill(decoder, 1, 12)
     tree = make_step([12], make_tree(TOKENS, PARENTS))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
