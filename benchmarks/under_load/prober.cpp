@@ -1,6 +1,7 @@
 // Sends a request so many times a second for a while, pauses as long, and so on until it is ended:
 // prober ADDRESS PORT REQUEST PER_SECOND SECONDS. A line of begin, end (seconds of the monotonic clock)
-// and number of requests after each while. A program of its own, as the server's processors are ours.
+// and number of requests after each while. A program of its own, as the server's processors are ours;
+// it wakes once for a request, and reads an answer before the next one is sent.
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
@@ -45,19 +46,23 @@ int main(int count, char **words) {
   if (inet_pton(AF_INET, words[1], &to.sin_addr) != 1 ||
       connect(connection, reinterpret_cast<sockaddr *>(&to), sizeof to) != 0)
     fail(words[1], "no connection");
+  const size_t length = std::strlen(request);
+  const auto read_answer = [&] {
+    char answer[4096];
+    const ssize_t received = recv(connection, answer, sizeof answer - 1, 0);  // short: one piece
+    answer[received > 0 ? received : 0] = 0;
+    if (std::strncmp(answer, "HTTP/1.1 200", 12) != 0) fail("prober", answer);
+  };
   for (;;) {
     const double began = now();
     long asked = 0;
     for (; static_cast<double>(asked) / per_second < seconds; ++asked) {
       sleep_until(began + static_cast<double>(asked) / per_second);
-      char answer[4096];
-      const size_t length = std::strlen(request);
+      if (asked > 0) read_answer();
       if (send(connection, request, length, 0) != static_cast<ssize_t>(length))
         fail("prober", "the server has left");
-      const ssize_t received = recv(connection, answer, sizeof answer - 1, 0);  // short: one piece
-      answer[received > 0 ? received : 0] = 0;
-      if (std::strncmp(answer, "HTTP/1.1 200", 12) != 0) fail("prober", answer);
     }
+    if (asked > 0) read_answer();
     std::printf("%.6f %.6f %ld\n", began, now(), asked);
     std::fflush(stdout);
     sleep_until(now() + seconds);
