@@ -2,7 +2,7 @@
 """Speculation over plain decoding by batch size: every method as set, and with a budget.
 
     python benchmarks/batches.py [--size full|small|pycode] [--prepare] [--record]
-                                 [--batch-sizes 1,2,4,8,16] [--max-output-len 48]
+                                 [--batch-sizes 1,2,4,8,16] [--max-output-len 48] [--only NAME...]
 
 Decodes the same held-out prompts with every method and plainly, by turns in one process for each
 engine. A batch size decodes as many prompts as it has rows, at least four. The models are those of
@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.grow import parse_args as parse_shape
 from benchmarks.side_by_side import models
-from benchmarks.side_by_side.eagle import write_eagle
+from benchmarks.side_by_side.drafters import write_drafter
 from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES, Models
 from benchmarks.side_by_side.report import lay_out
 from specdec.bench.combine import pace
@@ -38,36 +38,47 @@ from specdec.bench.measure import compare_texts, divide, summarize
 from specdec.bench.prompts import Prompt, read_prompt_set
 from specdec.decode.drafters.base import Proposer, TreeReader
 from specdec.decode.drafters.chain import join_proposers
+from specdec.decode.drafters.lookahead import LookaheadProposer
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.methods.lookahead import LookaheadConfig
+from specdec.methods.prompt_lookup import DEFAULT_NGRAM_SIZE, LookupOptions
 from specdec.methods.suffix import SuffixOptions
 from specdec.run.settings import RunSettings
 
 LEAST_PROMPTS = 4
 NUM_DRAFTED = 8
 BEAMS, TREE_LENGTH = 1, 5  # of ReDrafter
+LOOKAHEAD = LookaheadConfig(4, 4, 4)
+# Drafters that are grown here, by their folders.
+DRAFTERS = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "medusa": "Medusa", "dflash": "DFlash"}
 AUTO = ", budget auto"
 WARM_UP_TOKENS = 8
 
 
 def prepare_engines(found: Models, size: str) -> dict[str, Path]:
-    """Build all engines; EAGLE-3's drafter is grown first."""
-    engines = models.build_engines(found, BEAMS, TREE_LENGTH, NUM_DRAFTED, [])
-    drafter, shape = PYCODE / "eagle3", SIZES[size].shape
-    if shape:
-        drafter = found.folder / "eagle3"
-        shutil.rmtree(drafter, ignore_errors=True)
-        words = ["--model-dir", str(PYCODE / "eagle3"), "--output-dir", str(drafter)]
-        write_eagle(PYCODE / "eagle3", drafter, parse_shape([*words, *shape]))
-    engines["eagle3"] = models.build_engine(
-        found.target, engines["draft"].with_name("eagle3"), ["--eagle-model-dir", str(drafter)],
-        ["--max-batch-size", str(models.MAX_BATCH_SIZE)],
-    )  # fmt: skip
+    """Build all engines; the drafters that peers.py has no use for are grown first."""
+    longest = max(NUM_DRAFTED, LOOKAHEAD.max_draft_tokens)
+    engines = models.build_engines(found, BEAMS, TREE_LENGTH, longest, [])
+    shape = SIZES[size].shape
+    for name in DRAFTERS:
+        drafter = PYCODE / name
+        if shape:
+            drafter = found.folder / name
+            shutil.rmtree(drafter, ignore_errors=True)
+            words = ["--model-dir", str(PYCODE / name), "--output-dir", str(drafter)]
+            write_drafter(PYCODE / name, drafter, parse_shape([*words, *shape]))
+        engines[name] = models.build_engine(
+            found.target, engines["draft"].with_name(name),
+            [f"--{name.removesuffix('3')}-model-dir", str(drafter)],
+            ["--max-batch-size", str(models.MAX_BATCH_SIZE)],
+        )  # fmt: skip
     return engines
 
 
 def find_engines(found: Models, args: argparse.Namespace) -> dict[str, Path]:
     """Those that an earlier run has left, or new ones."""
-    names = ("redrafter", "draft-target", "draft", "eagle3")
+    names = ("redrafter", "draft-target", "draft", *DRAFTERS)
     engines = None if args.prepare else models.find_engines(found, names)
     if engines is None:
         print("building the engines", file=sys.stderr, flush=True)
@@ -75,19 +86,23 @@ def find_engines(found: Models, args: argparse.Namespace) -> dict[str, Path]:
     return engines
 
 
-def list_ways(name: str, proposer: Proposer) -> dict[str, Proposer]:
+def list_ways(name: str, bench: Bench) -> dict[str, Proposer]:
     """Those of an engine, by their names, each as it is and, where it can be, within a budget."""
+    proposer = bench.engine.proposer
     if name == "draft-target":
         suffix = SuffixOptions(max_tokens=NUM_DRAFTED)
+        lookup = LookupOptions(num_tokens=NUM_DRAFTED, max_ngram_size=DEFAULT_NGRAM_SIZE)
         ways: dict[str, Proposer] = {
             f"suffix of {NUM_DRAFTED}": SuffixProposer(suffix),
+            f"prompt lookup of {NUM_DRAFTED}": PromptLookupProposer(lookup),
+            f"lookahead {LOOKAHEAD}": LookaheadProposer(LOOKAHEAD, bench.engine.decoder),
             f"draft model, {NUM_DRAFTED}": proposer,
             "suffix, else draft model": join_proposers([[SuffixProposer(suffix)], [proposer]]),
         }
     elif name == "redrafter":
         ways = {f"ReDrafter {BEAMS} x {TREE_LENGTH}": proposer}
     else:
-        ways = {"EAGLE-3": proposer}
+        ways = {DRAFTERS[name]: proposer}
     return {
         label + mark: pace(way) if mark else way
         for label, way in ways.items()
@@ -170,6 +185,7 @@ def main() -> None:
     )
     parser.add_argument("--size", default="full", choices=SIZES)
     parser.add_argument("--prepare", action="store_true", help="build the engines, and end")
+    parser.add_argument("--only", nargs="+", help="ways whose names hold one of these, and plain")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--max-output-len", type=int, default=48)
@@ -190,7 +206,7 @@ def main() -> None:
     head, meter = describe_machine(), LoadMeter()
     prompts = read_prompt_set(PYCODE / "prompts.jsonl")
     methods: dict[str, list[dict[str, Any]]] = {}
-    for name in ("draft-target", "redrafter", "eagle3"):
+    for name in ("draft-target", "redrafter", *DRAFTERS):
         drafts: dict[str, Any] = {}
         if name == "draft-target":
             drafts = {"draft_engine_dir": engines["draft"], "draft_len": str(NUM_DRAFTED)}
@@ -199,8 +215,13 @@ def main() -> None:
             max_output_len=args.max_output_len, draft_budget="fixed", **drafts,
         )  # fmt: skip
         bench = open_bench(settings)
-        ways = list_ways(name, bench.engine.proposer)
-        methods |= measure(bench, settings, ways, prompts, args)
+        ways = {
+            label: way
+            for label, way in list_ways(name, bench).items()
+            if args.only is None or any(word in label for word in args.only)
+        }
+        if ways:
+            methods |= measure(bench, settings, ways, prompts, args)
         bench.engine.close()
     gigabytes = (found.target / "model.safetensors").stat().st_size / 1e9
     report = {

@@ -11,7 +11,14 @@ import pytest
 
 from benchmarks import batches
 from benchmarks.side_by_side import models
-from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_tokenizer
+from tests.conftest import (
+    make_dflash_drafter,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+    make_tokenizer,
+)
 from tests.engines import call
 
 
@@ -24,6 +31,9 @@ def test_all_methods(
     shutil.copytree(target, draft)
     redrafter = make_drafter(tmp_path, exit_dim=80, seed=5)
     make_eagle_drafter(tmp_path, version=3, draft_vocab=70, own_embedding=False, name="eagle3")
+    make_eagle_drafter(tmp_path)
+    make_medusa_heads(tmp_path, name="medusa")
+    make_dflash_drafter(tmp_path, target_layers=2, aux_layers=(0,))
     prompts = ["def add(a, b): return a + b", "class Stack: pass", "import os", "x = 1"]
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
@@ -43,20 +53,24 @@ def test_all_methods(
              "--folder", str(tmp_path), "--output-dir", str(out)]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["batches.py", *words, "--prepare"])
     batches.main()
-    assert built == ["convert", "build"] * 4
+    assert built == ["convert", "build"] * 7
     assert not out.exists()
     monkeypatch.setattr("sys.argv", ["batches.py", *words])
     batches.main()
-    assert len(built) == 8, "engines that are there are used"
+    assert len(built) == 14, "engines that are there are used"
     report = json.loads((out / "batches-pycode.json").read_text())
-    assert list(report["methods"]) == [
-        "suffix of 8", "suffix of 8, budget auto", "draft model, 8", "draft model, 8, budget auto",
-        "suffix, else draft model", "suffix, else draft model, budget auto",
-        "ReDrafter 1 x 5", "ReDrafter 1 x 5, budget auto", "EAGLE-3", "EAGLE-3, budget auto",
-    ]  # fmt: skip
+    paced = ["suffix of 8", "prompt lookup of 8", "draft model, 8", "suffix, else draft model",
+             "ReDrafter 1 x 5", "EAGLE-3", "EAGLE-1", "Medusa", "DFlash"]  # fmt: skip
+    expected = [label + mark for label in paced for mark in ("", ", budget auto")]
+    expected.insert(4, "lookahead [4,4,4]")
+    assert list(report["methods"]) == expected
     for rows in report["methods"].values():
         assert [row["batch_size"] for row in rows] == [1, 2]
         assert all(row["texts"] == {"compared": 4, "equal": 4} for row in rows)
         assert all(row["ratio"]["median"] > 0 for row in rows)
     assert (out / "batches.png").read_bytes().startswith(b"\x89PNG")
     assert "| suffix of 8, budget auto | " in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["batches.py", *words, "--only", "EAGLE-1", "lookahead"])
+    batches.main()
+    report = json.loads((out / "batches-pycode.json").read_text())
+    assert list(report["methods"]) == ["lookahead [4,4,4]", "EAGLE-1", "EAGLE-1, budget auto"]

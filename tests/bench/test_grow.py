@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from benchmarks.side_by_side.eagle import write_eagle
-from specdec.bench.engine import Pass, open_bench
+from benchmarks.side_by_side.drafters import write_drafter
+from specdec.bench.engine import open_bench
 from specdec.bench.prompts import read_prompt_set
-from specdec.decode.requests import Result, sum_stats
+from specdec.decode.accept import Candidates
+from specdec.decode.requests import ActiveRequest, Result, sum_stats
 from specdec.run.settings import RunSettings
-from tests.conftest import ROOT, make_drafter, make_eagle_drafter, make_llama, make_tokenizer
+from tests.conftest import (
+    ROOT,
+    make_dflash_drafter,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+    make_tokenizer,
+)
 from tests.engines import make_engine, make_tree_engine
 
 SHAPE = (
@@ -55,17 +65,33 @@ def run_grow(grow: ModuleType, small: Path, out: Path, *flags: str) -> dict[str,
     return report
 
 
-def decode(engine: Path, target: Path) -> tuple[Pass, list[Result]]:
+def decode(
+    engine: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], list[Result]]:
+    """Texts, drafts and statistics, and the results that they are of."""
     settings = RunSettings(
         engine_dir=engine, tokenizer_dir=str(target), device="cpu", max_output_len=30
     )
     bench = open_bench(settings)
     bench.take_prompts(read_prompt_set(None), settings)
-    done = bench.run(bench.engine.proposer, 2)
-    return done, [result for group in done.results.values() for result in group]
+    drafted: list[list[int]] = []
+    proposer = bench.engine.proposer
+    propose = proposer.propose
+
+    def note(requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        found = propose(requests)
+        drafted.extend(candidates.tree.tokens.tolist() for candidates in found)
+        return found
+
+    monkeypatch.setattr(proposer, "propose", note)
+    done = bench.run(proposer, 2)
+    results = [result for group in done.results.values() for result in group]
+    return [done.texts, drafted, [result.stats.to_json() for result in results]], results
 
 
-def test_the_same_text_and_the_same_drafts(grow: ModuleType, small: Path, tmp_path: Path) -> None:
+def test_the_same_text_and_the_same_drafts(
+    grow: ModuleType, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = run_grow(grow, small, tmp_path, "--dtype", "float32")
     assert report["float32"]["max_difference"] < 1e-4
     config = json.loads((tmp_path / "target" / "config.json").read_text())
@@ -76,32 +102,56 @@ def test_the_same_text_and_the_same_drafts(grow: ModuleType, small: Path, tmp_pa
             tmp_path / parent.name, parent / "target", parent / "drafter", beams=2, length=3,
             optimize="none",
         )  # fmt: skip
-        done, results = decode(engine, parent / "target")
-        found.append((done.texts, sum_stats(results), [r.stats.to_json() for r in results]))
+        outcome, results = decode(engine, parent / "target", monkeypatch)
+        found.append((outcome, sum_stats(results)))
     assert found[0] == found[1]
     assert found[0][1]["acceptance_length"] > 1.0
 
 
-def test_the_same_drafts_of_eagle3(grow: ModuleType, small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "make", "options"),
+    [
+        ("eagle", make_eagle_drafter, {"version": 3, "draft_vocab": 70, "own_embedding": False}),
+        ("eagle", make_eagle_drafter, {"layers": 2}),
+        ("medusa", make_medusa_heads, {"layers": 2}),
+        # An epsilon that counts: heads grow by another factor than what is normed elsewhere.
+        (
+            "dflash",
+            make_dflash_drafter,
+            {"aux_layers": (0,), "target_layers": 2, "rms_norm_eps": 0.05},
+        ),
+    ],
+    ids=["eagle3", "eagle", "medusa", "dflash"],
+)
+def test_the_same_drafts(
+    grow: ModuleType, small: Path, tmp_path: Path, method: str, make: Callable[..., Path],
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     run_grow(grow, small, tmp_path, "--dtype", "float32")
-    drafter = make_eagle_drafter(
-        tmp_path, version=3, draft_vocab=70, own_embedding=False, seed=5, scale=3.0
-    )
+    drafter = make(tmp_path, seed=5, scale=3.0, **options)
     words = ["--model-dir", str(drafter), "--output-dir", str(tmp_path / "grown")]
     shape = grow.parse_args([*words, *SHAPE, "--dtype", "float32"])
-    write_eagle(drafter, tmp_path / "grown", shape)
+    write_drafter(drafter, tmp_path / "grown", shape)
     found: list[Any] = []
     for parent, own in ((small, drafter), (tmp_path, tmp_path / "grown")):
         engine = make_tree_engine(
-            "eagle", tmp_path / own.name / "engines", parent / "target", own, optimize="none"
+            method, tmp_path / own.name / "engines", parent / "target", own, optimize="none"
         )
-        done, results = decode(engine, parent / "target")
-        found.append((done.texts, [r.stats.to_json() for r in results]))
+        outcome, results = decode(engine, parent / "target", monkeypatch)
+        found.append((outcome, sum_stats(results)))
     assert found[0] == found[1]
-    strange = load_file(drafter / "model.safetensors") | {"input_norm.weight": torch.ones(128)}
-    save_file(strange, drafter / "model.safetensors")
+    assert found[0][1]["acceptance_length"] > 1.0
+
+
+def test_drafters_that_do_not_grow(grow: ModuleType, tmp_path: Path) -> None:
+    drafter = make_eagle_drafter(tmp_path, version=3, own_embedding=False, norm_before_fc=True)
+    words = ["--model-dir", str(drafter), "--output-dir", str(tmp_path / "grown")]
+    shape = grow.parse_args([*words, *SHAPE])
     with pytest.raises(SystemExit, match="input_norm.weight is not known"):
-        write_eagle(drafter, tmp_path / "other", shape)
+        write_drafter(drafter, tmp_path / "grown", shape)
+    silent = make_dflash_drafter(tmp_path, dflash_config={"mask_token_id": 2})
+    with pytest.raises(SystemExit, match="does not tell the layers"):
+        write_drafter(silent, tmp_path / "grown", shape)
 
 
 def test_what_is_added_is_not_zero(grow: ModuleType, small: Path, tmp_path: Path) -> None:
