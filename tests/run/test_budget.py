@@ -184,6 +184,15 @@ def test_the_next_run_begins_with_what_the_last_has_measured(num_rows: int) -> N
     assert second < 0.9 * first
 
 
+def test_what_few_requests_won_pays_for_no_drafts_of_many() -> None:
+    machine, budget = Machine(ROOF, CHEAP, 0.6), Budget(8)
+    assert sum(machine.run(1, 400, budget)[0] for _ in range(8)) < 0.8 * 8
+    assert machine.find_best(16) == 1.0
+    ratio, sizes = machine.run(16, 48, budget)
+    assert ratio <= 1.08
+    assert sizes.count(2) + sizes.count(3) <= 3
+
+
 def test_plain_steps_are_not_measured_again_where_drafts_win_clearly() -> None:
     """They are where drafts win little: there a plain step's time decides."""
     shares = []
@@ -379,8 +388,8 @@ def test_steps_are_timed_and_prompts_are_not(folders: dict[str, Path]) -> None:
     engine.proposer = bound = BudgetProposer(engine.proposer, clock=lambda: float(next(ticks)))
     (result,) = engine.generate(make_requests()[:1])
     # Two readings for a verify step, two for a draft, one apart.
-    assert next(ticks) == 2 * bound.budget._spent
-    assert bound.budget._spent >= result.stats.num_verify_steps
+    assert next(ticks) == 2 * bound.budget.account.spent
+    assert bound.budget.account.spent >= result.stats.num_verify_steps
 
 
 def test_steps_of_few_requests_are_left_as_they_are(folders: dict[str, Path]) -> None:
@@ -389,9 +398,9 @@ def test_steps_of_few_requests_are_left_as_they_are(folders: dict[str, Path]) ->
     expected = engine.generate(alone)[0].stats
     engine.proposer = bound = bind(engine.proposer, min_rows=2)
     assert engine.generate(alone)[0].stats == expected
-    assert bound.budget._spent == 0
+    assert bound.budget.account.spent == 0
     engine.generate(make_requests())
-    assert bound.budget._spent > 0
+    assert bound.budget.account.spent > 0
 
 
 # ---- The flag.

@@ -35,8 +35,8 @@ from specdec.decode.drafters.pacing import (
     HORIZON,
     KEEP,
     MODEL_LOSS,
-    PROBE_SHARE,
     REST_STEPS,
+    Account,
     Costs,
     bound_loss,
     is_plain_due,
@@ -163,11 +163,9 @@ class Budget:
     tokens a second are the price of a second: of the drafts that then come, as many nodes are kept
     as promise more tokens than the time that verifying them takes would emit.
 
-    Sizes that no step had are tried by doubling, and the first steps are plain. An account is kept
-    of what drafted steps lost against plain ones for as many tokens: nothing is drafted that could
-    lose more than `bound_loss` of plain decoding's time in all, if none of it were accepted; what
-    was won before may be lost again. Where drafts are known not to pay, they are tried again for
-    `PROBE_SHARE` of that. What a draft costs is not foreseen the first time.
+    Sizes that no step had are tried by doubling, and the first steps are plain. An `Account` is
+    kept: nothing is drafted that could lose more than it allows, if none of it were accepted. What
+    a draft costs is not foreseen the first time.
 
     Prompts that a drafter has to read first are paid from an account of their own, as large as a
     draft model's, and only if what is left of the texts may win that back.
@@ -193,10 +191,8 @@ class Budget:
         self._num_rows = 0  # of the step that was planned last
         self._rate = self._allowance = 0.0  # tokens a second; seconds that it may lose
         self._gain = 1.0  # how many times as fast as plain steps it promised to be
-        self._is_probe = False
-        self._spent = self._lost = 0.0
+        self.account = Account()
         self._read = 0.0  # seconds, by the drafter, of prompts
-        self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
 
     def plan(self, remaining: Sequence[int], num_beside: int = 0, num_late: int = 0) -> bool:
         """Whether to draft.
@@ -211,9 +207,8 @@ class Budget:
             return False
         # With fewer requests a plain step costs no more; much less, perhaps.
         is_known = any(num_rows <= known < 2 * num_rows for known in self._known[kind])
-        rows_at_rest, end_of_rest = self._rest
-        is_at_rest = num_rows == rows_at_rest and self._spent < end_of_rest
-        if not is_known or is_at_rest or max(remaining) <= 1:
+        account = self.account
+        if not is_known or account.is_at_rest(num_rows) or max(remaining) <= 1:
             return False
         self._num_rows = num_rows
         seconds = self._predict_verify()
@@ -224,18 +219,18 @@ class Budget:
         best = float((num_rows * (1 + won) / (draft + seconds[1:])).max())
         self._rate = max(best, num_rows / plain)
         self._gain = best * float(plain) / num_rows
-        self._is_probe = best <= num_rows / plain
+        account.is_probe = best <= num_rows / plain
         ahead = min(max(remaining), HORIZON) * plain
-        stake = PROBE_SHARE * self._spent if self._is_probe else self._spent + ahead
-        self._allowance = bound_loss(num_rows) * stake - self._lost - draft
+        self._allowance = account.find_allowance(num_rows, ahead) - draft
         read = num_late * (self.late_seconds or 0.0) if num_late > FEW_LATE else 0.0
+        may_lose = bound_loss(num_rows, MODEL_LOSS) * account.find_stake(ahead) - account.lost
         may_read = not read or (
-            (self._is_probe or read < ahead * (1 - 1 / self._gain))
-            and self._read + read <= bound_loss(num_rows, MODEL_LOSS) * stake - self._lost
+            (account.is_probe or read < ahead * (1 - 1 / self._gain))
+            and self._read + read <= may_lose
         )
         if may_read and float(least - plain) <= self._allowance:
             return True
-        self._rest = num_rows, self._spent + REST_STEPS * plain
+        account.rest(num_rows, REST_STEPS * plain)
         return False
 
     @property
@@ -275,7 +270,7 @@ class Budget:
         worth = _count_won(self._num_rows) * gains - self._rate * seconds
         worth[seconds - seconds[0] > self._allowance] = -np.inf
         best = int(worth.argmax())
-        return max(best, 1) if self._is_probe else best
+        return max(best, 1) if self.account.is_probe else best
 
     def record(
         self,
@@ -295,7 +290,7 @@ class Budget:
         num_rows, kind = len(emitted), self._beside > 0
         self._verify.record(num_rows * size + self._beside, verify_seconds)
         plain, step = self._verify.price_step(num_rows, size, self._beside)
-        self._spent += (draft_seconds or 0.0) + (step if kind else verify_seconds)
+        self.account.spend(num_rows, (draft_seconds or 0.0) + (step if kind else verify_seconds))
         self._since_plain[kind] += 1
         if size == 1:
             self._known[kind].add(num_rows)
@@ -315,7 +310,7 @@ class Budget:
         # What others delay is nobody's loss: costs of the same kind are compared.
         draft = num_levels * (self._draft.estimate(num_rows) or 0.0)
         won = _count_won(num_rows) * (sum(emitted) / num_rows - 1)
-        self._lost += draft + step - (1 + won) * plain
+        self.account.lose(draft + step - (1 + won) * plain)
 
     def _predict_verify(self) -> Array:
         """Seconds of a verify step by nodes a row, from 1 on to twice the tokens that were tried.

@@ -146,6 +146,53 @@ def is_plain_due(num_plain: int, since_plain: int, gain: float = 1.0) -> bool:
     return num_plain < PLAIN_STEPS or since_plain >= refresh
 
 
+class Account:
+    """Seconds of drafted steps beside those of plain ones for as many tokens.
+
+    Drafts may lose `bound_loss` of plain decoding's time in all; what was won before may be lost
+    again. Drafts that are known not to pay are tried for `PROBE_SHARE` of that, and never for more
+    than that share of the time in which it was known: what few requests won does not pay for slow
+    steps of many.
+    """
+
+    def __init__(self, of_two: float = DRAFTER_LOSS) -> None:
+        """of_two: see `bound_loss`."""
+        self.is_probe = False  # whether drafts are known not to pay
+        self.spent = self.lost = 0.0
+        self._of_two, self._for_probes = of_two, 0.0
+        self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
+
+    def find_stake(self, ahead: float) -> float:
+        """Seconds of which a share may be lost. ahead: seconds to come."""
+        return PROBE_SHARE * self.spent if self.is_probe else self.spent + ahead
+
+    def find_allowance(self, num_rows: int, ahead: float) -> float:
+        """Seconds that a drafted step for so many requests may lose."""
+        allowed = bound_loss(num_rows, self._of_two) * self.find_stake(ahead) - self.lost
+        return min(allowed, self._for_probes) if self.is_probe else allowed
+
+    def spend(self, num_rows: int, seconds: float) -> None:
+        """Take the time of a step, plain or not."""
+        self.spent += seconds
+        if self.is_probe:
+            self._for_probes += PROBE_SHARE * bound_loss(num_rows, self._of_two) * seconds
+
+    def lose(self, seconds: float) -> None:
+        """Take what a drafted step lost, or won where that is less than nothing."""
+        self.lost += seconds
+        if self.is_probe:
+            self._for_probes -= seconds
+
+    def rest(self, num_rows: int, seconds: float) -> None:
+        """Draft nothing for so many requests until so many seconds are spent."""
+        self._rest = num_rows, self.spent + seconds
+
+    def is_at_rest(self, num_rows: int) -> bool:
+        """Whether nothing is to be drafted for so many requests."""
+        rows, end = self._rest
+        return num_rows == rows and self.spent < end
+
+
 @dataclasses.dataclass(frozen=True)
 class DraftPlan:
     """What the draft model is to do in a step.
@@ -189,14 +236,12 @@ class DraftLength:
     draft model and one verify step of n + 1 tokens a request; the best n has the most tokens per
     second. All are measured as the run goes on, a verify step's cost by its tokens in all.
 
-    So that drafts which do not pay cost next to nothing, an account is kept of what was lost
-    against plain decoding: the seconds of every drafted step, less those of plain steps for as many
-    tokens. Nothing is drafted that would lose more than `bound_loss` in all, if nothing of it were
-    accepted; what was won before may be lost again. The first steps are plain; the draft model runs
-    a prompt by pieces, the first of which is small and the one cost that no account foresees;
-    drafting is tried on one request, and on others as the account allows: at once where reading
-    their prompts costs no more than further trials. Where drafts are
-    known not to pay, they are tried again on one request, for a smaller share of the time.
+    So that drafts which do not pay cost next to nothing, an `Account` is kept: nothing is drafted
+    that would lose more than it allows, if nothing of it were accepted. The first steps are plain;
+    the draft model runs a prompt by pieces, the first of which is small and the one cost that no
+    account foresees; drafting is tried on one request, and on others as the account allows: at once
+    where reading their prompts costs no more than further trials. Where drafts are known not to
+    pay, they are tried again on one request.
 
     Steps that also read prompts are as long as their tokens in all say; see `Costs.predict_beside`.
     """
@@ -218,8 +263,7 @@ class DraftLength:
         self._rate = 0.0  # tokens a second that it promised
         self._gain = 1.0  # how many times as fast as plain steps drafts seemed to be
         self._num_planned = 0, 0  # requests in it, and of those the ones to draft for
-        self._spent = self._lost = 0.0
-        self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
+        self.account = Account(MODEL_LOSS)
 
     def plan(self, lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0) -> DraftPlan:
         """Return how many tokens to draft for each of the active requests.
@@ -235,8 +279,8 @@ class DraftLength:
         kind = self._beside > 0
         if is_plain_due(self._num_plain[kind], self._since_plain[kind], self._gain):
             return nothing
-        rows_at_rest, end_of_rest = self._rest
-        if num_rows == rows_at_rest and self._spent < end_of_rest:
+        account = self.account
+        if account.is_at_rest(num_rows):
             return nothing
         usable = [row for row in range(num_rows) if remaining[row] > 1]
         if not usable:
@@ -245,8 +289,8 @@ class DraftLength:
         sizes = num_rows * np.arange(1, len(self._seconds) + 1)
         self._seconds = self._verify.predict_beside(sizes, self._beside)
         ahead = min(max(remaining), HORIZON) * self._seconds[0]
-        bound = bound_loss(num_rows, MODEL_LOSS)
-        allowance = bound * (self._spent + ahead) - self._lost
+        account.is_probe = False
+        allowance = account.find_allowance(num_rows, ahead)
         best, gain = self._find_best(num_rows)
         self._gain = self._seconds[0] / (self._seconds[0] - gain)
         price = self._catch_up.estimate(1) or 0.0
@@ -283,10 +327,13 @@ class DraftLength:
                     self._num_planned = num_rows, len(rows)
                     counts = [best if row in rows else 0 for row in range(num_rows)]
                     return DraftPlan(counts, most=most)
-        allowance = PROBE_SHARE * bound * self._spent - self._lost
-        plan = nothing if would_pay else self._try_one(usable[0], lags, remaining, allowance)
+        account.is_probe = not would_pay
+        plan = nothing
+        if account.is_probe:
+            allowance = account.find_allowance(num_rows, ahead)
+            plan = self._try_one(usable[0], lags, remaining, allowance)
         if not any(plan.counts):
-            self._rest = num_rows, self._spent + REST_STEPS * self._predict_step(0, num_rows)
+            account.rest(num_rows, REST_STEPS * self._predict_step(0, num_rows))
         return plan
 
     def goes_on(self, length: int, chances: Array) -> bool:
@@ -361,7 +408,7 @@ class DraftLength:
         kind = self._beside > 0
         self._verify.record(num_rows * num_tokens + self._beside, verify_seconds)
         plain, step = self._verify.price_step(num_rows, num_tokens, self._beside)
-        self._spent += draft_seconds + (step if kind else verify_seconds)
+        self.account.spend(num_rows, draft_seconds + (step if kind else verify_seconds))
         num_drafting = sum(drafted > 0 for drafted, _ in drafts)
         # Beside a few of them, the pass is what was measured.
         if num_caught_up > (FEW_LATE if num_passes else 0):
@@ -375,7 +422,7 @@ class DraftLength:
             self._num_plain[kind] += 1
             self._since_plain[kind] = 0
             if num_caught_up:
-                self._lost += draft_seconds
+                self.account.lose(draft_seconds)
             return
         self._since_plain[kind] += 1
         for drafted, accepted in drafts:
@@ -387,7 +434,7 @@ class DraftLength:
         # What others delay is nobody's loss: costs of the same kind are compared.
         step += num_passes * (self._draft.estimate(num_drafting) or 0.0)
         step += num_caught_up * (self._catch_up.estimate(1) or 0.0)
-        self._lost += step - plain - won
+        self.account.lose(step - plain - won)
 
     def _find_best(self, num_rows: int) -> tuple[int, float]:
         """Return the best length, and the seconds it saves whenever every request emits a token."""
