@@ -137,6 +137,15 @@ def test_texts_that_end_early_lose_no_more_than_was_staked() -> None:
             assert plain < auto <= plain + staked
 
 
+@pytest.mark.parametrize("rate", [0.3, 0.6])
+def test_what_few_requests_won_pays_for_no_drafts_of_many(rate: float) -> None:
+    machine, length = Machine(KNEE, CHEAP, 0.002, rate), DraftLength(8, is_auto=True)
+    alone = [400] * 8
+    assert machine.run(length, 1, alone)[0] < 0.85 * machine.run(PLAIN, 1, alone)[0]
+    many = [48] * 16
+    assert machine.run(length, 16, many)[0] < 1.02 * machine.run(PLAIN, 16, many)[0]
+
+
 def test_a_drafter_that_fails_loses_what_it_won_and_the_share() -> None:
     """All drafts are right for 60 steps, none after."""
     length = DraftLength(4, is_auto=True)
