@@ -38,7 +38,6 @@ from specdec.decode.drafters.pacing import (
     REST_STEPS,
     Account,
     Costs,
-    bound_loss,
     is_plain_due,
     round_beside,
 )
@@ -223,10 +222,9 @@ class Budget:
         ahead = min(max(remaining), HORIZON) * plain
         self._allowance = account.find_allowance(num_rows, ahead) - draft
         read = num_late * (self.late_seconds or 0.0) if num_late > FEW_LATE else 0.0
-        may_lose = bound_loss(num_rows, MODEL_LOSS) * account.find_stake(ahead) - account.lost
         may_read = not read or (
             (account.is_probe or read < ahead * (1 - 1 / self._gain))
-            and self._read + read <= may_lose
+            and self._read + read <= account.find_limit(num_rows, ahead, MODEL_LOSS)
         )
         if may_read and float(least - plain) <= self._allowance:
             return True

@@ -162,14 +162,15 @@ class Account:
         self._of_two, self._for_probes = of_two, 0.0
         self._rest = 0, 0.0  # no drafts for so many requests, until so much time is spent
 
-    def find_stake(self, ahead: float) -> float:
-        """Seconds of which a share may be lost. ahead: seconds to come."""
-        return PROBE_SHARE * self.spent if self.is_probe else self.spent + ahead
+    def find_limit(self, num_rows: int, ahead: float, of_two: float) -> float:
+        """Seconds that `bound_loss` leaves to be lost. ahead: seconds to come."""
+        stake = PROBE_SHARE * self.spent if self.is_probe else self.spent + ahead
+        return bound_loss(num_rows, of_two) * stake - self.lost
 
     def find_allowance(self, num_rows: int, ahead: float) -> float:
         """Seconds that a drafted step for so many requests may lose."""
-        allowed = bound_loss(num_rows, self._of_two) * self.find_stake(ahead) - self.lost
-        return min(allowed, self._for_probes) if self.is_probe else allowed
+        limit = self.find_limit(num_rows, ahead, self._of_two)
+        return min(limit, self._for_probes) if self.is_probe else limit
 
     def spend(self, num_rows: int, seconds: float) -> None:
         """Take the time of a step, plain or not."""
