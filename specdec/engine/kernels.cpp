@@ -2496,8 +2496,8 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
           for (int64_t i = 0; i < used; ++i) store(to->numbers[i], to_float(from[i]));
         }
     });
+    member.offer(tiles);
     member.meet();
-    const int64_t begin = member.begin(tiles), last = member.end(tiles);
     const Registers registers(rows, kBand, true);
     Line rest[kManyTiles * kBandBytes / kLine] = {};
     static thread_local std::vector<Line> sums_memory;
@@ -2507,63 +2507,66 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
     if (static_cast<int64_t>(sums_memory.size()) < sums_lines) sums_memory.resize(sums_lines);
     float *sums = reinterpret_cast<float *>(sums_memory.data());
     const char *first = reinterpret_cast<const char *>(packed);
-    for (int64_t t = begin; t < last; t += together) {
-      const int64_t count = std::min(together, last - t), at = (t - begin) % kept;
-      Bands w{first + t * tile_bytes, reinterpret_cast<const char *>(rest), tile_bytes, steps / kBand, 0, 0};
-      if (w.whole < bands)
-        for (int64_t g = 0; g < count; ++g)
-          std::memcpy(&rest[g * kBandBytes / kLine], w.tile + g * tile_bytes + w.whole * kBandBytes,
-                      tile_bytes - w.whole * kBandBytes);
-      for (; w.begin < bands; w.begin = w.end) {
-        w.end = std::min(w.begin + stretch, bands);
-        // With many: what follows of these tiles, else of those after them.
-        const bool is_end = w.end == bands;
-        const int64_t next = is_few ? w.begin * kBandBytes + near
-                                    : is_end ? together * tile_bytes : w.end * kBandBytes;
-        const int64_t following = std::min(stretch, is_end ? bands : bands - w.end);
-        const int64_t own_bands = w.end - w.begin, all_bands = groups * own_bands;
-        const int64_t lines =
-            is_few ? 0 : (following * (kBandBytes / kLine / 4) + all_bands - 1) / all_bands;
-        int64_t fetched = 0, some = 0;
-        for (int64_t block = 0; block < blocks; block += some) {
-          some = is_alone ? 1 : blocks - block == 3 ? 3 : 2;
-          const char *from = reinterpret_cast<const char *>(inputs) + block * x_bytes;
-          const bool streams = is_few && block == 0;
-          for (int64_t g = 0; g < count; g += together == 2 ? 2 : 1) {
-            Bands own = w;
-            own.tile += g * tile_bytes;
-            own.rest += g * kBandBytes;
-            const BandsAhead ahead{own.tile + next + fetched, fetched < following * kBandBytes ? lines : 0};
-            float *to = sums + (at + g) * sums_size + block * rows * kTile;
-            if (is_alone && count == 2)
-              add_amx<1, 2, true>(from, x_bytes, rows, own, ahead, to);
-            else if (is_alone)
-              add_amx<1, 1, true>(from, x_bytes, rows, own, ahead, to);
-            else if (streams && some == 3)
-              add_amx<3, 1, true>(from, x_bytes, rows, own, ahead, to);
-            else if (streams)
-              add_amx<2, 1, true>(from, x_bytes, rows, own, ahead, to);
-            else if (some == 3)
-              add_amx<3, 1, false>(from, x_bytes, rows, own, ahead, to);
-            else
-              add_amx<2, 1, false>(from, x_bytes, rows, own, ahead, to);
+    member.work(tiles, kept, [&](int64_t begin, int64_t last) {
+      for (int64_t t = begin; t < last; t += together) {
+        const int64_t count = std::min(together, last - t), at = (t - begin) % kept;
+        const char *tile = first + t * tile_bytes;
+        Bands w{tile, reinterpret_cast<const char *>(rest), tile_bytes, steps / kBand, 0, 0};
+        if (w.whole < bands)
+          for (int64_t g = 0; g < count; ++g)
+            std::memcpy(&rest[g * kBandBytes / kLine], w.tile + g * tile_bytes + w.whole * kBandBytes,
+                        tile_bytes - w.whole * kBandBytes);
+        for (; w.begin < bands; w.begin = w.end) {
+          w.end = std::min(w.begin + stretch, bands);
+          // With many: what follows of these tiles, else of those after them.
+          const bool is_end = w.end == bands;
+          const int64_t next = is_few ? w.begin * kBandBytes + near
+                                      : is_end ? together * tile_bytes : w.end * kBandBytes;
+          const int64_t following = std::min(stretch, is_end ? bands : bands - w.end);
+          const int64_t own_bands = w.end - w.begin, all_bands = groups * own_bands;
+          const int64_t lines =
+              is_few ? 0 : (following * (kBandBytes / kLine / 4) + all_bands - 1) / all_bands;
+          int64_t fetched = 0, some = 0;
+          for (int64_t block = 0; block < blocks; block += some) {
+            some = is_alone ? 1 : blocks - block == 3 ? 3 : 2;
+            const char *from = reinterpret_cast<const char *>(inputs) + block * x_bytes;
+            const bool streams = is_few && block == 0;
+            for (int64_t g = 0; g < count; g += together == 2 ? 2 : 1) {
+              Bands own = w;
+              own.tile += g * tile_bytes;
+              own.rest += g * kBandBytes;
+              const BandsAhead ahead{own.tile + next + fetched, fetched < following * kBandBytes ? lines : 0};
+              float *to = sums + (at + g) * sums_size + block * rows * kTile;
+              if (is_alone && count == 2)
+                add_amx<1, 2, true>(from, x_bytes, rows, own, ahead, to);
+              else if (is_alone)
+                add_amx<1, 1, true>(from, x_bytes, rows, own, ahead, to);
+              else if (streams && some == 3)
+                add_amx<3, 1, true>(from, x_bytes, rows, own, ahead, to);
+              else if (streams)
+                add_amx<2, 1, true>(from, x_bytes, rows, own, ahead, to);
+              else if (some == 3)
+                add_amx<3, 1, false>(from, x_bytes, rows, own, ahead, to);
+              else
+                add_amx<2, 1, false>(from, x_bytes, rows, own, ahead, to);
+            }
+            fetched += own_bands * lines * 4 * kLine;
           }
-          fetched += own_bands * lines * 4 * kLine;
         }
-      }
-      if (is_alone) {
-        put_sums(sums, M, count * kTile, bias, t * kTile, std::min(count * kTile, N - t * kTile), N, y);
-        continue;
-      }
-      const int64_t finished = at + count;
-      if (finished < kept && t + count < last) continue;
-      for (int64_t m = 0; m < M; ++m)
-        for (int64_t g = 0; g < finished; ++g) {
-          const int64_t output = (t - at + g) * kTile;
-          put_sums(sums + g * sums_size + m * kTile, 1, kTile, bias, output, std::min(kTile, N - output), N,
-                   y + m * N);
+        if (is_alone) {
+          put_sums(sums, M, count * kTile, bias, t * kTile, std::min(count * kTile, N - t * kTile), N, y);
+          continue;
         }
-    }
+        const int64_t finished = at + count;
+        if (finished < kept && t + count < last) continue;
+        for (int64_t m = 0; m < M; ++m)
+          for (int64_t g = 0; g < finished; ++g) {
+            const int64_t output = (t - at + g) * kTile;
+            put_sums(sums + g * sums_size + m * kTile, 1, kTile, bias, output, std::min(kTile, N - output), N,
+                     y + m * N);
+          }
+      }
+    });
   });
 }
 #endif
@@ -2705,40 +2708,42 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
           std::memcpy(to + part * part_words * 4 * rows, bytes + part * part_words * 4, part_words * 4);
       }
     });
+    member.offer(tiles);
     member.meet();
-    const int64_t last = member.end(tiles);
     const Registers registers(rows, part_words);
     alignas(kLine) char unpacked[kAmxChunk * kTile] = {};
     static thread_local std::vector<Line> sums_memory;
     sums_memory.resize(blocks * rows * kTile * sizeof(float) / sizeof(Line));
     float *sums = reinterpret_cast<float *>(sums_memory.data());
-    for (int64_t t = member.begin(tiles); t < last; ++t) {
-      const char *tile = w.tiles + t * w.tile_bytes;
-      std::fill_n(sums, blocks * rows * kTile, 0.0f);
-      for (int64_t g = 0; g < w.groups; g += chunk) {
-        const int64_t count = std::min(chunk, w.groups - g), step = g * w.group_steps;
-        const int64_t end = std::min(w.steps, step + count * w.group_steps);
-        const char *from = tile + w.header + step * kStepBytes;
-        const bool is_copied = kBits == 4 || end < step + count * w.group_steps;
-        const char *ahead = from + chunk * w.group_steps * kStepBytes;
-        if constexpr (kBits == 4) {
-          unpack_steps(w, tile, step, end, unpacked);
-        } else if (is_copied) {
-          std::memcpy(unpacked, from, (end - step) * kStepBytes);
+    member.work(tiles, 1, [&](int64_t begin, int64_t last) {
+      for (int64_t t = begin; t < last; ++t) {
+        const char *tile = w.tiles + t * w.tile_bytes;
+        std::fill_n(sums, blocks * rows * kTile, 0.0f);
+        for (int64_t g = 0; g < w.groups; g += chunk) {
+          const int64_t count = std::min(chunk, w.groups - g), step = g * w.group_steps;
+          const int64_t end = std::min(w.steps, step + count * w.group_steps);
+          const char *from = tile + w.header + step * kStepBytes;
+          const bool is_copied = kBits == 4 || end < step + count * w.group_steps;
+          const char *ahead = from + chunk * w.group_steps * kStepBytes;
+          if constexpr (kBits == 4) {
+            unpack_steps(w, tile, step, end, unpacked);
+          } else if (is_copied) {
+            std::memcpy(unpacked, from, (end - step) * kStepBytes);
+          }
+          if (is_copied) from = unpacked;
+          for (int64_t block = 0; block < blocks; ++block)
+            for (int64_t k = 0; k < kWords; ++k, ahead += chunk * lines * kLine)
+              add(
+                  {inputs + block * x_bytes + g * group * rows, from + k * kLine,
+                   tile + (g * w.scale_stride + k * kVector) * 4, ahead,
+                   heads + (block * w.groups + g) * head, count, parts, part_words,
+                   w.scale_stride * 4, lines},
+                  sums + block * rows * kTile + k * kVector);
         }
-        if (is_copied) from = unpacked;
-        for (int64_t block = 0; block < blocks; ++block)
-          for (int64_t k = 0; k < kWords; ++k, ahead += chunk * lines * kLine)
-            add(
-                {inputs + block * x_bytes + g * group * rows, from + k * kLine,
-                 tile + (g * w.scale_stride + k * kVector) * 4, ahead,
-                 heads + (block * w.groups + g) * head, count, parts, part_words,
-                 w.scale_stride * 4, lines},
-                sums + block * rows * kTile + k * kVector);
+        const int64_t output = t * kTile;
+        put_sums(sums, M, kTile, bias, output, std::min(kTile, N - output), N, y);
       }
-      const int64_t output = t * kTile;
-      put_sums(sums, M, kTile, bias, output, std::min(kTile, N - output), N, y);
-    }
+    });
   });
 }
 #endif
