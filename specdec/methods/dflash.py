@@ -220,6 +220,10 @@ class DFlashTrain:
     dflash_num_layers: int = setting(
         1, help="Decoder layers of the DFlash drafter.", minimum=1, maximum=MAX_MODULES
     )
+    dflash_intermediate_size: int | None = setting(
+        minimum=1, maximum=MAX_SIZE, metavar="N",
+        help="Channels inside the MLP of the DFlash drafter's layers; the target's if not given.",
+    )  # fmt: skip
     dflash_block_size: int = setting(
         8, help="Tokens of a DFlash block: the last one emitted and those drafted after it.",
         minimum=2, maximum=MAX_DRAFT_TOKENS,

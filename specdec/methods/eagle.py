@@ -406,6 +406,10 @@ class EagleTrain:
     eagle_num_layers: int = setting(
         1, help="Decoder layers of the EAGLE drafter.", minimum=1, maximum=MAX_MODULES
     )
+    eagle_intermediate_size: int | None = setting(
+        minimum=1, maximum=MAX_SIZE, metavar="N",
+        help="Channels inside the MLP of the EAGLE drafter's layers; the target's if not given.",
+    )  # fmt: skip
     eagle_num_steps: int = setting(
         3, help="Draft steps in a row that are trained; EAGLE-1 has 1.", minimum=1,
         maximum=MAX_DRAFT_TOKENS,

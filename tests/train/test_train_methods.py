@@ -37,9 +37,12 @@ KINDS = {
     "eagle": ("--method", "eagle"),
     "dflash": ("--method", "dflash", "--dflash-block-size", 4),
     "p-eagle": ("--method", "eagle", "--eagle-version", 3, "--eagle-parallel"),
-    "dspark": ("--method", "dflash", "--dflash-block-size", 3, "--dflash-markov-rank", 8),
+    "dspark": (
+        "--method", "dflash", "--dflash-block-size", 3, "--dflash-markov-rank", 8,
+        "--dflash-intermediate-size", 40,
+    ),
     "eagle-bare": ("--method", "eagle", "--no-eagle-bias"),
-    "eagle3": ("--method", "eagle", "--eagle-version", 3),
+    "eagle3": ("--method", "eagle", "--eagle-version", 3, "--eagle-intermediate-size", 40),
     "eagle3-few": ("--method", "eagle", "--eagle-version", 3, "--eagle-draft-vocab-size", 50),
     "eagle3.1": (
         "--method",
@@ -49,7 +52,7 @@ KINDS = {
         "--eagle-fc-norm",
         "--eagle-norm-output",
     ),
-}
+}  # fmt: skip
 CONVERT_FLAGS = {
     "redrafter": ("--redrafter-draft-len-per-beam", "3", "--drafter-model-dir"),
     "medusa": ("--medusa-model-dir",),
@@ -119,6 +122,9 @@ def test_every_evaluation_converts_builds_and_runs(
     # A random target's text is nothing like the data: some drafters need more than this.
     assert lengths[-1] > 1 or kind in ("redrafter", "p-eagle") and lengths[-1] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["heads"]
+    has_own_size = any("intermediate-size" in str(flag) for flag in KINDS[kind])
+    config = json.loads((heads / "config.json").read_text())
+    assert (config.get("intermediate_size") == 40) is has_own_size
     measured = json.loads(done.out)["eval"]["acceptance"]
     assert f"engine: acceptance length {lengths[-1]:.2f}" in done.err
     assert f"**{lengths[-1]:.2f}** tokens per verify step" in (heads / "README.md").read_text()

@@ -280,7 +280,7 @@ def build_dflash(settings: TrainSettings, target: Target) -> DFlash:
         markov_rank=options.dflash_markov_rank,
     )
     return DFlash(
-        describe_layers(target, options.dflash_num_layers),
+        describe_layers(target, options.dflash_num_layers, options.dflash_intermediate_size),
         recipe,
         num_auxiliary=len(target.aux_layers),
         mask_row=table[mask_token_id],

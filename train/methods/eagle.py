@@ -348,7 +348,7 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
     """Make a drafter of the target's sizes; an output layer of its own begins as the target's."""
     assert target.head is not None
     options = as_options(settings, EagleTrain)
-    model = describe_layers(target, options.eagle_num_layers)
+    model = describe_layers(target, options.eagle_num_layers, options.eagle_intermediate_size)
     is_third = options.eagle_version == "3"
     recipe = Recipe(
         num_steps=options.eagle_num_steps,
@@ -389,11 +389,17 @@ def choose_vocabulary(size: int | None, target: Target) -> Tensor | None:
     return torch.sort(counts, descending=True, stable=True).indices[:size].sort().values
 
 
-def describe_layers(target: Target, num_layers: int) -> ModelConfig:
-    """Describe the drafter's layers: a Llama's, of the target's sizes and rotary embedding."""
+def describe_layers(
+    target: Target, num_layers: int, intermediate_size: int | None = None
+) -> ModelConfig:
+    """Describe the drafter's layers: a Llama's, of the target's sizes and rotary embedding.
+
+    intermediate_size: the MLP's, where it is not the target's.
+    """
     config, hidden_size = target.config, target.shape.hidden_size
     num_heads = int(config.num_attention_heads)
-    sizes = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
+    names = ("intermediate_size", "ffn_dim", "n_inner")
+    sizes = [intermediate_size, *(getattr(config, name, None) for name in names)]
     # transformers 5 keeps all of it in one object.
     rotary = dict(
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
