@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 
-from specdec.decode.drafters.base import Proposer, TreeReader
+from specdec.decode.drafters.base import Proposer
 from specdec.decode.drafters.budget import bind
 from specdec.decode.drafters.chain import join_proposers
 from specdec.decode.drafters.draft_target import DraftTargetProposer
@@ -29,7 +29,7 @@ def list_combined(fixed: Sequence[Candidate], methods: Sequence[Method]) -> list
     """
     best, longest = fixed[0], max(fixed, key=lambda c: c.proposer.max_draft_tokens)
     chosen = [best] if longest is best else [best, longest]
-    found = [add_budget(c) for c in chosen if not isinstance(c.proposer, TreeReader)]
+    found = [add_budget(c) for c in chosen]
     (method, *others) = methods
     if not others and method.source != "target":
         found.append(add_suffix(best, method))

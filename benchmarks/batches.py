@@ -36,7 +36,7 @@ from specdec.bench.engine import Bench, Pass, open_bench
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.measure import compare_texts, divide, summarize
 from specdec.bench.prompts import Prompt, read_prompt_set
-from specdec.decode.drafters.base import Proposer, TreeReader
+from specdec.decode.drafters.base import Proposer
 from specdec.decode.drafters.chain import join_proposers
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
@@ -107,7 +107,6 @@ def list_ways(name: str, bench: Bench) -> dict[str, Proposer]:
         label + mark: pace(way) if mark else way
         for label, way in ways.items()
         for mark in ("", AUTO)
-        if not (mark and isinstance(way, TreeReader))
     }
 
 

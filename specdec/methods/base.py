@@ -66,8 +66,8 @@ class Method:
     folder: the option of specdec-convert that names the drafter's folder. options: by use, the
     settings that belong to the method: "convert"; "draft", of every command that decodes; "train";
     "tune". read: from the settings of a command that decodes to what the drafter is made by, None
-    where no option of the method is given; raises UsageError. can_pause: whether `--draft-len auto`
-    can stop it from drafting and let it go on later. training: the values that its training takes
+    where no option of the method is given; raises UsageError. joins_chains: whether it can be
+    in a `--draft-chain`. training: the values that its training takes
     for settings without a common default; None where there is nothing to train.
     """
 
@@ -82,7 +82,7 @@ class Method:
     folder: str | None = None
     options: Mapping[str, type] = dataclasses.field(default_factory=dict)
     read: Callable[[Any], Any | None] = read_nothing
-    can_pause: bool = True
+    joins_chains: bool = True
     training: Mapping[str, Any] | None = None
 
     @property

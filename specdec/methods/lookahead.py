@@ -74,6 +74,6 @@ METHOD = Method(
     mode="lookahead_decoding",
     source="target",
     read=read_options,
-    can_pause=False,
+    joins_chains=False,  # it reads the states of nodes that it has placed itself
     options={"draft": LookaheadDraft},
 )

@@ -297,9 +297,9 @@ def test_window_rows_are_the_targets_own_choices(
 
     def watch(requests: Any, states: torch.Tensor, paths: Any) -> None:
         state = proposer._states[0]
-        before = list(state.window)
+        before, is_drafted = list(state.window), bool(state.ends)
         observe(requests, states, paths)
-        if not state.ends:
+        if not is_drafted:
             return
         text = [*PROMPTS[0], *requests[0].output_ids[: -len(paths[0])]]
         for column, token in enumerate(state.window[-1]):

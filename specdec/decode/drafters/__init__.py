@@ -66,7 +66,7 @@ def read_drafting(settings: Any, tokenizer: Any) -> Drafting:
         options={name: options for name, options in found.items() if options is not None},
         flags={name: name_flag(flags[0]) for name, flags in given.items() if flags},
         budget=read_budget(settings),
-        chain=read_chain(settings, [m.name for m in METHODS.values() if m.can_pause]),
+        chain=read_chain(settings, [m.name for m in METHODS.values() if m.joins_chains]),
         tokenizer=tokenizer,
     )
 
@@ -149,12 +149,11 @@ def refuse_others(drafting: Drafting, chosen: Methods, *, speculates: bool = Tru
     budget = drafting.budget
     if budget.mode == "fixed" and not drafters:
         raise UsageError(f"{budget.flag} has no effect with {name} decoding", "leave it out")
-    if budget.mode == "auto" and not (drafters and all(method.can_pause for method in drafters)):
-        titles = [method.title for method in METHODS.values() if method.can_pause]
+    if budget.mode == "auto" and not drafters:
         raise UsageError(
             f"{budget.flag} has no effect with"
             f" {f'{name} decoding' if speculates else '--no-speculation'}",
-            f"leave it out; it is for {', '.join(titles[:-1])} and {titles[-1]}",
+            "leave it out; it is for engines that draft",
         )
 
 
@@ -212,7 +211,6 @@ def make_proposer(
         return proposer
     if has_budget:
         return bind(proposer)
-    can_pause = all(method.can_pause for group in methods for method in group)
-    if drafting.budget.mode is None and can_pause and engine.device.type == "cpu":
+    if drafting.budget.mode is None and engine.device.type == "cpu":
         return bind(proposer, min_rows=MANY_ROWS)
     return proposer

@@ -28,6 +28,7 @@ from specdec.decode.drafters.base import (
     PromptLatecomer,
     Proposer,
     StepTimer,
+    TreeReader,
 )
 from specdec.decode.drafters.levels import ALL_LEVELS
 from specdec.decode.drafters.pacing import (
@@ -170,11 +171,15 @@ class Budget:
     draft model's, and only if what is left of the texts may win that back.
 
     Steps that also read prompts are as long as their tokens in all say; see `Costs.predict_beside`.
+
+    Drafts that are verified whole leave only the first choice. Their step is long at once: of one
+    for several requests that is more than twice as long as any before, the most is believed that it
+    may cost.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        """max_tokens: of a row's draft."""
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens: int, *, is_whole: bool = False) -> None:
+        """max_tokens: of a row's draft. is_whole: whether all or nothing of it is verified."""
+        self.max_tokens, self.is_whole = max_tokens, is_whole
         self.calibration = Calibration()
         # By tokens in the step; of a level of drafts, by requests.
         self._verify, self._draft = Costs(), Costs()
@@ -186,6 +191,8 @@ class Budget:
         self._num_plain, self._since_plain = [0, 0], [0, 0]
         self._beside = 0  # prompt tokens of the step that was planned last
         self._gains = FIRST_ROWS * np.cumsum(FIRST_RATE ** np.arange(1, self.max_tokens + 1))
+        if is_whole:
+            self._gains = self._gains[-1:]
         self._weight = FIRST_ROWS
         self._num_rows = 0  # of the step that was planned last
         self._rate = self._allowance = 0.0  # tokens a second; seconds that it may lose
@@ -309,13 +316,24 @@ class Budget:
         draft = num_levels * (self._draft.estimate(num_rows) or 0.0)
         won = _count_won(num_rows) * (sum(emitted) / num_rows - 1)
         self.account.lose(draft + step - (1 + won) * plain)
+        if self.is_whole:
+            for count in emitted:
+                self._gains = KEEP * self._gains + count - 1
+                self._weight = KEEP * self._weight + 1
 
     def _predict_verify(self) -> Array:
         """Seconds of a verify step by nodes a row, from 1 on to twice the tokens that were tried.
 
-        The first is a plain step's.
+        The first is a plain step's; of whole drafts only theirs follows.
         """
         num_rows = self._num_rows
+        if self.is_whole:
+            sizes = num_rows * np.array([1, self.max_tokens + 1])
+            seconds = self._verify.predict_beside(sizes, self._beside)
+            times = sizes[1] / self._verify.largest
+            if num_rows > 1 and times > 2:  # a token costs no more in a longer step
+                seconds[1] = times * (self._verify.estimate(self._verify.largest) or 0.0)
+            return seconds
         tried = 2 * self._verify.largest - self._beside
         most = max(2, min(tried // num_rows, self.max_tokens + 1))
         return self._verify.predict_beside(num_rows * np.arange(1, most + 1), self._beside)
@@ -343,7 +361,7 @@ class BudgetProposer:
         self.min_rows = min_rows
         self.max_draft_tokens = proposer.max_draft_tokens
         self.max_draft_depth = proposer.max_draft_depth
-        self.budget = Budget(proposer.max_draft_tokens)
+        self.budget = Budget(proposer.max_draft_tokens, is_whole=isinstance(proposer, TreeReader))
         self._plain = PlainProposer()
         self._clock = clock
         self._num_beside = 0
@@ -438,6 +456,8 @@ class BudgetProposer:
 
     def _cut(self, drafted: Sequence[Candidates]) -> list[Candidates]:
         """Keep as many nodes of each tree as pay, the likeliest."""
+        if self.budget.is_whole:
+            return list(drafted)
         chances = [
             follow_chances(c.tree, self.budget.calibration.estimate(c)) for c in drafted
         ]  # fmt: skip
@@ -485,7 +505,15 @@ class BudgetFollower(BudgetProposer):
         self.proposer.copy_prefix(source, row, length)
 
 
+class BudgetReader(BudgetProposer):
+    """The same for one whose drafts are verified whole or not at all."""
+
+    reads_tree = True
+
+
 def bind(proposer: Proposer, *, min_rows: int = 1) -> BudgetProposer:
     """Let a proposer draft within a budget; steps of fewer requests than `min_rows` as ever."""
+    if isinstance(proposer, TreeReader):
+        return BudgetReader(proposer, min_rows=min_rows)
     kind = BudgetFollower if isinstance(proposer, PromptFollower) else BudgetProposer
     return kind(proposer, min_rows=min_rows)

@@ -129,7 +129,7 @@ class Lookahead:
         self._text: list[int] = []  # its last tokens, fewer than an n-gram
         self._num_tokens = 0  # of the output that are known
         self._read(prompt)
-        self.ends: list[int] = []  # by column, the last row's node in the tree; [] before there is
+        self.ends: list[int] = []  # by column, the last row's node in the tree under way, if one is
 
     def grow(self, output: Sequence[int]) -> Tree:
         """Return the tree over the pool's n-grams and the window, for the text so far."""
@@ -160,6 +160,7 @@ class Lookahead:
             for column in zip(*self.window, tokens, strict=True):
                 self.pool.add(column)
         self.window = [*self.window[1:], list(tokens)]
+        self.ends = []
 
     def _read(self, tokens: Iterable[int]) -> None:
         """Put the n-grams of the text itself into the pool."""
@@ -202,7 +203,7 @@ class LookaheadProposer:
     ) -> None:
         """Read the target's tokens after the last row of each window."""
         lookaheads = [self._states[request.row] for request in requests]
-        if not lookaheads[0].ends:  # the prompts' own pass
+        if not lookaheads[0].ends:  # the prompts' own pass, or a step without drafts
             return
         ends = to_device(
             np.array([lookahead.ends for lookahead in lookaheads], np.int64), states.device
