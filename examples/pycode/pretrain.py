@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train the pycode target (about 10M parameters) or its draft model (about 1M) from scratch.
+"""Train the pycode target or its draft model, from scratch or from a trained model on.
 
     python pretrain.py --size target --corpus-dir work/corpus --tokenizer-dir work/tokenizer \
                        --output-dir work/target --steps 2400
@@ -7,7 +7,9 @@
 Plain next-token training on packed files: Muon for the matrices inside the layers, AdamW for the
 rest, linear decay to zero. With `--teacher-dir` the loss is the divergence from the teacher's own
 distribution instead, which is what a draft model is for; `--start-from` goes on from a trained
-model, and `--data` makes half of every batch texts of that file, from their beginnings on. Resumes
+model, and `--data` makes half of every batch texts of that file, from their beginnings on. With
+`--loop-prompts` the model continues prompts of that file, greedily, and what runs in circles there
+is made less likely: unlikelihood training of sequences (Welleck et al., arXiv 1908.04319). Resumes
 from `OUTPUT/training_state.pt` after a kill. Writes the model in bfloat16 with its tokenizer, and
 `training_log.jsonl`.
 """
@@ -16,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,12 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdec import Engine
+from specdec.bench.repetition import NGRAM_SIZE, is_looping
+from specdec.build.pipeline import build_engine
+from specdec.build.settings import BuildSettings
+from specdec.convert.pipeline import convert_model
+from specdec.convert.settings import ConvertSettings
 from specdec.pretrained import load_model, load_tokenizer
 from specdec.train.features import OutputHead
 from specdec.train.loss import Teacher
@@ -113,6 +123,66 @@ def compute_loss(
     return losses
 
 
+def mark_repeats(tokens: Sequence[int]) -> torch.Tensor:
+    """Which tokens end an n-gram that ended before, bool [N]."""
+    seen = set[tuple[int, ...]]()
+    is_again = torch.zeros(len(tokens), dtype=torch.bool)
+    for end in range(NGRAM_SIZE, len(tokens) + 1):
+        gram = tuple(tokens[end - NGRAM_SIZE : end])
+        is_again[end - 1] = gram in seen
+        seen.add(gram)
+    return is_again
+
+
+class LoopBreaker:
+    """Makes tokens less likely by which the model's own text runs in circles."""
+
+    NUM_ROWS, NUM_TOKENS = 32, 96  # of a step
+    NUM_STEPS = 4  # for which the model's texts are used
+
+    def __init__(self, model: LlamaForCausalLM, tokenizer: Any, path: Path, seed: int) -> None:
+        """path: prompts, {"prompt"} a line."""
+        self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        texts = [json.loads(line)["prompt"] for line in path.open(encoding="utf-8")]
+        self.prompts = [ids[-160:] for ids in tokenizer(texts)["input_ids"]]
+        self.rows: list[tuple[list[int], list[int]]] = []  # prompts and what follows
+
+    def compute_loss(self, step: int, float32: bool) -> tuple[torch.Tensor, int]:
+        """Mean of -log(1 - p) where a 4-gram ends again, 0 elsewhere; texts that loop."""
+        if not self.rows:
+            self.rows = self._write(np.random.default_rng(self.seed * 10**7 + step))
+        rows, self.rows = self.rows[: self.NUM_ROWS], self.rows[self.NUM_ROWS :]
+        length = max(len(prompt) + len(text) for prompt, text in rows)
+        ids = torch.zeros(len(rows), length + 1, dtype=torch.long)
+        is_again = torch.zeros(len(rows), length, dtype=torch.bool)  # whether the next token is
+        for row, (prompt, text) in enumerate(rows):
+            ids[row, : len(prompt) + len(text)] = torch.tensor(prompt + text)
+            is_again[row, len(prompt) - 1 :][: len(text)] = mark_repeats(text)
+        device = next(self.model.parameters()).device
+        log_probs = predict(self.model, ids.to(device), float32)[is_again.flatten().to(device)]
+        chosen = log_probs.gather(1, ids[:, 1:][is_again].to(device)[:, None])
+        losses = -torch.log1p(-chosen.exp().clamp(max=1 - 1e-4))
+        share = 1 / (self.NUM_ROWS * self.NUM_TOKENS)
+        return losses.sum() * share, sum(is_looping(text) for _, text in rows)
+
+    def _write(self, dice: np.random.Generator) -> list[tuple[list[int], list[int]]]:
+        chosen = dice.choice(len(self.prompts), self.NUM_ROWS * self.NUM_STEPS, replace=False)
+        prompts = [self.prompts[i] for i in chosen]
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            self.model.save_pretrained(folder / "model")
+            convert_model(ConvertSettings(
+                model_dir=folder / "model", output_dir=folder / "checkpoint", dtype="bfloat16",
+            ))  # fmt: skip
+            build_engine(BuildSettings(
+                checkpoint_dir=folder / "checkpoint", output_dir=folder / "engine",
+                max_batch_size=len(prompts), max_seq_len=512,
+            ))  # fmt: skip
+            with Engine.load(folder / "engine") as engine:
+                outputs = engine.generate(prompts, max_output_len=self.NUM_TOKENS)
+        return [(prompt, output.token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
+
+
 def evaluate(model: LlamaForCausalLM, tokens: np.ndarray, device: str, float32: bool) -> float:
     """Held-out cross-entropy over a fixed set of windows."""
     model.eval()
@@ -134,6 +204,7 @@ def main() -> None:
     parser.add_argument("--start-from", type=Path, help="a trained model, of any shape")
     parser.add_argument("--teacher-dir", type=Path, help="learn this model's distribution")
     parser.add_argument("--data", type=Path, help="texts, such as specdec-train data writes")
+    parser.add_argument("--loop-prompts", type=Path, help="prompts whose texts shall not loop")
     parser.add_argument("--sequence-length", type=int, default=SEQUENCE_LENGTH)
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -196,14 +267,17 @@ def main() -> None:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         start_step = state["step"]
+    breaker = None
+    if args.loop_prompts is not None:
+        breaker = LoopBreaker(model, tokenizer, args.loop_prompts, args.seed)
     forward = torch.compile(model) if args.compile else model
     model.train()
     log = (output_dir / "training_log.jsonl").open("a")
     print(f"{num_parameters} parameters, {len(train)} training tokens, from step {start_step}")
 
-    began, recent = time.monotonic(), []
+    began, recent, num_looping = time.monotonic(), [], 0
     for step in range(start_step, args.steps):
-        scale = min((step + 1) / 100, (args.steps - step) / args.steps)
+        scale = min((step + 1) / min(100, 1 + args.steps // 6), (args.steps - step) / args.steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * scale
@@ -217,6 +291,10 @@ def main() -> None:
         rows = rows.to(device)
         loss = compute_loss(forward, rows, args.float32, teacher)
         torch.autograd.backward(loss)
+        if breaker is not None:
+            loop_loss, count = breaker.compute_loss(step, args.float32)
+            torch.autograd.backward(loop_loss)
+            num_looping += count
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -230,7 +308,9 @@ def main() -> None:
                 "loss": round(sum(recent) / len(recent), 4),
                 "seconds": round(time.monotonic() - began, 1),
             }
-            recent = []
+            if breaker is not None:
+                line["looping"] = round(num_looping / len(recent) / breaker.NUM_ROWS, 3)
+            recent, num_looping = [], 0
             if done % 500 == 0 or done == args.steps:
                 line["heldout_loss"] = round(evaluate(model, heldout, device, args.float32), 4)
             print(json.dumps(line), flush=True)
