@@ -164,8 +164,10 @@ class Account:
 
     def find_limit(self, num_rows: int, ahead: float, of_two: float) -> float:
         """Seconds that `bound_loss` leaves to be lost. ahead: seconds to come."""
-        stake = PROBE_SHARE * self.spent if self.is_probe else self.spent + ahead
-        return bound_loss(num_rows, of_two) * stake - self.lost
+        share = bound_loss(num_rows, of_two)
+        if self.is_probe:
+            return share * PROBE_SHARE * self.spent - max(0.0, self.lost)
+        return share * (self.spent + ahead) - self.lost
 
     def find_allowance(self, num_rows: int, ahead: float) -> float:
         """Seconds that a drafted step for so many requests may lose."""
