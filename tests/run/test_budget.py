@@ -28,7 +28,13 @@ from specdec.decode.drafters.budget import (
 from specdec.decode.drafters.eagle import EagleProposer
 from specdec.decode.drafters.levels import ALL_LEVELS
 from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.drafters.pacing import REST_STEPS
+from specdec.decode.drafters.pacing import (
+    MODEL_LOSS,
+    PROBE_SHARE,
+    REST_STEPS,
+    Account,
+    bound_loss,
+)
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
@@ -219,6 +225,18 @@ def test_drafts_that_are_verified_whole_go_on_where_they_pay() -> None:
     budget = Budget(16, is_whole=True)
     assert [machine.run(num_rows, 400, budget)[0] < 0.8 for num_rows in (1, 2)] == [True, True]
     assert machine.run(4, 400, Budget(16, is_whole=True))[1] == [0] * 400
+
+
+def test_winnings_pay_for_nothing_that_is_known_not_to_pay() -> None:
+    account = Account()
+    account.spend(16, 10.0)
+    account.lose(-100.0)
+    assert account.find_limit(16, 5.0, MODEL_LOSS) > 100
+    account.is_probe = True
+    expected = bound_loss(16, MODEL_LOSS) * PROBE_SHARE * 10
+    assert account.find_limit(16, 5.0, MODEL_LOSS) == pytest.approx(expected)
+    account.lose(101.0)
+    assert account.find_limit(16, 5.0, MODEL_LOSS) < expected
 
 
 def test_plain_steps_are_not_measured_again_where_drafts_win_clearly() -> None:
