@@ -2,10 +2,10 @@
 """`make demo`: what speculation does, and where it pays, in a few minutes.
 
 Converts, builds and runs the pycode model with its ReDrafter drafter, as a user would type it, with
-the drafted tokens marked. Then measures plain decoding and three methods by turns, on the 10M model
+the drafted tokens marked. Then measures plain decoding and three methods by turns, on the 25M model
 and on its grown twin: the same model inside large matrices (benchmarks/grow.py), which writes the
 same text at the cost of a model of some 300M parameters. Every figure is measured here. With and
-without speculation the texts must be equal, and the 10M model's equal to what transformers writes;
+without speculation the texts must be equal, and the 25M model's equal to what transformers writes;
 the script fails if they are not.
 """
 
@@ -234,7 +234,7 @@ def main() -> None:
     redrafter = make_redrafter(small, folders[0])
     show_text(redrafter)
 
-    print_title("2. The small model: 10M parameters lie in the processor's cache, a step is cheap.")
+    print_title("2. The small model: 25M parameters are soon read, a step is cheap.")
     found_small = measure(small, list_ways(small, folders[0], redrafter), prompts, folders[0])
     checked = generate_with_transformers(prompts[:NUM_CHECKED], small.max_output_len)
     if found_small[PLAIN].output_ids[:NUM_CHECKED] != checked:
@@ -248,7 +248,7 @@ def main() -> None:
     print_title(f"Medians of {ROUNDS} rounds by turns (lowest to highest), one request at a time")
     size = (ROOT / large.folder / "model.safetensors").stat().st_size / 2e6  # two bytes each
     for title, found in (
-        ("\nSmall: 10M parameters, float32", found_small),
+        ("\nSmall: 25M parameters, float32", found_small),
         (f"\nLarge: the same model grown to {size:.0f}M parameters, bfloat16", found_large),
     ):
         print("\n".join(format_figures(title, found)))
