@@ -31,18 +31,18 @@ BASIC = (
     "--dtype", "float32", "--model-max-length", 32, "--batch-size", 2, "--seed", 3,
     "--learning-rate", 0.01, "--eval-output-len", 16,
 )  # fmt: skip
+OWN_SIZE = 64  # of an MLP; the target's is 48
 KINDS = {
     "redrafter": ("--method", "redrafter", "--redrafter-predict-n-tokens", 3),
     "medusa": ("--method", "medusa", "--medusa-num-heads", 3),
     "eagle": ("--method", "eagle"),
-    "dflash": ("--method", "dflash", "--dflash-block-size", 4),
-    "p-eagle": ("--method", "eagle", "--eagle-version", 3, "--eagle-parallel"),
-    "dspark": (
-        "--method", "dflash", "--dflash-block-size", 3, "--dflash-markov-rank", 8,
-        "--dflash-intermediate-size", 40,
+    "dflash": (
+        "--method", "dflash", "--dflash-block-size", 4, "--dflash-intermediate-size", OWN_SIZE,
     ),
+    "p-eagle": ("--method", "eagle", "--eagle-version", 3, "--eagle-parallel"),
+    "dspark": ("--method", "dflash", "--dflash-block-size", 3, "--dflash-markov-rank", 8),
     "eagle-bare": ("--method", "eagle", "--no-eagle-bias"),
-    "eagle3": ("--method", "eagle", "--eagle-version", 3, "--eagle-intermediate-size", 40),
+    "eagle3": ("--method", "eagle", "--eagle-version", 3, "--eagle-intermediate-size", OWN_SIZE),
     "eagle3-few": ("--method", "eagle", "--eagle-version", 3, "--eagle-draft-vocab-size", 50),
     "eagle3.1": (
         "--method",
@@ -124,7 +124,7 @@ def test_every_evaluation_converts_builds_and_runs(
     assert [p.name for p in tmp_path.iterdir()] == ["heads"]
     has_own_size = any("intermediate-size" in str(flag) for flag in KINDS[kind])
     config = json.loads((heads / "config.json").read_text())
-    assert (config.get("intermediate_size") == 40) is has_own_size
+    assert (config.get("intermediate_size") == OWN_SIZE) is has_own_size
     measured = json.loads(done.out)["eval"]["acceptance"]
     assert f"engine: acceptance length {lengths[-1]:.2f}" in done.err
     assert f"**{lengths[-1]:.2f}** tokens per verify step" in (heads / "README.md").read_text()
