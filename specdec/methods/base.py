@@ -67,8 +67,8 @@ class Method:
     settings that belong to the method: "convert"; "draft", of every command that decodes; "train";
     "tune". read: from the settings of a command that decodes to what the drafter is made by, None
     where no option of the method is given; raises UsageError. joins_chains: whether it can be
-    in a `--draft-chain`. training: the values that its training takes
-    for settings without a common default; None where there is nothing to train.
+    in a `--draft-chain`. training: the values that its training takes for settings without a common
+    default; None where there is nothing to train.
     """
 
     name: str

@@ -398,8 +398,7 @@ def describe_layers(
     """
     config, hidden_size = target.config, target.shape.hidden_size
     num_heads = int(config.num_attention_heads)
-    names = ("intermediate_size", "ffn_dim", "n_inner")
-    sizes = [intermediate_size, *(getattr(config, name, None) for name in names)]
+    sizes = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
     # transformers 5 keeps all of it in one object.
     rotary = dict(
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -415,7 +414,7 @@ def describe_layers(
         num_attention_heads=num_heads,
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
         head_size=int(getattr(config, "head_dim", None) or hidden_size // num_heads),
-        intermediate_size=next((size for size in sizes if size), 4 * hidden_size),
+        intermediate_size=intermediate_size or next(filter(None, sizes), 4 * hidden_size),
         norm_epsilon=float(getattr(config, "rms_norm_eps", 1e-6)),
         max_position_embeddings=int(config.max_position_embeddings),
         rotary_base=float(base),

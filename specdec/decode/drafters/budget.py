@@ -456,8 +456,6 @@ class BudgetProposer:
 
     def _cut(self, drafted: Sequence[Candidates]) -> list[Candidates]:
         """Keep as many nodes of each tree as pay, the likeliest."""
-        if self.budget.is_whole:
-            return list(drafted)
         chances = [
             follow_chances(c.tree, self.budget.calibration.estimate(c)) for c in drafted
         ]  # fmt: skip
@@ -509,6 +507,9 @@ class BudgetReader(BudgetProposer):
     """The same for one whose drafts are verified whole or not at all."""
 
     reads_tree = True
+
+    def _cut(self, drafted: Sequence[Candidates]) -> list[Candidates]:
+        return list(drafted)
 
 
 def bind(proposer: Proposer, *, min_rows: int = 1) -> BudgetProposer:
