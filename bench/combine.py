@@ -52,7 +52,7 @@ def pace(proposer: Proposer) -> Proposer:
     if isinstance(proposer, ReDrafterProposer):
         proposer = proposer.fit_budget()
     paced = copy.copy(proposer)  # what a run changes is made anew for each
-    if not isinstance(paced, DraftTargetProposer):
+    if not isinstance(paced, DraftTargetProposer):  # which paces itself
         return bind(paced)
     paced.draft_length = DraftLength(paced.draft_length.maximum, is_auto=True)
     return paced

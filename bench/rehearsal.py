@@ -17,8 +17,8 @@ import numpy as np
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import PlainProposer
-from specdec.decode.drafters.eagle import EagleProposer, TreeDraft
-from specdec.decode.drafters.levels import DynamicTree, Level
+from specdec.decode.drafters.eagle import EagleProposer
+from specdec.decode.drafters.levels import DynamicTree, Level, TreeDraft
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet

@@ -66,7 +66,9 @@ def plan_drafts(settings: GenerateSettings) -> dict[str, Any]:
     """
     if settings.draft_model_dir is not None:
         length = settings.draft_len or ""
-        num_tokens = max(MAX_DRAFT_LEN, int(length) if length.isdecimal() else 0)
+        num_tokens = max(
+            MAX_DRAFT_LEN, int(length) if length.isdecimal() else 0, settings.draft_tree_tokens or 0
+        )
         return {
             "speculative_decoding_mode": METHODS["draft_target"].mode, "max_draft_len": num_tokens,
         }  # fmt: skip
@@ -108,7 +110,7 @@ def generate(settings: GenerateSettings) -> None:
                     run["draft_tokenizer_dir"] = settings.draft_model_dir
         if settings.no_speculation:
             flags = {name: flag for kind in DRAFTS for name, flag in get_flags(kind).items()}
-            run |= {"draft_len": None, "draft_vocabulary": "same"} | {
+            run |= {"draft_len": None, "draft_tree_tokens": None, "draft_vocabulary": "same"} | {
                 name: default for name, (_, default) in flags.items()
             }
         call_stage("run", run | {"engine_dir": engine})

@@ -60,6 +60,7 @@ class GenerateSettings:
     )  # fmt: skip
     backend: str = _like("build", "backend")
     draft_len: str | None = _like("run", "draft_len")
+    draft_tree_tokens: int | None = _like("run", "draft_tree_tokens")
     draft_vocabulary: str = _like("run", "draft_vocabulary")
     max_output_len: int = _like("run", "max_output_len")
     temperature: str | None = _like("run", "temperature")
@@ -120,6 +121,10 @@ def check_settings(settings: GenerateSettings) -> None:
     if settings.draft_vocabulary != "same" and settings.draft_model_dir is None:
         raise UsageError(
             "--draft-vocabulary without --draft-model-dir", "give the draft model, or leave it out"
+        )
+    if settings.draft_tree_tokens is not None and settings.draft_model_dir is None:
+        raise UsageError(
+            "--draft-tree-tokens without --draft-model-dir", "give the draft model, or leave it out"
         )
     if settings.draft_len not in (None, "auto") and settings.draft_model_dir is None:
         raise UsageError(

@@ -113,7 +113,7 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
 def draft_always(settings: VerifySettings, engine: EngineConfig) -> VerifySettings:
     """Let every step have drafts where nothing was said: steps that pause them prove nothing."""
     pair = as_options(settings, DraftTargetDraft)
-    length = pair.draft_len or pair.draft_target_model_config
+    length = pair.draft_len or pair.draft_target_model_config or pair.draft_tree_tokens
     if pair.draft_len == "auto" or (pair.draft_engine_dir is not None and length is None):
         return settings  # such a length follows what is accepted
     starters = [method.starter for method in METHODS.values() if method.starter is not None]

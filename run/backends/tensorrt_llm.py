@@ -62,6 +62,11 @@ class TensorRTEngine:
                     "--draft-vocabulary shared is for engines of torch",
                     "leave it out: TensorRT-LLM's draft models have the target's tokens",
                 )
+            if options.tree_tokens is not None:
+                raise UsageError(
+                    "--draft-tree-tokens is for engines of torch",
+                    "leave it out: TensorRT-LLM's draft models draft a chain",
+                )
             check_vocabularies(
                 _describe_tokens(self.folder), _describe_tokens(self.draft),
                 tokenizer, options.tokenizer_dir,

@@ -65,7 +65,9 @@ PAGES: Mapping[str, Page] = {
             "Kept engines": ("no_cache", "clear_cache"),
         },
         {
-            "More on drafting": ("draft_budget", "draft_chain", "draft_vocabulary"),
+            "More on drafting": (
+                "draft_tree_tokens", "draft_budget", "draft_chain", "draft_vocabulary",
+            ),
             "Engine": (
                 "dtype", "quantization", "drafter_weights", "dequantize", "max_batch_size",
                 "max_seq_len", "backend", "device",

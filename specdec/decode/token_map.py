@@ -21,6 +21,7 @@ from torch import Tensor
 from specdec import logs
 from specdec.decode.text import INCOMPLETE, decode_text
 from specdec.engine.transfers import Array, to_device
+from specdec.engine.tree import IntArray
 from specdec.errors import SpecDecError
 from specdec.vocabulary import BYTE_TOKEN, SPACE, list_byte_letters
 
@@ -132,6 +133,7 @@ class SameTokens:
 
     def __init__(self, target_size: int, draft_size: int) -> None:
         self._sizes = target_size, draft_size
+        self.drafts_all = draft_size <= target_size  # whether any token may be drafted
 
     def restrict(self, logits: Tensor) -> Tensor:
         """Of the draft model's logits [..., U], those of tokens that may be drafted, [..., N]."""
@@ -149,6 +151,10 @@ class SameTokens:
     def name(self, place: int) -> tuple[int, int]:
         """The target's token and the draft model's at a place among the N."""
         return place, place
+
+    def name_all(self, places: IntArray) -> tuple[IntArray, IntArray]:
+        """The same of many places at once."""
+        return places, places
 
     def say_prompt(self, tokens: Sequence[int]) -> list[int] | None:
         """A prompt of the target in the draft model's tokens; None where it has none for it."""
@@ -169,6 +175,7 @@ class SharedTokens:
     """
 
     is_same = False
+    drafts_all = False
 
     def __init__(
         self, target: Any, draft: Any, target_size: int, draft_size: int, device: torch.device
@@ -236,6 +243,10 @@ class SharedTokens:
 
     def name(self, place: int) -> tuple[int, int]:
         target, draft = self._pairs[:, place].tolist()
+        return target, draft
+
+    def name_all(self, places: IntArray) -> tuple[IntArray, IntArray]:
+        target, draft = self._pairs[:, places]
         return target, draft
 
     def say_prompt(self, tokens: Sequence[int]) -> list[int] | None:

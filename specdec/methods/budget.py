@@ -41,7 +41,8 @@ def read_budget(settings: Any) -> DraftBudget:
     if mode == "fixed" and pair.draft_len == "auto":
         raise UsageError("--draft-budget fixed and --draft-len auto are both given", "give one")
     if mode == "fixed" and pair.draft_engine_dir is not None:
-        if pair.draft_len is None and pair.draft_target_model_config is None:
+        lengths = (pair.draft_len, pair.draft_target_model_config, pair.draft_tree_tokens)
+        if all(length is None for length in lengths):
             raise UsageError("--draft-budget fixed without --draft-len", "give --draft-len N")
     if mode is not None:
         return DraftBudget(mode, f"--draft-budget {mode}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec.command.settings import as_options, like, name_flag, setting
 from specdec.errors import UsageError
+from specdec.model.bounds import MAX_DRAFT_TOKENS
 
 from .base import Method, is_device_list, read_literal
 
@@ -42,6 +43,11 @@ class DraftTargetDraft:
         help="With a draft model: draft tokens in a step; auto, the default, follows measured"
         " acceptance and cost. With other methods, auto drafts only while that is faster.",
     )
+    draft_tree_tokens: int | None = setting(
+        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        help="With a draft model: draft a tree of so many tokens in place of a chain, the likeliest"
+        " that the draft model finds; --draft-len N then bounds its depth. Not with --use-logits.",
+    )  # fmt: skip
     use_logits: bool = setting(
         False, help="Accept sampled tokens by the ratio of both models' probabilities."
     )
@@ -67,7 +73,7 @@ class DraftTargetTune:
     draft_vocabulary: str = like(DraftTargetTokens, "draft_vocabulary")
 
 
-OPTIONS = ("draft_len", "draft_devices", "target_devices", "use_logits")
+OPTIONS = ("draft_len", "draft_devices", "target_devices", "use_logits")  # also in one
 FORM = "[4,[0],[1],True]: draft length, draft devices, target devices, whether to use logits"
 
 
@@ -75,7 +81,8 @@ FORM = "[4,[0],[1],True]: draft length, draft devices, target devices, whether t
 class DraftOptions:
     """How the draft model is used. draft_len: None adapts it. Devices: None where not given.
 
-    has_own_tokens: whether its vocabulary is not the target's.
+    tree_tokens: of a tree, whose depth draft_len then bounds; None for a chain. has_own_tokens:
+    whether its vocabulary is not the target's.
     """
 
     engine_dir: Path
@@ -85,6 +92,7 @@ class DraftOptions:
     target_devices: tuple[int, ...] | None
     use_logits: bool
     has_own_tokens: bool = False
+    tree_tokens: int | None = None
 
 
 def read_options(settings: Any) -> DraftOptions | None:
@@ -100,6 +108,8 @@ def read_options(settings: Any) -> DraftOptions | None:
             given, names = ["draft_tokenizer_dir"], "--draft-tokenizer-dir"
         if pair.draft_vocabulary != "same":
             given, names = ["draft_vocabulary"], "--draft-vocabulary"
+        if pair.draft_tree_tokens is not None:
+            given, names = ["draft_tree_tokens"], "--draft-tree-tokens"
         if joined is not None or given:
             raise UsageError(
                 f"{names or '--draft-target-model-config'} without --draft-engine-dir",
@@ -110,30 +120,28 @@ def read_options(settings: Any) -> DraftOptions | None:
         raise UsageError(
             "--draft-engine-dir has no effect with --no-speculation", "leave one of them out"
         )
-    has_own_tokens = pair.draft_vocabulary != "same"
-    if joined is None:
-        return DraftOptions(
-            engine_dir=pair.draft_engine_dir,
-            tokenizer_dir=pair.draft_tokenizer_dir,
-            draft_len=_read_draft_len(pair.draft_len),
-            draft_devices=_read_devices("--draft-devices", pair.draft_devices),
-            target_devices=_read_devices("--target-devices", pair.target_devices),
-            use_logits=pair.use_logits,
-            has_own_tokens=has_own_tokens,
-        )
-    if given:
+    options = _read_pair(pair) if joined is None else _read_joined(joined, names, pair)
+    if options.use_logits and options.tree_tokens is not None:
         raise UsageError(
-            f"--draft-target-model-config and {names} are both given", "use one way or the other"
+            "--draft-tree-tokens with --use-logits: the tokens of a tree are not drawn from the"
+            " draft model's probabilities",
+            "leave one of them out",
         )
-    draft_len, draft_devices, target_devices, use_logits = _read_joined(joined)
+    return options
+
+
+def _read_pair(pair: DraftTargetDraft) -> DraftOptions:
+    """The options as they are given one by one."""
+    assert pair.draft_engine_dir is not None
     return DraftOptions(
         engine_dir=pair.draft_engine_dir,
         tokenizer_dir=pair.draft_tokenizer_dir,
-        draft_len=draft_len,
-        draft_devices=tuple(draft_devices),
-        target_devices=tuple(target_devices),
-        use_logits=use_logits,
-        has_own_tokens=has_own_tokens,
+        draft_len=_read_draft_len(pair.draft_len),
+        draft_devices=_read_devices("--draft-devices", pair.draft_devices),
+        target_devices=_read_devices("--target-devices", pair.target_devices),
+        use_logits=pair.use_logits,
+        has_own_tokens=pair.draft_vocabulary != "same",
+        tree_tokens=pair.draft_tree_tokens,
     )
 
 
@@ -143,13 +151,22 @@ def adapts_drafts(settings: Any) -> bool:
     return pair.draft_engine_dir is None and pair.draft_len == "auto"
 
 
-def _read_joined(text: str) -> tuple[int, list[int], list[int], bool]:
+def _read_joined(text: str, others: str, pair: DraftTargetDraft) -> DraftOptions:
+    """The options with four of them in TensorRT-LLM's form; others: those given beside it."""
     flag = "--draft-target-model-config"
+    if others:
+        raise UsageError(f"{flag} and {others} are both given", "use one way or the other")
     draft_len, draft_devices, target_devices, use_logits = read_literal(flag, text, FORM, length=4)
     is_good = is_device_list(draft_devices) and is_device_list(target_devices)
     if not is_good or type(draft_len) is not int or draft_len < 1 or type(use_logits) is not bool:
         raise UsageError(f"{flag} is {text!r}", f"write it as {FORM}")
-    return draft_len, draft_devices, target_devices, use_logits
+    return dataclasses.replace(
+        _read_pair(pair),
+        draft_len=draft_len,
+        draft_devices=tuple(draft_devices),
+        target_devices=tuple(target_devices),
+        use_logits=use_logits,
+    )
 
 
 def _read_draft_len(text: str | None) -> int | None:

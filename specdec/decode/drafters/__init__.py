@@ -18,7 +18,7 @@ from specdec.methods import METHODS, Method, find_mode
 from specdec.methods.budget import DraftBudget, read_budget
 from specdec.methods.chain import Chain, read_chain
 
-from .base import DraftContext, EngineHandle, PlainProposer, Proposer
+from .base import DraftContext, EngineHandle, PlainProposer, Proposer, StepTimer
 from .budget import bind
 from .chain import join_proposers
 
@@ -123,7 +123,7 @@ def _check_chain(drafting: Drafting, own: Method | None) -> None:
         )
     options = drafting.options.get("draft_target")
     if "draft_target" in names and options is not None:
-        if options.draft_len is None:
+        if options.draft_len is None and options.tree_tokens is None:
             raise UsageError(
                 "--draft-chain with a draft model of adaptive length",
                 "give --draft-len N: the chain itself decides who drafts",
@@ -206,7 +206,7 @@ def make_proposer(
         for group in methods
     ]
     proposer = join_proposers(groups) if is_chain else groups[0][0]
-    paces_itself = not is_chain and methods[0][0].source == "engine"
+    paces_itself = not is_chain and isinstance(proposer, StepTimer)
     if drafting is None or paces_itself:
         return proposer
     if has_budget:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdec import logs
@@ -19,6 +18,8 @@ from specdec.decode.accept import Candidates
 from specdec.decode.devices import check_devices
 from specdec.decode.drafters.base import DraftContext, EngineHandle
 from specdec.decode.drafters.budget import Calibration
+from specdec.decode.drafters.draft_model import DraftModel
+from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.drafters.pacing import DraftLength, bound_catch_up
 from specdec.decode.engine import TorchEngine
 from specdec.decode.plain_ahead import run_tokens
@@ -28,7 +29,6 @@ from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_ro
 from specdec.decode.token_map import SameTokens, SharedTokens, TokenMap
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies, load_pair
 from specdec.engine.decoder import Decoder
-from specdec.engine.kv_cache import KVCache
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
 from specdec.errors import Problems, SpecDecError
@@ -36,11 +36,9 @@ from specdec.methods import list_starters
 from specdec.methods.draft_target import METHOD, DraftOptions
 
 logger = logs.get_logger(__name__)
-# Room for a text in the tokens of a draft model with others than the target's, as a multiple.
-MORE_TOKENS = 2
 
 
-def make_proposer(context: DraftContext) -> DraftTargetProposer:
+def make_proposer(context: DraftContext) -> DraftTargetProposer | DraftTreeProposer:
     """Load the draft model's engine and compare its vocabulary with the target's."""
     target, options = context.engine, context.options
     assert target is not None
@@ -72,6 +70,7 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer:
             tokens = SharedTokens(*pair, *sizes, draft.device)
         return attach_draft(
             target, draft, draft_len=options.draft_len, use_logits=options.use_logits,
+            tree_tokens=options.tree_tokens,
             adapts=context.has_budget and not context.is_in_chain, tokens=tokens,
         )  # fmt: skip
     except BaseException:
@@ -81,12 +80,13 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer:
 
 def attach_draft(
     target: EngineHandle, draft: EngineHandle, *, draft_len: int | None, use_logits: bool,
-    adapts: bool = False, tokens: TokenMap | None = None,
-) -> DraftTargetProposer:  # fmt: skip
+    tree_tokens: int | None = None, adapts: bool = False, tokens: TokenMap | None = None,
+) -> DraftTargetProposer | DraftTreeProposer:  # fmt: skip
     """Let one engine draft for another; raise SpecDecError where they do not match.
 
-    draft_len: tokens a step; None adapts it, up to what the engine was built for. tokens: which of
-    both models' tokens are the same; None is all of them.
+    draft_len: tokens a step; None adapts it, up to what the engine was built for. tree_tokens: of a
+    tree that is drafted in place of a chain, whose depth draft_len then is at most; None for a
+    chain. tokens: which of both models' tokens are the same; None is all of them.
     """
     own, theirs = target.config, draft.config
     longest = own.build.max_draft_len
@@ -104,6 +104,12 @@ def attach_draft(
             f" max_draft_len {longest}",
             f"draft {longest} or fewer, or build with --max-draft-len {draft_len}",
         )
+    elif tree_tokens is not None and tree_tokens > longest:
+        problems.add(
+            f"--draft-tree-tokens is {tree_tokens}, the target's engine was built with"
+            f" max_draft_len {longest}",
+            f"give at most {longest}, or build with --max-draft-len {tree_tokens}",
+        )
     if theirs.build.speculative_decoding_mode is not None:
         problems.add(
             f"the draft engine was built with speculative_decoding_mode"
@@ -117,31 +123,22 @@ def attach_draft(
             theirs.build.max_seq_len, own.build.max_seq_len,
         )  # fmt: skip
     problems.raise_all()
-    proposer = DraftTargetProposer(
-        draft.decoder,
-        DraftLength(draft_len or longest, is_auto=adapts or draft_len is None),
-        use_logits=use_logits,
-        tokens=tokens
-        or SameTokens(own.checkpoint.model.vocab_size, draft.decoder.model.vocab_size),
-        max_num_tokens=theirs.build.max_num_tokens,
-        max_seq_len=theirs.build.max_seq_len,
-    )
+    tokens = tokens or SameTokens(own.checkpoint.model.vocab_size, draft.decoder.model.vocab_size)
+    limits = {
+        "max_num_tokens": theirs.build.max_num_tokens, "max_seq_len": theirs.build.max_seq_len,
+    }  # fmt: skip
+    proposer: DraftTargetProposer | DraftTreeProposer
+    if tree_tokens is not None:
+        proposer = DraftTreeProposer(
+            draft.decoder, num_tokens=tree_tokens, depth=draft_len, tokens=tokens, **limits
+        )
+    else:
+        length = DraftLength(draft_len or longest, is_auto=adapts or draft_len is None)
+        proposer = DraftTargetProposer(
+            draft.decoder, length, use_logits=use_logits, tokens=tokens, **limits
+        )
     target.use_method(METHOD.name, proposer, draft)
     return proposer
-
-
-@dataclasses.dataclass
-class _Text:
-    """A request's text in the draft model's tokens.
-
-    num_read: tokens of the request's output that are in it. num_newest: the draft model's tokens
-    for the last of them. is_known: whether the draft model has tokens for all of it, and room.
-    """
-
-    ids: list[int]
-    num_read: int = 0
-    num_newest: int = 0
-    is_known: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,16 +150,13 @@ class _Draft:
     candidates: Candidates
 
 
-class DraftTargetProposer:
+class DraftTargetProposer(DraftModel):
     """Decodes the draft model `draft_length` tokens ahead of each request.
 
     The draft model's cache is kept between steps and cut back to what was accepted; nothing is
-    computed twice. With `use_logits`, sampled requests are accepted by the ratio of probabilities;
-    without, their draft tokens are drawn with the random numbers that the target will use, and
-    compared. Greedy requests are compared always.
-
-    The draft model reads a text in its own tokens. Those only grow at the end: a token that is
-    emitted adds its own, whatever follows, so what the cache holds stays true.
+    computed twice but the last draft token, where that was accepted. With `use_logits`, sampled
+    requests are accepted by the ratio of probabilities; without, their draft tokens are drawn with
+    the random numbers that the target will use, and compared. Greedy requests are compared always.
     """
 
     def __init__(
@@ -178,86 +172,31 @@ class DraftTargetProposer:
         """tokens: which tokens the target's and the draft model's are. max_num_tokens, max_seq_len:
         of the draft model's engine.
         """
-        self.decoder = decoder
+        super().__init__(
+            decoder, max_draft_tokens=draft_length.maximum, tokens=tokens,
+            max_num_tokens=max_num_tokens, max_seq_len=max_seq_len,
+        )  # fmt: skip
         self.draft_length = draft_length
         self.use_logits = use_logits
-        self.max_draft_tokens = self.max_draft_depth = draft_length.maximum
-        self.tokens = tokens
-        self.max_num_tokens, self.max_seq_len = max_num_tokens, max_seq_len
-        self._cache: KVCache | None = None
-        self._room = 0  # for a text, in the draft model's tokens
-        self._texts: dict[int, _Text] = {}  # by row
+        self.max_draft_depth = draft_length.maximum
         self._drafts: dict[int, _Draft] = {}  # by row, of the last draft
         self._num_passes = 0  # in the last draft
         self._calibration = Calibration()
-        self._is_warm = False
-        self.max_catch_up: int | None = None
         self.num_beside = 0  # see StepTimer
-        self.num_caught_up = 0  # see LateReader
         self._draft_seconds = self._began_verify = 0.0
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""
-        self._cache = None  # what it has is free for the next
-        if not self.tokens.is_same:
-            num_positions = min(MORE_TOKENS * num_positions, self.max_seq_len)
-        self._room = num_positions - self.max_draft_tokens
-        self._cache = self.decoder.make_cache(num_rows, num_positions)
-        self._drafts, self._texts = {}, {}
-        if self.draft_length.is_auto and not self._is_warm:
-            self._warm_up()
-
-    @torch.inference_mode()
-    def _warm_up(self) -> None:
-        """Run a token: the first pass also finds the weights, so its time would tell nothing."""
-        assert self._cache is not None
-        hidden = fill_cache(self.decoder, self._cache, [0], [[0]], self.max_num_tokens)
-        self.decoder.compute_logits(hidden).cpu()
-        self._cache.copy_prefix(0, 0, 0)
-        self._is_warm = True
+        super().allocate(num_rows, num_positions)
+        self._drafts = {}
+        if self.draft_length.is_auto:
+            self.warm_up()
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Empty the rows; their prompts are run when the first draft is asked for."""
-        assert self._cache is not None
+        super().start(requests)
         for request in requests:
-            self._cache.copy_prefix(request.row, request.row, 0)
             self._drafts.pop(request.row, None)
-            self._texts.pop(request.row, None)
-
-    def _read(self, request: ActiveRequest) -> _Text:
-        """The text of a request, with what has been emitted since it was last asked for."""
-        assert self._cache is not None
-        text = self._texts.get(request.row)
-        if text is None:
-            ids = self.tokens.say_prompt(request.request.input_ids)
-            text = self._texts[request.row] = _Text(ids or [], is_known=bool(ids))
-        for token in request.output_ids[text.num_read :] if text.is_known else ():
-            said = self.tokens.say(token)
-            text.is_known = said is not None
-            text.num_newest = len(said or ())
-            text.ids += said or ()
-        text.num_read = len(request.output_ids)
-        if not self.tokens.is_same:
-            text.is_known = text.is_known and len(text.ids) <= self._room
-        if text.is_known and self._cache.past_lens[request.row] == len(text.ids):
-            # The newest token has none of its own: the one before it is run again.
-            self._cache.copy_prefix(request.row, request.row, len(text.ids) - 1)
-        return text
-
-    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
-        """See LateReader."""
-        return sum(self._list_lags(requests, [self._read(request) for request in requests]))
-
-    def _list_lags(self, requests: Sequence[ActiveRequest], read: Sequence[_Text]) -> list[int]:
-        """How many tokens of each text the draft model lacks, but those that every draft runs.
-
-        Those are the newest token, and the one before it where that was drafted itself.
-        """
-        assert self._cache is not None
-        return [
-            max(0, len(text.ids) - int(self._cache.past_lens[r.row]) - text.num_newest - 1)
-            for r, text in zip(requests, read, strict=True)
-        ]
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all requests at once, each at most up to the token before its limit."""
@@ -401,12 +340,6 @@ class DraftTargetProposer:
             verify_seconds=seconds,
             drafts=drafts,
         )
-
-    def _catch_up(self, row: int, text: Sequence[int], count: int) -> None:
-        """Run the next tokens of a text that the cache does not hold, and wait for the end."""
-        assert self._cache is not None
-        end = int(self._cache.past_lens[row]) + count
-        fill_cache(self.decoder, self._cache, [row], [text[:end]], self.max_num_tokens).cpu()
 
     def _choose(
         self, logits: Tensor, requests: Sequence[ActiveRequest], depth: int

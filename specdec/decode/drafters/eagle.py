@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, StateKeeper, list_rows, make_net
-from specdec.decode.drafters.levels import ALL_LEVELS, Draft, DynamicTree, Level
+from specdec.decode.drafters.levels import ALL_LEVELS, Draft, DynamicTree, Level, TreeDraft
 from specdec.decode.drafters.pacing import DraftPlan, bound_catch_up
 from specdec.decode.drafters.trees import (
     BUDGET_CPU_TOKENS,
@@ -31,7 +31,7 @@ from specdec.engine.eagle import EagleNet
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device, to_host
-from specdec.engine.tree import BoolArray, IntArray, Tree, make_root
+from specdec.engine.tree import IntArray, Tree, make_root
 from specdec.errors import SpecDecError
 from specdec.methods.base import Choices
 from specdec.methods.eagle import EagleOptions, EagleParams
@@ -158,50 +158,6 @@ class StaticTree:
             Candidates(Tree(row, self.parents, self.depths), None, sure)
             for row, sure in zip(tokens, confidence, strict=True)
         ]
-
-
-class TreeDraft:
-    """One draft of all rows: the drafter, their roots, and where the next level goes."""
-
-    def __init__(
-        self, net: EagleNet, cache: KVCache, rows: IntArray, roots: IntArray, hidden: Tensor,
-        least_promise: float = ALL_LEVELS,
-    ) -> None:  # fmt: skip
-        """least_promise: as in `LevelDrafter`."""
-        self.roots, self.least_promise = roots, least_promise
-        self.num_levels = 0  # that were drafted
-        self._net, self._cache, self._rows = net, cache, rows
-        self._hidden = hidden[:, None]  # [B, n, D], of the newest level
-        self._positions = cache.past_lens[rows]
-        self._mask: BoolArray = np.zeros((len(rows), 1, 0), np.bool_)
-
-    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
-        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
-        return self._rank(width)
-
-    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
-        """Run nodes below those of the level before; return what is drafted from each."""
-        num_rows, size = level.tokens.shape
-        lines = np.arange(num_rows)[:, None]
-        own = np.broadcast_to(np.eye(size, dtype=np.bool_), (num_rows, size, size))
-        self._mask = np.concatenate((self._mask[lines, level.parents], own), axis=2)
-        step = Step(
-            rows=self._rows,
-            tokens=level.tokens,
-            positions=np.broadcast_to(self._positions[:, None], level.tokens.shape),
-            tree_mask=self._mask,
-        )
-        device = self._hidden.device
-        above = self._hidden[to_device(lines, device), to_device(level.parents, device)]
-        self._hidden = self._net.forward(step, above, self._cache)
-        self._positions = self._positions + 1
-        return self._rank(level.width)
-
-    def _rank(self, width: int) -> tuple[IntArray, np.ndarray]:
-        self.num_levels += 1
-        tokens, scores = self._net.rank_tokens(self._hidden, width)
-        ranked, likelihoods = to_host(tokens, scores)
-        return ranked, likelihoods
 
 
 class PassDraft:

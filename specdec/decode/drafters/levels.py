@@ -1,4 +1,4 @@
-"""Trees that are drafted level by level: EAGLE's, ReDrafter's, and DFlash's of one pass."""
+"""Trees that are drafted level by level: by EAGLE, ReDrafter and draft models, and in one pass."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.requests import ActiveRequest
-from specdec.engine.transfers import Array
-from specdec.engine.tree import IntArray, Tree
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.step import Step
+from specdec.engine.transfers import Array, to_device, to_host
+from specdec.engine.tree import BoolArray, IntArray, Tree
 
 # Of a drafter that learned the target's distribution: the token that it finds likeliest is the
 # target's likeliest more often than it is likely. So for greedy requests its probabilities are
 # those of a lower temperature; by this one trees of pycode's ReDrafter hold most.
 LEAST_TEMPERATURE = 0.75
 ALL_LEVELS = -np.inf  # a `least_promise` that every level has
+NO_LAST = 2**62
 
 
-def read_temperatures(requests: Sequence[ActiveRequest]) -> Array:
+def read_temperatures(requests: Sequence[ActiveRequest], least: float = LEAST_TEMPERATURE) -> Array:
     """By which the likelihood of drafts is judged, [B]: each request's own, if that is higher."""
     chosen = [request.request.sampling for request in requests]
-    return np.array(
-        [
-            LEAST_TEMPERATURE if c.is_greedy else max(c.temperature, LEAST_TEMPERATURE)
-            for c in chosen
-        ]
-    )
+    return np.array([least if c.is_greedy else max(c.temperature, least) for c in chosen])
 
 
 def temper(scores: Array, temperatures: Array) -> Array:
@@ -72,12 +71,74 @@ class Draft(Protocol):
         ...
 
 
+class TreeNet(Protocol):
+    """Layers with a cache of their own: a drafter's that reads features, or a whole draft model."""
+
+    def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
+        """Run nodes behind features [B, n, D] of those above; return theirs [B, n, D]."""
+        ...
+
+    def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The `width` most probable tokens after [B, n, D], and their log-probabilities."""
+        ...
+
+
+class TreeDraft:
+    """One draft of all rows: their roots, what has run, and where the next level goes.
+
+    Nodes are written behind the committed tokens of the cache, and never committed.
+    """
+
+    def __init__(
+        self, net: TreeNet, cache: KVCache, rows: IntArray, roots: IntArray, hidden: Tensor,
+        least_promise: float = ALL_LEVELS, last_position: int = NO_LAST,
+    ) -> None:  # fmt: skip
+        """least_promise: as in `LevelDrafter`. last_position: nodes beyond are run as if at it."""
+        self.roots, self.least_promise = roots, least_promise
+        self.num_levels = 0  # that were drafted
+        self._net, self._cache, self._rows = net, cache, rows
+        self._last = last_position
+        self._hidden = hidden[:, None]  # [B, n, D], of the newest level
+        self._positions = cache.past_lens[rows]
+        self._mask: BoolArray = np.zeros((len(rows), 1, 0), np.bool_)
+
+    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
+        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
+        return self._rank(width)
+
+    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
+        """Run nodes below those of the level before; return what is drafted from each."""
+        num_rows, size = level.tokens.shape
+        lines = np.arange(num_rows)[:, None]
+        own = np.broadcast_to(np.eye(size, dtype=np.bool_), (num_rows, size, size))
+        self._mask = np.concatenate((self._mask[lines, level.parents], own), axis=2)
+        positions = np.minimum(self._positions, self._last)
+        step = Step(
+            rows=self._rows,
+            tokens=level.tokens,
+            positions=np.broadcast_to(positions[:, None], level.tokens.shape),
+            tree_mask=self._mask,
+        )
+        device = self._hidden.device
+        above = self._hidden[to_device(lines, device), to_device(level.parents, device)]
+        self._hidden = self._net.forward(step, above, self._cache)
+        self._positions = self._positions + 1
+        return self._rank(level.width)
+
+    def _rank(self, width: int) -> tuple[IntArray, np.ndarray]:
+        self.num_levels += 1
+        tokens, scores = self._net.rank_tokens(self._hidden, width)
+        ranked, likelihoods = to_host(tokens, scores)
+        return ranked, likelihoods
+
+
 class DynamicTree:
     """EAGLE-2's tree (https://arxiv.org/abs/2406.16858), grown where the drafter is sure.
 
     Each level runs the `top_k` nodes of the greatest probability from the root on, as the drafter
     has it, and drafts `top_k` tokens from each; of all that were drafted, the `num_tokens` of
-    greatest probability are proposed.
+    greatest probability are proposed. A child is never likelier than its parent, so levels end
+    where no node that would be run is likelier than the last of those.
     """
 
     def __init__(self, *, top_k: int, depth: int, num_tokens: int) -> None:
@@ -103,6 +164,8 @@ class DynamicTree:
             totals = np.take_along_axis(scores, run, axis=1)
             if not np.minimum(np.exp(totals).sum(1), 1.0).sum() > draft.least_promise:
                 break
+            if self._is_settled(np.concatenate(all_scores, axis=1), totals):
+                break
             ranked, own = draft.rank_level(Level(chosen, places, top_k))  # [B, K, K]
             parents = np.repeat(first + run, top_k, axis=1)
             first += tokens.shape[1]
@@ -117,6 +180,14 @@ class DynamicTree:
             draft.roots, np.concatenate(all_tokens, axis=1), np.concatenate(all_scores, axis=1),
             np.concatenate(all_parents, axis=1),
         )  # fmt: skip
+
+    def _is_settled(self, scores: np.ndarray, totals: np.ndarray) -> bool:
+        """Whether nothing that follows nodes of such totals could be among the best of any row."""
+        size = self.num_tokens
+        if scores.shape[1] < size:
+            return False
+        least = np.partition(scores, -size, axis=1)[:, -size]
+        return bool((totals.max(1) <= least).all())
 
     def _choose(
         self, roots: IntArray, tokens: IntArray, scores: np.ndarray, parents: IntArray

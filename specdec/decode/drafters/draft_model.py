@@ -1,0 +1,126 @@
+"""A draft model beside its target: each request's text in its tokens, and the cache of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from specdec.decode.drafters.base import list_rows
+from specdec.decode.prefill import fill_cache
+from specdec.decode.requests import ActiveRequest
+from specdec.decode.token_map import TokenMap
+from specdec.engine.decoder import Decoder
+from specdec.engine.kv_cache import KVCache
+
+# Room for a text in the tokens of a draft model with others than the target's, as a multiple.
+MORE_TOKENS = 2
+
+
+@dataclasses.dataclass
+class Text:
+    """A request's text in the draft model's tokens.
+
+    num_read: tokens of the request's output that are in it. num_newest: the draft model's tokens
+    for the last of them. is_known: whether the draft model has tokens for all of it, and room.
+    """
+
+    ids: list[int]
+    num_read: int = 0
+    num_newest: int = 0
+    is_known: bool = True
+
+
+class DraftModel:
+    """Reads texts as they grow; what drafts writes behind them, and keeps what was right.
+
+    The draft model reads a text in its own tokens. Those only grow at the end: a token that is
+    emitted adds its own, whatever follows, so what the cache holds stays true.
+    """
+
+    num_run = 0  # tokens of a draft that the cache has room for beside those that are verified
+    num_again = 1  # of what a step accepted, tokens beside the newest that the next draft runs
+
+    def __init__(
+        self, decoder: Decoder, *, max_draft_tokens: int, tokens: TokenMap, max_num_tokens: int,
+        max_seq_len: int,
+    ) -> None:  # fmt: skip
+        """tokens: which tokens the target's and the draft model's are. max_num_tokens, max_seq_len:
+        of the draft model's engine.
+        """
+        self.decoder = decoder
+        self.max_draft_tokens = max_draft_tokens
+        self.tokens = tokens
+        self.max_num_tokens, self.max_seq_len = max_num_tokens, max_seq_len
+        self._cache: KVCache | None = None
+        self._room = 0  # for a text, in the draft model's tokens
+        self._texts: dict[int, Text] = {}  # by row
+        self._is_warm = False
+        self.max_catch_up: int | None = None
+        self.num_caught_up = 0  # see LateReader
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Make a cache of the target's shape, or a longer one where tokens are not the same."""
+        self._cache = None  # what it has is free for the next
+        if not self.tokens.is_same:
+            num_positions = min(MORE_TOKENS * num_positions, self.max_seq_len)
+        self._room = num_positions - self.max_draft_tokens
+        self._cache = self.decoder.make_cache(num_rows, num_positions + self.num_run)
+        self._texts = {}
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run a token: the first pass also finds the weights, so its time would tell nothing."""
+        if self._is_warm:
+            return
+        assert self._cache is not None
+        hidden = fill_cache(self.decoder, self._cache, [0], [[0]], self.max_num_tokens)
+        self.decoder.compute_logits(hidden).cpu()
+        self._cache.copy_prefix(0, 0, 0)
+        self._is_warm = True
+
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        """Empty the rows; their prompts are run when the first draft is asked for."""
+        assert self._cache is not None
+        for request in requests:
+            self._cache.copy_prefix(request.row, request.row, 0)
+            self._texts.pop(request.row, None)
+
+    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
+        """See LateReader."""
+        return sum(self._list_lags(requests, [self._read(request) for request in requests]))
+
+    def _read(self, request: ActiveRequest) -> Text:
+        """The text of a request, with what has been emitted since it was last asked for."""
+        assert self._cache is not None
+        text = self._texts.get(request.row)
+        if text is None:
+            ids = self.tokens.say_prompt(request.request.input_ids)
+            text = self._texts[request.row] = Text(ids or [], is_known=bool(ids))
+        for token in request.output_ids[text.num_read :] if text.is_known else ():
+            said = self.tokens.say(token)
+            text.is_known = said is not None
+            text.num_newest = len(said or ())
+            text.ids += said or ()
+        text.num_read = len(request.output_ids)
+        if not self.tokens.is_same:
+            text.is_known = text.is_known and len(text.ids) <= self._room
+        if text.is_known and self._cache.past_lens[request.row] == len(text.ids):
+            # The newest token has none of its own: the one before it is run again.
+            self._cache.copy_prefix(request.row, request.row, len(text.ids) - 1)
+        return text
+
+    def _list_lags(self, requests: Sequence[ActiveRequest], read: Sequence[Text]) -> list[int]:
+        """How many tokens of each text the draft model lacks, but those that every draft runs."""
+        assert self._cache is not None
+        return [
+            max(0, len(text.ids) - int(past) - text.num_newest - self.num_again)
+            for past, text in zip(self._cache.past_lens[list_rows(requests)], read, strict=True)
+        ]
+
+    def _catch_up(self, row: int, text: Sequence[int], count: int) -> None:
+        """Run the next tokens of a text that the cache does not hold, and wait for the end."""
+        assert self._cache is not None
+        end = int(self._cache.past_lens[row]) + count
+        fill_cache(self.decoder, self._cache, [row], [text[:end]], self.max_num_tokens).cpu()

@@ -1,0 +1,142 @@
+"""Trees that a draft model drafts: the likeliest of what it would say, a level at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import list_rows
+from specdec.decode.drafters.draft_model import DraftModel
+from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree, TreeDraft, read_temperatures
+from specdec.decode.drafters.pacing import DraftPlan, bound_catch_up
+from specdec.decode.prefill import fill_cache
+from specdec.decode.requests import ActiveRequest
+from specdec.decode.token_map import TokenMap
+from specdec.engine.decoder import Decoder
+from specdec.engine.draft_net import rank_logits, rank_packed
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.step import Step
+from specdec.engine.transfers import Array, to_device
+from specdec.engine.tree import Tree, make_root
+
+TOP_K = 4  # nodes of a level that are gone on from, and tokens drafted from each
+# A draft model's second choices are right less often than it finds them likely, where the target
+# is greedy: by this temperature the trees of pycode's draft model hold most.
+LEAST_TEMPERATURE = 0.4
+
+
+class DraftTreeProposer(DraftModel):
+    """Proposes the likeliest continuations by the draft model, as one tree (`DynamicTree`).
+
+    A level is one pass of the draft model over `TOP_K` nodes, which costs what one token does while
+    it is bound by reading weights; so a tree of as many tokens as a chain takes fewer passes, and
+    holds second choices where the draft model is in doubt. Nothing is drawn: sampled requests are
+    compared with what the target draws.
+
+    What was run of a tree is not kept. The next draft runs what was accepted in its first pass.
+    """
+
+    def __init__(
+        self, decoder: Decoder, *, num_tokens: int, depth: int | None, tokens: TokenMap,
+        max_num_tokens: int, max_seq_len: int,
+    ) -> None:  # fmt: skip
+        """num_tokens: of a tree. depth: levels at most; None for as many as may pay. The rest is as
+        of `DraftTargetProposer`.
+        """
+        depth = min(depth or num_tokens, num_tokens)
+        self.tree = DynamicTree(top_k=min(TOP_K, num_tokens), depth=depth, num_tokens=num_tokens)
+        super().__init__(
+            decoder, max_draft_tokens=self.tree.num_tokens, tokens=tokens,
+            max_num_tokens=max_num_tokens, max_seq_len=max_seq_len,
+        )  # fmt: skip
+        self.max_draft_depth = self.num_again = depth
+        self.num_run = self.tree.num_run
+        self.num_levels, self.least_promise = 1, ALL_LEVELS  # as in `LevelDrafter`
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Make a cache with room for the nodes that are run."""
+        super().allocate(num_rows, num_positions)
+        self.warm_up()
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Draft for all requests at once of whose text nothing is left to be read later."""
+        assert self._cache is not None
+        read = [self._read(request) for request in requests]
+        lags = self._list_lags(requests, read)
+        plan = DraftPlan(
+            [int(t.is_known and r.remaining > 1) for t, r in zip(read, requests, strict=True)]
+        )
+        if self.max_catch_up is not None and len(requests) > 1:
+            plan = bound_catch_up(plan, lags, self.max_catch_up)
+        self.num_caught_up = sum(lag for lag, n in zip(lags, plan.counts, strict=True) if n)
+        for at, count in plan.catch_up.items():
+            self._catch_up(requests[at].row, read[at].ids, count)
+            self.num_caught_up += count
+        candidates = [Candidates(make_root(request.output_ids[-1])) for request in requests]
+        ready = [at for at, count in enumerate(plan.counts) if count]
+        if not ready:
+            return candidates
+        chosen = [requests[at] for at in ready]
+        rows = list_rows(chosen)
+        hidden = fill_cache(
+            self.decoder, self._cache, rows.tolist(), [read[at].ids for at in ready],
+            self.max_num_tokens,
+        )  # fmt: skip
+        roots = np.array([request.output_ids[-1] for request in chosen], np.int64)
+        draft = TreeDraft(
+            _Ranks(self.decoder, self.tokens, read_temperatures(chosen, LEAST_TEMPERATURE)),
+            self._cache, rows, roots, hidden, self.least_promise, self.decoder.num_positions - 1,
+        )  # fmt: skip
+        for at, found in zip(ready, self.tree.grow(draft), strict=True):
+            candidates[at] = self._name(found)
+        self.num_levels = draft.num_levels
+        return candidates
+
+    def _name(self, found: Candidates) -> Candidates:
+        """The same with the target's tokens in place of what they were drafted as."""
+        tree = found.tree
+        drafted, _ = self.tokens.name_all(tree.tokens[1:])
+        tokens = np.concatenate((tree.tokens[:1], drafted))
+        return dataclasses.replace(found, tree=Tree(tokens, tree.parents, tree.depths))
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
+        """Nothing is kept of a tree."""
+
+
+class _Ranks:
+    """A draft model as a `TreeNet`: of tokens by their places among those that may be drafted."""
+
+    def __init__(self, decoder: Decoder, tokens: TokenMap, temperatures: Array) -> None:
+        """temperatures: [B], of the probabilities by which tokens are ranked."""
+        self._decoder, self._tokens = decoder, tokens
+        sharper = to_device((1 / temperatures).astype(np.float32), decoder.device)
+        self._sharper = sharper[:, None, None].to(decoder.dtype)
+        model, head = decoder.model, decoder.lm_head
+        # Where logits are products and no more, sharper states have sharper logits.
+        self._is_packed = (
+            tokens.drafts_all
+            and head.kernels is not None
+            and head.bias is None
+            and decoder.group is None
+            and model.final_logit_softcapping is None
+        )
+
+    def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
+        """Run nodes; the draft model reads no features."""
+        _, own = self._tokens.name_all(step.tokens)
+        return self._decoder.forward(dataclasses.replace(step, tokens=own), cache)
+
+    def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The places of the `width` most probable tokens, and their log-probabilities."""
+        decoder = self._decoder
+        if self._is_packed:
+            scale = self._sharper * decoder.model.output_multiplier_scale
+            return rank_packed(decoder.lm_head, hidden * scale, width, None)
+        logits = self._tokens.restrict(decoder.compute_logits(hidden)).float()
+        return rank_logits(logits * self._sharper.float(), width, None)
