@@ -1,4 +1,4 @@
-"""Draft-target: lengths of the draft."""
+"""Draft-target: lengths of the draft, and trees."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from specdec.command.settings import as_options, list_given
+from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_target import DraftTargetProposer
+from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.drafters.pacing import DraftLength
+from specdec.engine.decoder import Decoder
 from specdec.methods.draft_target import METHOD, DraftTargetTokens, DraftTargetTune
 
 from .base import Candidate, Trial, call_build
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
     from ..engine import Bench
     from ..replay import Recording
     from ..settings import TuneSettings
+
+
+TREE_SIZES = (7, 15, 31)
 
 
 def prepare(settings: TuneSettings, folder: Path) -> Trial:
@@ -28,7 +34,7 @@ def prepare(settings: TuneSettings, folder: Path) -> Trial:
     return Trial(
         checkpoint=settings.checkpoint_dir,
         mode=METHOD.mode,
-        max_draft_len=settings.max_length,
+        max_draft_len=max(settings.max_length, *TREE_SIZES),
         run={"draft_engine_dir": folder / "draft", "draft_len": str(settings.max_length)}
         | list_tokens(pair),
     )
@@ -37,9 +43,12 @@ def prepare(settings: TuneSettings, folder: Path) -> Trial:
 def list_candidates(
     bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
 ) -> list[Candidate]:
-    """Every draft length."""
+    """Every draft length, and trees."""
     run = list_tokens(as_options(settings, DraftTargetTune))
-    return list_lengths(bench, settings.max_length, run)
+    return [
+        *list_lengths(bench, settings.max_length, run),
+        *list_trees(bench, TREE_SIZES, run),
+    ]
 
 
 def list_tokens(pair: DraftTargetTune) -> dict[str, Any]:
@@ -51,16 +60,36 @@ def list_lengths(
     bench: Bench, max_length: int, run: Mapping[str, Any] | None = None
 ) -> list[Candidate]:
     """Every draft length, of one draft model. run: further options of a run with it."""
-    drafter = cast(DraftTargetProposer, bench.engine.proposer)
+    decoder, limits = _find_model(bench)
     return [
         Candidate(
             name=f"{length} tokens",
-            proposer=DraftTargetProposer(
-                drafter.decoder, DraftLength(length), use_logits=False, tokens=drafter.tokens,
-                max_num_tokens=drafter.max_num_tokens, max_seq_len=drafter.max_seq_len,
-            ),
+            proposer=DraftTargetProposer(decoder, DraftLength(length), use_logits=False, **limits),
             build={"speculative_decoding_mode": METHOD.mode, "max_draft_len": length},
             run={"draft_len": str(length), **(run or {})},
         )
         for length in range(1, max_length + 1)
-    ]  # fmt: skip
+    ]
+
+
+def list_trees(
+    bench: Bench, sizes: Sequence[int], run: Mapping[str, Any] | None = None
+) -> list[Candidate]:
+    """Trees of so many tokens, of one draft model. run: further options of a run with it."""
+    decoder, limits = _find_model(bench)
+    return [
+        Candidate(
+            name=f"tree of {size}",
+            proposer=DraftTreeProposer(decoder, num_tokens=size, depth=None, **limits),
+            build={"speculative_decoding_mode": METHOD.mode, "max_draft_len": size},
+            run={"draft_tree_tokens": size, **(run or {})},
+        )
+        for size in sizes
+    ]
+
+
+def _find_model(bench: Bench) -> tuple[Decoder, dict[str, Any]]:
+    """The draft model of an engine, and what every proposer of its drafts is told of it."""
+    model = cast(DraftModel, bench.engine.proposer)
+    names = ("tokens", "max_num_tokens", "max_seq_len")
+    return model.decoder, {name: getattr(model, name) for name in names}

@@ -79,6 +79,8 @@ def make_parser(description: str) -> argparse.ArgumentParser:
                         " tokens of their tree")  # fmt: skip
     parser.add_argument("--lengths", type=read_lengths, default="2,4,6,8",
                         help="draft lengths that every peer chooses from")  # fmt: skip
+    parser.add_argument("--draft-trees", type=read_lengths, default="15,31",
+                        help="tokens of trees that our draft model chooses from, too")  # fmt: skip
     parser.add_argument("--batch-sizes", type=read_lengths, default="1,4,16")
     parser.add_argument("--build-flags", nargs="*", default=[], metavar="FLAG=VALUE",
                         help="of specdec-build, without the dashes, as optimize=none")  # fmt: skip
@@ -140,7 +142,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         f" disk in {args.folder}",
         file=sys.stderr, flush=True,
     )  # fmt: skip
-    ways = list_ways(args.peers, args.trees, args.lengths)
+    ways = list_ways(args.peers, args.trees, args.lengths, args.draft_trees)
     found, starters, errors = prepare(args)
     workers: dict[str, Worker] = {}
     about: dict[str, dict[str, Any]] = {}
@@ -202,7 +204,7 @@ def list_settings(
     if peer == OURS:
         print("converting and building our engines", file=sys.stderr, flush=True)
         beams, length = (max(getattr(t, key) for t in args.trees) for key in ("beams", "length"))
-        longest = max(length, *args.lengths)
+        longest = max(length, *args.lengths, *args.draft_trees)
         flags = [f"--{flag}" for flag in args.build_flags]
         engines = models.build_engines(found, beams, length, longest, flags, kind)
         common |= {
@@ -211,8 +213,8 @@ def list_settings(
             "draft_engine_dir": None,
         }  # fmt: skip
         drafting = common | {
-            "engine_dir": str(engines["draft-target"]), "max_length": longest,
-            "draft_engine_dir": str(engines["draft"]),
+            "engine_dir": str(engines["draft-target"]), "max_length": max(args.lengths),
+            "draft_engine_dir": str(engines["draft"]), "sizes": args.draft_trees,
         }  # fmt: skip
         if kind:
             return {f"{OURS}-{kind}": drafting}

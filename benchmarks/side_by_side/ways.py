@@ -45,20 +45,26 @@ class SearchShape:
 
 
 def list_ways(
-    peers: Sequence[str], trees: Sequence[SearchShape], lengths: Sequence[int]
-) -> list[Way]:
+    peers: Sequence[str], trees: Sequence[SearchShape], lengths: Sequence[int],
+    sizes: Sequence[int] = (),
+) -> list[Way]:  # fmt: skip
     """Every way of the chosen peers; those with several settings are tuned first.
 
-    trees: of ReDrafter. lengths: of drafts.
+    trees: of ReDrafter. lengths: of drafts. sizes: of a draft model's trees, which we alone have.
     """
     drafts = tuple({"length": length} for length in lengths)
     beams = tuple({"tree": str(shape)} for shape in trees)
-    automatic: tuple[Setting, ...] = ({"length": "auto"},)
-    chains = tuple({"chain": name_chain(length)} for length in lengths)
+    own: tuple[Setting, ...] = (
+        *drafts,
+        {"length": "auto"},
+        *({"length": name_tree(size)} for size in sizes),
+    )
+    chains = tuple({"chain": name_chain(f"{length} tokens")} for length in lengths)
+    chains += tuple({"chain": name_chain(name_tree(size))} for size in sizes)
     ways = [
         Way("specdec", "specdec", PLAIN),
         Way("specdec", "specdec", "redrafter", beams),
-        Way("specdec", "specdec-draft", "draft-target", (*drafts, *automatic)),
+        Way("specdec", "specdec-draft", "draft-target", own),
         Way("specdec", "specdec-draft", "chain", chains),
         Way("transformers", "transformers", PLAIN),
         Way("transformers", "transformers", "assisted", ({}, *drafts)),
@@ -71,15 +77,20 @@ def list_ways(
     for name, (peer, _) in QUANTIZED.items():
         ways.append(Way(name, name, PLAIN))
         if peer == OURS:
-            ways.append(Way(name, name, "draft-target", (*drafts, *automatic)))
+            ways.append(Way(name, name, "draft-target", own))
         else:
             ways.append(Way(name, name, "draft model", ({}, *drafts)))
     return [way for way in ways if way.peer in peers]
 
 
-def name_chain(length: int) -> str:
-    """Suffix decoding where that promises more, else a draft model's so many tokens."""
-    return f"suffix, else {length} tokens"
+def name_tree(size: int) -> str:
+    """A draft model's tree of so many tokens."""
+    return f"tree of {size}"
+
+
+def name_chain(other: str) -> str:
+    """Suffix decoding where that promises more, else a draft model's tokens or tree."""
+    return f"suffix, else {other}"
 
 
 def describe_setting(setting: Setting) -> str:

@@ -261,15 +261,16 @@ def test_our_engine_and_transformers_as_workers(
     assert set(steps) == {"1", "4"}
     about, calls = engine_worker.start(
         engine_dir=str(pair[0]), draft_engine_dir=str(pair[1]),
-        tokenizer_dir=str(folder / "target"), beams=[], sizes=[], max_length=3,
+        tokenizer_dir=str(folder / "target"), beams=[], sizes=[3], max_length=3,
         threads=1,
     )  # fmt: skip
-    for length in (2, "auto"):
+    for length in (2, "auto", "tree of 3"):
         found = calls["run"]("draft-target", {"length": length}, **common)
         assert found["texts"] == texts
-    chain = calls["run"]("chain", {"chain": name_chain(3)}, **common)
-    assert chain["texts"] == texts
-    assert chain["acceptance_length"] > 2.2
+    for name in ("3 tokens", "tree of 3"):
+        chain = calls["run"]("chain", {"chain": name_chain(name)}, **common)
+        assert chain["texts"] == texts
+        assert chain["acceptance_length"] > (2.2 if name == "3 tokens" else 1.5)
     perfect = calls["run"]("draft-target", {"length": 2}, **common)
     assert perfect["acceptance_length"] > 2.2, "the target drafts for itself"
     theirs = Transformers(str(folder / "target"), str(folder / "target"), "float32")
@@ -505,8 +506,13 @@ def test_settings_of_the_command() -> None:
             command.read_trees(text)
     with pytest.raises(Exception, match="is not of the form 2,4"):
         command.read_lengths("2,,4")
-    ways = list_ways(["specdec"], [SearchShape(1, 3)], [2, 4])
+    ways = list_ways(["specdec", "openvino"], [SearchShape(1, 3)], [2, 4], [7])
+    assert ways[-1].settings == ({"length": 2}, {"length": 4}), "others have no trees"
+    ways = ways[:4]
     assert [way.name for way in ways] == ["plain", "redrafter", "draft-target", "chain"]
-    assert ways[2].settings == ({"length": 2}, {"length": 4}, {"length": "auto"})
-    assert ways[3].settings == ({"chain": name_chain(2)}, {"chain": name_chain(4)})
+    assert ways[2].settings == (
+        {"length": 2}, {"length": 4}, {"length": "auto"}, {"length": "tree of 7"},
+    )  # fmt: skip
+    drafts = ("2 tokens", "4 tokens", "tree of 7")
+    assert ways[3].settings == tuple({"chain": name_chain(name)} for name in drafts)
     assert (ROOT / "benchmarks" / "peers.py").is_file()

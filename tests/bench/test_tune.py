@@ -105,10 +105,14 @@ def test_replay_of_a_draft_model(pair: tuple[Path, Path], folder: Path) -> None:
     bench = load(pair[0], folder, draft_engine_dir=pair[1], draft_len="4")
     candidates = draft_target.list_lengths(bench, 4)
     assert candidates[2].run == {"draft_len": "3"}
-    lengths = check_replays(bench, candidates, record(bench, 3))
-    assert lengths == sorted(lengths)
+    trees = draft_target.list_trees(bench, [1, 4])
+    assert trees[1].run == {"draft_tree_tokens": 4}
+    lengths = check_replays(bench, [*candidates, *trees], record(bench, 3))
+    assert lengths[:4] == sorted(lengths[:4])
     assert lengths[0] == pytest.approx(2.0, abs=0.1)
     assert lengths[3] > 4
+    assert lengths[4] == lengths[0], "a tree of one token is a chain of one"
+    assert 1.5 < lengths[5] <= lengths[3]
 
 
 def test_replay_of_medusa(medusa: Path, folder: Path) -> None:

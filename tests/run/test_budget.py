@@ -25,6 +25,8 @@ from specdec.decode.drafters.budget import (
     bind,
     follow_chances,
 )
+from specdec.decode.drafters.draft_target import attach_draft
+from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.drafters.eagle import EagleProposer
 from specdec.decode.drafters.levels import ALL_LEVELS
 from specdec.decode.drafters.lookahead import LookaheadProposer
@@ -55,11 +57,11 @@ from tests.conftest import (
     make_llama,
     make_medusa_heads,
 )
-from tests.engines import call, list_paths, make_engine, make_tree_engine, run_here
+from tests.engines import call, list_paths, make_engine, make_noisy_copy, make_tree_engine, run_here
 
 METHODS = (
-    "redrafter", "redrafter tree", "medusa", "eagle", "eagle3", "dflash", "prompt_lookup", "suffix",
-    "lookahead",
+    "draft tree", "redrafter", "redrafter tree", "medusa", "eagle", "eagle3", "dflash",
+    "prompt_lookup", "suffix", "lookahead",
 )  # fmt: skip
 LIMIT = 128
 
@@ -339,6 +341,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["dflash"] = make_tree_engine("dflash", parent / "dflash-engine", target, dflash)
     for name in ("redrafter tree", "prompt_lookup", "suffix", "lookahead"):
         found[name] = found["redrafter"]
+    found["draft tree"] = parent / "pair"
+    call("convert", "--model-dir", target, "--output-dir", parent / "pair-ckpt")
+    call(
+        "build", "--checkpoint-dir", parent / "pair-ckpt", "--output-dir", parent / "pair",
+        "--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6,
+    )  # fmt: skip
+    make_noisy_copy(target, parent / "draft-hf")
+    found["draft"] = make_engine(parent / "d", parent / "draft-hf")
     return found
 
 
@@ -357,6 +367,9 @@ def load(folders: dict[str, Path], method: str) -> TorchEngine:
         engine.use_method(method, LookaheadProposer(LookaheadConfig(3, 3, 2), engine.decoder))
         return engine
     engine = TorchEngine(folders[method], device="cpu")
+    if method == "draft tree":
+        draft = TorchEngine(folders["draft"], device="cpu")
+        attach_draft(engine, draft, draft_len=None, use_logits=False, tree_tokens=6)
     if method == "redrafter tree":
         assert isinstance(engine.proposer, ReDrafterProposer)
         engine.proposer = engine.proposer.fit_budget()
@@ -405,8 +418,11 @@ def test_the_text_is_that_of_plain_decoding(
     assert type(engine.proposer) is (BudgetReader if method == "lookahead" else kind)
 
 
-def test_a_drafter_reads_a_piece_of_the_prompts_first(folders: dict[str, Path]) -> None:
-    plain = TorchEngine(folders["eagle"], device="cpu", speculate=False)
+@pytest.mark.parametrize("method", ["eagle", "draft tree"])
+def test_a_drafter_reads_a_piece_of_the_prompts_first(
+    folders: dict[str, Path], method: str
+) -> None:
+    plain = TorchEngine(folders[method], device="cpu", speculate=False)
     requests = [
         Request(
             index=i, input_ids=[*range(3 + i, 83 + i)], max_output_len=30, end_ids=frozenset(),
@@ -414,9 +430,9 @@ def test_a_drafter_reads_a_piece_of_the_prompts_first(folders: dict[str, Path]) 
         for i in range(4)
     ]  # fmt: skip
     expected = [r.output_ids for r in plain.generate(requests)]
-    engine = load(folders, "eagle")
+    engine = load(folders, method)
     drafter, read = engine.proposer, []
-    assert isinstance(drafter, EagleProposer)
+    assert isinstance(drafter, EagleProposer | DraftTreeProposer)
     propose = drafter.propose
 
     def watch(requests: Sequence[ActiveRequest]) -> list[Candidates]:

@@ -42,6 +42,7 @@ from tests.engines import call, list_paths, make_engine, make_noisy_copy, make_t
 SUFFIX: dict[str, Any] = {"suffix_max_tokens": 5, "suffix_min_probability": 0.0}
 LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
 PAIR: dict[str, Any] = {"draft_len": "3"}
+TREE: dict[str, Any] = {"draft_len": None, "draft_tree_tokens": 5}
 ADAPTED: dict[str, Any] = {"draft_len": "auto", "draft_budget": None}
 
 
@@ -100,6 +101,8 @@ CHAINS = (
     ("eagle", "prompt_lookup,suffix+eagle", SUFFIX | LOOKUP),
     ("plain", "suffix+draft_target", SUFFIX),
     ("plain", "draft_target,suffix+prompt_lookup", SUFFIX | LOOKUP),
+    ("plain", "suffix,draft_target", SUFFIX | TREE),
+    ("plain", "suffix+draft_target", SUFFIX | TREE),
 )
 
 

@@ -19,6 +19,8 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import PlainProposer, Proposer
 from specdec.decode.drafters.chain import ChainProposer, join_proposers
 from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
+from specdec.decode.drafters.draft_tree import LEAST_TEMPERATURE, DraftTreeProposer
+from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.pacing import DraftLength, DraftPlan
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
@@ -61,8 +63,9 @@ def build(parent: Path, name: str, *flags: object, source: str | None = None) ->
 
 @functools.cache
 def load(
-    folder: Path, draft: str = "", draft_len: int | None = 4, use_logits: bool = False
-) -> TorchEngine:
+    folder: Path, draft: str = "", draft_len: int | None = 4, use_logits: bool = False,
+    tree_tokens: int | None = None,
+) -> TorchEngine:  # fmt: skip
     engine = TorchEngine(folder / "target", device="cpu")
     if draft:
         attach_draft(
@@ -70,6 +73,7 @@ def load(
             TorchEngine(folder / draft, device="cpu"),
             draft_len=draft_len,
             use_logits=use_logits,
+            tree_tokens=tree_tokens,
         )
     return engine
 
@@ -238,6 +242,141 @@ def test_sampled_text_does_not_depend_on_what_is_compared(folder: Path) -> None:
     assert sum(r.stats.num_accepted for r in results) > 10
 
 
+# --- trees ---
+
+
+def load_tree(
+    folder: Path, tree_tokens: int, draft: str = "draft", draft_len: int | None = None
+) -> tuple[TorchEngine, DraftTreeProposer]:
+    engine = load(folder, draft, draft_len, tree_tokens=tree_tokens)
+    assert isinstance(engine.proposer, DraftTreeProposer)
+    return engine, engine.proposer
+
+
+@pytest.mark.parametrize("draft", ["draft", "stranger"])
+@pytest.mark.parametrize(("tree_tokens", "draft_len"), [(1, None), (3, None), (6, None), (6, 2)])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.95}])
+def test_trees_leave_the_text(
+    folder: Path, draft: str, tree_tokens: int, draft_len: int | None, sampling: dict[str, Any]
+) -> None:
+    """Greedy, and sampled with the target's own draws; rows that are refilled, and one request."""
+    requests = make_requests(11, **sampling)
+    expected = [r.output_ids for r in load(folder).generate(requests)]
+    engine, proposer = load_tree(folder, tree_tokens, draft, draft_len)
+    assert proposer.max_draft_depth == (draft_len or tree_tokens)
+    for limits in (Options(max_batch_size=3), Options(max_batch_size=1, reuse_blocks=True)):
+        results = engine.generate(requests, limits)
+        assert [r.output_ids for r in results] == expected
+    numbers = [r.stats.num_draft_tokens for r in results]
+    assert all(number % tree_tokens == 0 for number in numbers)
+    assert sum(numbers) > 20 * tree_tokens
+    if draft == "draft" and tree_tokens == 6:
+        assert sum(r.stats.num_accepted for r in results) > 20
+
+
+def test_a_tree_is_what_the_draft_model_says(folder: Path) -> None:
+    """Every node against the draft model's own words after its path, by a pass of its own."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder / "draft-hf").eval()
+    engine, proposer = load_tree(folder, 6)
+    requests = make_requests(5)
+    seen: list[tuple[list[int], Candidates]] = []
+    honest = proposer.propose
+
+    def watch(active: Sequence[ActiveRequest]) -> list[Candidates]:
+        found = honest(active)
+        texts = [[*r.request.input_ids, *r.output_ids] for r in active]
+        seen.extend(zip(texts, found, strict=True))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proposer, "propose", watch)
+        engine.generate(requests, Options(max_batch_size=2))
+    trees = [(text, c) for text, c in seen if c.tree.num_draft_tokens]
+    assert len(trees) > 10
+    assert len({tuple(c.tree.parents) for _, c in trees}) > 3, "trees are of many shapes"
+    with torch.inference_mode():
+        for text, candidates in trees[::3]:
+            tree, confidence = candidates.tree, candidates.confidence
+            assert confidence is not None
+            totals = {0: 1.0}
+            words = {}  # by node, of what may follow it
+            for node in range(tree.num_nodes):
+                path: list[int] = []
+                at = node
+                while at:
+                    path.insert(0, int(tree.tokens[at]))
+                    at = int(tree.parents[at])
+                logits = model(torch.tensor([[*text, *path]])).logits[0, -1].double()
+                words[node] = (logits / LEAST_TEMPERATURE).softmax(-1)
+                if node:
+                    parent = int(tree.parents[node])
+                    chance = float(words[parent][int(tree.tokens[node])])
+                    assert confidence[node] == pytest.approx(chance, rel=1e-3)
+                    totals[node] = totals[parent] * chance
+            # None that was left out is likelier than those that are in.
+            inside = {(int(p), int(t)) for p, t in zip(tree.parents, tree.tokens, strict=True)}
+            outside = max(
+                totals[node] * float(chance)
+                for node in words for token, chance in enumerate(words[node])
+                if (node, token) not in inside
+            )  # fmt: skip
+            assert outside <= min(totals.values()) * 1.001
+
+
+def test_levels_end_where_none_could_enter_the_tree(folder: Path) -> None:
+    """The trees are those of all levels, by fewer passes of the draft model."""
+    _, proposer = load_tree(folder, 6)
+    engine, _ = load_tree(folder, 6)
+    requests = make_requests(6)
+    found: list[list[Any]] = []
+    num_levels = []
+    for ends in (True, False):
+        trees: list[Any] = []
+        honest, settled = proposer.propose, DynamicTree._is_settled
+
+        def watch(active: Sequence[ActiveRequest]) -> list[Candidates]:
+            drafted = honest(active)  # noqa: B023
+            trees.extend((c.tree.tokens.tolist(), c.tree.parents.tolist()) for c in drafted)  # noqa: B023
+            num_levels.append(proposer.num_levels)
+            return drafted
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(proposer, "propose", watch)
+            if not ends:
+                patch.setattr(DynamicTree, "_is_settled", lambda *_: False)
+            engine.generate(requests)
+        assert DynamicTree._is_settled is settled
+        found.append(trees)
+    assert found[0] == found[1]
+    half = len(num_levels) // 2
+    assert sum(num_levels[:half]) < 0.9 * sum(num_levels[half:])
+
+
+def test_trees_of_the_end_of_the_draft_models_positions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text up to the last position that both models have; deeper nodes are of no use."""
+    engine, proposer = load_tree(folder, 6)
+    room = engine.config.build.max_seq_len
+    request = Request(index=0, input_ids=[5, 6, 7], max_output_len=room - 3, end_ids=frozenset())
+    monkeypatch.setattr(proposer.decoder, "num_positions", room)
+    positions = []
+    honest = proposer.decoder.forward
+
+    def forward(step: Any, cache: Any, *tokens: Any) -> torch.Tensor:
+        positions.append(int(step.positions.max()))
+        return honest(step, cache, *tokens)
+
+    monkeypatch.setattr(proposer.decoder, "forward", forward)
+    (result,) = engine.generate([request])
+    (expected,) = load(folder).generate([request])
+    assert result.output_ids == expected.output_ids
+    assert len(result.output_ids) == room - 3
+    assert max(positions) == room - 1
+
+
 class Guesses(PlainProposer):
     """Proposes the same two tokens after any, each followed by one."""
 
@@ -361,6 +500,19 @@ def test_both_ways_of_writing_the_options() -> None:
     [
         ({"draft_len": "4"}, "--draft-len without --draft-engine-dir"),
         ({"draft_tokenizer_dir": "x"}, "--draft-tokenizer-dir without"),
+        ({"draft_tree_tokens": 4}, "--draft-tree-tokens without --draft-engine-dir"),
+        (
+            {"draft_engine_dir": Path("d"), "draft_tree_tokens": 4, "use_logits": True},
+            "--draft-tree-tokens with --use-logits",
+        ),
+        (
+            {
+                "draft_engine_dir": Path("d"),
+                "draft_tree_tokens": 4,
+                "draft_target_model_config": "[4,[0],[1],True]",
+            },
+            "--draft-tree-tokens with --use-logits",
+        ),
         ({"draft_target_model_config": "[4,[0],[1],True]"}, "without --draft-engine-dir"),
         ({"draft_engine_dir": Path("d"), "no_speculation": True}, "no effect with --no-spec"),
         ({"draft_engine_dir": Path("d"), "draft_len": "0"}, "--draft-len is '0'"),

@@ -14,6 +14,7 @@ import torch
 from specdec.decode import engine as torch_engine
 from specdec.decode.drafters.base import PlainProposer
 from specdec.decode.drafters.draft_target import attach_draft
+from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Batch, Options, Timing, fit_batch, generate
 from specdec.decode.plain_ahead import PlainAhead
@@ -42,7 +43,7 @@ from tests.engines import make_engine, make_noisy_copy, make_tree_engine
 from tests.parity.models import make_model
 from tests.tape import HostAccess, StrictGraphs, TapeRecorder
 
-METHODS = ("redrafter", "medusa", "eagle", "eagle3", "dflash", "draft_target")
+METHODS = ("redrafter", "medusa", "eagle", "eagle3", "dflash", "draft_target", "draft tree")
 LIMIT = 30
 
 
@@ -87,12 +88,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def load(folders: dict[str, Path], method: str, *, with_graphs: bool, **options: Any) -> Any:
     recorder = TapeRecorder() if with_graphs else None
+    is_tree = method == "draft tree"
+    method = "draft_target" if is_tree else method
     engine = TorchEngine(folders[method], device="cpu", recorder=recorder, **options)
     if method == "draft_target" and options.get("speculate", True):
         draft = TorchEngine(
             folders["draft"], device="cpu", recorder=TapeRecorder() if with_graphs else None
         )
-        attach_draft(engine, draft, draft_len=3, use_logits=False)
+        tree_tokens = 3 if is_tree else None
+        attach_draft(engine, draft, draft_len=3, use_logits=False, tree_tokens=tree_tokens)
     return engine
 
 
@@ -457,7 +461,7 @@ WAITS_PER_STEP = {"plain": 1, "redrafter": 1, "medusa": 1, "draft_target": 2, "d
 
 
 @pytest.mark.usefixtures("_guarded")
-@pytest.mark.parametrize("method", [*WAITS_PER_STEP, "eagle", "eagle3"])
+@pytest.mark.parametrize("method", [*WAITS_PER_STEP, "eagle", "eagle3", "draft tree"])
 def test_waits_of_a_step(
     folders: dict[str, Path], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,6 +477,7 @@ def test_waits_of_a_step(
         checks.count += WAITS.count - before
 
     monkeypatch.setattr("specdec.engine.graphs._check_replay", check)
+    monkeypatch.setattr(DynamicTree, "_is_settled", lambda *_: False)  # all levels are drafted
     timing = Timing()
     before = WAITS.count
     generate(engine.decoder, engine.proposer, make_requests(1), Options(), timing)

@@ -17,6 +17,7 @@ from specdec import Engine
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import PlainProposer
 from specdec.decode.drafters.chain import join_proposers
+from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
@@ -117,6 +118,7 @@ def load(
     draft: str = "",
     draft_len: int | None = 4,
     use_logits: bool = False,
+    tree_tokens: int | None = None,
 ) -> TorchEngine:
     engine = TorchEngine(name_folder(parent, target), device="cpu")
     if draft:
@@ -124,7 +126,10 @@ def load(
         tokens = None
         if draft != "copy" or target != "target":
             tokens = make_map(parent, target, draft)
-        attach_draft(engine, own, draft_len=draft_len, use_logits=use_logits, tokens=tokens)
+        attach_draft(
+            engine, own, draft_len=draft_len, use_logits=use_logits, tokens=tokens,
+            tree_tokens=tree_tokens,
+        )  # fmt: skip
     return engine
 
 
@@ -171,17 +176,20 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
-@pytest.mark.parametrize("draft_len", [1, 4, None])
+@pytest.mark.parametrize("draft_len", [1, 4, None, "tree"])
 @pytest.mark.parametrize("how", SAMPLINGS)
 def test_text_is_the_targets(
-    folder: Path, target: str, draft: str, draft_len: int | None, how: str
+    folder: Path, target: str, draft: str, draft_len: Any, how: str
 ) -> None:
     requests = make_requests(folder, target, **SAMPLINGS[how])
     tokenizer = load_tokenizer(folder, target)
     plain = run(load(folder, target), requests, tokenizer)
     requests = add_stops(requests, plain, tokenizer)
     plain = run(load(folder, target), requests, tokenizer)
-    results = run(load(folder, target, draft, draft_len), requests, tokenizer)
+    lengths = (
+        {"tree_tokens": 4, "draft_len": 2} if draft_len == "tree" else {"draft_len": draft_len}
+    )
+    results = run(load(folder, target, draft, **lengths), requests, tokenizer)
     assert [r.output_ids for r in results] == [r.output_ids for r in plain]
     assert [r.finish_reason for r in results] == [r.finish_reason for r in plain]
     assert {"length", "stop"} <= {r.finish_reason for r in results}
@@ -189,6 +197,9 @@ def test_text_is_the_targets(
         drafted = sum(r.stats.num_draft_depth for r in results)
         accepted = sum(r.stats.num_accepted for r in results)
         assert accepted > LEAST_ACCEPTED * drafted, (accepted, drafted)
+    if draft_len == "tree" and how == "greedy":
+        accepted = sum(r.stats.num_accepted for r in results)
+        assert accepted > LEAST_ACCEPTED * sum(r.stats.num_draft_depth for r in results)
 
 
 # What a copy of it with noise says in its own tokens is right for the most part, if they are
@@ -196,15 +207,16 @@ def test_text_is_the_targets(
 LEAST_ACCEPTED = 0.3
 
 
-@pytest.mark.parametrize("how", [*SAMPLINGS, "logits"])
+@pytest.mark.parametrize("how", [*SAMPLINGS, "logits", "tree"])
 def test_other_ids_of_the_same_tokens_change_nothing(folder: Path, how: str) -> None:
     """Every token, every draft and every accepted token is as with the usual ids."""
-    sampling = SAMPLINGS.get(how, {"temperature": 0.9})
+    sampling = {} if how == "tree" else SAMPLINGS.get(how, {"temperature": 0.9})
     requests = make_requests(folder, "target", **sampling)
     found = []
     for draft in ("copy", "permuted"):
-        engine = load(folder, "target", draft, 4, how == "logits")
-        assert isinstance(engine.proposer, DraftTargetProposer)
+        tree_tokens = 4 if how == "tree" else None
+        engine = load(folder, "target", draft, 4, how == "logits", tree_tokens)
+        assert isinstance(engine.proposer, DraftModel)
         assert engine.proposer.tokens.is_same == (draft == "copy")
         results = run(engine, requests, load_tokenizer(folder, "target"))
         found.append([(r.output_ids, r.stats.to_json()) for r in results])

@@ -104,6 +104,9 @@ def engines(folder: Path) -> dict[str, TorchEngine]:
         made[name] = TorchEngine(folder / "pair", device="cpu")
         draft = TorchEngine(folder / "draft", device="cpu")
         attach_draft(made[name], draft, draft_len=3, use_logits=use_logits)
+    made["draft_target, tree"] = TorchEngine(folder / "pair", device="cpu")
+    draft = TorchEngine(folder / "draft", device="cpu")
+    attach_draft(made["draft_target, tree"], draft, draft_len=None, use_logits=False, tree_tokens=4)
     for name in ("prompt_lookup", "suffix", "lookahead"):
         made[name] = TorchEngine(folder / "pair", device="cpu")
     lookup = LookupOptions(num_tokens=4, max_ngram_size=2)
@@ -118,7 +121,7 @@ def engines(folder: Path) -> dict[str, TorchEngine]:
 
 METHODS = [
     "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "eagle3", "dflash", "draft_target",
-    "draft_target, logits", "prompt_lookup", "suffix", "lookahead",
+    "draft_target, logits", "draft_target, tree", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
 
 

@@ -132,10 +132,12 @@ def load(folder: Path, method: str, size: int) -> TorchEngine:
     return engine
 
 
-def load_pair(folder: Path, size: int, draft_size: int, *, use_logits: bool) -> TorchEngine:
+def load_pair(
+    folder: Path, size: int, draft_size: int, *, use_logits: bool, tree_tokens: int | None = None
+) -> TorchEngine:
     engine = load(folder, "target", size)
     draft = load(folder, "draft", draft_size)
-    attach_draft(engine, draft, draft_len=4, use_logits=use_logits)
+    attach_draft(engine, draft, draft_len=4, use_logits=use_logits, tree_tokens=tree_tokens)
     return engine
 
 
@@ -183,10 +185,18 @@ def test_two_ranks_with_a_draft_model(folder: Path, draft_size: int, use_logits:
     check_pair(folder, 2, draft_size, use_logits=use_logits)
 
 
-def check_pair(folder: Path, size: int, draft_size: int, *, use_logits: bool) -> None:
+@pytest.mark.parametrize("draft_size", [1, 2])
+def test_two_ranks_with_a_draft_models_trees(folder: Path, draft_size: int) -> None:
+    check_pair(folder, 2, draft_size, use_logits=False, tree_tokens=4)
+
+
+def check_pair(
+    folder: Path, size: int, draft_size: int, *, use_logits: bool, tree_tokens: int | None = None
+) -> None:
     requests = make_requests()
-    one = load_pair(folder, 1, 1, use_logits=use_logits).generate(requests)
-    several = load_pair(folder, size, draft_size, use_logits=use_logits).generate(requests)
+    how: dict[str, Any] = {"use_logits": use_logits, "tree_tokens": tree_tokens}
+    one = load_pair(folder, 1, 1, **how).generate(requests)
+    several = load_pair(folder, size, draft_size, **how).generate(requests)
     assert list_outputs(several) == list_outputs(one)
     accepted = sum(r.stats.num_accepted for r in several)
     assert accepted > 10, "drafts are accepted, so that caches are cut back"

@@ -100,6 +100,8 @@ def test_engines_are_led_from_one_process_each_on_its_devices(
         run_pair(world, target, draft, make_prompts(4), draft_devices="0,1")
     with pytest.raises(SpecDecError, match="--draft-vocabulary shared is for engines of torch"):
         run_pair(world, target, draft, make_prompts(4), draft_vocabulary="shared")
+    with pytest.raises(SpecDecError, match="--draft-tree-tokens is for engines of torch"):
+        run_pair(world, target, draft, make_prompts(4), draft_tree_tokens=4)
 
 
 def test_rows_after_a_finished_one_keep_their_requests(

@@ -194,7 +194,9 @@ def test_text_under_load_is_each_requests_own(folder: Path, dtype: str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("method", ["redrafter", "draft_target", "eagle", "eagle auto"])
+@pytest.mark.parametrize(
+    "method", ["redrafter", "draft_target", "draft tree", "eagle", "eagle auto"]
+)
 def test_a_long_prompt_makes_others_wait_for_one_chunk_a_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -207,6 +209,9 @@ def test_a_long_prompt_makes_others_wait_for_one_chunk_a_step(
         options["draft_len"] = "auto"
     if method == "draft_target":
         options = {"name": "pair", "draft": folder / "draft", "draft_len": 3}
+    if method == "draft tree":
+        options = {"name": "pair", "draft": folder / "draft", "draft_tree_tokens": 3}
+        own = 4
     passes: list[tuple[object, int]] = []
     plan = PromptReader.plan
 

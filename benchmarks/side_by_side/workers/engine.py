@@ -11,7 +11,7 @@ import torch
 
 import specdec
 from specdec.bench.engine import PARTS, open_bench
-from specdec.bench.methods.draft_target import list_lengths
+from specdec.bench.methods.draft_target import list_lengths, list_trees
 from specdec.bench.methods.redrafter import list_searches
 from specdec.bench.steps import time_steps
 from specdec.decode.drafters.base import Proposer
@@ -44,12 +44,13 @@ class Engine:
         self._proposers: dict[tuple[str, ...], Proposer] = {("plain",): self.bench.plain}
         if is_draft_target:
             self._proposers["draft-target", "auto"] = self.bench.engine.proposer
-            for candidate in list_lengths(self.bench, max_length):
-                length = candidate.run["draft_len"]
-                self._proposers["draft-target", length] = candidate.proposer
+            lengths, trees = list_lengths(self.bench, max_length), list_trees(self.bench, sizes)
+            for candidate in (*lengths, *trees):
+                name = candidate.run.get("draft_len", candidate.name)
+                self._proposers["draft-target", name] = candidate.proposer
                 suffix = SuffixProposer(SuffixOptions(max_tokens=max_length))
                 chain = join_proposers([[suffix], [candidate.proposer]])
-                self._proposers["chain", name_chain(int(length))] = chain
+                self._proposers["chain", name_chain(candidate.name)] = chain
         else:
             for candidate in list_searches(self.bench, beams, max_length, sizes):
                 self._proposers["redrafter", candidate.name] = candidate.proposer

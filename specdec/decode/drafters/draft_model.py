@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import torch
-
 from specdec.decode.drafters.base import list_rows
 from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
@@ -56,7 +54,6 @@ class DraftModel:
         self._cache: KVCache | None = None
         self._room = 0  # for a text, in the draft model's tokens
         self._texts: dict[int, Text] = {}  # by row
-        self._is_warm = False
         self.max_catch_up: int | None = None
         self.num_caught_up = 0  # see LateReader
 
@@ -68,17 +65,6 @@ class DraftModel:
         self._room = num_positions - self.max_draft_tokens
         self._cache = self.decoder.make_cache(num_rows, num_positions + self.num_run)
         self._texts = {}
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Run a token: the first pass also finds the weights, so its time would tell nothing."""
-        if self._is_warm:
-            return
-        assert self._cache is not None
-        hidden = fill_cache(self.decoder, self._cache, [0], [[0]], self.max_num_tokens)
-        self.decoder.compute_logits(hidden).cpu()
-        self._cache.copy_prefix(0, 0, 0)
-        self._is_warm = True
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Empty the rows; their prompts are run when the first draft is asked for."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from specdec import logs
@@ -182,6 +183,7 @@ class DraftTargetProposer(DraftModel):
         self._drafts: dict[int, _Draft] = {}  # by row, of the last draft
         self._num_passes = 0  # in the last draft
         self._calibration = Calibration()
+        self._is_warm = False
         self.num_beside = 0  # see StepTimer
         self._draft_seconds = self._began_verify = 0.0
 
@@ -189,8 +191,17 @@ class DraftTargetProposer(DraftModel):
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""
         super().allocate(num_rows, num_positions)
         self._drafts = {}
-        if self.draft_length.is_auto:
-            self.warm_up()
+        if self.draft_length.is_auto and not self._is_warm:
+            self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Run a token: the first pass also finds the weights, so its time would tell nothing."""
+        assert self._cache is not None
+        hidden = fill_cache(self.decoder, self._cache, [0], [[0]], self.max_num_tokens)
+        self.decoder.compute_logits(hidden).cpu()
+        self._cache.copy_prefix(0, 0, 0)
+        self._is_warm = True
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Empty the rows; their prompts are run when the first draft is asked for."""

@@ -57,11 +57,6 @@ class DraftTreeProposer(DraftModel):
         self.num_run = self.tree.num_run
         self.num_levels, self.least_promise = 1, ALL_LEVELS  # as in `LevelDrafter`
 
-    def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Make a cache with room for the nodes that are run."""
-        super().allocate(num_rows, num_positions)
-        self.warm_up()
-
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all requests at once of whose text nothing is left to be read later."""
         assert self._cache is not None
