@@ -35,6 +35,7 @@ from specdec.bench.combine import pace
 from specdec.bench.engine import Bench, Pass, open_bench
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.measure import compare_texts, divide, summarize
+from specdec.bench.methods.draft_target import list_trees
 from specdec.bench.prompts import Prompt, read_prompt_set
 from specdec.decode.drafters.base import Proposer
 from specdec.decode.drafters.chain import join_proposers
@@ -91,12 +92,14 @@ def list_ways(name: str, bench: Bench) -> dict[str, Proposer]:
     proposer = bench.engine.proposer
     if name == "draft-target":
         suffix = SuffixOptions(max_tokens=NUM_DRAFTED)
+        (tree,) = list_trees(bench, [NUM_DRAFTED])
         lookup = LookupOptions(num_tokens=NUM_DRAFTED, max_ngram_size=DEFAULT_NGRAM_SIZE)
         ways: dict[str, Proposer] = {
             f"suffix of {NUM_DRAFTED}": SuffixProposer(suffix),
             f"prompt lookup of {NUM_DRAFTED}": PromptLookupProposer(lookup),
             f"lookahead {LOOKAHEAD}": LookaheadProposer(LOOKAHEAD, bench.engine.decoder),
             f"draft model, {NUM_DRAFTED}": proposer,
+            f"draft model, {tree.name}": tree.proposer,
             "suffix, else draft model": join_proposers([[SuffixProposer(suffix)], [proposer]]),
         }
     elif name == "redrafter":
