@@ -69,7 +69,11 @@ SHOWN = (
     Variant("EAGLE-2: a dynamic tree", "eagle", {"bench": {"eagle_use_dynamic_tree": True}}),
     Variant("EAGLE-3: a dynamic tree", "eagle3"),
     Variant("draft model, 4 tokens", "draft_target"),
-    Variant("draft model, its length adapted", "draft_target", {"bench": {"draft_len": "auto"}}),
+    Variant(
+        "draft model, a tree of 8", "draft_target",
+        {"bench": {"draft_len": 8, "draft_tree_tokens": 8}},
+    ),
+    Variant("draft model, as much as pays", "draft_target", {"bench": {"draft_len": "auto"}}),
     Variant(
         "suffix decoding, else the draft model", "draft_target",
         {"bench": {"draft_chain": "suffix,draft_target", "suffix_max_tokens": 8}},

@@ -71,15 +71,24 @@ class DraftNet:
         """Logits [..., V] of the tokens after states [..., D]."""
         return self.decoder.compute_logits(self.make_head_input(hidden))
 
-    def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def rank_tokens(
+        self, hidden: Tensor, width: int, sharpness: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The `width` most probable tokens after states [..., D], best first.
 
-        Returns the target's tokens and their log-probabilities, both [..., width].
+        Returns the target's tokens and their log-probabilities, both [..., width]. sharpness: by
+        which logits are multiplied first, of the states' dimensions; None is one.
         """
         head = self.decoder.lm_head
-        if head.kernels is None:
-            return rank_logits(self.compute_logits(hidden).float(), width, self.offsets)
-        return rank_packed(head, self.make_head_input(hidden), width, self.offsets)
+        if head.kernels is None or (sharpness is not None and head.bias is not None):
+            logits = self.compute_logits(hidden).float()
+            if sharpness is not None:
+                logits = logits * sharpness.float()
+            return rank_logits(logits, width, self.offsets)
+        read = self.make_head_input(hidden)
+        return rank_packed(
+            head, read if sharpness is None else read * sharpness, width, self.offsets
+        )
 
 
 def _rename(

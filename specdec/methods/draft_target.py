@@ -40,8 +40,8 @@ class DraftTargetDraft:
     draft_vocabulary: str = like(DraftTargetTokens, "draft_vocabulary")
     draft_len: str | None = setting(
         metavar="N|auto",
-        help="With a draft model: draft tokens in a step; auto, the default, follows measured"
-        " acceptance and cost. With other methods, auto drafts only while that is faster.",
+        help="With a draft model: draft tokens in a step; auto, the default, drafts what pays, on a"
+        " CPU of a tree. With other methods, auto drafts only while that is faster.",
     )
     draft_tree_tokens: int | None = setting(
         minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
@@ -93,6 +93,11 @@ class DraftOptions:
     use_logits: bool
     has_own_tokens: bool = False
     tree_tokens: int | None = None
+
+    @property
+    def leaves_length(self) -> bool:
+        """Whether nothing says how much to draft."""
+        return self.draft_len is None and self.tree_tokens is None
 
 
 def read_options(settings: Any) -> DraftOptions | None:

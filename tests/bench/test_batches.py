@@ -60,8 +60,8 @@ def test_all_methods(
     assert len(built) == 14, "engines that are there are used"
     report = json.loads((out / "batches-pycode.json").read_text())
     labels = ["suffix of 8", "prompt lookup of 8", "lookahead [4,4,4]", "draft model, 8",
-              "suffix, else draft model", "ReDrafter 1 x 5", "EAGLE-3", "EAGLE-1", "Medusa",
-              "DFlash"]  # fmt: skip
+              "draft model, tree of 8", "suffix, else draft model", "ReDrafter 1 x 5", "EAGLE-3",
+              "EAGLE-1", "Medusa", "DFlash"]  # fmt: skip
     expected = [label + mark for label in labels for mark in ("", ", budget auto")]
     assert list(report["methods"]) == expected
     for rows in report["methods"].values():

@@ -215,7 +215,7 @@ def test_the_table_measures_every_method(
         yaml.safe_load(path.read_text())["bench"]["draft_len"]
         for path in (work / "recipes").glob("draft-model-*/draft_target-pycode.yaml")
     }
-    assert lengths == {4, "auto"}
+    assert lengths == {4, 8, "auto"}
     table = (work / "methods.md").read_text()
     assert table in capsys.readouterr().out
     (work / "methods.md").unlink()
@@ -249,7 +249,8 @@ def test_what_edits_are_written_in(paths: dict[str, str], tmp_path: Path) -> Non
             "suffix decoding, else the draft model",
         )
     )  # fmt: skip
-    assert len(report["rows"]) == 3, "a length that adapts is left out"
+    assert len(report["rows"]) == 4, "a length that adapts is left out"
+    assert "draft model, a tree of 8" in report["rows"]
     assert lookup["copy"] > 3 > lookup["new"] >= 1
     assert chain["copy"] > pair["copy"], "suffix decoding finds what a random draft model does not"
     assert "| prompt lookup, 8 tokens | " in (tmp_path / "few.md").read_text()

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from specdec.decode.drafters.eagle import LEAST_TEMPERATURE
 from specdec.engine.tree import Tree
 
 
@@ -159,13 +160,17 @@ class EagleReference:
     def draft_dynamic(
         self, text: Sequence[int], *, top_k: int, depth: int, num_tokens: int
     ) -> set[tuple[int, ...]]:
-        """The paths of tokens of EAGLE-2's tree."""
+        """The paths of tokens of EAGLE-2's tree, judged at the temperature of greedy requests.
+
+        P-EAGLE's are judged as they are.
+        """
+        temperature = 1.0 if "mask_hidden" in self.tensors else LEAST_TEMPERATURE
         drafted: dict[tuple[int, ...], float] = {}
         level: dict[tuple[int, ...], float] = {(): 0.0}
         for _ in range(depth):
             below = {}
             for path, score in level.items():
-                best = self.rank(text, path).topk(top_k)
+                best = (self.rank(text, path) / temperature).log_softmax(-1).topk(top_k)
                 for token, own in zip(best.indices.tolist(), best.values.tolist(), strict=True):
                     below[(*path, token)] = score + own
             drafted |= below

@@ -178,6 +178,10 @@ def make_proposer(
         return PlainProposer()
     is_chain = drafting is not None and drafting.chain is not None
     has_budget = drafting is not None and drafting.budget.mode == "auto"
+    alone = methods[0][0].name if not is_chain else None
+    if drafting is not None and alone == "draft_target":
+        options = drafting.options.get(alone)
+        has_budget = has_budget or (options is not None and options.leaves_length)
     config, decoder = engine.config, engine.decoder
     if config.drafter_weights is not None and decoder.kernels is None:
         logger.info(

@@ -20,7 +20,6 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.draft_net import rank_logits, rank_packed
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
-from specdec.engine.transfers import Array, to_device
 from specdec.engine.tree import Tree, make_root
 
 TOP_K = 4  # nodes of a level that are gone on from, and tokens drafted from each
@@ -56,6 +55,7 @@ class DraftTreeProposer(DraftModel):
         self.max_draft_depth = self.num_again = depth
         self.num_run = self.tree.num_run
         self.num_levels, self.least_promise = 1, ALL_LEVELS  # as in `LevelDrafter`
+        self._net = _Ranks(decoder, tokens)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all requests at once of whose text nothing is left to be read later."""
@@ -83,8 +83,9 @@ class DraftTreeProposer(DraftModel):
         )  # fmt: skip
         roots = np.array([request.output_ids[-1] for request in chosen], np.int64)
         draft = TreeDraft(
-            _Ranks(self.decoder, self.tokens, read_temperatures(chosen, LEAST_TEMPERATURE)),
-            self._cache, rows, roots, hidden, self.least_promise, self.decoder.num_positions - 1,
+            self._net, self._cache, rows, roots, hidden,
+            read_temperatures(chosen, LEAST_TEMPERATURE), self.least_promise,
+            self.decoder.num_positions - 1,
         )  # fmt: skip
         for at, found in zip(ready, self.tree.grow(draft), strict=True):
             candidates[at] = self._name(found)
@@ -107,11 +108,8 @@ class DraftTreeProposer(DraftModel):
 class _Ranks:
     """A draft model as a `TreeNet`: of tokens by their places among those that may be drafted."""
 
-    def __init__(self, decoder: Decoder, tokens: TokenMap, temperatures: Array) -> None:
-        """temperatures: [B], of the probabilities by which tokens are ranked."""
+    def __init__(self, decoder: Decoder, tokens: TokenMap) -> None:
         self._decoder, self._tokens = decoder, tokens
-        sharper = to_device((1 / temperatures).astype(np.float32), decoder.device)
-        self._sharper = sharper[:, None, None].to(decoder.dtype)
         model, head = decoder.model, decoder.lm_head
         # Where logits are products and no more, sharper states have sharper logits.
         self._is_packed = (
@@ -127,11 +125,14 @@ class _Ranks:
         _, own = self._tokens.name_all(step.tokens)
         return self._decoder.forward(dataclasses.replace(step, tokens=own), cache)
 
-    def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def rank_tokens(
+        self, hidden: Tensor, width: int, sharpness: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The places of the `width` most probable tokens, and their log-probabilities."""
         decoder = self._decoder
+        factor = 1.0 if sharpness is None else sharpness
         if self._is_packed:
-            scale = self._sharper * decoder.model.output_multiplier_scale
-            return rank_packed(decoder.lm_head, hidden * scale, width, None)
+            scaled = hidden * factor * decoder.model.output_multiplier_scale
+            return rank_packed(decoder.lm_head, scaled, width, None)
         logits = self._tokens.restrict(decoder.compute_logits(hidden)).float()
-        return rank_logits(logits * self._sharper.float(), width, None)
+        return rank_logits(logits * factor, width, None)

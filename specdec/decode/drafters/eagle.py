@@ -16,7 +16,14 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, StateKeeper, list_rows, make_net
-from specdec.decode.drafters.levels import ALL_LEVELS, Draft, DynamicTree, Level, TreeDraft
+from specdec.decode.drafters.levels import (
+    ALL_LEVELS,
+    Draft,
+    DynamicTree,
+    Level,
+    TreeDraft,
+    read_temperatures,
+)
 from specdec.decode.drafters.pacing import DraftPlan, bound_catch_up
 from specdec.decode.drafters.trees import (
     BUDGET_CPU_TOKENS,
@@ -46,6 +53,8 @@ PUBLISHED_CHOICES: Choices = (
     (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
 )  # fmt: skip
 DEFAULT_CPU_TOP_K = 4
+# Of greedy requests' trees, as in `levels`: by this one those of pycode's drafters hold most.
+LEAST_TEMPERATURE = 0.5
 MAX_PASS_TOKENS = 8192  # of one pass over pairs of prompts
 
 
@@ -331,9 +340,11 @@ class EagleProposer(StateKeeper):
                 pairs, self._cache, rows[ready].tolist(), [texts[at][1:] for at in ready],
                 MAX_PASS_TOKENS,
             )  # fmt: skip
+            temperatures = read_temperatures([requests[at] for at in ready], LEAST_TEMPERATURE)
             draft = TreeDraft(
-                self.net, self._cache, rows[ready], roots[ready], hidden, self.least_promise
-            )
+                self.net, self._cache, rows[ready], roots[ready], hidden, temperatures,
+                self.least_promise,
+            )  # fmt: skip
             for at, found in zip(ready, self.tree.grow(draft), strict=True):
                 candidates[at] = found
             self.num_levels = draft.num_levels

@@ -78,8 +78,13 @@ class TreeNet(Protocol):
         """Run nodes behind features [B, n, D] of those above; return theirs [B, n, D]."""
         ...
 
-    def rank_tokens(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The `width` most probable tokens after [B, n, D], and their log-probabilities."""
+    def rank_tokens(
+        self, hidden: Tensor, width: int, sharpness: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The `width` most probable tokens after [B, n, D], and their log-probabilities.
+
+        sharpness: [B, 1, 1], by which logits are multiplied first; None is one.
+        """
         ...
 
 
@@ -91,13 +96,16 @@ class TreeDraft:
 
     def __init__(
         self, net: TreeNet, cache: KVCache, rows: IntArray, roots: IntArray, hidden: Tensor,
-        least_promise: float = ALL_LEVELS, last_position: int = NO_LAST,
+        temperatures: Array, least_promise: float = ALL_LEVELS, last_position: int = NO_LAST,
     ) -> None:  # fmt: skip
-        """least_promise: as in `LevelDrafter`. last_position: nodes beyond are run as if at it."""
+        """temperatures: [B], of the probabilities by which tokens are judged. least_promise: as in
+        `LevelDrafter`. last_position: nodes beyond it are run as if at it.
+        """
         self.roots, self.least_promise = roots, least_promise
         self.num_levels = 0  # that were drafted
         self._net, self._cache, self._rows = net, cache, rows
-        self._last = last_position
+        sharpness = to_device(1 / temperatures, hidden.device)[:, None, None]
+        self._sharpness, self._last = sharpness.to(hidden.dtype), last_position
         self._hidden = hidden[:, None]  # [B, n, D], of the newest level
         self._positions = cache.past_lens[rows]
         self._mask: BoolArray = np.zeros((len(rows), 1, 0), np.bool_)
@@ -127,7 +135,7 @@ class TreeDraft:
 
     def _rank(self, width: int) -> tuple[IntArray, np.ndarray]:
         self.num_levels += 1
-        tokens, scores = self._net.rank_tokens(self._hidden, width)
+        tokens, scores = self._net.rank_tokens(self._hidden, width, self._sharpness)
         ranked, likelihoods = to_host(tokens, scores)
         return ranked, likelihoods
 
