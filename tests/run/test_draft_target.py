@@ -16,16 +16,20 @@ import pytest
 import torch
 
 from specdec.decode.accept import Candidates
+from specdec.decode.drafters import MANY_ROWS
 from specdec.decode.drafters.base import PlainProposer, Proposer
+from specdec.decode.drafters.budget import BudgetProposer
 from specdec.decode.drafters.chain import ChainProposer, join_proposers
 from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
 from specdec.decode.drafters.draft_tree import LEAST_TEMPERATURE, DraftTreeProposer
 from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.pacing import DraftLength, DraftPlan
 from specdec.decode.engine import TorchEngine
+from specdec.decode.loading import load_engine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
+from specdec.decode.settings import DecodeSettings
 from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods.draft_target import DraftOptions
@@ -672,3 +676,37 @@ def test_the_command(folder: Path) -> None:
         assert failed.returncode == status, failed.stderr
         assert message in read_error_lines(failed.stderr)[0]
         assert failed.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_tree", "is_bound"),
+    [
+        ({}, True, 1),
+        ({"draft_len": "auto"}, True, 1),
+        ({"use_logits": True}, False, None),
+        ({"draft_len": "4"}, False, None),
+        ({"draft_tree_tokens": 4}, True, MANY_ROWS),
+        ({"draft_tree_tokens": 4, "draft_budget": "auto"}, True, 1),
+        ({"draft_tree_tokens": 4, "draft_budget": "fixed"}, True, None),
+    ],
+)
+def test_what_drafts_by_default(
+    folder: Path, flags: dict[str, Any], is_tree: bool, is_bound: int | None
+) -> None:
+    """What pays of a tree, where nothing is said; what is asked for, where something is."""
+    settings = DecodeSettings(
+        engine_dir=folder / "target", draft_engine_dir=folder / "draft", device="cpu", **flags
+    )
+    engine = load_engine(settings, None)
+    proposer: Any = engine.proposer
+    assert isinstance(proposer, BudgetProposer) == (is_bound is not None)
+    if is_bound is not None:
+        assert proposer.min_rows == is_bound
+        proposer = proposer.proposer
+    assert isinstance(proposer, DraftTreeProposer if is_tree else DraftTargetProposer)
+    if is_tree:
+        assert proposer.max_draft_tokens == flags.get("draft_tree_tokens", 6), "as it was built for"
+    requests = make_requests(5)
+    expected = [r.output_ids for r in load(folder).generate(requests)]
+    assert [r.output_ids for r in engine.generate(requests)] == expected
+    engine.close()
