@@ -694,10 +694,8 @@ def test_what_drafts_by_default(
     folder: Path, flags: dict[str, Any], is_tree: bool, is_bound: int | None
 ) -> None:
     """What pays of a tree, where nothing is said; what is asked for, where something is."""
-    settings = DecodeSettings(
-        engine_dir=folder / "target", draft_engine_dir=folder / "draft", device="cpu", **flags
-    )
-    engine = load_engine(settings, None)
+    pair: dict[str, Any] = {"engine_dir": folder / "target", "draft_engine_dir": folder / "draft"}
+    engine = load_engine(DecodeSettings(device="cpu", **pair, **flags), None)
     proposer: Any = engine.proposer
     assert isinstance(proposer, BudgetProposer) == (is_bound is not None)
     if is_bound is not None:
