@@ -233,7 +233,8 @@ def test_a_dynamic_tree_equals_the_slow_reference(
         assert found_paths.keys() == expected.keys()
         for path, score in expected.items():
             assert found_paths[path] == pytest.approx(np.exp(score), rel=1e-3)
-    assert num_levels == length
+    # By torch, levels end where none of their nodes could enter the tree.
+    assert num_levels == length if is_native else 1 <= num_levels <= length
 
 
 def test_more_beams_than_candidates() -> None:
@@ -268,15 +269,15 @@ def test_native_trees_equal_those_of_torch(
     tokens, temperatures = np.array([5, 0, 210, 7]), np.array([0.75, 1.0, 1.3, 0.75])
     slow, num_levels = grow(plain, hidden, tokens, size, temperatures, least_promise)
     found, levels = grow(fast, hidden, tokens, size, temperatures, least_promise)
-    assert levels == num_levels
-    assert num_levels == length or least_promise > 0
-    assert num_levels == 1 or least_promise < 4  # of four rows no more can be promised
+    assert num_levels <= levels
+    assert levels == length or least_promise > 0
+    assert levels == 1 or least_promise < 4  # of four rows no more can be promised
     for one, other in zip(found, slow, strict=True):
         for name in ("tokens", "parents", "depths"):
             assert getattr(one.tree, name).tolist() == getattr(other.tree, name).tolist()
         assert one.confidence == pytest.approx(other.confidence, rel=1e-4)
     (alone,), _ = grow(fast, hidden[2:3], tokens[2:3], size, temperatures[2:3])
-    if num_levels == length:
+    if levels == length:
         assert alone.confidence is not None
         assert found[2].confidence is not None
         assert np.array_equal(alone.confidence, found[2].confidence)
