@@ -148,12 +148,8 @@ class SameTokens:
         """The draft model's tokens at places among the N."""
         return places
 
-    def name(self, place: int) -> tuple[int, int]:
-        """The target's token and the draft model's at a place among the N."""
-        return place, place
-
-    def name_all(self, places: IntArray) -> tuple[IntArray, IntArray]:
-        """The same of many places at once."""
+    def name(self, places: IntArray) -> tuple[IntArray, IntArray]:
+        """The target's tokens and the draft model's at places among the N."""
         return places, places
 
     def say_prompt(self, tokens: Sequence[int]) -> list[int] | None:
@@ -241,11 +237,7 @@ class SharedTokens:
     def to_draft(self, places: Tensor) -> Tensor:
         return self._draft_ids[places]
 
-    def name(self, place: int) -> tuple[int, int]:
-        target, draft = self._pairs[:, place].tolist()
-        return target, draft
-
-    def name_all(self, places: IntArray) -> tuple[IntArray, IntArray]:
+    def name(self, places: IntArray) -> tuple[IntArray, IntArray]:
         target, draft = self._pairs[:, places]
         return target, draft
 

@@ -81,14 +81,8 @@ class DraftNet:
         """
         head = self.decoder.lm_head
         if head.kernels is None or (sharpness is not None and head.bias is not None):
-            logits = self.compute_logits(hidden).float()
-            if sharpness is not None:
-                logits = logits * sharpness.float()
-            return rank_logits(logits, width, self.offsets)
-        read = self.make_head_input(hidden)
-        return rank_packed(
-            head, read if sharpness is None else read * sharpness, width, self.offsets
-        )
+            return rank_logits(self.compute_logits(hidden), width, self.offsets, sharpness)
+        return rank_packed(head, self.make_head_input(hidden), width, self.offsets, sharpness)
 
 
 def _rename(
@@ -145,17 +139,25 @@ def take_offsets(own: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
 
 
 def rank_packed(
-    head: Linear, x: Tensor, width: int, offsets: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The `width` most probable tokens that a head reads which native kernels have packed."""
+    head: Linear, x: Tensor, width: int, offsets: Tensor | None = None,
+    sharpness: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The `width` most probable tokens that a head reads which native kernels have packed.
+
+    As `DraftNet.rank_tokens` returns them. Sharper inputs have sharper logits, but for a bias.
+    """
     assert head.kernels is not None
     assert head.packed is not None
+    x = x if sharpness is None else x * sharpness
     tokens, scores = head.kernels.rank_outputs(x, head.packed, head.bias, head.num_outputs, width)
     return name_tokens(tokens, offsets), scores
 
 
-def rank_logits(logits: Tensor, width: int, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+def rank_logits(
+    logits: Tensor, width: int, offsets: Tensor | None = None, sharpness: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The `width` most probable of logits [..., V], as `DraftNet.rank_tokens` returns them."""
+    logits = logits.float() if sharpness is None else logits.float() * sharpness.float()
     scores, tokens = logits.log_softmax(-1).topk(width, dim=-1)
     return name_tokens(tokens, offsets), scores
 

@@ -105,7 +105,7 @@ class ReDrafterHead:
 
         context: the target's states [..., 1, D]; state: [..., n, D].
         """
-        return rank_logits(self.lm_head(self._mix(context, state)).float(), width, self.offsets)
+        return rank_logits(self.lm_head(self._mix(context, state)), width, self.offsets)
 
     def search_trees(
         self, hidden: Tensor, tokens: Tensor, num_tokens: int, temperatures: Array,

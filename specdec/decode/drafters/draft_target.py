@@ -276,20 +276,22 @@ class DraftTargetProposer(DraftModel):
                 for at, value in zip(active, sure.tolist(), strict=True):
                     confidence[at].append(value)
             chosen = self._choose(logits, [requests[at] for at in active], depth)
-            for at, (place, probs) in zip(active, chosen, strict=True):
-                token, own = self.tokens.name(place)
+            tokens, own = self.tokens.name(np.array([place for place, _ in chosen], np.int64))
+            for at, token, twin, (_, probs) in zip(
+                active, tokens.tolist(), own.tolist(), chosen, strict=True
+            ):
                 drafted[at].append(token)
-                texts[at].append(own)
+                texts[at].append(twin)
                 if probs is not None:
                     draft_probs[at].append(probs)
         candidates = []
-        for request, ids, length, tokens, probs_list, sure_list in zip(
+        for request, ids, length, chain, probs_list, sure_list in zip(
             requests, texts, known, drafted, draft_probs, confidence, strict=True
         ):
             del ids[length:]
             root = request.output_ids[-1]
-            tree = pack_beams(root, np.array([tokens])) if tokens else make_root(root)
-            is_told = len(sure_list) == len(tokens) + 1
+            tree = pack_beams(root, np.array([chain])) if chain else make_root(root)
+            is_told = len(sure_list) == len(chain) + 1
             found = Candidates(tree, probs_list or None, np.array(sure_list) if is_told else None)
             self._drafts[request.row] = _Draft(length, len(request.output_ids), found)
             candidates.append(found)
@@ -323,8 +325,9 @@ class DraftTargetProposer(DraftModel):
         if passes:
             found = to_host(*(places for _, places in passes))
             for (active, _), places in zip(passes, found, strict=True):
-                for at, place in zip(active, places.tolist(), strict=True):
-                    drafted[at].append(self.tokens.name(place)[0])
+                tokens, _ = self.tokens.name(places)
+                for at, token in zip(active, tokens.tolist(), strict=True):
+                    drafted[at].append(token)
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]

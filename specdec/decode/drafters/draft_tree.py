@@ -95,7 +95,7 @@ class DraftTreeProposer(DraftModel):
     def _name(self, found: Candidates) -> Candidates:
         """The same with the target's tokens in place of what they were drafted as."""
         tree = found.tree
-        drafted, _ = self.tokens.name_all(tree.tokens[1:])
+        drafted, _ = self.tokens.name(tree.tokens[1:])
         tokens = np.concatenate((tree.tokens[:1], drafted))
         return dataclasses.replace(found, tree=Tree(tokens, tree.parents, tree.depths))
 
@@ -122,7 +122,7 @@ class _Ranks:
 
     def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
         """Run nodes; the draft model reads no features."""
-        _, own = self._tokens.name_all(step.tokens)
+        _, own = self._tokens.name(step.tokens)
         return self._decoder.forward(dataclasses.replace(step, tokens=own), cache)
 
     def rank_tokens(
@@ -130,9 +130,8 @@ class _Ranks:
     ) -> tuple[Tensor, Tensor]:
         """The places of the `width` most probable tokens, and their log-probabilities."""
         decoder = self._decoder
-        factor = 1.0 if sharpness is None else sharpness
         if self._is_packed:
-            scaled = hidden * factor * decoder.model.output_multiplier_scale
-            return rank_packed(decoder.lm_head, scaled, width, None)
-        logits = self._tokens.restrict(decoder.compute_logits(hidden)).float()
-        return rank_logits(logits * factor, width, None)
+            scaled = hidden * decoder.model.output_multiplier_scale
+            return rank_packed(decoder.lm_head, scaled, width, sharpness=sharpness)
+        logits = self._tokens.restrict(decoder.compute_logits(hidden))
+        return rank_logits(logits, width, sharpness=sharpness)
