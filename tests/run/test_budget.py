@@ -284,6 +284,25 @@ def test_reading_prompts_is_no_price_of_a_draft() -> None:
     assert budget.price_level() < 1
 
 
+def test_trials_that_are_known_not_to_pay_read_a_piece() -> None:
+    """Of many requests; a single one's prompt is read whole, or no draft comes of it."""
+    budget = Budget(4)
+    for num_rows, seconds in ((1, 1.0), (16, 4.0)):
+        for _ in range(2):
+            budget.record(None, seconds, 1, [1] * num_rows)
+    budget.record(0.1, 8.0, 2, [1] * 16)
+    budget.record(0.228, 4.0, 1, [1] * 16, num_caught_up=128)
+    for _ in range(400):
+        budget.record(None, 4.0, 1, [1] * 16)
+    assert not budget.plan([2] * 16, 0, 20_000), "two tokens win nothing back"
+    assert budget.account.is_probe
+    while not budget.plan([100] * 16, 0, 20_000):
+        budget.record(None, 4.0, 1, [1] * 16)
+    assert budget.reads_piece
+    allowed = budget.account.find_limit(16, 0.0, MODEL_LOSS)
+    assert FIRST_PIECE * 0.001 < allowed < 20_000 * 0.001
+
+
 def test_what_a_drafter_is_sure_of_is_held_against_what_was_accepted() -> None:
     """Tokens that it calls certain are right half the time, those it doubts always."""
     calibration = Calibration()

@@ -53,7 +53,9 @@ FIRST_TRIALS = 4.0  # that what the drafter says of itself weighs as much as
 FIRST_RATE = 0.7  # believed: of the drafted tokens that are reached, those that are accepted
 FIRST_ROWS = 3.0  # that this belief weighs as much as
 SURE = 0.999  # no more than this is believed of a token
-FIRST_PIECE = 2 * FEW_LATE  # tokens of prompts by which it is learnt what reading them costs
+# Tokens of prompts by which it is learnt what reading them costs, and that are read for a trial of
+# drafts that are known not to pay: enough for one request or two.
+FIRST_PIECE = 2 * FEW_LATE
 # Of what is won for a batch, what counts: its requests win unequally, and the last one to end
 # decides when it ends.
 BATCH_WIN = 0.85
@@ -168,7 +170,8 @@ class Budget:
     a draft costs is not foreseen the first time.
 
     Prompts that a drafter has to read first are paid from an account of their own, as large as a
-    draft model's, and only if what is left of the texts may win that back.
+    draft model's, and only if what is left of the texts may win that back; for a trial of drafts
+    that are known not to pay, only a piece of them.
 
     Steps that also read prompts are as long as their tokens in all say; see `Costs.predict_beside`.
 
@@ -228,6 +231,8 @@ class Budget:
         account.is_probe = best <= num_rows / plain
         ahead = min(max(remaining), HORIZON) * plain
         self._allowance = account.find_allowance(num_rows, ahead) - draft
+        if num_rows > 1 and self.reads_piece:
+            num_late = min(num_late, FIRST_PIECE)
         read = num_late * (self.late_seconds or 0.0) if num_late > FEW_LATE else 0.0
         may_read = not read or (
             (account.is_probe or read < ahead * (1 - 1 / self._gain))
@@ -242,6 +247,11 @@ class Budget:
     def late_seconds(self) -> float | None:
         """Of a token of a prompt that the drafter reads; None where that was never measured."""
         return self._late.estimate(1)
+
+    @property
+    def reads_piece(self) -> bool:
+        """Whether no more than a piece of the prompts of several requests is worth reading."""
+        return self.late_seconds is None or self.account.is_probe
 
     def price_level(self) -> float:
         """How much another level of a draft must promise to be worth its price.
@@ -420,7 +430,7 @@ class BudgetProposer:
         remaining = [request.remaining for request in requests]
         self._num_caught_up = 0
         if self.budget.plan(remaining, self._num_beside, num_late):
-            if late is not None and num_late > FIRST_PIECE and self.budget.late_seconds is None:
+            if late is not None and num_late > FIRST_PIECE and self.budget.reads_piece:
                 late.max_catch_up = min(FIRST_PIECE, late.max_catch_up or FIRST_PIECE)
             self._bound_levels(self.budget.price_level())
             began = self._clock()
