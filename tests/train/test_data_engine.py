@@ -83,12 +83,16 @@ def answer_by_transformers(target: tuple[Any, Any], text: str) -> str:
 def test_completions_are_the_targets(
     regenerate: Regenerate, calls: Any, target: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In groups, each one call."""
+    """In groups, each one call, of two rows or a multiple of what the engine answers at once."""
     monkeypatch.setattr(engine_module, "ROWS_PER_CALL", 2)
+    monkeypatch.setattr(engine_module, "BATCHES_PER_CALL", 0)
     texts = ["def add(", "one two", "x = 7"]
     rows = regenerate([{"prompt": text} for text in texts], completion=True)
     assert [row["text"] for row in rows] == [t + answer_by_transformers(target, t) for t in texts]
     assert len(calls) == 2
+    monkeypatch.setattr(engine_module, "BATCHES_PER_CALL", 3)
+    assert regenerate([{"prompt": text} for text in texts], completion=True) == rows
+    assert len(calls) == 3
 
 
 def test_conversations_go_on_from_the_new_answers(

@@ -16,8 +16,9 @@ from specdec.processes import call_run
 from .dialogues import Dialogue, RowError
 from .settings import DataSettings
 
-# Each call loads the engine, and what a kill loses is one call's rows.
-ROWS_PER_CALL = 128
+# Each call loads the engine, and what a kill loses is one call's rows: at least so many, and at least
+# so many times those that the engine answers at once.
+ROWS_PER_CALL, BATCHES_PER_CALL = 128, 4
 
 
 class EngineRunner:
@@ -33,9 +34,10 @@ class EngineRunner:
     def answer(self, dialogues: Iterable[Dialogue]) -> Iterator[tuple[Dialogue, RowError | None]]:
         """Yield each row when it is done, or with what it failed of."""
         group: list[Dialogue] = []
+        most = max(ROWS_PER_CALL, BATCHES_PER_CALL * self._limits.max_batch_size)
         for dialogue in dialogues:
             group.append(dialogue)
-            if len(group) == ROWS_PER_CALL:
+            if len(group) == most:
                 yield from self._answer_group(group)
                 group = []
         if group:
