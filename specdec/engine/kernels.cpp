@@ -1799,13 +1799,19 @@ struct FloatMatrix {
 
   template <typename X>
   void pack(const X *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
-    for (int64_t m = 0; m < rows; ++m)
-      for (int64_t step = begin; step < end; ++step) {
-        bf16 low{0}, high{0};
-        store(low, to_float(x[m * depth + 2 * step]));
-        if (2 * step + 1 < depth) store(high, to_float(x[m * depth + 2 * step + 1]));
-        to[step * rows + m] = low.bits | static_cast<uint32_t>(high.bits) << 16;
-      }
+    const auto round = [](X input) -> uint32_t {
+      if constexpr (std::is_same<X, bf16>::value) return input.bits;
+      bf16 rounded;
+      store(rounded, to_float(input));
+      return rounded.bits;
+    };
+    const int64_t whole = std::min(end, depth / 2);
+    for (int64_t m = 0; m < rows; ++m) {
+      const X *row = x + m * depth;
+      for (int64_t step = begin; step < whole; ++step)
+        to[step * rows + m] = round(row[2 * step]) | round(row[2 * step + 1]) << 16;
+      if (whole < end) to[whole * rows + m] = round(row[2 * whole]);
+    }
   }
 
   // Adds the products of M rows of packed inputs with G tiles that follow each other, over the steps
