@@ -16,8 +16,8 @@ from specdec.processes import call_run
 from .dialogues import Dialogue, RowError
 from .settings import DataSettings
 
-# Each call loads the engine, and what a kill loses is one call's rows: at least so many, and at least
-# so many times those that the engine answers at once.
+# Each call loads the engine, and what a kill loses is one call's rows: at least so many, and so
+# many times those that the engine answers at once.
 ROWS_PER_CALL, BATCHES_PER_CALL = 128, 4
 
 
