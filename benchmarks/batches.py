@@ -154,7 +154,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5))
     axes = figure.subplots()
-    names = [name for name in report["methods"] if not name.endswith(AUTO)]
+    names = list(dict.fromkeys(name.removesuffix(AUTO) for name in report["methods"]))
     for name, rows in report["methods"].items():
         axes.plot(
             [row["batch_size"] for row in rows], [row["ratio"]["median"] for row in rows],
