@@ -70,7 +70,9 @@ def test_all_methods(
         assert all(row["ratio"]["median"] > 0 for row in rows)
     assert (out / "batches.png").read_bytes().startswith(b"\x89PNG")
     assert "| suffix of 8, budget auto | " in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["batches.py", *words, "--only", "EAGLE-1, budget", "lookahead"])
+    monkeypatch.setattr(
+        "sys.argv", ["batches.py", *words, "--only", "EAGLE-1, budget", "lookahead"]
+    )
     batches.main()
     report = json.loads((out / "batches-pycode.json").read_text())
     chosen = [label for label in expected if label.startswith(("lookahead", "EAGLE-1, budget"))]
