@@ -1,4 +1,4 @@
-"""The unlikelihood loss by which the shipped target was taught not to run in circles."""
+"""How the shipped models were made: prompts, and the loss that unteaches running in circles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from examples.pycode.make_prompts import cut_prompts
 from examples.pycode.pretrain import LoopBreaker, mark_repeats
 
 
@@ -40,3 +41,13 @@ def test_only_tokens_that_repeat_are_made_less_likely() -> None:
             parameter -= 1000 * parameter.grad
     breaker.rows = rows
     assert breaker.compute_loss(0, float32=True)[0] < loss
+
+
+def test_prompts_are_cut_at_top_level_or_at_methods() -> None:
+    method = ["    def area(self):\n", *["        pass\n"] * 11]
+    text = "".join(["class Shape:\n", *method, *["# end\n"] * 20])
+    (top,) = cut_prompts("shape.py", text, 9)
+    (inner,) = cut_prompts("shape.py", text, 9, is_inside=True)
+    assert top.startswith("class Shape:\n    def area(self):\n")
+    assert inner.startswith("    def area(self):\n        pass\n")
+    assert (top.count("\n"), inner.count("\n")) == (9, 9)
