@@ -26,11 +26,11 @@ pretrain draft draft-distilled --start-from "$WORK/draft-pretrained" --teacher-d
   --steps 700 --batch-size 4 --seed 2 --float32
 
 # What the target itself writes, of training files only: texts OUTPUT NUM_PROMPTS PER_FILE DTYPE MAX_TOKENS, and more
-# options of specdec-train data.
+# options of specdec-train data. PROMPTS=--methods: of methods, not of what is at a file's top level.
 texts() {
   [ ! -f "$1" ] || return 0
   $PYTHON make_prompts.py --data "$WORK/corpus/train.jsonl" --output "$WORK/train_prompts.jsonl" \
-    --num-prompts "$2" --per-file "$3"
+    --num-prompts "$2" --per-file "$3" ${PROMPTS:-}
   specdec-convert --model-dir "$TARGET" --output-dir "$WORK/checkpoint" --dtype "$4" --force
   specdec-build --checkpoint-dir "$WORK/checkpoint" --output-dir "$WORK/engine" \
     --max-batch-size 64 --max-seq-len 512 --force
@@ -109,7 +109,11 @@ pretrain target target --start-from "$WORK/target-25m" --steps 60 --learning-rat
 texts "$WORK/new-greedy.jsonl" 8000 100 bfloat16 96 --temperature 0
 texts "$WORK/new-short.jsonl" 8000 100 bfloat16 128 --temperature 0.6 --seed 1 --max-rows 640
 cat "$WORK/new-short.jsonl" "$WORK/new-greedy.jsonl" > "$WORK/new.jsonl"
-learn_on draft draft-4 new --steps 1800 --learning-rate 3e-3 --seed 7
+learn_on draft-5 draft-4 new --steps 1800 --learning-rate 3e-3 --seed 7
+# The draft model went on, with beginnings of methods as well.
+PROMPTS=--methods texts "$WORK/new-methods.jsonl" 10000 100 bfloat16 96 --temperature 0 --max-rows 5376
+cat "$WORK/new.jsonl" "$WORK/new-methods.jsonl" > "$WORK/new2.jsonl"
+learn_on draft draft-5 new2 --steps 2800 --learning-rate 3e-3 --seed 8
 redrafter_on redrafter redrafter-3 new 5 900
 eagle3 eagle3 new 3 --max-steps 250 --eval-steps 0 --eagle-intermediate-size 896 --start-from "$WORK/eagle3-2"
 dflash dflash new 3 --model-max-length 256 --max-steps 250 --eval-steps 0 --save-steps 40 --dflash-intermediate-size 896 \
