@@ -81,17 +81,23 @@ def guard(one: Measured, action: Any, workers: Mapping[str, Caller], work: Work)
 
 
 def tune(one: Measured, worker: Caller, work: Work) -> None:
-    """Choose the setting that is fastest over half the prompts, each tried once after a warm-up."""
+    """Choose the setting that is fastest over half the prompts.
+
+    Each is tried after a warm-up, and again in the opposite order: what drifts favours none.
+    """
     one.setting = one.way.settings[0]
     if len(one.way.settings) == 1:
         return
     some = dataclasses.replace(work, prompts=work.prompts[: -(-len(work.prompts) // 2)])
-    for setting in one.way.settings:
-        # A short run first: some peers load or compile something for each setting.
-        brief = dataclasses.replace(some, prompts=some.prompts[:1], max_output_len=8)
-        run(one.way, setting, worker, brief)
-        answer = run(one.way, setting, worker, some)
-        rate = answer["num_tokens"] / answer["seconds"]
+    # A short run first: some peers load or compile something for each setting.
+    brief = dataclasses.replace(some, prompts=some.prompts[:1], max_output_len=8)
+    tried: list[list[dict[str, Any]]] = [[] for _ in one.way.settings]
+    for turn in (1, -1):
+        for setting, answers in list(zip(one.way.settings, tried, strict=True))[::turn]:
+            run(one.way, setting, worker, brief)
+            answers.append(run(one.way, setting, worker, some))
+    for setting, answers in zip(one.way.settings, tried, strict=True):
+        rate = sum(a["num_tokens"] for a in answers) / sum(a["seconds"] for a in answers)
         one.tuning.append({"setting": setting, "tokens_per_second": round(rate, 2)})
     one.setting = max(one.tuning, key=lambda row: row["tokens_per_second"])["setting"]
     print(f"{one.way.key}: {one.setting} is fastest", file=sys.stderr, flush=True)

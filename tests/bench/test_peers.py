@@ -38,6 +38,7 @@ class FakeWorker:
 
     def __init__(self, seen: list[str], dies_at: int | None = None) -> None:
         self.seen, self.dies_at, self.num_calls = seen, dies_at, 0
+        self.lengths: list[int] = []
         self.about = {
             "load_seconds": 0.5, "start_seconds": 1.0, "versions": {"x": "1"}, "computes_in": "y",
         }  # fmt: skip
@@ -52,6 +53,7 @@ class FakeWorker:
         prompts, limit = settings["prompts"], settings["max_output_len"]
         self.seen.append(f"{settings['way']} {limit}")
         length = settings["setting"].get("length", 1)
+        self.lengths.append(length)
         return {
             "seconds": 1.0 / (length if isinstance(length, int) else 2),
             "num_tokens": limit * len(prompts),
@@ -70,8 +72,9 @@ def test_all_take_turns_and_each_takes_its_fastest_setting() -> None:
     measured = measure_ways(WAYS, {"a": worker, "b": worker}, {}, WORK)
     assert [one.setting for one in measured] == [{}, {}, {"length": 4}]
     assert [row["tokens_per_second"] for row in measured[2].tuning] == [16.0, 32.0, 64.0]
-    tuning, rounds = seen[:6], [call for call in seen[6:] if not call.endswith(" 1")]
-    assert tuning == ["draft 8", "draft 16"] * 3, "each setting warms up"
+    tuning, rounds = seen[:12], [call for call in seen[12:] if not call.endswith(" 1")]
+    assert tuning == ["draft 8", "draft 16"] * 6, "each setting warms up, twice"
+    assert worker.lengths[1:12:2] == [1, 2, 4, 4, 2, 1], "there and back"
     forth = ["plain 16", "plain 16", "draft 16"]
     assert rounds == [*forth, *forth, *forth[::-1], *forth], "one to warm up, then there and back"
     rows = describe_ways(measured)
