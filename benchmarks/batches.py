@@ -34,7 +34,14 @@ from benchmarks.side_by_side.report import lay_out
 from specdec.bench.combine import pace
 from specdec.bench.engine import Bench, Pass, open_bench
 from specdec.bench.machine import LoadMeter, describe_machine
-from specdec.bench.measure import compare_texts, divide, summarize
+from specdec.bench.measure import (
+    Rounds,
+    compare_texts,
+    describe_acceptance,
+    divide,
+    list_results,
+    summarize,
+)
 from specdec.bench.methods.draft_target import list_trees
 from specdec.bench.prompts import Prompt, read_prompt_set
 from specdec.decode.drafters.base import Proposer
@@ -130,18 +137,19 @@ def measure(
         for number in range(args.repeat):
             for name in list(everything)[:: -1 if number % 2 else 1]:
                 passes[name].append(bench.run(everything[name], size))
-        rates = {
-            name: [done.count_tokens() / sum(done.seconds.values()) for done in turns]
-            for name, turns in passes.items()
-        }
+        rounds = {name: Rounds(turns[0], turns) for name, turns in passes.items()}
+        plain = rounds["plain"]
         for name in ways:
-            ratio = divide(rates[name], rates["plain"])
+            ours = rounds[name]
+            ratio = divide(ours.list_rates(), plain.list_rates())
             found[name].append(
                 {
                     "batch_size": size, "ratio": ratio,
-                    "tokens_per_second": summarize(rates[name]),
-                    "plain_tokens_per_second": summarize(rates["plain"]),
-                    "texts": compare_texts(passes[name][0].texts, passes["plain"][0].texts),
+                    "tokens_per_second": summarize(ours.list_rates()),
+                    "plain_tokens_per_second": summarize(plain.list_rates()),
+                    "step_ms": ours.describe_step(), "plain_step_ms": plain.describe_step(),
+                    "acceptance": describe_acceptance(list_results(ours.warm_up)),
+                    "texts": compare_texts(ours.warm_up.texts, plain.warm_up.texts),
                 }
             )  # fmt: skip
             print(f"  batch {size:2}: {name:40} {ratio['median']:.3f}", flush=True)
@@ -178,6 +186,29 @@ def format_table(report: Mapping[str, Any]) -> str:
         [name, *(f"{row['ratio']['median']:.2f}" for row in rows)]
         for name, rows in report["methods"].items()
     ]
+    return lay_out(head, rows)
+
+
+def format_costs(report: Mapping[str, Any]) -> str:
+    """What a step of the fewest requests takes and brings, a row for each method."""
+    head = (
+        f"with {report['batch_sizes'][0]} at once", "tokens a step", "drafted a step",
+        "drafting, ms", "verifying, ms", "the rest, ms", "drafting, of a step",
+        "step, times plain",
+    )  # fmt: skip
+    rows = []
+    for name, (row, *_) in report["methods"].items():
+        parts, acceptance = row["step_ms"], row["acceptance"]
+        length, total = acceptance["acceptance_length"], parts["total"]
+        rows.append(
+            [
+                name, "" if length is None else f"{length:.2f}",
+                f"{acceptance['draft_tokens_per_step']:.1f}",
+                f"{parts['draft']:.1f}", f"{parts['verify']:.1f}",
+                f"{parts['accept'] + parts['other']:.1f}", f"{parts['draft'] / total:.0%}",
+                f"{total / row['plain_step_ms']['total']:.2f}",
+            ]
+        )  # fmt: skip
     return lay_out(head, rows)
 
 
@@ -238,7 +269,7 @@ def main() -> None:
         args.output_dir.mkdir(parents=True, exist_ok=True)
     (results / f"batches-{args.size}.json").write_text(json.dumps(report, indent=2) + "\n")
     draw(report, docs / "batches.png")
-    print(format_table(report))
+    print(format_table(report), format_costs(report), sep="\n\n")
     different = [
         f"{name} at batch {row['batch_size']}"
         for name, found_rows in methods.items()

@@ -69,7 +69,15 @@ def test_all_methods(
         assert all(row["texts"] == {"compared": 4, "equal": 4} for row in rows)
         assert all(row["ratio"]["median"] > 0 for row in rows)
     assert (out / "batches.png").read_bytes().startswith(b"\x89PNG")
-    assert "| suffix of 8, budget auto | " in capsys.readouterr().out
+    costs = capsys.readouterr().out.split("| with 1 at once | ")[1]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in costs.splitlines()[2:]] == expected
+    row = report["methods"]["draft model, 8"][0]
+    cells = [
+        f"{row['acceptance']['acceptance_length']:.2f}",
+        f"{row['acceptance']['draft_tokens_per_step']:.1f}",
+        *(f"{row['step_ms'][part]:.1f}" for part in ("draft", "verify")),
+    ]
+    assert f"| draft model, 8 | {' | '.join(cells)} | " in costs
     monkeypatch.setattr(
         "sys.argv", ["batches.py", *words, "--only", "EAGLE-1, budget", "lookahead"]
     )
