@@ -86,9 +86,13 @@ bench: $(READY)
 			*/gpu.py) size=; \
 				$(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || \
 				{ echo "no GPU here: $$entry is left out"; continue; };; \
+			*/verify_cost.py) size=; \
+				for weights in int8 "int4 --group-size 64"; do \
+					$(BIN)/python "$$entry" --quantization $$weights || exit 1; done;; \
 			*/batches.py|*/edits.py) size="--size $(SIZE)";; \
 			*) size=;; esac; \
 		$(BIN)/python "$$entry" $$size || exit 1; done
+	@$(BIN)/python -m examples.pycode.methods --output-dir out/methods
 	@$(BIN)/python benchmarks/peers.py --size $(SIZE) --peers $(PEERS) $(PEERS_FLAGS)
 	@case " $(PEERS) " in *" llama.cpp "*) $(BIN)/python benchmarks/contexts.py;; esac
 

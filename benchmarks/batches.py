@@ -4,12 +4,12 @@
     python benchmarks/batches.py [--size full|small|pycode] [--prepare] [--record]
                                  [--batch-sizes 1,2,4,8,16] [--max-output-len 48] [--only NAME...]
 
-Decodes the same held-out prompts with every method and plainly, by turns in one process for each
-engine. A batch size decodes as many prompts as it has rows, at least four. The models are those of
-benchmarks/peers.py, grown once; engines are built if they are not there, or by --prepare, which
-ends then: some minutes that need no quiet machine. Build them anew after a change of the engine.
-Writes batches-SIZE.json and batches.png into --output-dir, or with --record into benchmarks/results
-and docs; fails where a text differs from plain decoding's.
+Decodes the same held-out prompts with every method, between two passes of plain decoding, in one
+process for each engine. A batch size decodes as many prompts as it has rows, at least four. The
+models are those of benchmarks/peers.py, grown once; engines are built if they are not there, or by
+--prepare, which ends then: some minutes that need no quiet machine. Build them anew after a change
+of the engine. Writes batches-SIZE.json and batches.png into --output-dir, or with --record into
+benchmarks/results and docs; fails where a text differs from plain decoding's.
 """
 
 from __future__ import annotations
@@ -120,28 +120,43 @@ def list_ways(name: str, bench: Bench) -> dict[str, Proposer]:
     }
 
 
+def join_pairs(rates: Sequence[float]) -> list[float]:
+    """The rate of each two passes together, which emit the same tokens."""
+    return [2 / (1 / a + 1 / b) for a, b in zip(rates[::2], rates[1::2], strict=True)]
+
+
 def measure(
     bench: Bench, settings: RunSettings, ways: Mapping[str, Proposer], prompts: Sequence[Prompt],
     args: argparse.Namespace,
 ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
-    """By method, a row for each batch size."""
+    """By method, a row for each batch size.
+
+    A method stands between two passes of plain decoding, and its ratio is to both: on a shared host
+    speed drifts within minutes.
+    """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-    everything = {"plain": bench.plain, **ways}
     brief = dataclasses.replace(settings, max_output_len=WARM_UP_TOKENS)
     bench.take_prompts(prompts[:1], brief)
-    for proposer in everything.values():
+    for proposer in (bench.plain, *ways.values()):
         bench.run(proposer, 1)
+    labels = list(dict.fromkeys(name.removesuffix(AUTO) for name in ways))
     for size in args.batch_sizes:
         bench.take_prompts(prompts[: max(size, LEAST_PROMPTS)], settings)
-        passes: dict[str, list[Pass]] = {name: [] for name in everything}
+        passes: dict[str, list[Pass]] = {name: [] for name in ways}
+        beside: dict[str, list[Pass]] = {name: [] for name in ways}
         for number in range(args.repeat):
-            for name in list(everything)[:: -1 if number % 2 else 1]:
-                passes[name].append(bench.run(everything[name], size))
-        rounds = {name: Rounds(turns[0], turns) for name, turns in passes.items()}
-        plain = rounds["plain"]
+            before = bench.run(bench.plain, size)
+            for label in labels[:: -1 if number % 2 else 1]:
+                pair = [name for name in (label, label + AUTO) if name in ways]
+                for name in pair:
+                    passes[name].append(bench.run(ways[name], size))
+                after = bench.run(bench.plain, size)
+                for name in pair:
+                    beside[name] += (before, after)
+                before = after
         for name in ways:
-            ours = rounds[name]
-            ratio = divide(ours.list_rates(), plain.list_rates())
+            ours, plain = (Rounds(turns[0], turns) for turns in (passes[name], beside[name]))
+            ratio = divide(ours.list_rates(), join_pairs(plain.list_rates()))
             found[name].append(
                 {
                     "batch_size": size, "ratio": ratio,
