@@ -5,11 +5,12 @@
                                  [--batch-sizes 1,2,4,8,16] [--max-output-len 48] [--only NAME...]
 
 Decodes the same held-out prompts with every method, between two passes of plain decoding, in one
-process for each engine. A batch size decodes as many prompts as it has rows, at least four. The
-models are those of benchmarks/peers.py, grown once; engines are built if they are not there, or by
---prepare, which ends then: some minutes that need no quiet machine. Build them anew after a change
-of the engine. Writes batches-SIZE.json and batches.png into --output-dir, or with --record into
-benchmarks/results and docs; fails where a text differs from plain decoding's.
+process for each engine. A batch size decodes as many prompts as it has rows, at least four, of
+those whose plain texts do not loop (benchmarks/without_loops.py). The models are those of
+benchmarks/peers.py, grown once; engines are built if they are not there, or by --prepare, which
+ends then: some minutes that need no quiet machine. Build them anew after a change of the engine.
+Writes batches-SIZE.json and batches.png into --output-dir, or with --record into benchmarks/results
+and docs; fails where a text differs from plain decoding's.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.side_by_side import models
 from benchmarks.side_by_side.drafters import write_drafter
 from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES, Models
 from benchmarks.side_by_side.report import lay_out
+from benchmarks.without_loops import choose
 from specdec.bench.combine import pace
 from specdec.bench.engine import Bench, Pass, open_bench
 from specdec.bench.machine import LoadMeter, describe_machine
@@ -82,6 +84,17 @@ def prepare_engines(found: Models, size: str) -> dict[str, Path]:
             ["--max-batch-size", str(models.MAX_BATCH_SIZE)],
         )  # fmt: skip
     return engines
+
+
+def choose_prompts(path: Path, engine_dir: Path, args: argparse.Namespace) -> list[Prompt]:
+    """Those whose texts do not run in circles, which would flatter drafts."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    chosen = set(choose(engine_dir, lines, args.max_output_len))
+    needed = max(LEAST_PROMPTS, *args.batch_sizes)
+    if len(chosen) < needed:
+        sys.exit(f"FAILED: {len(chosen)} of {len(lines)} texts do not loop, {needed} are needed")
+    read = zip(lines, read_prompt_set(path), strict=True)
+    return [prompt for line, prompt in read if line in chosen]
 
 
 def find_engines(found: Models, args: argparse.Namespace) -> dict[str, Path]:
@@ -252,7 +265,7 @@ def main() -> None:
     if args.prepare:
         return
     head, meter = describe_machine(), LoadMeter()
-    prompts = read_prompt_set(PYCODE / "prompts.jsonl")
+    prompts = choose_prompts(PYCODE / "prompts.jsonl", engines["draft-target"], args)
     methods: dict[str, list[dict[str, Any]]] = {}
     for name in ("draft-target", "redrafter", *DRAFTERS):
         drafts: dict[str, Any] = {}

@@ -34,7 +34,7 @@ def test_all_methods(
     make_eagle_drafter(tmp_path)
     make_medusa_heads(tmp_path, name="medusa")
     make_dflash_drafter(tmp_path, target_layers=2, aux_layers=(0,))
-    prompts = ["def add(a, b): return a + b", "class Stack: pass", "import os", "x = 1"]
+    prompts = ["x x x", "def add(a, b): return a + b", "class Stack: pass", "import os", "x = 1"]
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
     )
@@ -48,6 +48,13 @@ def test_all_methods(
         call(stage, *words)
 
     monkeypatch.setattr(models, "call_stage", call_here)
+    few = True
+
+    def choose(engine_dir: Path, lines: list[str], max_output_len: int) -> list[str]:
+        assert (engine_dir.name, max_output_len) == ("draft-target", 6)
+        return [line for line in lines if "x x x" not in line][few:]
+
+    monkeypatch.setattr(batches, "choose", choose)
     out = tmp_path / "out"
     words = ["--size", "pycode", "--batch-sizes", "1,2", "--max-output-len", "6",
              "--folder", str(tmp_path), "--output-dir", str(out)]  # fmt: skip
@@ -56,6 +63,9 @@ def test_all_methods(
     assert built == ["convert", "build"] * 7
     assert not out.exists()
     monkeypatch.setattr("sys.argv", ["batches.py", *words])
+    with pytest.raises(SystemExit, match="3 of 5 texts do not loop, 4 are needed"):
+        batches.main()
+    few = False
     batches.main()
     assert len(built) == 14, "engines that are there are used"
     report = json.loads((out / "batches-pycode.json").read_text())
