@@ -4,9 +4,9 @@
     python benchmarks/without_loops.py --output FILE.jsonl [--prompt-file FILE.jsonl]
                                        [--engine-dir ENGINE] [--max-output-len 64]
 
-Without --engine-dir the shipped pycode model writes them in bfloat16, of which benchmarks/grow.py
-makes larger ones that write the same. For --prompt-file of benchmarks/peers.py and --prompts of
-specdec-bench; bench/repetition.py says what a circle is.
+Without --engine-dir the shipped pycode model writes them in bfloat16. Those that benchmarks/grow.py
+makes of it part from it at near-ties, and loop elsewhere. For --prompt-file of benchmarks/peers.py
+and --prompts of specdec-bench; bench/repetition.py says what a circle is.
 """
 
 from __future__ import annotations

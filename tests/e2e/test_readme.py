@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -43,6 +44,37 @@ def test_readme_leads_to_every_method_and_page() -> None:
     assert [name for name in PAGES if f"]({name}" not in text] == []
     table = text[text.index("## Which method") : text.index("## State")]
     assert [name for name in METHODS if f"](docs/methods/{name}.md)" not in table] == []
+
+
+# A row of the README's methods -> the measured ways, with 1 and with 16 requests at once.
+MEASURED = {
+    "prompt_lookup": ("prompt lookup of 8", "prompt lookup of 8, budget auto"),
+    "suffix": ("suffix of 8", "suffix of 8, budget auto"),
+    "lookahead": ("lookahead [4,4,4]", "lookahead [4,4,4], budget auto"),
+    "draft_target": ("draft model, tree of 8, budget auto",) * 2,
+    "medusa": ("Medusa", "Medusa, budget auto"),
+    "eagle": ("EAGLE-3", "EAGLE-3, budget auto"),
+    "dflash": ("DFlash", "DFlash, budget auto"),
+    "redrafter": ("ReDrafter 1 x 5", "ReDrafter 1 x 5, budget auto"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_readme_has_the_measured_figures(name: str) -> None:
+    """Its table is that of benchmarks/batches.py, and the page says what the method costs."""
+    report = json.loads((ROOT / "benchmarks/results/batches-full-zen4.json").read_text())
+    (line,) = (
+        line for line in README.read_text().splitlines()
+        if line.startswith("|") and f"](docs/methods/{name}.md)" in line
+    )  # fmt: skip
+    shown = [word.rstrip(";,") for word in line.split("|")[3].split()[:3]]
+    assert shown[1] == "and"
+    for figure, label, size in zip(shown[::2], MEASURED[name], (1, 16), strict=True):
+        (row,) = (row for row in report["methods"][label] if row["batch_size"] == size)
+        decimals = len(figure.partition(".")[2])
+        assert figure == f"{row['ratio']['median']:.{decimals}f}", f"{name} with {size}"
+    page = (ROOT / f"docs/methods/{name}.md").read_text()
+    assert "\n## What it costs, and when to choose it\n" in page
 
 
 def list_anchors(page: Path) -> set[str]:
