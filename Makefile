@@ -8,6 +8,7 @@ TESTS ?= tests
 SIZE ?= full
 PEERS ?= specdec transformers llama.cpp openvino
 PEERS_FLAGS ?=
+SERVED = $(if $(filter full,$(SIZE)),full,pycode)
 KERNELS ?=
 
 # PyTorch publishes its CPU build beside PyPI, which has the one for CUDA (several GB). Whoever has
@@ -89,6 +90,7 @@ bench: $(READY)
 			*/verify_cost.py) size=; \
 				for weights in int8 "int4 --group-size 64"; do \
 					$(BIN)/python "$$entry" --quantization $$weights || exit 1; done;; \
+			*/serve.py) size="costs --size $(SERVED)";; \
 			*/batches.py|*/edits.py) size="--size $(SIZE)";; \
 			*) size=;; esac; \
 		$(BIN)/python "$$entry" $$size || exit 1; done
@@ -97,7 +99,8 @@ bench: $(READY)
 		--engine-dir "$$(ls -td out/peers/models/*/engines/draft-target | head -n 1)"
 	@$(BIN)/python benchmarks/peers.py --size $(SIZE) --prompt-file out/without-loops.jsonl \
 		--peers $(PEERS) $(PEERS_FLAGS)
-	@case " $(PEERS) " in *" llama.cpp "*) $(BIN)/python benchmarks/contexts.py;; esac
+	@case " $(PEERS) " in *" llama.cpp "*) $(BIN)/python benchmarks/contexts.py && \
+		$(BIN)/python benchmarks/serve.py load --size $(SERVED);; esac
 
 # Not `python -m build`: here that would run our folder of that name.
 dist: $(READY)

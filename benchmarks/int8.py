@@ -18,7 +18,7 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,13 @@ from specdec.processes import call_stage
 ROOT = Path(__file__).resolve().parent.parent
 PYCODE = ROOT / "examples" / "pycode"
 DTYPES = ("float32", "bfloat16")
-# Endings of engines' names, and how they are built; pycode's sizes are multiples of 64.
+# Endings of engines' names, and how they are built; the pycode target's sizes are multiples of 64.
 KINDS = {
     "": (), "-int8": ("--quantization", "int8"),
     "-int4": ("--quantization", "int4", "--group-size", 64),
     "-int4-32": ("--quantization", "int4", "--group-size", 32),
 }  # fmt: skip
+DRAFT_KINDS = ("", "-int8")  # the draft model's 144 columns make no groups: it stays as it is
 WINDOW = 512
 MAX_OUTPUT_LEN, DRAFT_LEN = 64, 4
 DRAFTERS = {
@@ -77,7 +78,7 @@ def make_engines(folder: Path, dtype: str) -> None:
         make_pair(folder, f"{method}-{dtype}", PYCODE / "target", dtype, flags, ())
     external = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
     make_pair(folder, f"draft_target-{dtype}", PYCODE / "target", dtype, (), external)
-    make_pair(folder, f"draft-{dtype}", PYCODE / "draft", dtype, (), ())
+    make_pair(folder, f"draft-{dtype}", PYCODE / "draft", dtype, (), (), DRAFT_KINDS)
 
 
 def make_pair(
@@ -87,13 +88,14 @@ def make_pair(
     dtype: str,
     convert: Sequence[object],
     build: Sequence[object],
+    kinds: Iterable[str] = KINDS,
 ) -> None:
     checkpoint = folder / f"{name}-checkpoint"
     call("convert", "--model-dir", model, "--output-dir", checkpoint, "--dtype", dtype, *convert)
-    for ending, flags in KINDS.items():
+    for ending in kinds:
         call(
             "build", "--checkpoint-dir", checkpoint, "--output-dir", folder / f"{name}{ending}",
-            "--backend", "torch", *build, *flags,
+            "--backend", "torch", *build, *KINDS[ending],
         )  # fmt: skip
 
 
@@ -217,7 +219,9 @@ def make_variant(
 def load_engine(folder: Path, method: str, ending: str) -> TorchEngine:
     engine = TorchEngine(folder / f"{method}-{ending}", device="cpu")
     if method == "draft_target":
-        draft = TorchEngine(folder / f"draft-{ending}", device="cpu")
+        dtype = ending.split("-")[0]
+        own = ending if ending.removeprefix(dtype) in DRAFT_KINDS else dtype
+        draft = TorchEngine(folder / f"draft-{own}", device="cpu")
         attach_draft(engine, draft, draft_len=DRAFT_LEN, use_logits=False)
     return engine
 

@@ -48,7 +48,9 @@ def make_engine(folder: Path, sizes: dict[str, int]) -> tuple[Path, float]:
     convert = ["--model-dir", str(PYCODE / "target"), "--dtype", "bfloat16"]
     call_stage("convert", [*convert, "--output-dir", str(checkpoint)])
     build = ["--checkpoint-dir", str(checkpoint), "--output-dir", str(engine)]
-    call_stage("build", [*build, "--quantization", "int4", "--group-size", "64"])
+    # Not packed on disk: what is packed there would be of the small model.
+    build += ["--quantization", "int4", "--group-size", "64", "--packed-weights", "disable"]
+    call_stage("build", build)
     config = read_json(engine / "config.json")
     config["pretrained_config"] |= sizes
     write_json(engine / "config.json", config)
@@ -88,7 +90,7 @@ def measure(engine_dir: Path) -> dict[str, Any]:
             peaks[part] = max(peaks[part], read_own_memory() - before)
             time.sleep(0.01)
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)  # it ends with us, should loading fail
     thread.start()
     began = time.perf_counter()
     engine = TorchEngine(engine_dir, device="cpu")

@@ -44,7 +44,7 @@ class Size:
 SIZES = {
     "pycode": Size((), 8, 128, 5.0, 10.0),
     "small": Size(
-        ("--layers", "8", "--hidden", "1024", "--intermediate", "2816", "--heads", "16",
+        ("--layers", "12", "--hidden", "1024", "--intermediate", "2816", "--heads", "16",
          "--kv-heads", "4", "--head-size", "64", "--exit-dim", "1024"),
         4, 64, 7.0, 12.0,
     ),

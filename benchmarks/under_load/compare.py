@@ -49,7 +49,7 @@ from .servers import (
 HEADING = "## Servers under load, {size}: `serve.py load`"
 # Of benchmarks/grow.py. Heads of 64 and 32: vLLM has none of pycode's 40 and 24 on a CPU.
 SHAPES = {
-    "pycode": ("--layers", "6", "--hidden", "320", "--intermediate", "896", "--heads", "8",
+    "pycode": ("--layers", "12", "--hidden", "320", "--intermediate", "1664", "--heads", "8",
                "--kv-heads", "4", "--head-size", "64"),
     "full": ("--layers", "22", "--hidden", "2048", "--intermediate", "5632", "--heads", "32",
              "--kv-heads", "4", "--head-size", "64"),

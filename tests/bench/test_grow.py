@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks import grow as shipped_grow
 from benchmarks.side_by_side.drafters import write_drafter
+from benchmarks.side_by_side.models import PYCODE, SIZES
+from benchmarks.under_load.compare import DRAFT_SHAPE, SHAPES
 from specdec.bench.engine import open_bench
 from specdec.bench.prompts import read_prompt_set
 from specdec.decode.accept import Candidates
@@ -199,3 +204,26 @@ def test_shapes_that_cannot_be(
 ) -> None:
     with pytest.raises(SystemExit, match=message):
         run_grow(grow, small, tmp_path, *flags)
+
+
+def test_every_shape_of_the_benchmarks_holds_the_shipped_models() -> None:
+    """They are grown where a benchmark runs, hours after it was started perhaps."""
+    shapes = [("target", shape) for shape in (*SHAPES.values(), *(s.shape for s in SIZES.values()))]
+    for name, shape in [*shapes, ("draft", DRAFT_SHAPE)]:
+        if shape:
+            config = json.loads((PYCODE / name / "config.json").read_text())
+            words = ["--model-dir", "in", "--output-dir", "out", *shape]
+            args = shipped_grow.parse_args(words)
+            assert shipped_grow.grow_config(config, args)["vocab_size"] == 4096
+
+
+def test_the_memory_of_an_engine_is_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "memory.py", "--layers", "1", "--hidden", "512",
+         "--intermediate", "512"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["matrices_gb"] > 0
+    assert report["is_within_bound"]
