@@ -95,8 +95,7 @@ bench: $(READY)
 			*) size=;; esac; \
 		$(BIN)/python "$$entry" $$size || exit 1; done
 	@$(BIN)/python -m examples.pycode.methods --output-dir out/methods
-	@$(BIN)/python benchmarks/without_loops.py --output out/without-loops.jsonl \
-		--engine-dir "$$(ls -td out/peers/models/*/engines/draft-target | head -n 1)"
+	@$(BIN)/python benchmarks/without_loops.py --size $(SIZE) --output out/without-loops.jsonl
 	@$(BIN)/python benchmarks/peers.py --size $(SIZE) --prompt-file out/without-loops.jsonl \
 		--peers $(PEERS) $(PEERS_FLAGS)
 	@case " $(PEERS) " in *" llama.cpp "*) $(BIN)/python benchmarks/contexts.py && \

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import contexts, without_loops
 from benchmarks.contexts import Ours, Theirs, compare, format_rows, measure
+from benchmarks.side_by_side import models
 from specdec.bench.engine import Bench, open_bench
 from specdec.run.settings import RunSettings
 
@@ -149,3 +150,22 @@ def test_prompts_whose_texts_do_not_loop(
     without_loops.main()
     assert output.read_text().splitlines() == [lines[0], lines[2]]
     assert capsys.readouterr().out == "2 of 3 texts do not loop\n"
+    # By the engine that is left of a size.
+    found = models.Models(tmp_path, tmp_path, tmp_path, tmp_path)
+    monkeypatch.setattr(without_loops, "prepare_models", lambda *_: found)
+    loaded: list[Path] = []
+
+    def load(path: Path, **_: Any) -> FakeEngine:
+        loaded.append(path)
+        return FakeEngine()
+
+    monkeypatch.setattr(FakeEngine, "load", load)
+    words = ["--prompt-file", source, "--output", output, "--size", "small"]
+    monkeypatch.setattr("sys.argv", ["without_loops.py", *map(str, words)])
+    with pytest.raises(SystemExit, match="batches.py --size small --prepare"):
+        without_loops.main()
+    engine = tmp_path / "engines" / "draft-target"
+    engine.mkdir(parents=True)
+    (engine / "config.json").touch()
+    without_loops.main()
+    assert loaded == [engine]

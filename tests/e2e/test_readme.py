@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,10 +60,16 @@ MEASURED = {
 }
 
 
+def read_measured() -> dict[str, Any]:
+    """By way of decoding, rows by the number of requests, as benchmarks/batches.py wrote them."""
+    report = json.loads((ROOT / "benchmarks/results/batches-full-zen4.json").read_text())
+    methods: dict[str, Any] = report["methods"]
+    return methods
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_readme_has_the_measured_figures(name: str) -> None:
-    """Its table is that of benchmarks/batches.py, and the page says what the method costs."""
-    report = json.loads((ROOT / "benchmarks/results/batches-full-zen4.json").read_text())
+    methods = read_measured()
     (line,) = (
         line for line in README.read_text().splitlines()
         if line.startswith("|") and f"](docs/methods/{name}.md)" in line
@@ -70,11 +77,36 @@ def test_readme_has_the_measured_figures(name: str) -> None:
     shown = [word.rstrip(";,") for word in line.split("|")[3].split()[:3]]
     assert shown[1] == "and"
     for figure, label, size in zip(shown[::2], MEASURED[name], (1, 16), strict=True):
-        (row,) = (row for row in report["methods"][label] if row["batch_size"] == size)
+        (row,) = (row for row in methods[label] if row["batch_size"] == size)
         decimals = len(figure.partition(".")[2])
         assert figure == f"{row['ratio']['median']:.{decimals}f}", f"{name} with {size}"
+
+
+@pytest.mark.parametrize("name", [*METHODS, "chain"])
+def test_every_method_says_what_it_costs(name: str) -> None:
+    """With rows of the same report."""
+    methods = json.loads((ROOT / "benchmarks/results/batches-full-zen4.json").read_text())[
+        "methods"
+    ]
     page = (ROOT / f"docs/methods/{name}.md").read_text()
-    assert "\n## What it costs, and when to choose it\n" in page
+    section = page.split("\n## What it costs, and when to choose it\n")[1].split("\n## ")[0]
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines() if line.startswith("|")
+    ][2:]  # fmt: skip
+    assert shown
+    for label, *cells in shown:
+        one, parts = methods[label][0]["acceptance"], methods[label][0]["step_ms"]
+        ratios = [
+            ", ".join(
+                f"{row['ratio']['median']:.2f}" for row in rows if row["batch_size"] in (1, 4, 16)
+            )
+            for rows in (methods[label], methods[f"{label}, budget auto"])
+        ]
+        assert cells == [
+            f"{one['acceptance_length']:.2f}", f"{one['draft_tokens_per_step']:.1f}",
+            f"{parts['draft']:.1f} of {parts['total']:.1f}", *ratios,
+        ]  # fmt: skip
 
 
 def list_anchors(page: Path) -> set[str]:
