@@ -94,6 +94,11 @@ class PromptStateRecorder(StateRecorder):
         self._passes: dict[int, list[Tensor]] = {}  # by row
         self._prompts: dict[int, Tensor] = {}  # by the request's index
 
+    @property
+    def follows_last(self) -> bool:
+        """See PromptFollower."""
+        return not self._decoder.observed_layers
+
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Start a row over; no prefix is shared."""
         assert length == 0

@@ -335,9 +335,12 @@ class Batch:
     def _follow_prompts(self) -> None:
         """Let those have the states of prompts that want them."""
         proposer = self.proposer
-        self._reader.follow = proposer.follow if isinstance(proposer, PromptFollower) else None
+        reader = self._reader
+        reader.follow, reader.reads_all = None, False
+        if isinstance(proposer, PromptFollower):
+            reader.follow, reader.reads_all = proposer.follow, proposer.follows_last
         if any(request.request.tells_prompt for request in self._reading):
-            self._reader.follow = self._tell_prompts
+            reader.follow, reader.reads_all = self._tell_prompts, True
 
     def _tell_prompts(
         self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
@@ -396,7 +399,7 @@ class Batch:
         with self._clocks["draft"]:
             candidates = self._propose(active, drafts=drafts)
         trees = [c.tree for c in candidates]
-        size = max(tree.num_nodes for tree in trees)
+        size = num_nodes = max(tree.num_nodes for tree in trees)
         verified = len(active), len(active) * size
         if drafts:
             self._drafted_size = size
@@ -412,11 +415,10 @@ class Batch:
             all_states = self.decoder.forward(step, self.cache)
             states, read = all_states[: len(active)], all_states[len(active) :]  # [B, T, D]
             ended = all_states[:0, 0] if reading is None else reading.pick_last(read)
-            logits = self.decoder.compute_logits(
-                torch.cat((states.flatten(0, 1), ended)) if len(ended) else states.flatten(0, 1)
-            )
-            first_logits = logits[len(active) * size :, None]  # [E, 1, V]
-            logits = logits[: len(active) * size].view(len(active), size, -1)  # [B, T, V]
+            own = states[:, :num_nodes].flatten(0, 1)
+            logits = self.decoder.compute_logits(torch.cat((own, ended)) if len(ended) else own)
+            first_logits = logits[len(active) * num_nodes :, None]  # [E, 1, V]
+            logits = logits[: len(active) * num_nodes].view(len(active), num_nodes, -1)
         with self._clocks["draft"]:
             best = self._draft_ahead(step, trees, states, logits)
         lengths = [len(r.output_ids) for r in active]
@@ -612,23 +614,29 @@ def pack_step(trees: Sequence[Tree], rows: np.ndarray, cache: KVCache, size: int
     size = max(size, *(tree.num_nodes for tree in trees))
     tokens = np.zeros((len(trees), size), np.int64)
     positions = np.zeros((len(trees), size), np.int64)
+    wanted = np.zeros((len(trees), size), np.bool_)
     mask = np.zeros((len(trees), size, size), np.bool_)
     mask[:, np.arange(size), np.arange(size)] = True
     for at, (tree, row) in enumerate(zip(trees, rows, strict=True)):
         num_nodes = tree.num_nodes
-        tokens[at, :num_nodes] = tree.tokens
+        tokens[at, :num_nodes], wanted[at, :num_nodes] = tree.tokens, True
         positions[at, :num_nodes] = cache.past_lens[row] + tree.depths
         mask[at, :num_nodes, :num_nodes] = build_tree_mask(tree)
-    return Step(rows=rows, tokens=tokens, positions=positions, tree_mask=mask)
+    return Step(rows=rows, tokens=tokens, positions=positions, tree_mask=mask, wanted=wanted)
 
 
 def join_steps(first: Step, second: Step, cache: KVCache) -> Step:
     """One step of the rows of two, which are of the same size."""
     pasts = [find_past(step, cache) for step in (first, second)]
+    wanted = [
+        np.ones(step.tokens.shape, np.bool_) if step.wanted is None else step.wanted
+        for step in (first, second)
+    ]
     return Step(
         rows=np.concatenate((first.rows, second.rows)),
         tokens=np.concatenate((first.tokens, second.tokens)),
         positions=np.concatenate((first.positions, second.positions)),
         tree_mask=np.concatenate((first.tree_mask, second.tree_mask)),
         past=np.concatenate(pasts),
+        wanted=np.concatenate(wanted),
     )

@@ -83,8 +83,12 @@ class Reading:
 
     def pick_last(self, states: Tensor) -> Tensor:
         """The states [E, D] of the last tokens of prompts that end, of the step's [B, T, D]."""
-        last = self.first * self.size + np.array(self.counts) - 1
-        return states.reshape(-1, states.shape[-1])[to_device(last[self.ended], states.device)]
+        return states.reshape(-1, states.shape[-1])[to_device(self.find_last(), states.device)]
+
+    def find_last(self) -> IntArray:
+        """Where the last tokens [E] of prompts that end are, among the step's, row after row."""
+        last: IntArray = self.first * self.size + np.array(self.counts) - 1
+        return last[self.ended]
 
     def gather(self, states: Tensor) -> Tensor:
         """Those of all tokens, of the step's [B, T, D], a row for each prompt."""
@@ -102,7 +106,8 @@ class PromptReader:
     of the step as it takes; else rows of like length do. Padding is never committed. Who is first:
     each prompt should be read by the time that as many tokens more as it has were, and the one that
     is due first goes first. So short ones overtake long ones, and nobody waits forever.
-    follow: called after every pass; None for nobody.
+    follow: called after every pass; None for nobody. reads_all: whether it reads the states of all
+    tokens, not of those alone with which prompts end.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class PromptReader:
         follow: Follow | None = None,
     ) -> None:
         self._decoder, self._cache, self.follow = decoder, cache, follow
+        self.reads_all = follow is not None
         self._max_num_tokens = max_num_tokens
         self._prompts: dict[int, Sequence[int]] = {}  # by row, the one that is due first first
         self._due: dict[int, int] = {}
@@ -176,11 +182,16 @@ class PromptReader:
         rows = sorted(counts)
         starts, sizes = past[rows].tolist(), [counts[row] for row in rows]
         first = np.cumsum([0, *(-(-count // size) for count in sizes)])
-        return Reading(
+        reading = Reading(
             rows=rows, starts=starts, counts=sizes, first=first[:-1],
             ended=np.flatnonzero([left[row] == counts[row] for row in rows]),
             step=self._pack(rows, starts, sizes, size),
         )  # fmt: skip
+        if self.reads_all:
+            return reading
+        wanted = np.zeros(reading.step.tokens.shape, np.bool_)
+        wanted.flat[reading.find_last()] = True
+        return dataclasses.replace(reading, step=dataclasses.replace(reading.step, wanted=wanted))
 
     def finish(self, reading: Reading, states: Tensor) -> None:
         """Commit what a step has read, of which these are the states [B, T, D]."""

@@ -1428,12 +1428,12 @@ struct LaneMemory {
 // qkv: [B, T, (N + 2K) H], normed and rotated in place; cache: keys [R, K, S, H] then values of one
 // layer; positions, lines: [B, T], the token's place in the sequence and its line of the tables;
 // tree_mask: [B, T, C], of the C newest tokens in the cache, the step's own last (C is T where there
-// is a window); out: [B, T, N H].
+// is a window); out: [B, T, N H]. wanted: [B, T], zero where out may be anything, or null.
 template <typename E>
 void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
             const int64_t *positions, const int64_t *lines, const int64_t *past,
             const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,
-            int64_t H, int64_t R, int64_t S) {
+            int64_t H, int64_t R, int64_t S, const uint8_t *wanted = nullptr) {
   const int64_t stride = (N + 2 * K) * H, group = N / K, head = S * H;
   const int64_t rotated = how.rotated, window = how.window;
   constexpr bool kByBands = kSumsBands && std::is_same<E, bf16>::value;
@@ -1541,6 +1541,11 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
     };
     const auto get_token = [&](int64_t q) { return (first + q) / group; };
     const auto get_head = [&](int64_t q) { return k * group + (first + q) % group; };
+    const auto is_wanted = [&] {
+      const auto is_set = [](uint8_t own) { return own != 0; };
+      return wanted == nullptr || std::any_of(wanted + b * T + get_token(0),
+                                              wanted + b * T + get_token(count - 1) + 1, is_set);
+    };
     const auto finish = [&] {
       for (int64_t q = 0; q < count; ++q) {
         float *sums = whole.sums + q * width;
@@ -1725,6 +1730,7 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
     if (parts == 1) {
       member.share(items, [&](int64_t item) {
         set_item(item);
+        if (!is_wanted()) return;
         whole.clear(count);
         run_part(
             0, [&](int64_t) { return block_found; },
@@ -1734,6 +1740,7 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
     } else {
       member.share(items * parts, [&](int64_t at) {
         set_item(at / parts);
+        if (!is_wanted()) return;
         run_part(
             at % parts, [&](int64_t block) { return find_kept(at / parts, block); },
             [](const Found &) {});
@@ -1741,6 +1748,7 @@ void attend(E *qkv, E *cache, const Attention<E> &how, const int64_t *rows,
       member.meet();
       member.share(items, [&](int64_t item) {
         set_item(item);
+        if (!is_wanted()) return;
         whole.clear(count);
         for (int64_t i = 0; i < ranges[b].count(); ++i) whole.add(find_kept(item, i), count);
         finish();
@@ -3327,6 +3335,30 @@ void cap_logits(E *x, int64_t count, float scale, float cap) {
   });
 }
 
+// Moves the wanted rows of x [M, width] to its beginning; returns how many they are.
+template <typename E>
+int64_t gather_rows(E *x, int64_t M, int64_t width, const uint8_t *wanted) {
+  int64_t count = 0;
+  for (int64_t m = 0; m < M; ++m)
+    if (wanted[m] != 0) {
+      if (count < m) std::memcpy(x + count * width, x + m * width, sizeof(E) * width);
+      ++count;
+    }
+  return count;
+}
+
+// Moves the first rows of x back to where they are wanted; the others are zeros.
+template <typename E>
+void spread_rows(E *x, int64_t M, int64_t width, const uint8_t *wanted, int64_t count) {
+  for (int64_t m = M - 1; m >= 0; --m) {
+    E *to = x + m * width;
+    if (wanted[m] == 0)
+      std::memset(static_cast<void *>(to), 0, sizeof(E) * width);
+    else if (--count < m)
+      std::memcpy(to, x + count * width, sizeof(E) * width);
+  }
+}
+
 // The layers of a decoder over one step's tokens. Legend as above; M = B T tokens. weights of a
 // layer, in order: weight and bias of input norm, QKV, dense, post norm, up (gate and up stacked
 // where it is gated), down; weights of the norms of queries and of keys; weight and bias of the norm
@@ -3335,8 +3367,9 @@ void cap_logits(E *x, int64_t count, float scale, float cap) {
 // null. tables: cosines and sines by turns, null for layers without positions; attending: of each
 // layer its window and the number of its table. first: [M, first_depth], what the first layer's
 // attention reads, or null where that is its normed input. x: [M, D], overwritten by the last layer's
-// output; out: [M, D], its norm; observed: [number of them, M, D]. Matrices are of type W, all else
-// is of type E.
+// output; out: [M, D], its norm; observed: [number of them, M, D]. wanted: [M], zero for tokens of
+// which the last layer writes no more than keys and values: what x, out and observed have of them is
+// zeros; or null. Matrices are of type W, all else is of type E.
 struct Shape {
   int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, num_layers, activation;
   int64_t is_gated, observing, is_integer;
@@ -3354,10 +3387,12 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
                 const Experts *experts, E *cache, const E *const *tables, const int64_t *attending,
                 const int64_t *rows, const int64_t *positions, const int64_t *lines,
                 const int64_t *past, const uint8_t *tree_mask, const int64_t *observed_layers,
-                E *observed, const Shape &shape, const Scalars &scalars) {
+                E *observed, const uint8_t *wanted, const Shape &shape, const Scalars &scalars) {
   const Shape &s = shape;
   const float epsilon = scalars.epsilon, share = scalars.share;
-  const int64_t M = s.B * s.T, heads = (s.N + 2 * s.K) * s.H, inner = s.I * (1 + s.is_gated);
+  const int64_t num_tokens = s.B * s.T;
+  int64_t M = num_tokens;
+  const int64_t heads = (s.N + 2 * s.K) * s.H, inner = s.I * (1 + s.is_gated);
   const int64_t layer_cache = 2 * s.R * s.K * s.S * s.H;
   std::vector<E> qkv(M * heads), attended(M * s.N * s.H), mixed(M * s.D), up(M * inner);
   std::vector<E> gated(s.is_gated ? M * s.I : 0), second(M * s.D);
@@ -3373,10 +3408,21 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
                               rotated, attending[2 * layer], scalars.scale, scalars.cap,
                               epsilon};
     const bool given = layer == 0 && first != nullptr;
+    const bool is_cut = wanted != nullptr && layer + 1 == s.num_layers;
     multiply(given ? first : out, M, given ? s.first_depth : s.D, matrix(2), w[3], heads,
              qkv.data());
     attend(qkv.data(), cache + layer * layer_cache, how, rows, positions, lines, past, tree_mask,
-           attended.data(), s.B, s.T, s.C, s.N, s.K, s.H, s.R, s.S);
+           attended.data(), s.B, s.T, s.C, s.N, s.K, s.H, s.R, s.S, is_cut ? wanted : nullptr);
+    if (is_cut) {
+      gather_rows(attended.data(), M, s.N * s.H, wanted);
+      if (w[6] == nullptr) gather_rows(out, M, s.D, wanted);  // which the MLP reads, too
+      M = gather_rows(x, M, s.D, wanted);
+      if (M == 0) {
+        std::memset(static_cast<void *>(x), 0, sizeof(E) * num_tokens * s.D);
+        std::memset(static_cast<void *>(out), 0, sizeof(E) * num_tokens * s.D);
+        return;
+      }
+    }
     multiply(attended.data(), M, s.N * s.H, matrix(4), w[5], s.D, mixed.data());
     if (w[6] != nullptr)
       add_norm(x, mixed.data(), w + 14, share, w[6], w[7], out, M, s.D, epsilon);
@@ -3403,8 +3449,13 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
       for (int64_t i = 0; i < M * s.D; ++i)
         store(mixed[i], to_float(mixed[i]) + to_float(second[i]));
     add_norm(x, mixed.data(), w + 16, share, next[0], next[1], out, M, s.D, epsilon);
+    if (is_cut) {
+      spread_rows(x, num_tokens, s.D, wanted, M);
+      spread_rows(out, num_tokens, s.D, wanted, M);
+    }
+    const int64_t size = num_tokens * s.D;
     for (int64_t i = 0; i < s.observing; ++i)
-      if (observed_layers[i] == layer) std::memcpy(observed + i * M * s.D, x, sizeof(E) * M * s.D);
+      if (observed_layers[i] == layer) std::memcpy(observed + i * size, x, sizeof(E) * size);
   }
 }
 
@@ -3414,7 +3465,7 @@ extern "C" {
 
 // Bumped with every change of a signature below, or of the order of packed numbers or of sums;
 // checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 17; }
+int64_t specdec_abi_version() { return 18; }
 
 // Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -3471,7 +3522,7 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
       const void *experts, E *cache, const E *const *tables, const int64_t *attending,            \
       const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, const int64_t *observed_layers, E *observed,                      \
-      const int64_t *shape, const float *scalars) {                                               \
+      const uint8_t *wanted, const int64_t *shape, const float *scalars) {                        \
     Shape sizes;                                                                                  \
     std::memcpy(&sizes, shape, sizeof sizes);                                                     \
     Scalars numbers;                                                                              \
@@ -3480,7 +3531,7 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
     with_crew(sizes.B * sizes.T * sizes.D * sizes.D > kParallelWork, [&] {                        \
       run(x, first, out, weights, final_norm, static_cast<const Experts *>(experts), cache,       \
           tables, attending, rows, positions, lines, past, tree_mask, observed_layers, observed,  \
-          sizes, numbers);                                                                        \
+          wanted, sizes, numbers);                                                                \
     });                                                                                           \
   }                                                                                               \
   void specdec_mix_experts_##suffix(const E *x, int64_t M, int64_t D, const void *experts, E *out, \

@@ -32,7 +32,7 @@ from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 17
+ABI_VERSION = 18
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Activations of a gated MLP, by the kernel that computes them.
 GATES = {
@@ -255,7 +255,7 @@ class NativeKernels:
             f"specdec_multiply_integers_{suffix}",
             [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER],
         )
-        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 18)
+        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 19)
         self._pack_router = self._bind("specdec_pack_matrix_f32", [_POINTER, _INT, _INT, _POINTER])
         self._mix_experts = self._bind(
             f"specdec_mix_experts_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT]
@@ -556,11 +556,14 @@ class NativeKernels:
         plan: StepPlan,
         observed_layers: Sequence[int],
         first_input: Tensor | None = None,
+        wanted: BoolArray | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """All layers of a decoder over one step, in one call.
 
         x: [B, T, D], overwritten by the last layer's output; cache: [layers, 2, R, K, S, H];
         first_input: [B, T, F], what the first layer's attention reads, its normed input if None.
+        wanted: [B, T], the tokens whose last output is computed; zeros are that of others. Not
+        where the last layer is observed.
         Returns the last layer's output normed, [B, T, D], and the outputs of `observed_layers`,
         [B, T, n * D].
         """
@@ -580,6 +583,12 @@ class NativeKernels:
             self._check_step(plan, num_rows, num_positions, table)
         if any(not 0 <= layer < layers.num_layers for layer in observed_layers):
             raise ValueError(f"layers {observed_layers} of {layers.num_layers}")
+        if wanted is not None:
+            wanted = np.ascontiguousarray(wanted)
+            if wanted.shape != x.shape[:2] or wanted.dtype != np.bool_:
+                raise ValueError(f"wanted tokens are {wanted.dtype} {wanted.shape}, of {x.shape}")
+            if layers.num_layers - 1 in observed_layers:
+                raise ValueError("the last layer is observed, and not wanted of all tokens")
         out = torch.empty_like(x)
         observed = x.new_empty((len(observed_layers), *x.shape)) if observed_layers else None
         chosen = np.array(observed_layers, np.int64)
@@ -599,7 +608,8 @@ class NativeKernels:
             None if layers.experts is None else layers.experts.ctypes.data,
             cache.data_ptr(), layers.table_pointers.ctypes.data,
             layers.attending.ctypes.data, *plan.pointers, chosen.ctypes.data,
-            _get_pointer(observed), shape.ctypes.data, layers.scalars.ctypes.data,
+            _get_pointer(observed), None if wanted is None else wanted.ctypes.data,
+            shape.ctypes.data, layers.scalars.ctypes.data,
         )  # fmt: skip
         if observed is not None:
             observed = torch.cat(list(observed), dim=-1)

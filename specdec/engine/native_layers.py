@@ -110,9 +110,10 @@ class NativeLayers:
         observed_layers: tuple[int, ...],
         first_input: Tensor | None,
     ) -> Outcome:
+        is_last_observed = len(self.stack.layers) - 1 in observed_layers
         return self.kernels.run_layers(
             x, self._packed, cache.blocks, plan_step(self.kernels, step, cache), observed_layers,
-            first_input,
+            first_input, None if is_last_observed else step.wanted,
         )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ class Step:
     more columns, [B, T, N], begins with those of earlier steps that were not committed.
     past: [B], positions that each row sees, where these are not what is committed: of a text that
     goes on in several rows of the step, each sees those before it.
+    wanted: [B, T], the tokens whose last states are read; None is all. What a forward pass returns
+    of others may be anything: the last layer need not go on with them.
     """
 
     rows: IntArray
@@ -23,3 +25,4 @@ class Step:
     positions: IntArray
     tree_mask: BoolArray
     past: IntArray | None = None
+    wanted: BoolArray | None = None

@@ -364,9 +364,10 @@ struct Checks {
       return cache;
     }
 
-    // The states [B, T, D] after tokens on top of past[b] others.
+    // The states [B, T, D] after tokens on top of past[b] others. wanted: [B, T], or empty for all.
     Numbers step(Numbers &cache, const std::vector<int64_t> &past,
-                 const std::vector<int64_t> &tokens, const std::vector<int64_t> &parents) const {
+                 const std::vector<int64_t> &tokens, const std::vector<int64_t> &parents,
+                 const std::vector<uint8_t> &wanted = {}) const {
       const int64_t B = static_cast<int64_t>(past.size());
       const int64_t n = static_cast<int64_t>(tokens.size());
       std::vector<uint8_t> mask(B * n * n);
@@ -390,10 +391,10 @@ struct Checks {
       find<void(E *, const E *, E *, const void *const *, const void *const *, const void *, E *,
                 const E *const *, const int64_t *, const int64_t *, const int64_t *,
                 const int64_t *, const int64_t *, const uint8_t *, const int64_t *, E *,
-                const int64_t *, const float *)>(name("specdec_run_layers"))(
+                const uint8_t *, const int64_t *, const float *)>(name("specdec_run_layers"))(
           x.data(), nullptr, out.data(), pointers.data(), final_norm.data(), nullptr,
           cache.data(), tables, attending, rows.data(), positions.data(), positions.data(), past.data(), mask.data(),
-          nullptr, nullptr, shape, scalars);
+          nullptr, nullptr, wanted.empty() ? nullptr : wanted.data(), shape, scalars);
       return out;
     }
   };
@@ -421,6 +422,19 @@ struct Checks {
                           states.begin() + (nodes[i] + 1) * layers.D,
                           expected.begin() + static_cast<int64_t>(i) * layers.D),
                what + ", token " + std::to_string(i) + where);
+      // Of the last layer every fourth token, then none: no bit of those or of the cache changes.
+      for (int64_t every : {4, 0}) {
+        const int64_t M = static_cast<int64_t>(states.size()) / layers.D;
+        std::vector<uint8_t> wanted(M);
+        for (int64_t m = 0; m < M; ++m) wanted[m] = every > 0 && m % every == every - 1;
+        Numbers own = layers.make_cache(), kept = states;
+        for (int64_t i = 0; i < M * layers.D; ++i)
+          if (wanted[i / layers.D] == 0) kept[i] = E();
+        const Numbers some = layers.step(own, pasts, tokens, parents, wanted);
+        expect(add_bits(kStart, own) == add_bits(kStart, fresh) &&
+                   add_bits(kStart, some) == add_bits(kStart, kept),
+               what + ", every " + std::to_string(every) + "th token wanted" + where);
+      }
     };
     const std::vector<int64_t> tokens = {5, 9, 8, 2, 30, 17, 23, 41, 50};
     const std::vector<int64_t> parents = {-1, 0, 0, 1, 3, 3, 4, 4, 7}, nodes = {0, 1, 3, 4, 7};

@@ -8,6 +8,7 @@ to near-ties, wherever the native kernels run a step.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,16 @@ def test_all_arithmetic_has_the_same_bits(library: Path, dtype: str) -> None:
 
 
 @in_every_form
+@torch.inference_mode()
+def test_attention_beside_an_mlp_has_the_same_bits(library: Path) -> None:
+    """Both read one norm."""
+    check_bits(make_decoder(
+        library, "bfloat16", 6, 2, None, is_int8=False, architecture="PhiForCausalLM",
+        hidden_act="gelu_new",
+    ))  # fmt: skip
+
+
+@in_every_form
 @pytest.mark.parametrize(
     ("dtype", "is_int8"), [("bfloat16", False), ("float16", False), ("bfloat16", True)]
 )
@@ -177,6 +188,33 @@ def check_bits(decoder: Decoder) -> None:
             for node, (state, logit) in zip(NODES, expected, strict=True):
                 assert torch.equal(states[row, node], state)
                 assert torch.equal(logits[row, node], logit)
+    check_wanted(decoder, states, past_len)
+
+
+def check_wanted(decoder: Decoder, expected: torch.Tensor, past_len: int) -> None:
+    """The last layer goes on with what is wanted: no bit of that or of the cache changes.
+
+    expected: the states of a step of three rows.
+    """
+    step = make_step([past_len] * len(expected), make_tree(TOKENS, PARENTS))
+    cache = fill(decoder, len(expected), past_len)
+    before = cache.blocks.clone()
+    decoder.forward(step, cache)
+    after = cache.blocks.clone()
+    for nodes in ([], [(0, 8)], [(0, 0), (2, 3), (2, 8)], [*np.ndindex(3, 9)]):
+        wanted = np.zeros(step.tokens.shape, np.bool_)
+        for node in nodes:
+            wanted[node] = True
+        cache.blocks.copy_(before)
+        states = decoder.forward(dataclasses.replace(step, wanted=wanted), cache)
+        assert torch.equal(states[wanted], expected[wanted])
+        assert not states[~wanted].any(), "nothing is computed of the others"
+        assert torch.equal(cache.blocks, after)
+    decoder.observed_layers = (1, 3)
+    states = decoder.forward(dataclasses.replace(step, wanted=np.zeros_like(wanted)), cache)
+    assert decoder.observed is not None
+    assert torch.equal(states, expected), "what is observed of the last layer is whole"
+    decoder.observed_layers = ()
 
 
 @in_every_form

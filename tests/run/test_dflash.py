@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from specdec.decode.accept import Candidates
+from specdec.decode.drafters import base
 from specdec.decode.drafters.dflash import DFlashProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import ActiveRequest, Request
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.step import Step
 from specdec.errors import SpecDecError
 from tests.conftest import make_dflash_drafter, make_llama
 from tests.engine.dflash_reference import DFlashReference
@@ -126,6 +130,8 @@ def test_logits_are_the_reference_s(case: Case) -> None:
     with torch.inference_mode():
         for end in (20, 25):
             fill_cache(decoder, cache, [0], [text[: end - 1]], 7, proposer.follow)
+            assert proposer._cache.past_lens[0] < end - 1, "nothing is made before it is needed"
+            proposer._read([0])
             hidden = net.run_blocks(proposer._cache, np.array([0]), np.array([text[end - 1]]))
             found = net.compute_logits(hidden)[0].double()
             wanted = case.reference.compute_logits(text[:end])
@@ -147,8 +153,15 @@ def test_drafts_are_the_reference_s(case: Case) -> None:
                 assert paths == wanted
 
 
-def test_drafts_depend_on_the_text_alone(case: Case) -> None:
-    """Not on the batch, a row's last request, chunks of prompts, or a prefix from the cache."""
+@pytest.mark.parametrize("most_waiting", [base.MOST_WAITING, 5, 0])
+def test_drafts_depend_on_the_text_alone(
+    case: Case, most_waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on the batch, a row's last request, chunks of prompts, or a prefix from the cache.
+
+    Nor on how many states wait, and for how long.
+    """
+    monkeypatch.setattr(base, "MOST_WAITING", most_waiting)
     case.proposer.use_tree()
     stem = [7, 3, 9, 22, 41, 13, 6, 80]
     prompts = [*PROMPTS, [*stem, 5, 5], [*stem, 9], stem, [*stem[:4], 90, 91]]
@@ -160,6 +173,56 @@ def test_drafts_depend_on_the_text_alone(case: Case) -> None:
     ):  # fmt: skip
         drafts = record(case, requests, **options)
         assert [drafts[request.index] for request in requests] == alone, options
+
+
+def test_states_wait_until_a_row_is_drafted_for(case: Case) -> None:
+    """In a step that reads prompts a few at a time, none of it drafts before all of it is read."""
+    case.proposer.use_tree()
+    requests = make_requests([[3] * 20, [5] * 31, [7] * 4], limit=24)
+    alone = [dict_of(record(case, [request])[request.index]) for request in requests]
+    drafts = record(case, requests, prompt_chunk=2)
+    drafted = 0
+    for request, own in zip(requests, alone, strict=True):
+        steps = drafts[request.index]
+        is_long = len(request.input_ids) > 8  # four times as many as the target reads
+        assert (not steps[0][1]) == is_long
+        assert steps[-1][1]
+        for text, paths in steps:
+            if paths and tuple(text) in own:
+                drafted += 1
+                assert paths == own[tuple(text)]
+    assert drafted > 3
+
+
+@pytest.mark.parametrize("tells_prompt", [False, True])
+def test_the_last_layer_runs_the_ends_of_prompts(
+    case: Case, tells_prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the drafter reads is of layers before it; log-probabilities are of every token."""
+    decoder, wanted = case.engine.decoder, []
+    forward = decoder.forward
+
+    def note(step: Step, cache: KVCache) -> torch.Tensor:
+        wanted.append(step.wanted)
+        return forward(step, cache)
+
+    monkeypatch.setattr(decoder, "forward", note)
+    requests = make_requests(PROMPTS[1:2], limit=2)
+    if tells_prompt:
+        requests = [dataclasses.replace(r, tells_prompt=True, num_logprobs=0) for r in requests]
+    with torch.inference_mode():
+        generate(decoder, case.proposer, requests, Options())
+    if tells_prompt:
+        assert wanted[0] is None
+    else:
+        assert wanted[0] is not None
+        assert wanted[0].size >= len(PROMPTS[1])
+        assert wanted[0].sum() == 1
+
+
+def dict_of(steps: list[tuple[list[int], set[tuple[int, ...]]]]) -> dict[tuple[int, ...], object]:
+    """Paths by the text that they were drafted after."""
+    return {tuple(text): paths for text, paths in steps}
 
 
 @pytest.mark.parametrize("tree", list(TREES))
@@ -204,8 +267,6 @@ def test_trees_beyond_the_limits(case: Case) -> None:
 
 
 def test_a_layer_that_the_target_has_not(target: Path, case: Case) -> None:
-    import dataclasses
-
     net = case.proposer.net
     before = net.params
     net.params = dataclasses.replace(before, aux_layers=(0, 3))

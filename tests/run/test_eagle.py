@@ -124,6 +124,7 @@ class ProposalRecorder:
         self.proposer = proposer
         self.max_draft_tokens = proposer.max_draft_tokens
         self.max_draft_depth = proposer.max_draft_depth
+        self.follows_last = proposer.follows_last
         self.drafts: dict[int, list[tuple[list[int], set[tuple[int, ...]]]]] = {}
         for name in ("allocate", "start", "observe", "follow", "copy_prefix"):
             setattr(self, name, getattr(proposer, name))

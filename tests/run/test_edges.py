@@ -121,6 +121,18 @@ def test_a_pass_over_many_prompts_has_little_padding(least: int) -> None:
     ]
 
 
+def test_of_prompts_that_nobody_follows_the_last_tokens_are_wanted() -> None:
+    reader = PromptReader(PassRecorder(512), make_small_cache(3, 128), 512)
+    for row, size in enumerate((30, 9, 90)):
+        reader.add(row, [row] * size)
+    reading = reader.plan(50)
+    wanted = reading.step.wanted
+    assert wanted is not None
+    assert reading.step.positions[wanted].tolist() == [29, 8], "the third does not end here"
+    reader.follow, reader.reads_all = print, True
+    assert reader.plan(50).step.wanted is None
+
+
 @pytest.mark.parametrize(
     ("room", "passes"),
     [

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
+from specdec.decode.drafters.pacing import DraftPlan, bound_catch_up
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.draft_net import DraftNet
@@ -25,6 +26,9 @@ from specdec.errors import SpecDecError
 from specdec.methods import DrafterParams, Method
 
 N = TypeVar("N", bound=DraftNet)
+# Tokens of a row whose states may wait. A state of several layers is as large as some of a token's
+# keys and values: a sixth of them for a model of 8B, half for one of 1B.
+MOST_WAITING = 512
 
 
 class Proposer(Protocol):
@@ -59,7 +63,12 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class PromptFollower(Protocol):
-    """A proposer that also wants the target's states of every token of the prompts."""
+    """A proposer that also wants the target's states of every token of the prompts.
+
+    follows_last: whether it reads those that it is given; else what the decoder observed alone.
+    """
+
+    follows_last: bool
 
     def follow(
         self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
@@ -227,16 +236,23 @@ def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
 class StateKeeper:
     """Part of a drafter that keeps something of the target's states at every committed token.
 
-    `_num_known`: tokens of each row that it is known of, [R]. A prompt's states come by `follow`,
-    so what `observe` then brings of its last token is nothing new.
+    It is made of them when the row is drafted for, so that drafts that are not made cost nothing:
+    until then the states wait, the newest `MOST_WAITING` of each row.
+
+    `_num_known`: tokens of each row whose states have come, [R]. A prompt's come by `follow`, so
+    what `observe` then brings of its last token is nothing new.
     """
 
-    _num_known: IntArray
+    max_draft_depth: int
 
     def __init__(self, decoder: Decoder, layers: tuple[int, ...] | None, title: str) -> None:
         """layers: the target's whose outputs are read; None for its last hidden state."""
-        self._decoder, self._reads_layers = decoder, layers is not None
+        self._decoder, self.follows_last = decoder, layers is None
+        self._num_known: IntArray = np.zeros(0, np.int64)
+        self._waiting: dict[int, list[Tensor]] = {}  # by row, the newest states in order: [N, F]
         self._fresh: set[int] = set()  # rows whose prompts have just been run
+        self.max_catch_up: int | None = None
+        self.num_caught_up = 0  # see LateReader
         if layers is None:
             return
         num_layers = decoder.model.num_hidden_layers
@@ -248,14 +264,27 @@ class StateKeeper:
             )
         decoder.observed_layers = layers
 
+    def _forget(self, num_rows: int) -> None:
+        """Know of no token of so many rows."""
+        self._num_known = np.zeros(num_rows, np.int64)
+        self._waiting, self._fresh = {}, set()
+
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """The prompts' states are known; what `observe` brings of them is nothing new."""
         self._fresh |= {request.row for request in requests}
 
+    def follow(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+    ) -> None:
+        """Keep the states of a pass over prompts."""
+        for row, start in zip(rows, starts, strict=True):
+            self._go_back(row, start)
+        self._append(rows, [range(count) for count in counts], states)
+
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
     ) -> None:
-        """Keep what is made of the states of the accepted tokens."""
+        """Keep the states of the accepted tokens."""
         rows = [request.row for request in requests]
         if self._fresh.issuperset(rows):  # the prompts' own pass
             self._fresh.difference_update(rows)
@@ -264,26 +293,67 @@ class StateKeeper:
 
     def _append(self, rows: Sequence[int], paths: Sequence[Sequence[int]], states: Tensor) -> None:
         """Keep the states of some nodes of a step behind those that are known of each row."""
-        if self._reads_layers:
+        if not self.follows_last:
             assert self._decoder.observed is not None
             states = self._decoder.observed
         counts = [len(path) for path in paths]
         lines = np.repeat(np.arange(len(rows)), counts)
         nodes = np.array([node for path in paths for node in path], np.int64)
-        starts = self._num_known[list(rows)]
-        places = np.concatenate(
-            [start + np.arange(count) for start, count in zip(starts, counts, strict=True)]
-        )
         device = self._decoder.device
-        self._keep(
-            to_device(np.array(rows, np.int64)[lines], device),
-            to_device(places, device),
-            states[to_device(lines, device), to_device(nodes, device)],
-        )
+        chosen = states[to_device(lines, device), to_device(nodes, device)]
+        for row, own in zip(rows, torch.split(chosen, counts), strict=True):
+            self._waiting.setdefault(row, []).append(own)
         self._num_known[list(rows)] += counts
+        self._read([row for row in rows if self._count_waiting(row) > MOST_WAITING])
 
-    def _keep(self, rows: Tensor, places: Tensor, states: Tensor) -> None:
-        """Keep states [N, F] of the tokens at `places` of `rows`, [N]."""
+    def _count_waiting(self, row: int) -> int:
+        return sum(map(len, self._waiting.get(row, ())))
+
+    def _go_back(self, row: int, length: int) -> None:
+        """Forget what waits of a row's tokens from `length` on."""
+        left = length - int(self._num_known[row]) + self._count_waiting(row)
+        waiting = self._waiting.pop(row, None)
+        if waiting is not None and left > 0:
+            self._waiting[row] = [torch.cat(waiting)[:left]]
+        self._num_known[row] = length
+
+    def _start_over(self, row: int, length: int) -> None:
+        """A row's text is another, of which so many tokens are known, and nothing waits."""
+        self._waiting.pop(row, None)
+        self._num_known[row] = length
+
+    def _read(self, rows: Sequence[int], most: int | None = None) -> None:
+        """Make what is kept of the states that wait of some rows, of the first `most` of each."""
+        found = []
+        for row in rows:
+            if row not in self._waiting:
+                continue
+            states = torch.cat(self._waiting.pop(row))
+            first = int(self._num_known[row]) - len(states)
+            size = len(states) if most is None else min(most, len(states))
+            if size < len(states):
+                self._waiting[row] = [states[size:]]
+            found.append((np.full(size, row), np.arange(first, first + size), states[:size]))
+        # Of several rows at once, unless there is much of each.
+        is_short = sum(len(states) for *_, states in found) <= MOST_WAITING
+        for group in [found] if found and is_short else [[each] for each in found]:
+            lines, places, parts = zip(*group, strict=True)
+            self._keep(np.concatenate(lines), np.concatenate(places), torch.cat(parts))
+
+    def _plan_reading(self, lags: Sequence[int]) -> DraftPlan:
+        """Which rows to draft for, and how much to read of others, within `max_catch_up`.
+
+        lags: tokens that each lacks, but those that a step brought.
+        """
+        plan = DraftPlan([1] * len(lags))
+        self.num_caught_up = sum(lags)
+        if self.max_catch_up is None or len(lags) == 1:
+            return plan
+        self.num_caught_up = min(self.num_caught_up, self.max_catch_up)
+        return bound_catch_up(plan, lags, self.max_catch_up)
+
+    def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
+        """Keep states [N, F] of the tokens at `places` of `rows`, [N], the next that they lack."""
         raise NotImplementedError
 
 

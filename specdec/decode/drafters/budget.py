@@ -502,6 +502,11 @@ class BudgetFollower(BudgetProposer):
 
     proposer: _Follower
 
+    @property
+    def follows_last(self) -> bool:
+        """See PromptFollower."""
+        return self.proposer.follows_last
+
     def follow(
         self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
     ) -> None:

@@ -248,6 +248,11 @@ class ChainProposer:
 class ChainFollower(ChainProposer):
     """The same where a member wants the states of the prompts, too."""
 
+    @property
+    def follows_last(self) -> bool:
+        """See PromptFollower."""
+        return any(p.follows_last for p in self._members if isinstance(p, PromptFollower))
+
     def follow(
         self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
     ) -> None:

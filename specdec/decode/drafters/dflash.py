@@ -20,8 +20,8 @@ from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS, DEFAULT_CPU_TOKENS,
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.dflash import DFlashNet
-from specdec.engine.transfers import to_host
-from specdec.engine.tree import IntArray, TreeBuilder
+from specdec.engine.transfers import to_device, to_host
+from specdec.engine.tree import IntArray, TreeBuilder, make_root
 from specdec.errors import SpecDecError
 from specdec.methods.dflash import DFlashOptions, DFlashParams
 
@@ -134,29 +134,56 @@ class DFlashProposer(StateKeeper):
         """Make a cache of the drafter's own, with room for a block."""
         vars(self).pop("_cache", None)  # what it has is free for the next
         self._cache = self.net.decoder.make_cache(num_rows, num_positions + self.params.block_size)
-        self._num_known = self._cache.past_lens
-        self._fresh = set()
+        self._forget(num_rows)
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Let `row` start over with the context of the first tokens of `source`."""
+        if length:
+            self._read([source])
         self._cache.copy_prefix(source, row, length)
+        self._start_over(row, length)
 
-    def follow(
-        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
-    ) -> None:
-        """Keep the context of a pass over prompts."""
-        self._num_known[list(rows)] = starts
-        self._append(rows, [range(count) for count in counts], states)
+    def _go_back(self, row: int, length: int) -> None:
+        super()._go_back(row, length)
+        self._cache.past_lens[row] = min(length, int(self._cache.past_lens[row]))
 
-    def _keep(self, rows: Tensor, places: Tensor, states: Tensor) -> None:
+    def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
         """Write the keys and values that the context has in every layer."""
-        self.net.write_context(self._cache, rows, places, states)
+        device = self._decoder.device
+        self.net.write_context(
+            self._cache, to_device(rows, device), to_device(places, device), states
+        )
+        self._cache.past_lens[rows] = places + 1  # of a row's places the last counts
+
+    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
+        """See LateReader."""
+        return sum(self._list_lags(list_rows(requests)))
+
+    def _list_lags(self, rows: IntArray) -> list[int]:
+        """How many tokens' context each row lacks, but those that a step has brought."""
+        own = self.max_draft_depth + 1
+        return [max(0, self._count_waiting(int(row)) - own) for row in rows]
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        """Fill a block for every request, and make a tree of each."""
-        roots = np.array([request.output_ids[-1] for request in requests], np.int64)
-        hidden = self.net.run_blocks(self._cache, list_rows(requests), roots)
-        hidden = hidden[:, : self.max_draft_depth]
+        """Fill a block for every request, and make a tree of each.
+
+        Nothing is drafted for those of whose context a part is left for later steps.
+        """
+        rows = list_rows(requests)
+        plan = self._plan_reading(self._list_lags(rows))
+        for at, count in plan.catch_up.items():
+            self._read([int(rows[at])], count)
+        candidates = [Candidates(make_root(request.output_ids[-1])) for request in requests]
+        ready = [at for at, count in enumerate(plan.counts) if count]
+        if ready:
+            self._read(rows[ready].tolist())
+            roots = np.array([requests[at].output_ids[-1] for at in ready], np.int64)
+            for at, found in zip(ready, self._draft(rows[ready], roots), strict=True):
+                candidates[at] = found
+        return candidates
+
+    def _draft(self, rows: IntArray, roots: IntArray) -> list[Candidates]:
+        hidden = self.net.run_blocks(self._cache, rows, roots)[:, : self.max_draft_depth]
         if self._tree is not None:
             return self._tree.grow(BlockDraft(self.net, hidden, roots))
         tokens, scores = to_host(*self.net.rank_tokens(hidden, self.top_k))  # [B, P, K]

@@ -24,7 +24,6 @@ from specdec.decode.drafters.levels import (
     TreeDraft,
     read_temperatures,
 )
-from specdec.decode.drafters.pacing import DraftPlan, bound_catch_up
 from specdec.decode.drafters.trees import (
     BUDGET_CPU_TOKENS,
     DEFAULT_CPU_TOKENS,
@@ -235,8 +234,6 @@ class EagleProposer(StateKeeper):
         self.net = net
         self.params = net.params
         self._is_small = decoder.device.type == "cpu"
-        self.max_catch_up: int | None = None
-        self.num_caught_up = 0  # see LateReader
         self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
         self.num_levels, self.least_promise = 1, ALL_LEVELS  # as in `LevelDrafter`
         eagle3 = self.params.eagle3
@@ -294,28 +291,24 @@ class EagleProposer(StateKeeper):
         self._cache = decoder.make_cache(num_rows, num_positions + self.tree.num_run)
         shape = (num_rows, self._cache.num_positions, self.net.hidden_size)
         self._features = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
-        self._num_known: IntArray = np.zeros(num_rows, np.int64)  # features of each row
-        self._fresh = set()
+        self._forget(num_rows)
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Start a row over; `follow` then says where its prompt goes on."""
+        if length:
+            self._read([source])
         if source != row and length:
             self._features[row, :length] = self._features[source, :length]
         known = int(self._cache.past_lens[source])
         self._cache.copy_prefix(source, row, min(known, length))
-        self._num_known[row] = length
+        self._start_over(row, length)
 
-    def follow(
-        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
-    ) -> None:
-        """Keep the features of a pass over prompts."""
-        for row, start in zip(rows, starts, strict=True):
-            # The pair of the token before has another token now, and a prefix that was to be
-            # reused may have been dropped.
-            past = int(self._cache.past_lens[row])
-            self._cache.copy_prefix(row, row, min(past, max(0, start - 1)))
-            self._num_known[row] = start
-        self._append(rows, [range(count) for count in counts], states)
+    def _go_back(self, row: int, length: int) -> None:
+        super()._go_back(row, length)
+        # The pair of the token before has another token now, and a prefix that was to be reused may
+        # have been dropped.
+        past = int(self._cache.past_lens[row])
+        self._cache.copy_prefix(row, row, min(past, max(0, length - 1)))
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Run the pairs of all tokens that are new, then draft the tree's levels from the last.
@@ -390,16 +383,13 @@ class EagleProposer(StateKeeper):
 
         What a step has brought a row itself is left for its draft.
         """
-        lags = self._list_lags(rows, [*map(len, texts)])
-        self.num_caught_up = sum(lags)
-        if self.max_catch_up is None or len(texts) == 1:
-            return list(range(len(texts)))
-        plan = bound_catch_up(DraftPlan([1] * len(texts)), lags, self.max_catch_up)
-        self.num_caught_up = min(self.num_caught_up, self.max_catch_up)
+        plan = self._plan_reading(self._list_lags(rows, [*map(len, texts)]))
+        ready = [at for at, count in enumerate(plan.counts) if count]
+        self._read(rows[[*plan.catch_up, *ready]].tolist())
         for at, count in plan.catch_up.items():
             known = texts[at][: int(self._cache.past_lens[rows[at]]) + count]
             fill_cache(pairs, self._cache, [int(rows[at])], [known], MAX_PASS_TOKENS)
-        return [at for at, count in enumerate(plan.counts) if count]
+        return ready
 
     def count_late(self, requests: Sequence[ActiveRequest]) -> int:
         """See LateReader."""
@@ -412,6 +402,8 @@ class EagleProposer(StateKeeper):
         past = self._cache.past_lens[rows].tolist()
         return [max(0, length - n - own) for length, n in zip(lengths, past, strict=True)]
 
-    def _keep(self, rows: Tensor, places: Tensor, states: Tensor) -> None:
+    def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
         """Keep the features of some tokens."""
-        self._features[rows, places] = self.net.make_features(states)
+        device = self._features.device
+        at = to_device(rows, device), to_device(places, device)
+        self._features[at] = self.net.make_features(states)
