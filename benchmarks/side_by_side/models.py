@@ -24,6 +24,8 @@ PYCODE = ROOT / "examples" / "pycode"
 GROW = ROOT / "benchmarks" / "grow.py"
 DTYPE = "bfloat16"
 MAX_BATCH_SIZE = 16
+# As docs/quantization.md advises for every trained drafter on a CPU.
+DRAFTER_FLAGS = ("--drafter-weights", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +107,7 @@ def build_engines(
     """Convert and build anew, for the engine may have changed: redrafter, draft-target, draft.
 
     beams, tree_length, max_length: the most that any setting to be measured has. quantization: of
-    the target; then there is none with ReDrafter, and the draft stays as it is. ReDrafter's own
-    weights are int8, as docs/quantization.md advises for a CPU.
+    the target; then there is none with ReDrafter, and the draft stays as it is.
     """
     folder = models.folder / ("engines" if quantization is None else f"engines-{quantization}")
     shutil.rmtree(folder, ignore_errors=True)
@@ -124,7 +125,7 @@ def build_engines(
         ("draft", models.draft, [], []),
     ]
     if quantization is None:
-        made.insert(0, ("redrafter", models.target, redrafter, ["--drafter-weights", "int8"]))
+        made.insert(0, ("redrafter", models.target, redrafter, [*DRAFTER_FLAGS]))
     for name, model, convert, build in made:
         engines[name] = build_engine(
             model, folder / name, convert,
