@@ -7,8 +7,9 @@
 Decodes the same held-out prompts with every method, between two passes of plain decoding, in one
 process for each engine. A batch size decodes as many prompts as it has rows, at least four, of
 those whose plain texts do not loop (benchmarks/without_loops.py). The models are those of
-benchmarks/peers.py, grown once; trained drafters' weights are int8. Engines are built if they are not there, or by --prepare, which
-ends then: some minutes that need no quiet machine. Build them anew after a change of the engine.
+benchmarks/peers.py, grown once; trained drafters' weights are int8. Engines are built if they are
+not there, or by --prepare, which ends then: some minutes that need no quiet machine. Build them
+anew after a change of the engine.
 Writes batches-SIZE.json and batches.png into --output-dir, or with --record into benchmarks/results
 and docs; fails where a text differs from plain decoding's.
 """
