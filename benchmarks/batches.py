@@ -2,7 +2,8 @@
 """Speculation over plain decoding by batch size: every method as set, and with a budget.
 
     python benchmarks/batches.py [--size full|small|pycode] [--prepare] [--record]
-                                 [--batch-sizes 1,2,4,8,16] [--max-output-len 48] [--only NAME...]
+                                 [--batch-sizes 1,2,4,8,16] [--repeat 1] [--into FILE]
+                                 [--max-output-len 48] [--only NAME...]
 
 Decodes the same held-out prompts with every method, between two passes of plain decoding, in one
 process for each engine. A batch size decodes as many prompts as it has rows, at least four, of
@@ -173,7 +174,7 @@ def measure(
             ratio = divide(ours.list_rates(), join_pairs(plain.list_rates()))
             found[name].append(
                 {
-                    "batch_size": size, "ratio": ratio,
+                    "batch_size": size, "rounds": args.repeat, "ratio": ratio,
                     "tokens_per_second": summarize(ours.list_rates()),
                     "plain_tokens_per_second": summarize(plain.list_rates()),
                     "step_ms": ours.describe_step(), "plain_step_ms": plain.describe_step(),
@@ -183,6 +184,17 @@ def measure(
             )  # fmt: skip
             print(f"  batch {size:2}: {name:40} {ratio['median']:.3f}", flush=True)
     return found
+
+
+def merge(earlier: dict[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier report with the rows of a newer one in place of its own; both must have them."""
+    for name, rows in newer["methods"].items():
+        own = {row["batch_size"]: at for at, row in enumerate(earlier["methods"][name])}
+        for row in rows:
+            earlier["methods"][name][own[row["batch_size"]]] = row
+    told = {key: value for key, value in newer.items() if key != "methods"}
+    earlier.setdefault("measured_again", []).append(told | {"methods": [*newer["methods"]]})
+    return earlier
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
@@ -254,6 +266,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
                         help="models, as of benchmarks/peers.py")  # fmt: skip
     parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "batches")
+    parser.add_argument("--into", type=Path, help="a report whose rows are replaced by those of"
+                        " this run, as of some sizes with --repeat")  # fmt: skip
     parser.add_argument("--record", action="store_true",
                         help="write benchmarks/results and docs")  # fmt: skip
     args = parser.parse_args()
@@ -292,6 +306,8 @@ def main() -> None:
         "batch_sizes": args.batch_sizes, "repeat": args.repeat,
         "max_output_len": args.max_output_len, "methods": methods,
     }  # fmt: skip
+    if args.into is not None:
+        report = merge(json.loads(args.into.read_text()), report)
     results, docs = ROOT / "benchmarks" / "results", ROOT / "docs"
     if not args.record:
         results = docs = args.output_dir
