@@ -239,8 +239,9 @@ class StateKeeper:
     It is made of them when the row is drafted for, so that drafts that are not made cost nothing:
     until then the states wait, the newest `MOST_WAITING` of each row.
 
-    `_num_known`: tokens of each row whose states have come, [R]. A prompt's come by `follow`, so
-    what `observe` then brings of its last token is nothing new.
+    `_num_known`, `_num_read`: tokens of each row whose states have come, and of which what is kept
+    is made, [R]. A prompt's come by `follow`, so what `observe` then brings of its last token is
+    nothing new.
     """
 
     max_draft_depth: int
@@ -249,6 +250,7 @@ class StateKeeper:
         """layers: the target's whose outputs are read; None for its last hidden state."""
         self._decoder, self.follows_last = decoder, layers is None
         self._num_known: IntArray = np.zeros(0, np.int64)
+        self._num_read: IntArray = np.zeros(0, np.int64)
         self._waiting: dict[int, list[Tensor]] = {}  # by row, the newest states in order: [N, F]
         self._fresh: set[int] = set()  # rows whose prompts have just been run
         self.max_catch_up: int | None = None
@@ -266,7 +268,7 @@ class StateKeeper:
 
     def _forget(self, num_rows: int) -> None:
         """Know of no token of so many rows."""
-        self._num_known = np.zeros(num_rows, np.int64)
+        self._num_known, self._num_read = np.zeros((2, num_rows), np.int64)
         self._waiting, self._fresh = {}, set()
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
@@ -307,20 +309,22 @@ class StateKeeper:
         self._read([row for row in rows if self._count_waiting(row) > MOST_WAITING])
 
     def _count_waiting(self, row: int) -> int:
-        return sum(map(len, self._waiting.get(row, ())))
+        return int(self._num_known[row] - self._num_read[row])
 
     def _go_back(self, row: int, length: int) -> None:
         """Forget what waits of a row's tokens from `length` on."""
-        left = length - int(self._num_known[row]) + self._count_waiting(row)
+        read = min(length, int(self._num_read[row]))
         waiting = self._waiting.pop(row, None)
-        if waiting is not None and left > 0:
-            self._waiting[row] = [torch.cat(waiting)[:left]]
-        self._num_known[row] = length
+        if waiting is not None and read < length:
+            self._waiting[row] = [torch.cat(waiting)[: length - read]]
+        else:
+            read = length
+        self._num_known[row], self._num_read[row] = length, read
 
     def _start_over(self, row: int, length: int) -> None:
         """A row's text is another, of which so many tokens are known, and nothing waits."""
         self._waiting.pop(row, None)
-        self._num_known[row] = length
+        self._num_known[row] = self._num_read[row] = length
 
     def _read(self, rows: Sequence[int], most: int | None = None) -> None:
         """Make what is kept of the states that wait of some rows, of the first `most` of each."""
@@ -328,9 +332,9 @@ class StateKeeper:
         for row in rows:
             if row not in self._waiting:
                 continue
-            states = torch.cat(self._waiting.pop(row))
-            first = int(self._num_known[row]) - len(states)
+            states, first = torch.cat(self._waiting.pop(row)), int(self._num_read[row])
             size = len(states) if most is None else min(most, len(states))
+            self._num_read[row] += size
             if size < len(states):
                 self._waiting[row] = [states[size:]]
             found.append((np.full(size, row), np.arange(first, first + size), states[:size]))
