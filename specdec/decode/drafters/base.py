@@ -237,7 +237,7 @@ class StateKeeper:
     """Part of a drafter that keeps something of the target's states at every committed token.
 
     It is made of them when the row is drafted for, so that drafts that are not made cost nothing:
-    until then the states wait, the newest `MOST_WAITING` of each row.
+    until then the states wait, up to `MOST_WAITING` of each row.
 
     `_num_known`, `_num_read`: tokens of each row whose states have come, and of which what is kept
     is made, [R]. A prompt's come by `follow`, so what `observe` then brings of its last token is
