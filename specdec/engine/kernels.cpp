@@ -3418,8 +3418,8 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
       if (w[6] == nullptr) gather_rows(out, M, s.D, wanted);  // which the MLP reads, too
       M = gather_rows(x, M, s.D, wanted);
       if (M == 0) {
-        std::memset(static_cast<void *>(x), 0, sizeof(E) * num_tokens * s.D);
-        std::memset(static_cast<void *>(out), 0, sizeof(E) * num_tokens * s.D);
+        spread_rows(x, num_tokens, s.D, wanted, M);
+        spread_rows(out, num_tokens, s.D, wanted, M);
         return;
       }
     }

@@ -85,9 +85,7 @@ def test_readme_has_the_measured_figures(name: str) -> None:
 @pytest.mark.parametrize("name", [*METHODS, "chain"])
 def test_every_method_says_what_it_costs(name: str) -> None:
     """With rows of the same report."""
-    methods = json.loads((ROOT / "benchmarks/results/batches-full-zen4.json").read_text())[
-        "methods"
-    ]
+    methods = read_measured()
     page = (ROOT / f"docs/methods/{name}.md").read_text()
     section = page.split("\n## What it costs, and when to choose it\n")[1].split("\n## ")[0]
     shown = [

@@ -135,6 +135,7 @@ class DFlashProposer(StateKeeper):
         vars(self).pop("_cache", None)  # what it has is free for the next
         self._cache = self.net.decoder.make_cache(num_rows, num_positions + self.params.block_size)
         self._forget(num_rows)
+        self._num_read = self._cache.past_lens  # what is read of a row is what its cache holds
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Let `row` start over with the context of the first tokens of `source`."""
@@ -143,17 +144,12 @@ class DFlashProposer(StateKeeper):
         self._cache.copy_prefix(source, row, length)
         self._start_over(row, length)
 
-    def _go_back(self, row: int, length: int) -> None:
-        super()._go_back(row, length)
-        self._cache.past_lens[row] = min(length, int(self._cache.past_lens[row]))
-
     def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
         """Write the keys and values that the context has in every layer."""
         device = self._decoder.device
         self.net.write_context(
             self._cache, to_device(rows, device), to_device(places, device), states
         )
-        self._cache.past_lens[rows] = places + 1  # of a row's places the last counts
 
     def count_late(self, requests: Sequence[ActiveRequest]) -> int:
         """See LateReader."""
