@@ -8,7 +8,7 @@ TESTS ?= tests
 SIZE ?= full
 PEERS ?= specdec transformers llama.cpp openvino
 PEERS_FLAGS ?=
-SERVED = $(if $(filter full,$(SIZE)),full,pycode)
+BENCH_FLAGS ?=
 KERNELS ?=
 
 # PyTorch publishes its CPU build beside PyPI, which has the one for CUDA (several GB). Whoever has
@@ -32,9 +32,9 @@ help:
 	@echo "make oracles real vLLM and llama.cpp, where installed, beside specdec: half an hour"
 	@echo "make check   lint, format and type checks, as in CI"
 	@echo "make fix     fix what the linter and the formatter can"
-	@echo "make bench   run the CPU benchmarks, beside other engines last: hours, 20 GB of memory and"
+	@echo "make bench   run the CPU benchmarks, reports in out/bench: hours, 20 GB of memory and"
 	@echo "             24 GB of disk at SIZE=full; SIZE=small or pycode for less, PEERS='specdec ...',"
-	@echo "             PEERS_FLAGS='--rounds 2 --prompts 2' for fewer turns, --record to keep them"
+	@echo "             PEERS_FLAGS='--rounds 2 --prompts 2' for fewer turns, BENCH_FLAGS='--only peers'"
 	@echo "make dist    build the wheel into dist/"
 	@echo "make clean   remove caches and wheels"
 
@@ -80,26 +80,8 @@ fix: $(READY)
 	@$(BIN)/ruff format
 
 bench: $(READY)
-	@for entry in benchmarks/*.py; do \
-		case $$entry in \
-			*/convert.py) size=--quick;; \
-			*/grow.py|*/peers.py|*/contexts.py|*/without_loops.py) continue;; \
-			*/gpu.py) size=; \
-				$(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || \
-				{ echo "no GPU here: $$entry is left out"; continue; };; \
-			*/verify_cost.py) size=; \
-				for weights in int8 "int4 --group-size 64"; do \
-					$(BIN)/python "$$entry" --quantization $$weights || exit 1; done;; \
-			*/serve.py) size="costs --size $(SERVED)";; \
-			*/batches.py|*/edits.py) size="--size $(SIZE)";; \
-			*) size=;; esac; \
-		$(BIN)/python "$$entry" $$size || exit 1; done
-	@$(BIN)/python -m examples.pycode.methods --output-dir out/methods
-	@$(BIN)/python benchmarks/without_loops.py --size $(SIZE) --output out/without-loops.jsonl
-	@$(BIN)/python benchmarks/peers.py --size $(SIZE) --prompt-file out/without-loops.jsonl \
-		--peers $(PEERS) $(PEERS_FLAGS)
-	@case " $(PEERS) " in *" llama.cpp "*) $(BIN)/python benchmarks/contexts.py && \
-		$(BIN)/python benchmarks/serve.py load --size $(SERVED);; esac
+	@$(BIN)/python benchmarks/run_all.py --size $(SIZE) --peers $(PEERS) --peers-flags='$(PEERS_FLAGS)' \
+		$(BENCH_FLAGS)
 
 # Not `python -m build`: here that would run our folder of that name.
 dist: $(READY)

@@ -2,7 +2,8 @@
 """What a step costs behind a long context, and its first token: our engine beside llama.cpp.
 
     python benchmarks/contexts.py [--layers 4] [--contexts 256,8192,32768] [--prompt 8192]
-                                  [--rounds 2] [--llama-server PROGRAM] [--prepare] [--record]
+                                  [--rounds 2] [--llama-server PROGRAM] [--prepare] [--output FILE]
+                                  [--record]
 
 A Llama of random weights in bfloat16 and random tokens, the same for both, one request, greedy; the
 engines take turns behind each context. Ours runs as specdec serve runs it: a batch that takes from
@@ -302,6 +303,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "contexts")
     parser.add_argument("--prepare", action="store_true",
                         help="fill llama.cpp's caches, and end")  # fmt: skip
+    parser.add_argument("--output", type=Path, help="of the figures, as JSON")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results")
     args = parser.parse_args()
     args.contexts = [int(number) for number in args.contexts.split(",")]
@@ -340,8 +342,8 @@ def main() -> None:
         "layers": args.layers, "hidden": args.hidden, "rounds": args.rounds,
         "repeat": args.repeat, "rows": rows,
     }  # fmt: skip
-    if args.record:
-        RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    if output := RESULTS if args.record else args.output:
+        output.write_text(json.dumps(report, indent=2) + "\n")
     print(format_rows(rows))
 
 

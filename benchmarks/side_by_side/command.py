@@ -51,7 +51,8 @@ def main(description: str, words: Sequence[str] | None = None) -> None:
     section = format_markdown(report)
     print(section)
     if not args.report:
-        folder = RESULTS if args.record else args.folder
+        folder = RESULTS if args.record else args.output_dir or args.folder
+        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / f"peers-{args.size}.json", report)
     if args.record:
         put_section(ROOT / "benchmarks" / "RESULTS.md", section)
@@ -87,6 +88,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one answer")
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
                         help="environments, models and logs; kept for the next run")  # fmt: skip
+    parser.add_argument("--output-dir", type=Path, help="of the report; --folder if not given")
     parser.add_argument("--report", type=Path, help="print a written report and measure nothing")
     parser.add_argument("--record", action="store_true",
                         help="write benchmarks/results and RESULTS.md")  # fmt: skip
