@@ -27,6 +27,7 @@ if __package__ in (None, ""):  # started as a file
 from benchmarks.side_by_side.models import SIZES, read_commit
 from benchmarks.side_by_side.ways import LLAMA_CPP, PEERS, QUANTIZED
 from specdec.bench.machine import describe_machine
+from specdec.command.stages import take_sigterm
 from specdec.files.reading import write_json
 
 WEIGHTS = {"bf16": (), "int8": ("int8",), "int4": ("int4", "--group-size", "64")}
@@ -91,9 +92,13 @@ def run_step(name: str, words: Sequence[str], log: Path) -> dict[str, object]:
         ) as process,
     ):
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            file.write(line)
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                file.write(line)
+        except BaseException:  # Ctrl-C, or SIGTERM: it ends what it has started, too
+            process.terminate()
+            raise
     seconds = round(time.monotonic() - began, 1)
     return {"command": command, "seconds": seconds, "exit_status": process.returncode}
 
@@ -140,7 +145,9 @@ def main(words: Sequence[str] | None = None) -> None:
         for name, command in chosen.items():
             print(f"{name}: {shlex.join(command)}")
         return
-    if failed := run_steps(chosen, args.output_dir):
+    with take_sigterm():
+        failed = run_steps(chosen, args.output_dir)
+    if failed:
         raise SystemExit(
             f"error: {len(failed)} of {len(chosen)} steps failed: {', '.join(failed)}\n"
             f"hint: what they printed is in {args.output_dir}, STEP.log"
