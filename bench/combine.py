@@ -6,12 +6,11 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 
-from specdec.decode.drafters.base import Proposer
+from specdec.decode.drafters.base import BudgetFitter, Proposer
 from specdec.decode.drafters.budget import bind
 from specdec.decode.drafters.chain import join_proposers
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.pacing import DraftLength
-from specdec.decode.drafters.redrafter import ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.methods import Method
 from specdec.methods.suffix import METHOD as SUFFIX
@@ -49,7 +48,7 @@ def add_budget(candidate: Candidate) -> Candidate:
 
 def pace(proposer: Proposer) -> Proposer:
     """What drafts as a proposer does, as far as that pays."""
-    if isinstance(proposer, ReDrafterProposer):
+    if isinstance(proposer, BudgetFitter):
         proposer = proposer.fit_budget()
     paced = copy.copy(proposer)  # what a run changes is made anew for each
     if not isinstance(paced, DraftTargetProposer):  # which paces itself

@@ -60,6 +60,7 @@ from specdec.run.settings import RunSettings
 
 LEAST_PROMPTS = 4
 NUM_DRAFTED = 8
+CHAIN = f"draft model, {NUM_DRAFTED}"
 BEAMS, TREE_LENGTH = 1, 5  # of ReDrafter
 LOOKAHEAD = LookaheadConfig(4, 4, 4)
 # Drafters that are grown here, by their folders.
@@ -120,7 +121,7 @@ def list_ways(name: str, bench: Bench) -> dict[str, Proposer]:
             f"suffix of {NUM_DRAFTED}": SuffixProposer(suffix),
             f"prompt lookup of {NUM_DRAFTED}": PromptLookupProposer(lookup),
             f"lookahead {LOOKAHEAD}": LookaheadProposer(LOOKAHEAD, bench.engine.decoder),
-            f"draft model, {NUM_DRAFTED}": proposer,
+            CHAIN: proposer,
             f"draft model, {tree.name}": tree.proposer,
             "suffix, else draft model": join_proposers([[SuffixProposer(suffix)], [proposer]]),
         }
@@ -128,10 +129,12 @@ def list_ways(name: str, bench: Bench) -> dict[str, Proposer]:
         ways = {f"ReDrafter {BEAMS} x {TREE_LENGTH}": proposer}
     else:
         ways = {DRAFTERS[name]: proposer}
+    # Within a budget a draft model's chain is a tree of as many tokens.
     return {
         label + mark: pace(way) if mark else way
         for label, way in ways.items()
         for mark in ("", AUTO)
+        if not (mark and label == CHAIN)
     }
 
 

@@ -2939,14 +2939,15 @@ void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width
   for (auto &entry : heap) entry.first -= top + std::log(total);
 }
 
-// The same as log-probabilities among all of them.
-void rank_all(const float *logits, int64_t count, int64_t width, std::vector<Ranked> &heap) {
+// The same as log-probabilities among all of them, of logits that are multiplied by `sharpness` first.
+void rank_all(const float *logits, int64_t count, int64_t width, float sharpness,
+              std::vector<Ranked> &heap) {
   find_best(logits, count, width, heap);
   const float top = heap[0].first;
   const float total = sum_row(count, [&](auto sums, int64_t v) {
-    return sums + exp_fast(read<decltype(sums)>(logits + v) - top);
+    return sums + exp_fast((read<decltype(sums)>(logits + v) - top) * sharpness);
   });
-  for (auto &entry : heap) entry.first = entry.first - top - std::log(total);
+  for (auto &entry : heap) entry.first = (entry.first - top) * sharpness - std::log(total);
 }
 
 // The best `width` tokens and their log-probabilities, [M, width], of x [M, depth] times a packed
@@ -2959,7 +2960,7 @@ void rank_outputs(const E *x, int64_t M, int64_t depth, const W *head, const E *
   for_each(M, M * V > kParallelWork, [&](int64_t m) {
     std::vector<Ranked> best;
     best.reserve(width);
-    rank_all(&logits[m * V], V, width, best);
+    rank_all(&logits[m * V], V, width, 1.0f, best);
     for (int64_t j = 0; j < width; ++j) {
       tokens[m * width + j] = best[j].second;
       scores[m * width + j] = best[j].first;
@@ -3109,23 +3110,6 @@ void search_beams(const Drafter<P, E> &drafter, const E *hidden, const int64_t *
   std::memcpy(beams, paths.data(), sizeof(int64_t) * most * L);
 }
 
-// Log-probabilities of the likeliest tokens as they are at a temperature, as `temper` in
-// specdec/decode/drafters/levels.py has them: what is left for all others counts as one token.
-void temper(const std::vector<Ranked> &ranked, double temperature, double *tempered) {
-  const int64_t count = static_cast<int64_t>(ranked.size());
-  double rest = 1.0, sum = 0.0;
-  for (const auto &entry : ranked) rest -= std::exp(static_cast<double>(entry.first));
-  rest = std::log(rest > 1e-9 ? rest : 1e-9) / temperature;
-  double top = rest;
-  for (int64_t j = 0; j < count; ++j) {
-    tempered[j] = ranked[j].first / temperature;
-    top = tempered[j] > top ? tempered[j] : top;
-  }
-  for (int64_t j = 0; j < count; ++j) sum += std::exp(tempered[j] - top);
-  sum += std::exp(rest - top);
-  for (int64_t j = 0; j < count; ++j) tempered[j] -= top + std::log(sum);
-}
-
 // ReDrafter's dynamic tree, as `DynamicTree` in levels.py grows it. Every level goes on from the W
 // nodes of the greatest scores, sums of log-probabilities at each row's temperature, and drafts W
 // tokens from each; the N best of all that were drafted make the tree, in the order in which they
@@ -3144,7 +3128,7 @@ int64_t search_tree(const Drafter<P, E> &drafter, const E *hidden, const int64_t
   const int64_t V = drafter.V, all = W + (L - 1) * W * W;
   Search<P, E> search(drafter, hidden, tokens, B, W);
   std::vector<int64_t> seen(B * all), parents(B * all);
-  std::vector<double> own(B * all), totals(B * all), tempered(W);
+  std::vector<double> own(B * all), totals(B * all);
   std::vector<int64_t> run(B * W);  // the nodes of the level that is run, among those seen
   std::vector<std::vector<Ranked>> ranked(B * W);
   for (auto &heap : ranked) heap.reserve(W);
@@ -3153,8 +3137,10 @@ int64_t search_tree(const Drafter<P, E> &drafter, const E *hidden, const int64_t
   while (true) {
     search.run();
     const int64_t width = search.width, M = B * width;
-    for_each(M, M * V > kParallelWork,
-             [&](int64_t m) { rank_all(&search.logits[m * V], V, W, ranked[m]); });
+    for_each(M, M * V > kParallelWork, [&](int64_t m) {
+      const float sharpness = static_cast<float>(1 / temperatures[m / width]);
+      rank_all(&search.logits[m * V], V, W, sharpness, ranked[m]);
+    });
     begin = end;
     end += width * W;
     double promised = 0.0;
@@ -3164,14 +3150,13 @@ int64_t search_tree(const Drafter<P, E> &drafter, const E *hidden, const int64_t
       for (int64_t w = 0; w < width; ++w) {
         auto &best = ranked[b * width + w];
         for (auto &entry : best) entry.first = rank(entry.first, 0).first;
-        temper(best, temperatures[b], tempered.data());
         const int64_t parent = begin > 0 ? run[b * W + w] : -1;
         for (int64_t j = 0; j < W; ++j) {
           const int64_t place = begin + w * W + j, at = b * all + place;
           seen[at] = drafter.name(best[j].second);
           parents[at] = parent;
-          own[at] = tempered[j];
-          totals[at] = tempered[j] + (parent < 0 ? 0.0 : totals[b * all + parent]);
+          own[at] = best[j].first;
+          totals[at] = own[at] + (parent < 0 ? 0.0 : totals[b * all + parent]);
           grown.push_back({totals[at], place});
         }
       }

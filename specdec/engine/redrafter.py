@@ -100,12 +100,15 @@ class ReDrafterHead:
             x = x + torch.nn.functional.silu(block(x))
         return x
 
-    def rank_tokens(self, context: Tensor, state: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def rank_tokens(
+        self, context: Tensor, state: Tensor, width: int, sharpness: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The `width` most probable next tokens [..., n, width] and their log-probabilities.
 
-        context: the target's states [..., 1, D]; state: [..., n, D].
+        context: the target's states [..., 1, D]; state: [..., n, D]. sharpness: as in `DraftNet`.
         """
-        return rank_logits(self.lm_head(self._mix(context, state)), width, self.offsets)
+        logits = self.lm_head(self._mix(context, state))
+        return rank_logits(logits, width, self.offsets, sharpness)
 
     def search_trees(
         self, hidden: Tensor, tokens: Tensor, num_tokens: int, temperatures: Array,
@@ -113,7 +116,7 @@ class ReDrafterHead:
     ) -> FoundTrees | None:  # fmt: skip
         """Dynamic trees after `tokens` [B], which follow `hidden` [B, D], by the kernels.
 
-        None where there are none: `BeamDraft` has them grown. temperatures: [B], as in `temper`;
+        None where there are none: `BeamDraft` has them grown. temperatures: [B], of the logits;
         least_promise: as in `LevelDrafter`.
         """
         if self.kernels is None or self.packed is None:

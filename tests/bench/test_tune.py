@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.bench.combine import add_budget
+from specdec.bench.combine import add_budget, add_suffix
 from specdec.bench.engine import Bench, open_bench
 from specdec.bench.forecast import Forecaster, spread_seconds
 from specdec.bench.measure import list_results
@@ -36,6 +36,7 @@ from specdec.build.settings import BuildSettings
 from specdec.command.settings import resolve_settings
 from specdec.convert.settings import ConvertSettings
 from specdec.decode.drafters.budget import BudgetProposer
+from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.drafters.levels import ALL_LEVELS
 from specdec.decode.drafters.redrafter import DynamicProposer
 from specdec.decode.drafters.trees import grow_choices
@@ -43,6 +44,7 @@ from specdec.decode.requests import sum_stats
 from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import METHODS
+from specdec.methods.draft_target import METHOD
 from specdec.run.settings import RunSettings
 from tests.bench.conftest import PLAIN_CHECKPOINT
 from tests.engines import call, run_cli_here, run_here
@@ -113,6 +115,14 @@ def test_replay_of_a_draft_model(pair: tuple[Path, Path], folder: Path) -> None:
     assert lengths[3] > 4
     assert lengths[4] == lengths[0], "a tree of one token is a chain of one"
     assert 1.5 < lengths[5] <= lengths[3]
+    behind = add_suffix(candidates[2], METHOD)
+    for chain in (candidates[2], behind):  # as --draft-budget auto drafts, alone and in a chain
+        paced = add_budget(chain).proposer
+        assert isinstance(paced, BudgetProposer)
+        drafter: Any = paced.proposer
+        drafter = drafter if chain is not behind else drafter._groups[1][0]
+        assert isinstance(drafter, DraftTreeProposer)
+        assert (drafter.tree.num_tokens, drafter.tree.depth) == (3, 3)
 
 
 def test_replay_of_medusa(medusa: Path, folder: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from specdec.decode.drafters.eagle import LEAST_TEMPERATURE
+from specdec.decode.drafters.levels import LEAST_TEMPERATURE
 from specdec.engine.tree import Tree
 
 

@@ -12,7 +12,7 @@ import torch
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.budget import follow_chances
-from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree, temper
+from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree
 from specdec.decode.drafters.redrafter import BeamDraft, list_candidates
 from specdec.engine import int4, int8, native
 from specdec.engine.layout import plan_drafter
@@ -148,17 +148,8 @@ def test_search_equals_the_slow_reference(
         assert found[row].tolist() == expected
 
 
-def test_likelihoods_at_a_temperature() -> None:
-    """Of two rows: as they are, and as those of half the temperature, the rest as one token."""
-    scores = np.log([[[0.6, 0.3]], [[0.6, 0.3]]])
-    found = np.exp(temper(scores, np.array([1.0, 0.5])))
-    total = 0.36 + 0.09 + 0.01
-    assert found == pytest.approx(np.array([[[0.6, 0.3]], [[0.36 / total, 0.09 / total]]]))
-    assert np.exp(temper(np.zeros((1, 1, 1)), np.array([0.5]))) == pytest.approx(1)
-
-
 def grow_slowly(
-    params: ReDrafterParams, step: Stepper, token: int, num_tokens: int
+    params: ReDrafterParams, step: Stepper, token: int, num_tokens: int, temperature: float
 ) -> dict[tuple[int, ...], float]:
     """The likeliest paths of all that the widest nodes of each level lead to, and how likely."""
     seen: dict[tuple[int, ...], float] = {}
@@ -167,6 +158,8 @@ def grow_slowly(
         grown: list[tuple[tuple[int, ...], float, np.ndarray]] = []
         for path, score, state in level:
             after, log_probs = step(state, path[-1] if path else token)
+            log_probs = log_probs / temperature
+            log_probs -= np.logaddexp.reduce(log_probs)
             for v in np.argsort(-log_probs)[: params.num_beams]:
                 grown.append(((*path, int(v)), score + log_probs[v], after))
         grown.sort(key=lambda node: -node[1])
@@ -221,7 +214,8 @@ def test_a_dynamic_tree_equals_the_slow_reference(
     hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
     tokens = np.array([4, 80, 33])
     exact = {name: w.double().numpy() for name, w in weights.items()}
-    found, num_levels = grow(head, hidden, tokens, size, np.ones(3))
+    temperatures = np.array([1.0, 0.4, 1.7])
+    found, num_levels = grow(head, hidden, tokens, size, temperatures)
     for row, candidates in enumerate(found):
         assert candidates.confidence is not None
         chances = follow_chances(candidates.tree, candidates.confidence)
@@ -229,7 +223,7 @@ def test_a_dynamic_tree_equals_the_slow_reference(
         step = make_stepper(
             head.params, exact, embedding.double().numpy(), hidden[row].double().numpy(), VOCAB
         )
-        expected = grow_slowly(head.params, step, int(tokens[row]), size)
+        expected = grow_slowly(head.params, step, int(tokens[row]), size, temperatures[row])
         assert found_paths.keys() == expected.keys()
         for path, score in expected.items():
             assert found_paths[path] == pytest.approx(np.exp(score), rel=1e-3)

@@ -685,6 +685,8 @@ def test_the_command(folder: Path) -> None:
         ({"draft_len": "auto"}, True, 1),
         ({"use_logits": True}, False, None),
         ({"draft_len": "4"}, False, None),
+        ({"draft_len": "4", "draft_budget": "auto"}, True, 1),
+        ({"draft_len": "4", "draft_budget": "auto", "use_logits": True}, False, None),
         ({"draft_tree_tokens": 4}, True, MANY_ROWS),
         ({"draft_tree_tokens": 4, "draft_budget": "auto"}, True, 1),
         ({"draft_tree_tokens": 4, "draft_budget": "fixed"}, True, None),
@@ -703,7 +705,10 @@ def test_what_drafts_by_default(
         proposer = proposer.proposer
     assert isinstance(proposer, DraftTreeProposer if is_tree else DraftTargetProposer)
     if is_tree:
-        assert proposer.max_draft_tokens == flags.get("draft_tree_tokens", 6), "as it was built for"
+        given = flags.get("draft_tree_tokens", flags.get("draft_len", "auto"))
+        assert proposer.max_draft_tokens == (6 if given == "auto" else int(given)), (
+            "as it was built for"
+        )
     requests = make_requests(5)
     expected = [r.output_ids for r in load(folder).generate(requests)]
     assert [r.output_ids for r in engine.generate(requests)] == expected

@@ -113,6 +113,14 @@ class StepTimer(Protocol):
 
 
 @runtime_checkable
+class BudgetFitter(Protocol):
+    """A proposer that drafts otherwise where only that is verified which pays."""
+
+    def fit_budget(self) -> Proposer:
+        """What drafts then; itself where nothing else does."""
+
+
+@runtime_checkable
 class Keeper(Protocol):
     """A proposer that may have a file of what it has seen."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import (
+    BudgetFitter,
     Keeper,
     LateReader,
     PromptFollower,
@@ -149,6 +150,13 @@ class ChainProposer:
         self._num_beside = 0
         self._began: float | None = None  # of the step that is under way, after its drafts
         self._drafts: list[tuple[int, int]] = []
+
+    def fit_budget(self) -> ChainProposer:
+        """See BudgetFitter: a chain of the members as they draft then."""
+        return join_proposers(
+            [[m.fit_budget() if isinstance(m, BudgetFitter) else m for m in group]
+             for group in self._groups]
+        )  # fmt: skip
 
     @property
     def max_catch_up(self) -> int | None:

@@ -73,8 +73,10 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer | DraftTreePropo
             sizes = target_tokens.vocab_size, draft_tokens.vocab_size
             tokens = SharedTokens(*pair, *sizes, draft.device)
         tree_tokens = options.tree_tokens
-        if options.leaves_length and not options.use_logits and target.device.type == "cpu":
-            tree_tokens = min(max(1, target.config.build.max_draft_len), MOST_TREE_TOKENS)
+        is_open = options.leaves_length or (context.has_budget and tree_tokens is None)
+        if is_open and not options.use_logits and target.device.type == "cpu":
+            longest = options.draft_len or max(1, target.config.build.max_draft_len)
+            tree_tokens = min(longest, MOST_TREE_TOKENS)
         return attach_draft(
             target, draft, draft_len=options.draft_len, use_logits=options.use_logits,
             tree_tokens=tree_tokens,
@@ -192,6 +194,16 @@ class DraftTargetProposer(DraftModel):
         self._is_warm = False
         self.num_beside = 0  # see StepTimer
         self._draft_seconds = self._began_verify = 0.0
+
+    def fit_budget(self) -> DraftTargetProposer | DraftTreeProposer:
+        """See BudgetFitter: on a CPU, a tree of as many tokens."""
+        if self.use_logits or self.decoder.device.type != "cpu":
+            return self
+        longest = min(self.draft_length.maximum, MOST_TREE_TOKENS)
+        return DraftTreeProposer(
+            self.decoder, num_tokens=longest, depth=longest, tokens=self.tokens,
+            max_num_tokens=self.max_num_tokens, max_seq_len=self.max_seq_len,
+        )  # fmt: skip
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""

@@ -52,8 +52,6 @@ PUBLISHED_CHOICES: Choices = (
     (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
 )  # fmt: skip
 DEFAULT_CPU_TOP_K = 4
-# Of greedy requests' trees, as in `levels`: by this one those of pycode's drafters hold most.
-LEAST_TEMPERATURE = 0.5
 MAX_PASS_TOKENS = 8192  # of one pass over pairs of prompts
 
 
@@ -333,7 +331,7 @@ class EagleProposer(StateKeeper):
                 pairs, self._cache, rows[ready].tolist(), [texts[at][1:] for at in ready],
                 MAX_PASS_TOKENS,
             )  # fmt: skip
-            temperatures = read_temperatures([requests[at] for at in ready], LEAST_TEMPERATURE)
+            temperatures = read_temperatures([requests[at] for at in ready])
             draft = TreeDraft(
                 self.net, self._cache, rows[ready], roots[ready], hidden, temperatures,
                 self.least_promise,

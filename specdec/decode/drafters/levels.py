@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
@@ -18,8 +19,8 @@ from specdec.engine.tree import BoolArray, IntArray, Tree
 
 # Of a drafter that learned the target's distribution: the token that it finds likeliest is the
 # target's likeliest more often than it is likely. So for greedy requests its probabilities are
-# those of a lower temperature; by this one trees of pycode's ReDrafter hold most.
-LEAST_TEMPERATURE = 0.75
+# those of a lower temperature; by this one trees of pycode's ReDrafter and EAGLEs hold most.
+LEAST_TEMPERATURE = 0.5
 ALL_LEVELS = -np.inf  # a `least_promise` that every level has
 NO_LAST = 2**62
 
@@ -28,17 +29,6 @@ def read_temperatures(requests: Sequence[ActiveRequest], least: float = LEAST_TE
     """By which the likelihood of drafts is judged, [B]: each request's own, if that is higher."""
     chosen = [request.request.sampling for request in requests]
     return np.array([least if c.is_greedy else max(c.temperature, least) for c in chosen])
-
-
-def temper(scores: Array, temperatures: Array) -> Array:
-    """Log-probabilities [B, n, K] of the likeliest tokens as they are at temperatures [B].
-
-    What is left for all others counts as one token.
-    """
-    scores = scores.astype(np.float64)
-    rest = np.log(np.maximum(1 - np.exp(scores).sum(-1, keepdims=True), 1e-9))
-    powered = np.concatenate((scores, rest), axis=-1) / temperatures[:, None, None]
-    return np.asarray(powered[..., :-1] - np.logaddexp.reduce(powered, axis=-1, keepdims=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +59,11 @@ class Draft(Protocol):
     def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
         """The same after nodes below those of the level before, [B, n, width]."""
         ...
+
+
+def sharpen(temperatures: Array, device: torch.device) -> Tensor:
+    """By what logits [B, n, V] are multiplied to be those at temperatures [B]: [B, 1, 1]."""
+    return to_device(1 / temperatures, device)[:, None, None].float()
 
 
 class TreeNet(Protocol):
@@ -104,8 +99,8 @@ class TreeDraft:
         self.roots, self.least_promise = roots, least_promise
         self.num_levels = 0  # that were drafted
         self._net, self._cache, self._rows = net, cache, rows
-        sharpness = to_device(1 / temperatures, hidden.device)[:, None, None]
-        self._sharpness, self._last = sharpness.to(hidden.dtype), last_position
+        self._sharpness = sharpen(temperatures, hidden.device).to(hidden.dtype)
+        self._last = last_position
         self._hidden = hidden[:, None]  # [B, n, D], of the newest level
         self._positions = cache.past_lens[rows]
         self._mask: BoolArray = np.zeros((len(rows), 1, 0), np.bool_)

@@ -15,7 +15,7 @@ from specdec.decode.drafters.levels import (
     DynamicTree,
     Level,
     read_temperatures,
-    temper,
+    sharpen,
 )
 from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS
 from specdec.decode.requests import ActiveRequest
@@ -56,7 +56,7 @@ class ReDrafterProposer(StateProposer):
         self.max_draft_depth = head.params.max_draft_depth
 
     def fit_budget(self) -> ReDrafterProposer:
-        """What drafts if only that is verified which pays: it says how sure it is of a token."""
+        """See BudgetFitter: on a CPU, what says how sure it is of a token."""
         if self.head.embedding.device.type != "cpu":  # there a search is one graph
             return self
         return DynamicProposer(self.head, min(self.max_draft_tokens, BUDGET_CPU_TOKENS))
@@ -141,18 +141,19 @@ class BeamDraft:
         self, head: ReDrafterHead, hidden: Tensor, roots: IntArray, temperatures: Array,
         least_promise: float = ALL_LEVELS,
     ) -> None:  # fmt: skip
-        """hidden: [B, D]; temperatures: as in `temper`; least_promise: as in `LevelDrafter`."""
+        """hidden: [B, D]; temperatures: as in `TreeDraft`; least_promise: as in `LevelDrafter`."""
         self.roots, self.least_promise = roots, least_promise
         self.num_levels = 0  # that were drafted
-        self._head, self._temperatures = head, temperatures
+        self._head, self._sharpness = head, sharpen(temperatures, hidden.device)
         self._context = hidden[:, None]
         self._state = head.update_state(to_device(roots, hidden.device)[:, None], None)
 
     def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
         """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
         self.num_levels += 1
-        ranked, scores = to_host(*self._head.rank_tokens(self._context, self._state, width))
-        return ranked, temper(scores, self._temperatures)
+        found = self._head.rank_tokens(self._context, self._state, width, self._sharpness)
+        ranked, scores = to_host(*found)
+        return ranked, scores
 
     def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
         """Read nodes below those of the level before; return what is drafted from each."""
