@@ -32,7 +32,7 @@ from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 18
+ABI_VERSION = 19
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
 # Activations of a gated MLP, by the kernel that computes them.
 GATES = {
