@@ -114,7 +114,7 @@ def run_steps(steps: Mapping[str, Sequence[str]], out: Path) -> list[str]:
     return [name for name, step in done.items() if step["exit_status"]]
 
 
-def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -128,7 +128,11 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
                         help="models and environments, as of peers.py")  # fmt: skip
     parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "bench")
     parser.add_argument("--list", action="store_true", help="print the commands, and end")
-    args = parser.parse_args(words)
+    return parser
+
+
+def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
+    args = make_parser().parse_args(words)
     args.folder, args.output_dir = args.folder.resolve(), args.output_dir.resolve()
     return args
 

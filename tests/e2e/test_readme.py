@@ -197,13 +197,15 @@ OTHERS_FLAGS = {
 def test_pages_name_only_flags_that_exist(name: str) -> None:
     import importlib
 
+    from benchmarks import run_all
     from benchmarks.side_by_side.command import make_parser
     from specdec.command.settings import get_flags
     from specdec.command.stages import STAGES
     from specdec.trtllm.facts import LABELS, load_facts
 
     known = {"--config", "--debug", "--version", "--help", *OTHERS_FLAGS}
-    known |= {flag for action in make_parser("")._actions for flag in action.option_strings}
+    for parser in (make_parser(""), run_all.make_parser()):
+        known |= {flag for action in parser._actions for flag in action.option_strings}
     for label in LABELS:
         known |= {f"--{flag.replace('_', '-')}" for flag in load_facts(label).flags}
     modules = [module for module, _ in STAGES.values()] + ["specdec.train.data.settings"]
