@@ -34,7 +34,7 @@ help:
 	@echo "make fix     fix what the linter and the formatter can"
 	@echo "make bench   run the CPU benchmarks, reports in out/bench: hours, 20 GB of memory and"
 	@echo "             24 GB of disk at SIZE=full; SIZE=small or pycode for less, PEERS='specdec ...',"
-	@echo "             PEERS_FLAGS='--rounds 2 --prompts 2' for fewer turns, BENCH_FLAGS='--only peers'"
+	@echo "             PEERS_FLAGS='--rounds 2 --prompts 2' for fewer turns, BENCH_FLAGS='--only edits'"
 	@echo "make dist    build the wheel into dist/"
 	@echo "make clean   remove caches and wheels"
 
