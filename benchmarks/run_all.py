@@ -30,7 +30,11 @@ from specdec.bench.machine import describe_machine
 from specdec.command.stages import take_sigterm
 from specdec.files.reading import write_json
 
-WEIGHTS = {"bf16": (), "int8": ("int8",), "int4": ("int4", "--group-size", "64")}
+WEIGHTS = {
+    "bf16": (),
+    "int8": ("--quantization", "int8"),
+    "int4": ("--quantization", "int4", "--group-size", "64"),
+}
 
 
 def list_steps(args: argparse.Namespace, has_gpu: bool) -> dict[str, list[str]]:
@@ -55,13 +59,8 @@ def list_steps(args: argparse.Namespace, has_gpu: bool) -> dict[str, list[str]]:
             "--peers", *args.peers, *shlex.split(args.peers_flags),
         ),
     }  # fmt: skip
-    if LLAMA_CPP in args.peers:  # which peers.py has compiled
-        server = args.folder / "environments" / LLAMA_CPP / "build" / "bin" / "llama-server"
-        contexts = ["--llama-server", str(server), *report("contexts")]
-        steps["contexts"] = script("contexts", *contexts)
     for name, words in WEIGHTS.items():
-        flags = ["--quantization", *words] if words else []
-        steps[f"verify-{name}"] = script("verify_cost", *flags, *report(f"verify-{name}"))
+        steps[f"verify-{name}"] = script("verify_cost", *words, *report(f"verify-{name}"))
     steps["methods"] = [
         "-m", "examples.pycode.methods", "--work-dir", str(out / "methods"),
         "--output-dir", str(out),
@@ -72,9 +71,11 @@ def list_steps(args: argparse.Namespace, has_gpu: bool) -> dict[str, list[str]]:
     steps["int8"] = script("int8", *report("int8"))
     steps["quality"] = script("quality", *report("quality"))
     steps["serve-costs"] = script("serve", "costs", *served, *report("serve-costs"))
-    if LLAMA_CPP in args.peers:
-        load = ["load", *served, "--llama-server", str(server), *report("serve-load")]
-        steps["serve-load"] = script("serve", *load)
+    if LLAMA_CPP in args.peers:  # which peers.py has compiled
+        program = args.folder / "environments" / LLAMA_CPP / "build" / "bin" / "llama-server"
+        server = ["--llama-server", str(program)]
+        steps["contexts"] = script("contexts", *server, *report("contexts"))
+        steps["serve-load"] = script("serve", "load", *served, *server, *report("serve-load"))
     if has_gpu:
         steps["gpu"] = script("gpu", "--output-dir", out)
     return steps

@@ -3448,8 +3448,8 @@ void run_layers(E *x, const E *first, E *out, const E *const *weights, const E *
 
 extern "C" {
 
-// Bumped with every change of a signature below, or of the order of packed numbers or of sums;
-// checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
+// Bumped with every change of a signature below, of what an argument means, or of the order of
+// packed numbers or of sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
 int64_t specdec_abi_version() { return 19; }
 
 // Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the

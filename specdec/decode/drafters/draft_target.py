@@ -72,15 +72,11 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer | DraftTreePropo
             pair = load_pair(target_tokens, draft_tokens, context.tokenizer, options.tokenizer_dir)
             sizes = target_tokens.vocab_size, draft_tokens.vocab_size
             tokens = SharedTokens(*pair, *sizes, draft.device)
-        tree_tokens = options.tree_tokens
-        is_open = options.leaves_length or (context.has_budget and tree_tokens is None)
-        if is_open and not options.use_logits and target.device.type == "cpu":
-            longest = options.draft_len or max(1, target.config.build.max_draft_len)
-            tree_tokens = min(longest, MOST_TREE_TOKENS)
         return attach_draft(
             target, draft, draft_len=options.draft_len, use_logits=options.use_logits,
-            tree_tokens=tree_tokens,
-            adapts=context.has_budget and not context.is_in_chain, tokens=tokens,
+            tree_tokens=options.tree_tokens,
+            adapts=context.has_budget and not context.is_in_chain,
+            fits_budget=context.has_budget or options.leaves_length, tokens=tokens,
         )  # fmt: skip
     except BaseException:
         draft.close()
@@ -89,13 +85,15 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer | DraftTreePropo
 
 def attach_draft(
     target: EngineHandle, draft: EngineHandle, *, draft_len: int | None, use_logits: bool,
-    tree_tokens: int | None = None, adapts: bool = False, tokens: TokenMap | None = None,
+    tree_tokens: int | None = None, adapts: bool = False, fits_budget: bool = False,
+    tokens: TokenMap | None = None,
 ) -> DraftTargetProposer | DraftTreeProposer:  # fmt: skip
     """Let one engine draft for another; raise SpecDecError where they do not match.
 
     draft_len: tokens a step; None adapts it, up to what the engine was built for. tree_tokens: of a
     tree that is drafted in place of a chain, whose depth draft_len then is at most; None for a
-    chain. tokens: which of both models' tokens are the same; None is all of them.
+    chain. fits_budget: whether only what pays of a draft is verified. tokens: which of both models'
+    tokens are the same; None is all of them.
     """
     own, theirs = target.config, draft.config
     longest = own.build.max_draft_len
@@ -143,9 +141,10 @@ def attach_draft(
         )
     else:
         length = DraftLength(draft_len or longest, is_auto=adapts or draft_len is None)
-        proposer = DraftTargetProposer(
+        chain = DraftTargetProposer(
             draft.decoder, length, use_logits=use_logits, tokens=tokens, **limits
         )
+        proposer = chain.fit_budget() if fits_budget else chain
     target.use_method(METHOD.name, proposer, draft)
     return proposer
 

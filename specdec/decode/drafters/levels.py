@@ -31,6 +31,11 @@ def read_temperatures(requests: Sequence[ActiveRequest], least: float = LEAST_TE
     return np.array([least if c.is_greedy else max(c.temperature, least) for c in chosen])
 
 
+def sharpen(temperatures: Array, device: torch.device) -> Tensor:
+    """By what logits [B, n, V] are multiplied to be those at temperatures [B]: [B, 1, 1]."""
+    return to_device(1 / temperatures, device)[:, None, None].float()
+
+
 @dataclasses.dataclass(frozen=True)
 class Level:
     """Nodes of one depth that are run, to draft from each.
@@ -59,11 +64,6 @@ class Draft(Protocol):
     def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
         """The same after nodes below those of the level before, [B, n, width]."""
         ...
-
-
-def sharpen(temperatures: Array, device: torch.device) -> Tensor:
-    """By what logits [B, n, V] are multiplied to be those at temperatures [B]: [B, 1, 1]."""
-    return to_device(1 / temperatures, device)[:, None, None].float()
 
 
 class TreeNet(Protocol):
