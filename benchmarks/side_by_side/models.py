@@ -32,8 +32,8 @@ DRAFTER_FLAGS = ("--drafter-weights", "int8")
 class Size:
     """A shape to measure at, and how much there is to decode.
 
-    shape: flags of benchmarks/grow.py; none is pycode as it is. memory_gb, disk_gb: free ones that
-    a run with all peers needs.
+    shape: flags of benchmarks/grow.py; none is pycode as it is. memory_gb: free ones that a run
+    with all peers needs. disk_gb: what its models and environments take.
     """
 
     shape: tuple[str, ...]
@@ -68,14 +68,19 @@ class Models:
     draft: Path
 
 
-def prepare_models(size: Size, work: Path, log: Path) -> Models:
-    """Grow the pycode models unless they are there; grow.py compares logits before it writes."""
-    draft = PYCODE / "draft"
+def find_folder(size: Size, work: Path) -> Path:
+    """Where the models of these sources and this shape lie, or will."""
     sources = [PYCODE / name / "model.safetensors" for name in ("target", "redrafter", "draft")]
     digest = hashlib.sha256(GROW.read_bytes() + json.dumps([*size.shape, DTYPE]).encode())
     for source in sources:
         digest.update(source.read_bytes())
-    folder = work / digest.hexdigest()[:12]
+    return work / digest.hexdigest()[:12]
+
+
+def prepare_models(size: Size, work: Path, log: Path) -> Models:
+    """Grow the pycode models unless they are there; grow.py compares logits before it writes."""
+    draft = PYCODE / "draft"
+    folder = find_folder(size, work)
     if not size.shape:
         folder.mkdir(parents=True, exist_ok=True)
         return Models(folder, PYCODE / "target", PYCODE / "redrafter", draft)
@@ -201,16 +206,27 @@ def _make_each(models: Models, suffix: str, make: Callable[[Path, Path], None]) 
 
 
 def find_shortage(size: Size, work: Path) -> list[str]:
-    """What a run with all peers needs and the machine lacks, with both numbers."""
+    """What a run with all peers needs and the machine lacks, with both numbers.
+
+    work: with the folders models and environments; what an earlier run has left there is counted.
+    """
     found = []
     memory = read_free_memory()
     if memory is not None and memory < size.memory_gb:
         found.append(f"{size.memory_gb:.0f} GB of free memory are needed, there are {memory:.1f}")
     work.mkdir(parents=True, exist_ok=True)
+    here = (find_folder(size, work / "models"), work / "environments")
+    needed = max(0.0, size.disk_gb - sum(map(measure_folder, here)) / 1e9)
     disk = shutil.disk_usage(work).free / 1e9
-    if disk < size.disk_gb:
-        found.append(f"{size.disk_gb:.0f} GB of free disk are needed, there are {disk:.1f}")
+    if disk < needed:
+        found.append(f"{needed:.1f} GB of free disk are needed, there are {disk:.1f}")
     return found
+
+
+def measure_folder(folder: Path) -> int:
+    """Bytes that the files in it take on the disk; 0 where there is none."""
+    paths = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    return sum(path.lstat().st_blocks * 512 for path in paths)
 
 
 def read_free_memory() -> float | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -497,6 +499,20 @@ def test_a_machine_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found == "20 GB of free memory are needed, there are 3.0"
     with pytest.raises(SystemExit, match="error: 20 GB of free memory"):
         command.main("", ["--folder", str(tmp_path)])
+
+
+def test_what_an_earlier_run_has_left_needs_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = dataclasses.replace(models.SIZES["full"], memory_gb=0.0, disk_gb=3e-3)
+    disk = shutil.disk_usage(tmp_path)._replace(free=1_200_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    own = models.find_folder(size, tmp_path / "models")
+    for folder in (own.with_name("another"), own, tmp_path / "environments" / "a"):
+        assert len(models.find_shortage(size, tmp_path)) == 1
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(b"1" * 1_000_000)
+    assert models.find_shortage(size, tmp_path) == []
 
 
 def test_settings_of_the_command() -> None:
