@@ -340,6 +340,35 @@ def test_levels_end_where_another_is_not_worth_its_price() -> None:
     assert 0.3 < budget.price_level() < 1.0
 
 
+def test_a_level_does_not_pay_for_what_every_draft_costs() -> None:
+    """The first token of a draft is dear, the next are not: one level more costs no more for it."""
+    prices = []
+    for plain in (1.0, 0.8):
+        budget = Budget(8)
+        for _ in range(2):
+            budget.record(None, plain, 1, [1])
+        for size in (2, 4, 8):
+            assert budget.plan([100])
+            budget.record(0.1, 1.0 + 0.01 * size, size, [size], num_levels=2)
+        assert budget.plan([100])
+        prices.append(budget.price_level())
+    assert prices[0] == pytest.approx(prices[1], rel=0.01)
+    assert prices[0] < 0.3
+
+
+def test_a_slow_minute_is_forgotten() -> None:
+    """Large sizes that were dear then are tried again, though nobody takes them meanwhile."""
+    budget = Budget(4)
+    chances = [0.9**depth for depth in range(1, 5)]
+    sizes = []
+    for step in range(80):
+        size = 1 + budget.choose([np.array(chances)]) if budget.plan([100]) else 1
+        slow = 3.0 if step < 12 and size > 2 else 1.0
+        budget.record(0.01 if size > 1 else None, FLAT(size) * slow, size, [1 + size // 2])
+        sizes.append(size)
+    assert set(sizes[-20:]) == {5}
+
+
 # ---- The text.
 
 

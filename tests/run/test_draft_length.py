@@ -14,6 +14,7 @@ from specdec.decode.drafters.pacing import (
     FIRST_CHUNK,
     HORIZON,
     LOSS_SHARE,
+    MAX_AGE,
     Costs,
     DraftLength,
     DraftPlan,
@@ -312,6 +313,34 @@ def test_costs() -> None:
     costs.record(32, 3.0)  # nothing smaller costs more
     assert [costs.estimate(n) for n in (8, 12, 16, 20, 32, 64)] == [2.0, 2.5, 3.0, 3.0, 3.0, 3.0]
     assert (costs.largest, Costs().largest) == (32, 0)
+
+
+def test_a_size_that_was_last_measured_in_a_slow_minute_may_be_hoped_to_cost_less() -> None:
+    costs, sizes = Costs(), np.array([1, 2, 4, 6, 8, 12])
+    for size in (8, 6, 4, 2, 1):
+        for _ in range(3):
+            costs.record(size, 2 * FLAT(size))
+    for _ in range(MAX_AGE // 2):
+        for size in (2, 4):
+            costs.record(size, FLAT(size))
+    assert costs.estimate(6) == costs.predict(sizes)[3] == 2 * FLAT(6)
+    hoped = costs.predict(sizes, is_hopeful=True)
+    assert np.allclose(hoped[1:5], [FLAT(size) for size in (2, 4, 6, 8)])
+    assert hoped[0] == hoped[1], "what is smaller costs no more"
+    costs.record(6, 1.5)  # what was measured before counts no more
+    assert costs.estimate(6) == 1.5
+    assert costs.predict(sizes, is_hopeful=True)[3] == 1.5
+    assert 1.5 <= costs.predict(sizes, is_hopeful=True)[4] < costs.estimate(8) == 2 * FLAT(8)
+
+
+def test_what_is_far_larger_than_what_was_measured_lately_is_not_hoped_for() -> None:
+    costs = Costs()
+    for size in (16, 64, 16, 32, *[1] * MAX_AGE):
+        costs.record(size, FLAT(size))
+    costs.record(2, FLAT(2))
+    assert costs.predict(np.array([16, 32, 64]), is_hopeful=True).tolist() == [
+        FLAT(size) for size in (16, 32, 64)
+    ]
 
 
 def test_steps_that_read_prompts_too_change_nothing_for_the_others() -> None:

@@ -262,13 +262,14 @@ class Budget:
         level = self._draft.estimate(self._num_rows)
         if level is None:
             return ALL_LEVELS
-        verify = self._predict_verify()
-        price = self._rate * (level + verify[1] - verify[0])
+        verify = self._predict_verify()[1:]  # that a draft is verified at all is paid for already
+        token = (verify[-1] - verify[0]) / max(1, len(verify) - 1)
+        price = self._rate * (level + token)
         return float(price * self._weight / (self._gains[0] * _count_won(self._num_rows)))
 
     def choose(self, chances: Sequence[Array]) -> int:
         """How many nodes of each row to verify beside the root, by their chances, best first."""
-        seconds = self._predict_verify()
+        seconds = self._predict_verify(is_hopeful=self.account.lost < 0)
         most = len(seconds) - 1
         gains = np.zeros(len(seconds))
         for row in chances:
@@ -331,10 +332,10 @@ class Budget:
                 self._gains = KEEP * self._gains + count - 1
                 self._weight = KEEP * self._weight + 1
 
-    def _predict_verify(self) -> Array:
+    def _predict_verify(self, *, is_hopeful: bool = False) -> Array:
         """Seconds of a verify step by nodes a row, from 1 on to twice the tokens that were tried.
 
-        The first is a plain step's; of whole drafts only theirs follows.
+        The first is a plain step's; of whole drafts only theirs follows. is_hopeful: see `Costs`.
         """
         num_rows = self._num_rows
         if self.is_whole:
@@ -346,7 +347,8 @@ class Budget:
             return seconds
         tried = 2 * self._verify.largest - self._beside
         most = max(2, min(tried // num_rows, self.max_tokens + 1))
-        return self._verify.predict_beside(num_rows * np.arange(1, most + 1), self._beside)
+        sizes = num_rows * np.arange(1, most + 1)
+        return self._verify.predict_beside(sizes, self._beside, is_hopeful=is_hopeful)
 
 
 def _count_won(num_rows: int) -> float:

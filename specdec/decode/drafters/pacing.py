@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -26,6 +26,7 @@ MODEL_LOSS, DRAFTER_LOSS = 0.15, 0.02
 HORIZON = 128  # of the steps to come, those that the share is taken of: the text may end before
 PROBE_SHARE = 3 / 8  # of that, of the time so far, for drafts that are known not to pay
 REST_STEPS = 8  # plain ones after one that drafts nothing, so that not even planning costs time
+MAX_AGE = 16  # measurements, of any size, after which a cheaper one may be hoped for
 BESIDE_UNIT = 16  # prompt tokens of a step, whose cost is known by so many
 FIRST_CHUNK = 16  # tokens by which it is learnt what running a prompt costs the draft model
 LEAST_TIMED = 2  # drafts, before they are believed to be too dear: one may have been disturbed
@@ -40,24 +41,43 @@ class Costs:
 
     A machine that others use too is slower now and then, never faster: the lower ones are the
     step's own. What is smaller never costs more: where it was measured so, the machine was busy.
+
+    It may be slow for minutes. A size that was last measured so would seem dear for good, as nobody
+    takes it then. So of one that was not measured for a while it may be hoped that it costs no more
+    than those say that were; it begins anew when it is measured again.
     """
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
         self._quartiles: dict[int, float] = {}  # as they were measured
+        self._newest: dict[int, int] = {}  # which measurement of all was a size's newest
+        self._num_measured = 0
         self._seconds: dict[int, float] = {}  # not falling with the size
+        self._hoped: dict[int, float] = {}  # the same, of those that are hoped to cost less
         self._sizes: list[int] = []  # sorted
 
     def record(self, size: int, seconds: float) -> None:
         if size not in self._recent:
             self._recent[size] = deque(maxlen=7)
             bisect.insort(self._sizes, size)
+        if size in self._hoped:
+            self._recent[size].clear()
         self._recent[size].append(seconds)
+        self._num_measured += 1
+        self._newest[size] = self._num_measured
         recent = sorted(self._recent[size])
         self._quartiles[size] = recent[(len(recent) - 1) // 4]
         least = math.inf
         for other in reversed(self._sizes):
             self._seconds[other] = least = min(least, self._quartiles[other])
+        oldest = self._num_measured - MAX_AGE
+        fresh = [n for n in self._sizes if self._newest[n] > oldest]
+        self._hoped = {
+            n: hoped
+            for n in self._sizes
+            if self._newest[n] <= oldest and fresh[0] < n <= 2 * fresh[-1]
+            and (hoped := _interpolate(self._seconds, fresh, n)) < self._seconds[n]
+        }  # fmt: skip
 
     @property
     def smallest(self) -> int:
@@ -76,41 +96,26 @@ class Costs:
         on, since two that are near each other differ by chance; below the smallest they are the
         smallest's, as where memory is the limit.
         """
-        sizes, seconds = self._sizes, self._seconds
-        if not sizes:
-            return None
-        if size in seconds:
-            return seconds[size]
-        if size < sizes[0] or len(sizes) == 1:
-            return seconds[sizes[0]]
-        if size > sizes[-1]:
-            return seconds[sizes[-1]] + self._find_slope() * (size - sizes[-1])
-        at = bisect.bisect(sizes, size)
-        lower, upper = sizes[at - 1], sizes[at]
-        slope = (seconds[upper] - seconds[lower]) / (upper - lower)
-        return seconds[lower] + slope * (size - lower)
+        return _interpolate(self._seconds, self._sizes, size) if self._sizes else None
 
-    def _find_slope(self) -> float:
-        """Seconds of a token beyond the largest size; 0 where it is the only one."""
-        largest = self._sizes[-1]
-        lower = self._sizes[max(0, bisect.bisect(self._sizes, largest / 2) - 1)]
-        rise = self._seconds[largest] - self._seconds[lower]
-        return rise / (largest - lower) if largest > lower else 0.0
+    def predict(self, sizes: Array, *, is_hopeful: bool = False) -> Array:
+        """What `estimate` says of many sizes, where something was measured.
 
-    def predict(self, sizes: Array) -> Array:
-        """What `estimate` says of many sizes, where something was measured."""
+        is_hopeful: of those that were not measured for a while, what may be hoped.
+        """
+        seconds = self._seconds | self._hoped if is_hopeful else self._seconds
         known = np.array(self._sizes)
-        seconds = np.array([self._seconds[size] for size in self._sizes])
         beyond = np.maximum(0, sizes - known[-1])
-        return np.asarray(np.interp(sizes, known, seconds) + self._find_slope() * beyond)
+        found = np.interp(sizes, known, [seconds[size] for size in self._sizes])
+        return np.asarray(found + _find_slope(seconds, self._sizes) * beyond)
 
-    def predict_beside(self, sizes: Array, num_beside: int) -> Array:
+    def predict_beside(self, sizes: Array, num_beside: int, *, is_hopeful: bool = False) -> Array:
         """What steps of these sizes, rising, cost that also read so many tokens of prompts.
 
         Those would be read anyway, in another step: they pay what a token more costs here, and what
         the step costs at least, such as reading the weights, is left to its own tokens.
         """
-        seconds = self.predict(sizes + num_beside)
+        seconds = self.predict(sizes + num_beside, is_hopeful=is_hopeful)
         if not num_beside:
             return seconds
         price = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
@@ -121,6 +126,26 @@ class Costs:
         sizes = num_rows * np.array([1, max(2, size)])
         plain, longer = self.predict_beside(sizes, num_beside).tolist()
         return plain, longer if size > 1 else plain
+
+
+def _interpolate(seconds: Mapping[int, float], sizes: Sequence[int], size: int) -> float:
+    """What a size costs by those of `sizes`, sorted; see `Costs.estimate`."""
+    at = bisect.bisect(sizes, size)
+    if at == 0 or len(sizes) == 1 or size == sizes[at - 1]:
+        return seconds[sizes[max(0, at - 1)]]
+    if at == len(sizes):
+        return seconds[sizes[-1]] + _find_slope(seconds, sizes) * (size - sizes[-1])
+    lower, upper = sizes[at - 1], sizes[at]
+    slope = (seconds[upper] - seconds[lower]) / (upper - lower)
+    return seconds[lower] + slope * (size - lower)
+
+
+def _find_slope(seconds: Mapping[int, float], sizes: Sequence[int]) -> float:
+    """Seconds of a token beyond the largest size; 0 where it is the only one."""
+    largest = sizes[-1]
+    lower = sizes[max(0, bisect.bisect(sizes, largest / 2) - 1)]
+    rise = seconds[largest] - seconds[lower]
+    return rise / (largest - lower) if largest > lower else 0.0
 
 
 def round_beside(num_tokens: int) -> int:
