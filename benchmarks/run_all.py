@@ -87,7 +87,7 @@ def run_step(name: str, words: Sequence[str], log: Path) -> dict[str, object]:
     print(f"== {name}: {shlex.join(command)}", flush=True)
     began = time.monotonic()
     with (
-        log.open("w", encoding="utf-8") as file,
+        log.open("w", encoding="utf-8", buffering=1) as file,  # a line at a time
         subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process,
@@ -150,8 +150,11 @@ def main(words: Sequence[str] | None = None) -> None:
         for name, command in chosen.items():
             print(f"{name}: {shlex.join(command)}")
         return
-    with take_sigterm():
-        failed = run_steps(chosen, args.output_dir)
+    try:
+        with take_sigterm():
+            failed = run_steps(chosen, args.output_dir)
+    except KeyboardInterrupt:
+        raise SystemExit(f"error: stopped\nhint: what ended is in {args.output_dir}") from None
     if failed:
         raise SystemExit(
             f"error: {len(failed)} of {len(chosen)} steps failed: {', '.join(failed)}\n"

@@ -83,6 +83,8 @@ def main(words: list[str] | None = None) -> None:
     try:
         with take_sigterm():  # servers that were started are ended
             report, holds = measure(args)
+    except KeyboardInterrupt:
+        raise SystemExit("error: stopped") from None
     except SpecDecError as error:
         raise SystemExit(f"error: {error.message}\nhint: {error.hint}") from None
     print(json.dumps(report, indent=2))

@@ -275,12 +275,13 @@ class Budget:
         for row in chances:
             found = np.cumsum(row)
             size = min(len(found), self.max_tokens)
-            if len(found):
-                gains[1:] += np.pad(found[:most], (0, max(0, most - len(found))), mode="edge")
             # What a draft of this kind promises, whatever is verified of it.
             self._gains *= KEEP
             self._weight = KEEP * self._weight + 1
             if size:
+                known = min(size, most)
+                gains[1 : known + 1] += found[:known]
+                gains[known + 1 :] += found[known - 1]
                 self._gains[:size] += found[:size]
                 self._gains[size:] += found[size - 1]
         worth = _count_won(self._num_rows) * gains - self._rate * seconds
