@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from specdec.serve import schema
 from specdec.serve.server import Server
 from tests.serve.servers import make_served_engine, serve_here
 
@@ -25,3 +28,12 @@ def served(folder: Path) -> Iterator[tuple[Server, str]]:
 @pytest.fixture(scope="module")
 def url(served: tuple[Server, str]) -> str:
     return served[1]
+
+
+@pytest.fixture(autouse=True)
+def _seeds(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test asks for without a seed draws the same tokens in every run."""
+    numbers = random.Random(request.node.nodeid)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schema, "secrets", SimpleNamespace(randbits=numbers.getrandbits))
+        yield

@@ -837,7 +837,7 @@ def test_metrics_add_up(folder: Path) -> None:
     with serve_here(folder, metrics_prefix="vllm") as (_, url):
         body = {"prompt": TEXT, "max_tokens": 30, "seed": 3, "n": 3, "ignore_eos": True}
         told = post(url, "/v1/completions", **body)["metrics"]["speculative_decoding"]
-        post(url, "/v1/completions", prompt=TEXT, max_tokens=1)
+        post(url, "/v1/completions", prompt=TEXT, max_tokens=1, ignore_eos=True)
         alone = post(url, "/v1/completions", prompt=TEXT, max_tokens=0, echo=True)
         text = CLIENT.get(f"{url}/metrics").text
     found: dict[str, float] = {}
