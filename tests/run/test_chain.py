@@ -15,9 +15,9 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import PlainProposer, StepTimer
 from specdec.decode.drafters.budget import bind
 from specdec.decode.drafters.chain import (
-    Account,
     ChainFollower,
     ChainProposer,
+    TrackRecord,
     join_candidates,
     join_proposers,
     merge_candidates,
@@ -143,7 +143,7 @@ def test_the_text_is_that_of_plain_decoding(
 
 
 def test_accepted_tokens_come_from_every_member(engines: dict[str, Path]) -> None:
-    """By the real account, on a text in which both are right now and then."""
+    """By the real record, on a text in which both are right now and then."""
     engine = load(engines, "plain", "suffix,draft_target", **SUFFIX)
     drafted = {0: 0, 1: 0}
     chain = engine.proposer
@@ -191,19 +191,19 @@ def test_nothing_drafted_leaves_the_other_as_it_is() -> None:
 
 def simulate(rates: Sequence[float], seconds: Sequence[float], steps: int = 300) -> list[int]:
     """How often each of two groups drafts 4 tokens; a token of each is right at some rate."""
-    chance, account, counts = random.Random(str(rates)), Account(2), [0, 0]
+    chance, record, counts = random.Random(str(rates)), TrackRecord(2), [0, 0]
     for _ in range(steps):
-        group = int(account.estimate(0, 4, 4) < account.estimate(1, None, 4))
-        account.record_draft(group, seconds[group])
+        group = int(record.estimate(0, 4, 4) < record.estimate(1, None, 4))
+        record.record_draft(group, seconds[group])
         emitted = 1
         while emitted <= 4 and chance.random() < rates[group]:
             emitted += 1
-        account.record_step(1.0, [(group, 4)], [emitted])
+        record.record_step(1.0, [(group, 4)], [emitted])
         counts[group] += 1
     return counts
 
 
-def test_the_account_prefers_what_pays() -> None:
+def test_what_pays_is_preferred() -> None:
     assert simulate([0.9, 0.6], [0.0, 0.3])[0] > 270
     assert simulate([0.2, 0.6], [0.0, 0.3])[1] > 240
     # As many tokens: the cheaper one.
@@ -212,12 +212,12 @@ def test_the_account_prefers_what_pays() -> None:
     assert 3 <= simulate([0.0, 0.8], [0.0, 0.3], steps=2000)[0] < 200
 
 
-def test_depths_have_their_own_account() -> None:
+def test_depths_have_their_own_record() -> None:
     """Long drafts of a lookup are right, short ones wrong: the latter go to the other."""
-    account = Account(2)
+    record = TrackRecord(2)
     for _ in range(40):
-        account.record_step(1.0, [(0, 8), (0, 1), (1, 4)], [9, 1, 3])
-    assert account.estimate(0, 8, 8) > account.estimate(1, None, 4) > account.estimate(0, 1, 1)
+        record.record_step(1.0, [(0, 8), (0, 1), (1, 4)], [9, 1, 3])
+    assert record.estimate(0, 8, 8) > record.estimate(1, None, 4) > record.estimate(0, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class Average:
         return (self._sum + FIRST_STEPS * self._belief) / (self._weight + FIRST_STEPS)
 
 
-class Account:
+class TrackRecord:
     """What each group of a chain has brought, and at what cost.
 
     Tokens are counted by the depth of the draft too: a lookup that finds much drafts much. What was
@@ -144,7 +144,7 @@ class ChainProposer:
         self._members = [proposer for group in groups for proposer in group]
         self.max_draft_tokens = max(sum(p.max_draft_tokens for p in group) for group in groups)
         self.max_draft_depth = max(p.max_draft_depth for p in self._members)
-        self._account = Account(len(groups))
+        self._record = TrackRecord(len(groups))
         self._clock = clock
         self.num_caught_up = 0  # see LateReader
         self._num_beside = 0
@@ -225,7 +225,7 @@ class ChainProposer:
             seconds, self._began = self._clock() - self._began, None
             if self._num_beside:
                 return
-            self._account.record_step(seconds, self._drafts, [len(path) for path in paths])
+            self._record.record_step(seconds, self._drafts, [len(path) for path in paths])
 
     def _draft(self, group: int, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         began = self._clock()
@@ -234,7 +234,7 @@ class ChainProposer:
         read = sum(m.num_caught_up for m in members if isinstance(m, LateReader))
         self.num_caught_up += read
         if read <= FEW_LATE:  # else most of the time was not the drafts'
-            self._account.record_draft(group, self._clock() - began)
+            self._record.record_draft(group, self._clock() - began)
         joined = (join_candidates(each) for each in zip(*found, strict=True))
         return [dataclasses.replace(candidates, source=group) for candidates in joined]
 
@@ -247,10 +247,10 @@ class ChainProposer:
         if depth == 0:
             return False
         later = (
-            self._account.estimate(other, None, max(p.max_draft_depth for p in self._groups[other]))
+            self._record.estimate(other, None, max(p.max_draft_depth for p in self._groups[other]))
             for other in range(group + 1, len(self._groups))
         )
-        return self._account.estimate(group, min(depth, MAX_DEPTH), depth) >= max(later)
+        return self._record.estimate(group, min(depth, MAX_DEPTH), depth) >= max(later)
 
 
 class ChainFollower(ChainProposer):
