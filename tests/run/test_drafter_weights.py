@@ -33,7 +33,7 @@ PYCODE = Path(__file__).resolve().parents[2] / "examples/pycode"
 METHODS = {"redrafter": "drafter", "medusa": "medusa", "eagle": "eagle", "dflash": "dflash"}
 # Least draft tokens accepted, of those of the same drafter in bfloat16.
 LEAST = {"int8": 0.98, "int4": 0.95}
-NUM_PROMPTS, LIMIT = 6, 32
+NUM_PROMPTS, PROMPT, LIMIT = 6, 24, 32
 
 
 def generate(folder: Path, *, samples: bool = False, speculate: bool = True) -> tuple[Any, int]:
@@ -44,7 +44,7 @@ def generate(folder: Path, *, samples: bool = False, speculate: bool = True) -> 
     lines = (PYCODE / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]
     requests = [
         Request(
-            index=at, input_ids=tokenizer(json.loads(line)["prompt"])["input_ids"],
+            index=at, input_ids=tokenizer(json.loads(line)["prompt"])["input_ids"][:PROMPT],
             max_output_len=LIMIT, end_ids=frozenset(),
             sampling=SamplingParams(temperature=0.9 if samples else 0.0, seed=at),
         )
