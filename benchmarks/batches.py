@@ -4,13 +4,15 @@
     python benchmarks/batches.py [--size full|small|pycode] [--prepare] [--record]
                                  [--batch-sizes 1,2,4,8,16] [--repeat 1] [--into FILE]
                                  [--max-output-len 48] [--only NAME...]
+                                 [--more METHOD-NAME=FOLDER...]
 
 Decodes the same held-out prompts with every method, between two passes of plain decoding, in one
 process for each engine. A batch size decodes as many prompts as it has rows, at least four, of
 those whose plain texts do not loop (benchmarks/without_loops.py). The models are those of
 benchmarks/peers.py, grown once; trained drafters' weights are int8. Engines are built if they are
 not there, or by --prepare, which ends then: some minutes that need no quiet machine. Build them
-anew after a change of the engine.
+anew after a change of the engine. --more measures further drafters of the pycode target beside,
+such as one that a recipe has just trained.
 Writes batches-SIZE.json and batches.png into --output-dir, or with --record into benchmarks/results
 and docs; fails where a text differs from plain decoding's.
 """
@@ -69,24 +71,19 @@ AUTO = ", budget auto"
 WARM_UP_TOKENS = 8
 
 
-def prepare_engines(found: Models, size: str) -> dict[str, Path]:
-    """Build all engines; the drafters that peers.py has no use for are grown first."""
-    longest = max(NUM_DRAFTED, LOOKAHEAD.max_draft_tokens)
-    engines = models.build_engines(found, BEAMS, TREE_LENGTH, longest, [])
-    shape = SIZES[size].shape
-    for name in DRAFTERS:
-        drafter = PYCODE / name
-        if shape:
-            drafter = found.folder / name
-            shutil.rmtree(drafter, ignore_errors=True)
-            words = ["--model-dir", str(PYCODE / name), "--output-dir", str(drafter)]
-            write_drafter(PYCODE / name, drafter, parse_shape([*words, *shape]))
-        engines[name] = models.build_engine(
-            found.target, engines["draft"].with_name(name),
-            [f"--{name.removesuffix('3')}-model-dir", str(drafter)],
-            ["--max-batch-size", str(models.MAX_BATCH_SIZE), *models.DRAFTER_FLAGS],
-        )  # fmt: skip
-    return engines
+def build_drafter(found: Models, size: str, name: str, source: Path) -> Path:
+    """Build the engine with a drafter, which is grown first."""
+    shape, drafter = SIZES[size].shape, source
+    if shape:
+        drafter = found.folder / name
+        shutil.rmtree(drafter, ignore_errors=True)
+        words = ["--model-dir", str(source), "--output-dir", str(drafter)]
+        write_drafter(source, drafter, parse_shape([*words, *shape]))
+    method = name.partition("-")[0].removesuffix("3")
+    return models.build_engine(
+        found.target, found.folder / "engines" / name, [f"--{method}-model-dir", str(drafter)],
+        ["--max-batch-size", str(models.MAX_BATCH_SIZE), *models.DRAFTER_FLAGS],
+    )  # fmt: skip
 
 
 def choose_prompts(path: Path, engine_dir: Path, args: argparse.Namespace) -> list[Prompt]:
@@ -100,13 +97,31 @@ def choose_prompts(path: Path, engine_dir: Path, args: argparse.Namespace) -> li
     return [prompt for line, prompt in read if line in chosen]
 
 
-def find_engines(found: Models, args: argparse.Namespace) -> dict[str, Path]:
-    """Those that an earlier run has left, or new ones."""
+def list_drafters(more: Sequence[str]) -> dict[str, Path]:
+    """Their folders by name; more: NAME=FOLDER."""
+    found = {name: PYCODE / name for name in DRAFTERS}
+    for given in more:
+        name, _, folder = given.partition("=")
+        if name in found or name.partition("-")[0] not in DRAFTERS or not Path(folder).is_dir():
+            methods = ", ".join(DRAFTERS)
+            sys.exit(f"--more {given}: wanted is METHOD-NAME=FOLDER, with a method of {methods}")
+        found[name] = Path(folder)
+    return found
+
+
+def find_engines(
+    found: Models, args: argparse.Namespace, drafters: Mapping[str, Path]
+) -> dict[str, Path]:
+    """Those that an earlier run has left, or new ones; those of --more are always new."""
     names = ("redrafter", "draft-target", "draft", *DRAFTERS)
     engines = None if args.prepare else models.find_engines(found, names)
     if engines is None:
         print("building the engines", file=sys.stderr, flush=True)
-        engines = prepare_engines(found, args.size)
+        longest = max(NUM_DRAFTED, LOOKAHEAD.max_draft_tokens)
+        engines = models.build_engines(found, BEAMS, TREE_LENGTH, longest, [])
+    for name, source in drafters.items():
+        if name not in engines:
+            engines[name] = build_drafter(found, args.size, name, source)
     return engines
 
 
@@ -128,7 +143,7 @@ def list_ways(name: str, bench: Bench) -> dict[str, Proposer]:
     elif name == "redrafter":
         ways = {f"ReDrafter {BEAMS} x {TREE_LENGTH}": proposer}
     else:
-        ways = {DRAFTERS[name]: proposer}
+        ways = {DRAFTERS.get(name, name): proposer}
     # Within a budget a draft model's chain is a tree of as many tokens.
     return {
         label + mark: pace(way) if mark else way
@@ -263,6 +278,8 @@ def main() -> None:
     parser.add_argument("--size", default="full", choices=SIZES)
     parser.add_argument("--prepare", action="store_true", help="build the engines, and end")
     parser.add_argument("--only", nargs="+", help="ways whose names hold one of these, and plain")
+    parser.add_argument("--more", nargs="+", default=[], metavar="METHOD-NAME=FOLDER",
+                        help="further drafters, as eagle-parallel=out/pycode-p-eagle")  # fmt: skip
     parser.add_argument("--batch-sizes", default="1,2,4,8,16")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--max-output-len", type=int, default=48)
@@ -279,13 +296,14 @@ def main() -> None:
         parser.error(f"--batch-sizes end at {models.MAX_BATCH_SIZE}")
     log = args.folder / "logs" / "batches.log"
     found = models.prepare_models(SIZES[args.size], args.folder.resolve() / "models", log)
-    engines = find_engines(found, args)
+    drafters = list_drafters(args.more)
+    engines = find_engines(found, args, drafters)
     if args.prepare:
         return
     head, meter = describe_machine(), LoadMeter()
     prompts = choose_prompts(PYCODE / "prompts.jsonl", engines["draft-target"], args)
     methods: dict[str, list[dict[str, Any]]] = {}
-    for name in ("draft-target", "redrafter", *DRAFTERS):
+    for name in ("draft-target", "redrafter", *drafters):
         drafts: dict[str, Any] = {}
         if name == "draft-target":
             drafts = {"draft_engine_dir": engines["draft"], "draft_len": str(NUM_DRAFTED)}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from benchmarks.grow import (
     Filler,
@@ -24,6 +25,7 @@ from benchmarks.grow import (
 
 LAYER = "layers.0."
 MAPS = ("d2t", "t2d")  # between the target's vocabulary and its own
+MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")  # from tokens to tokens
 READ = tuple(f"{LAYER}self_attn.{name}_proj.weight" for name in "qkv")
 LAYER_IDS = {
     "eagle_config": "eagle_aux_hidden_state_layer_ids", "dflash_config": "target_layer_ids",
@@ -40,7 +42,7 @@ def grow_norm(filler: Filler, weight: Tensor, places: Tensor, size: int) -> Tens
 def grow_linear(filler: Filler, tensor: Tensor, small: int, size: int) -> Tensor:
     """A matrix from hidden states to one, or its bias; what it adds to a hidden state is zero."""
     if tensor.dim() == 1:
-        return torch.nn.functional.pad(tensor.float(), (0, size - small))
+        return pad(tensor.float(), (0, size - small))
     parts = tensor.chunk(tensor.shape[1] // small, 1)
     return torch.cat([filler.widen(part, size, size, writes=False) for part in parts], 1)
 
@@ -98,7 +100,10 @@ def grow_net(
             grown[name] = grow_norm(filler, tensor, torch.arange(hidden), size)
         elif name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")):
             grow_head_norm(filler, grown, name, tensor, small, large)
-        elif name in MAPS:
+        elif name == "mask_hidden":  # states side by side, as fc reads them
+            states = tensor.float().reshape(1, -1, hidden)
+            grown[name] = pad(states, (0, size - hidden)).reshape(1, 1, -1)
+        elif name in (*MAPS, *MARKOV):
             grown[name] = tensor
     return grown
 
@@ -143,7 +148,7 @@ def write_drafter(source: Path, folder: Path, shape: argparse.Namespace) -> None
         if unknown := sorted({*tensors} - {*grown}):
             raise SystemExit(f"{source}: {unknown[0]} is not known of a drafter that grows")
         reads_layers = any(name.endswith("hidden_norm.weight") for name in tensors)
-        told = [config.get(place, {}).get(name) for place, name in LAYER_IDS.items()]
+        told = [(config.get(p, {}) | config).get(name) for p, name in LAYER_IDS.items()]
         if reads_layers and not any(told):
             raise SystemExit(f"{source}: config.json does not tell the layers that are read")
         if "num_target_layers" in config:

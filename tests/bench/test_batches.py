@@ -110,3 +110,16 @@ def test_all_methods(
     assert report["batch_sizes"] == [1, 2]
     (told,) = report["measured_again"]
     assert (told["batch_sizes"], told["repeat"]) == ([2], 2)
+
+    more = make_eagle_drafter(tmp_path, seed=9, name="another")
+    words = words[: words.index("--repeat")]
+    monkeypatch.setattr("sys.argv", ["batches.py", *words, "--more", f"eagle={more}"])
+    with pytest.raises(SystemExit, match=r"--more eagle=.*: wanted is METHOD-NAME=FOLDER"):
+        batches.main()
+    monkeypatch.setattr(
+        "sys.argv", ["batches.py", *words, "--only", "one-", "--more", f"eagle-one-more={more}"]
+    )
+    batches.main()
+    report = json.loads((out / "batches-pycode.json").read_text())
+    assert list(report["methods"]) == ["eagle-one-more", "eagle-one-more, budget auto"]
+    assert len(built) == 16

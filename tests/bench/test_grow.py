@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks import grow as shipped_grow
 from benchmarks.side_by_side.drafters import write_drafter
@@ -70,6 +70,18 @@ def run_grow(grow: ModuleType, small: Path, out: Path, *flags: str) -> dict[str,
     return report
 
 
+def make_markov_drafter(parent: Path, **options: Any) -> Path:
+    """DSpark's as specdec-train writes it: with a Markov head, and no confidence head."""
+    folder = make_dflash_drafter(parent, form="deepspec", markov_rank=6, **options)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if not n.startswith("confidence_head.")}
+    save_file(kept, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["enable_confidence_head"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def decode(
     engine: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Any], list[Result]]:
@@ -118,6 +130,7 @@ def test_the_same_text_and_the_same_drafts(
     [
         ("eagle", make_eagle_drafter, {"version": 3, "draft_vocab": 70, "own_embedding": False}),
         ("eagle", make_eagle_drafter, {"layers": 2}),
+        ("eagle", make_eagle_drafter, {"version": 3, "own_embedding": False, "mask_token_id": 9}),
         ("medusa", make_medusa_heads, {"layers": 2}),
         # An epsilon that counts: heads grow by another factor than what is normed elsewhere.
         (
@@ -125,8 +138,9 @@ def test_the_same_text_and_the_same_drafts(
             make_dflash_drafter,
             {"aux_layers": (0,), "target_layers": 2, "rms_norm_eps": 0.05},
         ),
+        ("dflash", make_markov_drafter, {"aux_layers": (0,), "target_layers": 2}),
     ],
-    ids=["eagle3", "eagle", "medusa", "dflash"],
+    ids=["eagle3", "eagle", "p-eagle", "medusa", "dflash", "dspark"],
 )
 def test_the_same_drafts(
     grow: ModuleType, small: Path, tmp_path: Path, method: str, make: Callable[..., Path],
