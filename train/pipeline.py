@@ -300,18 +300,27 @@ def make_drafter(
     target.token_counts = rows.count_tokens(target.shape.vocab_size)
     drafter = method.build(settings, target)
     if settings.start_from is not None:
-        load_weights(drafter, settings.start_from / method.weights_name, method.list_shared(target))
+        path = settings.start_from / method.weights_name
+        load_weights(drafter, path, method.list_shared(target), method.new_parts)
     drafter.to(accelerator.device)
     return drafter
 
 
-def load_weights(drafter: Drafter, path: Path, shared: Mapping[str, Any]) -> None:
-    """Give the drafter a written one's weights; shared: tensors there that are the target's."""
+def load_weights(
+    drafter: Drafter, path: Path, shared: Mapping[str, Any], new_parts: tuple[str, ...]
+) -> None:
+    """Give the drafter a written one's weights; shared: tensors there that are the target's.
+
+    new_parts: see TrainingMethod.
+    """
     from specdec.files.torch_tensors import to_tensor
 
     file = TensorFile(path)
     there = {name: info for name, info in file.tensors.items() if name not in shared}
     wanted = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    for name in [n for n in wanted if n.startswith(new_parts) and n not in there]:
+        logger.info("--start-from: %s has no %s, which begins anew", path, name)
+        del wanted[name]
     problems = Problems()
     for name in sorted({*wanted, *there}):
         shape = list(there[name].shape) if name in there else "missing"
@@ -322,7 +331,8 @@ def load_weights(drafter: Drafter, path: Path, shared: Mapping[str, Any]) -> Non
                 "give the method and sizes that the drafter was trained with",
             )
     problems.raise_all()
-    drafter.load_state_dict({n: to_tensor(file.read(n), info.dtype) for n, info in there.items()})
+    weights = {name: to_tensor(file.read(name), info.dtype) for name, info in there.items()}
+    drafter.load_state_dict(drafter.state_dict() | weights)
 
 
 def is_accepted(wanted: float | None, evaluation: Mapping[str, Any]) -> bool:

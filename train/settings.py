@@ -34,7 +34,8 @@ class TrainSettings:
     )  # fmt: skip
     start_from: Path | None = setting(
         help="Go on from this drafter, in place of fresh weights: a folder that specdec-train"
-        " wrote, of the same method and sizes.", metavar="DRAFTER",
+        " wrote, of the same method and sizes; P-EAGLE also from an EAGLE-3, and a DFlash with a"
+        " Markov head from one without.", metavar="DRAFTER",
     )  # fmt: skip
     max_steps: int | None = setting(help="Number of optimizer steps.", minimum=1, metavar="N")
     num_epochs: float | None = setting(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
@@ -169,6 +170,31 @@ def test_a_training_goes_on_from_a_written_drafter(
     refused = run_train(*options, "--start-from", first, "--output-dir", first, "--force")
     assert refused.status == 1
     assert f"{first} is or holds {first}, which it would replace" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "new"),
+    [("eagle3", ["--eagle-parallel"], "mask_hidden"),
+     ("dflash", ["--dflash-markov-rank", 4], "markov_head.")],
+)  # fmt: skip
+def test_a_training_goes_on_with_a_new_part(
+    kind: str, more: list[object], new: str, run_train: Any, inputs: Any, tmp_path: Path
+) -> None:
+    """P-EAGLE from an EAGLE-3, a Markov head for a DFlash; the other way is an error."""
+    options = (*inputs, *KINDS[kind], "--max-steps", 1, "--eval-prompts", 0)
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    assert run_train(*options, "--output-dir", first).status == 0
+    options = (*options, "--learning-rate", 1e-30)
+    done = run_train(*options, *more, "--output-dir", second, "--start-from", first)
+    assert done.status == 0, done.err
+    old, grown = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert set(grown) - set(old) == {name for name in grown if name.startswith(new)} != set()
+    assert all(torch.equal(grown[name], tensor) for name, tensor in old.items())
+    assert done.err.count("begins anew") == len(grown) - len(old)
+    back = run_train(*options, "--output-dir", third, "--start-from", second)
+    assert back.status == 1
+    assert f"--start-from: {new}" in back.err
+    assert "of this training missing" in back.err
 
 
 def test_a_drafter_of_other_sizes_is_no_start(run_train: Any, inputs: Any, tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ class TrainingMethod:
     target that the written file repeats, by their names there. choose_layers: the target's layers,
     from 0, whose outputs are read as `Features.auxiliary`, from the settings and its configuration.
     check_options: raises UsageError for options that exclude one another, before anything is read.
+    new_parts: beginnings of tensors' names that a drafter to start from may lack; they begin anew.
     """
 
     build: Callable[[TrainSettings, Target], Drafter]
@@ -158,5 +159,6 @@ class TrainingMethod:
     list_shared: Callable[[Target], Mapping[str, Tensor]] = lambda target: {}
     choose_layers: Callable[[TrainSettings, Any], tuple[int, ...]] = lambda settings, config: ()
     check_options: Callable[[TrainSettings], None] = lambda settings: None
+    new_parts: tuple[str, ...] = ()
     weights_name: str = "model.safetensors"
     needs_head: bool = False

@@ -343,5 +343,6 @@ METHOD = TrainingMethod(
     describe=describe_dflash,
     convert_folder="--dflash-model-dir",
     choose_layers=choose_layers,
+    new_parts=("markov_head.",),
     needs_head=True,
 )

@@ -519,5 +519,6 @@ METHOD = TrainingMethod(
     choose_layers=choose_layers,
     check_options=check_options,
     list_shared=list_shared,
+    new_parts=("mask_hidden",),  # P-EAGLE may start from an EAGLE-3
     needs_head=True,
 )
