@@ -25,7 +25,7 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-# Each method's, and that of EAGLE-3.
+# Each method's, and those of EAGLE-3, P-EAGLE and DSpark.
 NAMES = tuple(
     path.name.removesuffix("-pycode.yaml")
     for path in sorted((ROOT / "configs").glob("*-pycode.yaml"))
@@ -186,6 +186,9 @@ def main() -> None:
     parser.add_argument("--output-dir", help="instead of out; from the project's root if relative")
     args = parser.parse_args()
     os.chdir(ROOT)
+    trains = "train" in read_recipe(Path("configs") / f"{args.method}-pycode.yaml")
+    if args.shipped and trains and not (HERE / args.method).is_dir():
+        parser.error(f"no drafter ships for {args.method}: leave out --shipped")
     *others, own = choose_recipes(args)
     for command in list_input_commands() if "data" in read_recipe(own) else []:
         run_command(command)

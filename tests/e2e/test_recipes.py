@@ -38,6 +38,8 @@ from tests.engines import call
 
 # What the commands do is no question of speed, and kernels take seconds to compile.
 CHANGES = recipe.QUICK | {"build": {"optimize": "none"}}
+# What the drafters of these recipes are: another method's, which they begin as.
+STARTS = {"p_eagle": "eagle3", "dspark": "dflash"}
 TEXTS = ("def add(a, b):\n    return", "class Stack:\n    def", "import os", "for x in range(10):")
 
 
@@ -76,6 +78,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         recipe.PROMPTS: f"{folder}/prompts.jsonl",
         recipe.TRAINING_PROMPTS: f"{folder}/prompts.jsonl",
         f"{recipe.CORPUS}/heldout.jsonl": f"{folder}/heldout.jsonl",
+        **{f"examples/pycode/{name}": f"{folder}/out/pycode-{name}" for name in STARTS.values()},
     }
 
 
@@ -94,10 +97,14 @@ def run_recipe(path: Path, stages: Sequence[str] = recipe.STAGES) -> dict[str, d
 
 @pytest.mark.parametrize("name", recipe.NAMES)
 def test_a_recipe_runs_from_data_to_text(name: str, paths: dict[str, str], tmp_path: Path) -> None:
-    method = {"eagle3": "eagle"}.get(name, name)
+    start = STARTS.get(name, name)
+    method = start.removesuffix("3")
     *others, own = recipe.write_recipes(name, tmp_path, CHANGES, paths)
     for other in others:
         run_recipe(other, ("convert", "build"))
+    if start != name:
+        *_, other = recipe.write_recipes(start, tmp_path, CHANGES, paths)
+        run_recipe(other, ("data", "train"))
     reports = run_recipe(own)
     assert set(reports) >= {"convert", "build", "verify", "bench", "run"}
     assert recipe.list_commands(own) == [
@@ -160,6 +167,16 @@ def test_a_shipped_drafter_takes_the_place_of_the_trained_one(tmp_path: Path) ->
     assert sections["convert"]["drafter_model_dir"] == "examples/pycode/redrafter"
     assert sections["convert"]["output_dir"] == sections["build"]["checkpoint_dir"]
     assert sections["run"]["engine_dir"] == "elsewhere/pycode-redrafter-engine"
+
+
+def test_what_does_not_ship_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["recipe.py", "dspark", "--shipped"])
+    with pytest.raises(SystemExit):
+        recipe.main()
+    assert "no drafter ships for dspark: leave out --shipped" in capsys.readouterr().err
 
 
 def test_the_script_runs_the_commands_as_typed(tmp_path: Path) -> None:
