@@ -134,3 +134,8 @@ drafter medusa medusa "$WORK/new.jsonl" 3 --model-max-length 256 --max-steps 200
   --medusa-num-heads 3 --medusa-num-layers 1 --eval-rows 16 --eval-steps 0 --save-steps 40 --start-from "$WORK/medusa-3"
 drafter eagle eagle "$WORK/new.jsonl" 2 --model-max-length 256 --max-steps 200 --batch-size 8 --learning-rate 1e-3 --eagle-token-weight 0.5 \
   --eagle-num-steps 2 --eagle-intermediate-size 896 --eval-rows 16 --eval-steps 0 --save-steps 40 --start-from "$WORK/eagle-1"
+# Two drafters that are not shipped, since all weights together would have more than 80 MB. They begin as drafters that are.
+drafter p_eagle eagle "$WORK/new-greedy.jsonl" 1 --start-from "$WORK/eagle3" --model-max-length 256 --max-steps 400 --batch-size 8 --learning-rate 2e-3 \
+  --eagle-version 3 --eagle-parallel --eagle-num-steps 6 --eagle-intermediate-size 896 --eagle-draft-vocab-size 1024 --eval-rows 16 --eval-steps 200 --save-steps 40
+drafter dspark dflash "$WORK/new-greedy.jsonl" 1 --start-from "$WORK/dflash" --model-max-length 256 --max-steps 300 --batch-size 8 --learning-rate 2e-3 \
+  --dflash-block-size 8 --dflash-num-anchors 48 --dflash-intermediate-size 896 --dflash-markov-rank 64 --eval-rows 64 --eval-steps 0 --save-steps 40
