@@ -98,13 +98,16 @@ def choose_prompts(path: Path, engine_dir: Path, args: argparse.Namespace) -> li
 
 
 def list_drafters(more: Sequence[str]) -> dict[str, Path]:
-    """Their folders by name; more: NAME=FOLDER."""
+    """Their folders by name. more: METHOD-NAME=FOLDER, each."""
     found = {name: PYCODE / name for name in DRAFTERS}
     for given in more:
         name, _, folder = given.partition("=")
         if name in found or name.partition("-")[0] not in DRAFTERS or not Path(folder).is_dir():
             methods = ", ".join(DRAFTERS)
-            sys.exit(f"--more {given}: wanted is METHOD-NAME=FOLDER, with a method of {methods}")
+            sys.exit(
+                f"--more {given}: wanted is METHOD-NAME=FOLDER, with a method of {methods} and a"
+                " folder that is there"
+            )
         found[name] = Path(folder)
     return found
 

@@ -38,7 +38,7 @@ from tests.engines import call
 
 # What the commands do is no question of speed, and kernels take seconds to compile.
 CHANGES = recipe.QUICK | {"build": {"optimize": "none"}}
-# What the drafters of these recipes are: another method's, which they begin as.
+# Recipes whose drafter begins as that of another recipe.
 STARTS = {"p_eagle": "eagle3", "dspark": "dflash"}
 TEXTS = ("def add(a, b):\n    return", "class Stack:\n    def", "import os", "for x in range(10):")
 
