@@ -16,10 +16,11 @@ os.environ["MKL_NUM_THREADS"] = "1"
 import copy
 import itertools
 import json
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONG_FILES)}
     assert all(file.is_file() for file in places), places
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.fixture(scope="session")
+def lasting_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where fixtures of the session make their folders."""
+    return tmp_path_factory.mktemp("lasting", numbered=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def free_disk(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Remove a module's folders when it ends, unless a test failed: all together have 7 GB."""
+    yield
+    if not request.session.testsfailed:
+        for folder in tmp_path_factory.getbasetemp().iterdir():
+            if folder.name != "lasting":
+                shutil.rmtree(folder, ignore_errors=True)  # links among them stay
 
 
 def make_llama(

@@ -19,9 +19,9 @@ Source = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def source(lasting_dir: Path) -> Source:
     """Golden input folders by name, each made once; tests must not change them."""
-    folder = tmp_path_factory.mktemp("sources")
+    folder = lasting_dir / "sources"
 
     def make(name: str) -> Path:
         path = folder / name

@@ -64,3 +64,32 @@ def test_another_text_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     answer_runs(monkeypatch, tmp_path, {"a": [1], "b": [2]})
     with pytest.raises(SystemExit, match="the text of lookup differs"):
         demo.measure(MODEL, {demo.PLAIN: ["a"], "lookup": ["b"]}, ["p"], str(tmp_path))
+
+
+def test_nothing_lies_on_the_disk_longer_than_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def call(words: Sequence[str], **_: Any) -> str:
+        folder = tmp_path / words[words.index("--output-dir") + 1]
+        folder.mkdir(parents=True)
+        lying.append(sorted(path.name for path in tmp_path.iterdir()))
+        return ""
+
+    lying: list[list[str]] = []
+    monkeypatch.setattr(demo, "call_program", call)
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    for _ in range(2):  # a second demo finds the first one's engine
+        (tmp_path / "model").mkdir()
+        assert demo.make_engine("one", "model", "float32", spent=["model"]) == "one-engine"
+    assert lying == [["model", "one-checkpoint"], ["one-checkpoint", "one-engine"]] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["one-engine"]
+
+
+def test_a_full_disk_is_told_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("specdec.files.staging.measure_free_space", lambda path: (path, 10**9))
+    monkeypatch.setattr("sys.argv", ["demo.py", "--work-dir", str(tmp_path)])
+    with pytest.raises(SystemExit, match="the demo takes 1700.0 MB, .* has 1000.0 MB free\nhint: "):
+        demo.main()
+    assert not list(tmp_path.iterdir())

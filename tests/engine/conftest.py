@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from tests.engine.kernels import EXTRA_FLAGS, FORMS
 
 
 @pytest.fixture(scope="session")
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library(request: pytest.FixtureRequest, lasting_dir: Path) -> Path:
     """The kernels' library, in the form for this machine or that of `in_every_form`."""
-    folder = tmp_path_factory.mktemp("kernels")
+    folder = Path(tempfile.mkdtemp(dir=lasting_dir))
     form = FORMS[getattr(request, "param", "own")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "FLAGS", (*native.FLAGS, *form, *EXTRA_FLAGS))

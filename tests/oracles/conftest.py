@@ -32,9 +32,9 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def work(environments: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(environments: Path, lasting_dir: Path) -> Path:
     """A folder with pycode's models; the target has wider heads, as vLLM's attention needs them."""
-    folder = tmp_path_factory.mktemp("oracles")
+    folder = lasting_dir
     for name in ("medusa", "redrafter", "dflash", "eagle3"):
         shutil.copytree(PYCODE / name, folder / name)
     drop_bias(PYCODE / "eagle", folder / "eagle1")

@@ -15,8 +15,8 @@ from tests.serve.servers import make_served_engine, serve_here
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_served_engine(tmp_path_factory.mktemp("served"))
+def folder(lasting_dir: Path) -> Path:
+    return make_served_engine(lasting_dir / "served")
 
 
 @pytest.fixture(scope="module")

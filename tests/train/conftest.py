@@ -48,7 +48,7 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="session")
-def target_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+def target_dir(lasting_dir: Path, tokenizer: Any) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -62,15 +62,15 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path
         intermediate_size=48,
         max_position_embeddings=64,
     )
-    folder = tmp_path_factory.mktemp("target")
+    folder = lasting_dir / "target"
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+def data_file(lasting_dir: Path) -> Path:
+    path = lasting_dir / "data.jsonl"
     rows = [{"path": f"{i}.py", "text": PARAGRAPH.replace("10", str(i))} for i in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
