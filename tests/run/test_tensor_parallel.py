@@ -31,7 +31,7 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options
 from specdec.decode.ranks import processes as ranks_module
 from specdec.decode.ranks.part import choose_device
-from specdec.decode.ranks.processes import end_ranks
+from specdec.decode.ranks.processes import LOST_STATUS, Ranks, end_ranks
 from specdec.decode.requests import Request, Result
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import Problems, SpecDecError
@@ -364,6 +364,17 @@ def test_a_killed_rank_ends_all(folder: Path, tmp_path: Path) -> None:
     assert error == "rank 2 of 4 was killed by signal 9; the other ranks were stopped"
     assert "memory" in hint
     wait_for_end(others)
+
+
+def test_the_rank_that_ended_first_is_named_though_it_is_seen_last() -> None:
+    ranks = Ranks(1)
+    for program in (f"exit {LOST_STATUS}", "sleep 0.3; kill -9 $$"):
+        ranks._children.append(subprocess.Popen(["sh", "-c", program], stdin=subprocess.PIPE))
+    ranks._children[0].wait()
+    try:
+        assert "rank 2 of 1 was killed by signal 9" in str(ranks._explain(None))
+    finally:
+        ranks.end()
 
 
 @needs_proc

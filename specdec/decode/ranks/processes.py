@@ -284,9 +284,12 @@ class Ranks:
         if self._silent is not None:
             return self._silent
         deadline = time.monotonic() + (2.0 if self._children else 0.0)
-        while time.monotonic() < deadline and not self._find_ended():
+        # The rank that took the others along may be the last whose end is seen: memory is returned
+        # to the system after connections are closed.
+        while (ended := self._find_ended()) is None or ended[1] == LOST_STATUS:
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.02)
-        ended = self._find_ended()
         if not ended:
             return SpecDecError(
                 f"another of {self.size} ranks cannot be reached: {' '.join(str(lost).split())}",
