@@ -14,6 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
 import copy
+import gc
 import itertools
 import json
 import shutil
@@ -62,6 +63,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONG_FILES)}
     assert all(file.is_file() for file in places), places
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage be searched for in what tests make, not in all that was imported: 0.3 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
