@@ -22,9 +22,9 @@ TEXTS = ("def add(a, b):", "import os", "The", "x = 1\ny = 2\n", "Once upon", "a
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(lasting_dir: Path) -> Path:
     """A target with its tokenizer, and prompts of two categories."""
-    parent = tmp_path_factory.mktemp("bench")
+    parent = lasting_dir / "bench"
     make_llama(parent, seed=3)
     make_tokenizer(parent / "target")
     make_drafter(parent, seed=5)
@@ -88,15 +88,15 @@ def make_eagle_folder(folder: Path, kind: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def eagle1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def eagle1(lasting_dir: Path) -> Path:
     """EAGLE-1's folder."""
-    return make_eagle_folder(tmp_path_factory.mktemp("eagle1"), "feature")
+    return make_eagle_folder(lasting_dir / "eagle1", "feature")
 
 
 @pytest.fixture(scope="session")
-def dflash(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dflash(lasting_dir: Path) -> Path:
     """The folder of a DFlash drafter that is always right."""
-    folder = tmp_path_factory.mktemp("dflash")
+    folder = lasting_dir / "dflash"
     drafter = make_constant_pair(folder)
     make_tokenizer(folder / "target")
     lines = [{"input_ids": list(ids)} for ids in ([4], [30, 2], [9] * 5)]
@@ -106,6 +106,6 @@ def dflash(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def eagle3(lasting_dir: Path) -> Path:
     """EAGLE-3's."""
-    return make_eagle_folder(tmp_path_factory.mktemp("eagle3"), "layers")
+    return make_eagle_folder(lasting_dir / "eagle3", "layers")
