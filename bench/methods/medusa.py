@@ -1,4 +1,4 @@
-"""Medusa: trees of rising size, of the paths that are likeliest by the heads' accuracy here."""
+"""Medusa: trees of rising size, of the likeliest paths by the heads' accuracy here, or by step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["list_candidates", "measure_accuracies", "prepare"]
 def list_candidates(
     bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
 ) -> list[Candidate]:
-    """Trees of rising size, each of the paths that are likeliest by the heads' accuracy here."""
+    """Trees of rising size: of the likeliest paths by the heads' accuracy here, and dynamic."""
     heads = cast(MedusaProposer, bench.engine.proposer).heads
     accuracies = measure_accuracies(heads, recordings)
     found: dict[str, Candidate] = {}
@@ -42,6 +42,10 @@ def list_candidates(
             found[name] = Candidate(
                 name, MedusaProposer(heads, choices), run={"medusa_choices": text}
             )
+        name = f"dynamic tree of {len(choices)}"
+        found[name] = Candidate(
+            name, MedusaProposer(heads, len(choices)), run={"medusa_tree_tokens": len(choices)}
+        )
     return list(found.values())
 
 
@@ -51,8 +55,8 @@ def measure_accuracies(heads: Any, recordings: Sequence[Recording]) -> Array:
     num_heads, num_ranks = heads.params.num_heads, min(NUM_RANKS, heads.vocab_size)
     right, seen = np.zeros((num_heads, num_ranks)), np.zeros((num_heads, 1))
     for recording in recordings:
-        ranked = heads.rank_tokens(recording.states, [num_ranks] * num_heads).cpu().numpy()
-        tokens = ranked.reshape(-1, num_heads, num_ranks)
+        ranked, _ = heads.rank_tokens(recording.states, [num_ranks] * num_heads)
+        tokens = ranked.cpu().numpy().reshape(-1, num_heads, num_ranks)
         text = np.array(recording.output_ids)
         for head in range(num_heads):
             # The state that chose token i drafts, by head 0, token i + 1.

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from specdec.engine.draft_net import rank_logits, rank_packed
 from specdec.engine.integers import make_linear
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels
@@ -51,19 +52,26 @@ class MedusaHeads:
 
     def compute_logits(self, head: int, hidden: Tensor) -> Tensor:
         """Logits [B, V] for the token head + 2 places after the one whose state is `hidden`."""
+        return self.lm_heads[head](self._run_blocks(head, hidden))
+
+    def _run_blocks(self, head: int, hidden: Tensor) -> Tensor:
         x = hidden
         for block in self.blocks[head]:
             x = x + torch.nn.functional.silu(block(x))
-        return self.lm_heads[head](x)
+        return x
 
-    def rank_tokens(self, hidden: Tensor, widths: Sequence[int]) -> Tensor:
+    def rank_tokens(self, hidden: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The widths[i] most probable tokens of head i, best first, the heads' side by side.
 
-        hidden: [B, D]. Returns [B, sum of widths]; heads beyond `widths` are not computed.
+        hidden: [B, D]. Returns them and their log-probabilities, both [B, sum of widths]; heads
+        beyond `widths` are not computed.
         """
-        ranked = [
-            self.compute_logits(head, hidden).topk(width, dim=-1).indices
-            for head, width in enumerate(widths)
-        ]
-        tokens = torch.cat(ranked, dim=-1)
-        return tokens if self.offsets is None else tokens + self.offsets[tokens]
+        ranked = []
+        for head, width in enumerate(widths):
+            x, lm_head = self._run_blocks(head, hidden), self.lm_heads[head]
+            if lm_head.kernels is None:
+                ranked.append(rank_logits(lm_head(x), width, self.offsets))
+            else:
+                ranked.append(rank_packed(lm_head, x, width, self.offsets))
+        tokens, scores = (torch.cat(parts, dim=-1) for parts in zip(*ranked, strict=True))
+        return tokens, scores

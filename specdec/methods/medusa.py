@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from specdec.command.settings import as_options, setting
-from specdec.errors import Problems
+from specdec.errors import Problems, UsageError
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import Shard, TensorSpec
@@ -117,8 +117,14 @@ class MedusaDraft:
     """Options of every command that decodes."""
 
     medusa_choices: str | None = setting(
-        metavar="JSON", help="The tree of drafts, as a list of paths of ranks: [[0],[0,0],[1]]."
+        metavar="JSON",
+        help="A static tree of drafts, as a list of paths of ranks: [[0],[0,0],[1]].",
     )
+    medusa_tree_tokens: int | None = setting(
+        minimum=1, metavar="N",
+        help="Draft tokens in a dynamic tree: the likeliest by the heads in each step.  [default: 7"
+        " on a CPU, 20 with --draft-budget auto]",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,10 +143,18 @@ class MedusaTrain:
     )  # fmt: skip
 
 
-def read_options(settings: Any) -> Choices | None:
-    """Return the tree that `--medusa-choices` gives; raise UsageError where it is none."""
-    text = as_options(settings, MedusaDraft).medusa_choices
-    return None if text is None else parse_paths(text, "--medusa-choices")
+def read_options(settings: Any) -> Choices | int | None:
+    """Return the tree that is asked for, of a dynamic one its tokens; raise UsageError for none."""
+    options = as_options(settings, MedusaDraft)
+    text, num_tokens = options.medusa_choices, options.medusa_tree_tokens
+    if text is None:
+        return num_tokens
+    if num_tokens is not None:
+        raise UsageError(
+            "--medusa-choices with --medusa-tree-tokens: a tree is static or dynamic",
+            "leave one of them out",
+        )
+    return parse_paths(text, "--medusa-choices")
 
 
 METHOD = Method(

@@ -16,8 +16,8 @@ from specdec.methods.eagle import EagleDraft, EagleOptions, EagleParams
 from specdec.methods.eagle import read_options as read_eagle_options
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.lookahead import read_options as read_lookahead_config
-from specdec.methods.medusa import MedusaParams
-from specdec.methods.medusa import read_options as read_medusa_choices
+from specdec.methods.medusa import MedusaDraft, MedusaParams
+from specdec.methods.medusa import read_options as read_medusa_tree
 from specdec.trtllm.engine_folder import EngineFolder
 from specdec.trtllm.run_checks import EAGLE, MEDUSA, RuntimeSettings
 from specdec.trtllm.runner import has_orchestrator
@@ -32,8 +32,13 @@ def make_shared_options(settings: RuntimeSettings) -> dict[str, Any]:
 def make_method_options(settings: RuntimeSettings, folder: EngineFolder) -> dict[str, Any]:
     """Arguments of from_dir that the engine's own method needs."""
     options: dict[str, Any] = {}
-    chosen = read_medusa_choices(settings)
+    chosen = read_medusa_tree(settings)
     if folder.mode == MEDUSA:
+        if isinstance(chosen, int):
+            raise UsageError(
+                "--medusa-tree-tokens: TensorRT-LLM's trees of Medusa are static",
+                "give the tree by --medusa-choices, or leave both out",
+            )
         params = MedusaParams(
             num_heads=folder.pretrained["num_medusa_heads"],
             num_layers=folder.pretrained.get("num_medusa_layers", 1),
@@ -47,7 +52,7 @@ def make_method_options(settings: RuntimeSettings, folder: EngineFolder) -> dict
             choices = grow_choices(params.num_heads, params.max_draft_len, folder.vocab_size)
         options["medusa_choices"] = [list(path) for path in choices]
     elif chosen is not None:
-        raise _make_idle_error("--medusa-choices", folder)
+        raise _make_idle_error(name_flag(list_given(settings, MedusaDraft)[0]), folder)
     options |= make_eagle_options(settings, folder)
     if folder.mode in (MEDUSA, EAGLE):
         # from_dir turns it off after it has handed it on, so that it stays on unless told here.

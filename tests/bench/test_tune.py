@@ -130,7 +130,10 @@ def test_replay_of_medusa(medusa: Path, folder: Path) -> None:
     recordings = record(bench, 2)
     candidates = medusa_tuning.list_candidates(bench, recordings, TuneSettings())
     assert candidates[0].run == {"medusa_choices": "[[0]]"}
-    assert max(len(json.loads(c.run["medusa_choices"])) for c in candidates) <= 20
+    assert candidates[1].run == {"medusa_tree_tokens": 1}
+    for static, dynamic in zip(candidates[::2], candidates[1::2], strict=True):
+        size = dynamic.run["medusa_tree_tokens"]
+        assert len(json.loads(static.run["medusa_choices"])) == size <= 20
     check_replays(bench, candidates[::3], recordings)
 
 
@@ -202,7 +205,7 @@ def test_accuracies_are_those_of_the_text(medusa: Path, folder: Path) -> None:
     bench = load(medusa, folder)
     heads = bench.engine.proposer.heads
     (recording, *_) = record(bench, 2)
-    ranked = heads.rank_tokens(recording.states, [2, 2, 2]).tolist()
+    ranked = heads.rank_tokens(recording.states, [2, 2, 2])[0].tolist()
     made = dataclasses.replace(recording, output_ids=[0, *(row[1] for row in ranked[:-1])])
     accuracies = medusa_tuning.measure_accuracies(heads, [made])
     assert accuracies.shape == (3, 10)

@@ -45,16 +45,21 @@ def test_heads_equal_the_slow_reference(num_layers: int) -> None:
     heads, weights = make_heads(num_layers)
     hidden = torch.randn(BATCH, HIDDEN, generator=torch.Generator().manual_seed(1))
     widths = [5, 1, 3]  # the fourth head is not asked
-    ranked = heads.rank_tokens(hidden, widths)
-    assert ranked.shape == (BATCH, 9)
+    ranked, scores = heads.rank_tokens(hidden, widths)
+    assert ranked.shape == scores.shape == (BATCH, 9)
     for row in range(BATCH):
         best: list[int] = []
+        chances: list[float] = []
         for head in range(4):
             expected = compute_slowly(weights, head, num_layers, hidden[row].double().numpy())
             logits = heads.compute_logits(head, hidden)[row]
             np.testing.assert_allclose(logits.numpy(), expected, rtol=1e-4, atol=1e-5)
-            best += np.argsort(-expected)[: widths[head]].tolist() if head < 3 else []
+            if head == 3:
+                continue
+            best += (order := np.argsort(-expected)[: widths[head]]).tolist()
+            chances += (np.exp(expected[order]) / np.exp(expected).sum()).tolist()
         assert ranked[row].tolist() == best
+        np.testing.assert_allclose(scores[row].exp().numpy(), chances, rtol=1e-4)
 
 
 def test_unpacked_weights_rank_the_same() -> None:
@@ -64,4 +69,4 @@ def test_unpacked_weights_rank_the_same() -> None:
     assert plain.lm_heads[0].weight is not None
     hidden = torch.randn(BATCH, HIDDEN, generator=torch.Generator().manual_seed(2))
     widths = [4, 4, 4, 4]
-    assert torch.equal(plain.rank_tokens(hidden, widths), heads.rank_tokens(hidden, widths))
+    assert torch.equal(plain.rank_tokens(hidden, widths)[0], heads.rank_tokens(hidden, widths)[0])

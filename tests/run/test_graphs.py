@@ -15,6 +15,8 @@ from specdec.decode import engine as torch_engine
 from specdec.decode.drafters.base import PlainProposer
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.levels import DynamicTree
+from specdec.decode.drafters.medusa import MedusaProposer
+from specdec.decode.drafters.trees import grow_choices
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Batch, Options, Timing, fit_batch, generate
 from specdec.decode.plain_ahead import PlainAhead
@@ -91,6 +93,8 @@ def load(folders: dict[str, Path], method: str, *, with_graphs: bool, **options:
     is_tree = method == "draft tree"
     method = "draft_target" if is_tree else method
     engine = TorchEngine(folders[method], device="cpu", recorder=recorder, **options)
+    if isinstance(engine.proposer, MedusaProposer):  # as on a GPU
+        engine.proposer.use_tree(grow_choices(3, 7, 128))
     if method == "draft_target" and options.get("speculate", True):
         draft = TorchEngine(
             folders["draft"], device="cpu", recorder=TapeRecorder() if with_graphs else None

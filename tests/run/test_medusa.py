@@ -24,11 +24,12 @@ from specdec.decode.drafters.medusa import (
 from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
+from specdec.engine.medusa import MedusaHeads
 from specdec.engine.tree import build_tree_mask
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json
 from specdec.methods.base import Choices, parse_paths
-from specdec.methods.medusa import MedusaParams
+from specdec.methods.medusa import MedusaDraft, MedusaParams, read_options
 from tests.conftest import make_llama, make_medusa_heads, make_tokenizer
 from tests.engines import call, continue_greedily, make_counter, make_tree_engine
 from tests.parity.models import VOCAB, make_model
@@ -158,18 +159,19 @@ def test_random_heads_leave_the_text_unchanged(
     proposer = engine.proposer
     assert isinstance(proposer, MedusaProposer)
     assert proposer.max_draft_tokens == DEFAULT_CPU_TOKENS
-    trees: list[Choices] = [
-        grow_choices(4, DEFAULT_CPU_TOKENS, 128), grow_choices(4, 63, 128), ((0,),),
+    trees: list[Choices | int] = [
+        1, 3, 63, grow_choices(4, DEFAULT_CPU_TOKENS, 128), grow_choices(4, 63, 128), ((0,),),
         ((5,), (5, 0), (5, 0, 2), (5, 0, 2, 1)), tuple((n,) for n in range(60)),
     ]  # fmt: skip
-    for choices in trees:
-        proposer.use_choices(choices)
+    for tree in trees:
+        proposer.use_tree(tree)
+        size = tree if isinstance(tree, int) else len(tree)
+        depth = min(tree, 4) if isinstance(tree, int) else max(map(len, tree))
         results = engine.generate(make_requests())
         assert [r.output_ids for r in results] == reference(target)
         for result in results:
-            assert len(result.stats.accepted_histogram) == 1 + max(map(len, choices))
-            steps = result.stats.num_verify_steps
-            assert result.stats.num_draft_tokens == steps * len(choices)
+            assert len(result.stats.accepted_histogram) == 1 + depth
+            assert result.stats.num_draft_tokens == result.stats.num_verify_steps * size
     alone = [engine.generate([request])[0].output_ids for request in make_requests()]
     assert alone == reference(target), (
         "batch 1 differs from batch 3, one row of which is used twice"
@@ -200,6 +202,34 @@ def make_knowing_heads(parent: Path) -> tuple[Path, list[list[int]]]:
     return heads, [[(p[-1] + 1 + n) % size for n in range(LIMIT)] for p in ([4], [30, 2])]
 
 
+def test_a_dynamic_tree_has_the_paths_that_the_heads_find_likeliest() -> None:
+    """By hand: a sure head 0 and an unsure head 1 make a fan; an unsure head 0 has all its own."""
+    params = MedusaParams(num_heads=2, num_layers=0, max_draft_len=4)
+    chances = torch.tensor([[0.1, 0.8, 0.1], [0.34, 0.3, 0.36]])  # of head 0: by the state
+    weights = {
+        "medusa_heads.0.lm_head.weight": chances.log().T.contiguous(),
+        "medusa_heads.1.lm_head.weight": torch.tensor([0.5, 0.3, 0.2]).log()[:, None].repeat(1, 2),
+    }
+    proposer = MedusaProposer(MedusaHeads(params, weights), 4)
+    proposer.allocate(2, 9)
+    requests: Any = [SimpleNamespace(row=row, output_ids=[7]) for row in range(2)]
+    proposer.observe(requests, torch.eye(2)[:, None], [[0], [0]])
+    sure, unsure = proposer.propose(requests)
+    assert sure.tree.tokens.tolist() == [7, 1, 0, 1, 2]
+    assert sure.tree.parents.tolist() == [-1, 0, 1, 1, 1]
+    assert sure.confidence == pytest.approx([1, 0.8, 0.5, 0.3, 0.2])
+    assert unsure.tree.tokens.tolist() == [7, 2, 0, 1, 0]
+    assert unsure.tree.parents.tolist() == [-1, 0, 0, 0, 1]
+    assert unsure.confidence == pytest.approx([1, 0.36, 0.34, 0.3, 0.5])
+    with pytest.raises(SpecDecError, match="--medusa-tree-tokens is 5, .* max_draft_len is 4"):
+        proposer.use_tree(5)
+
+
+def test_a_tree_is_static_or_dynamic() -> None:
+    with pytest.raises(UsageError, match="--medusa-choices with --medusa-tree-tokens"):
+        read_options(MedusaDraft(medusa_choices="[[0]]", medusa_tree_tokens=3))
+
+
 def test_perfect_heads_are_accepted_to_their_depth(tmp_path: Path) -> None:
     """Head i drafts the token i + 2 ahead: one place off, and nothing would be accepted."""
     heads, expected = make_knowing_heads(tmp_path)
@@ -211,8 +241,11 @@ def test_perfect_heads_are_accepted_to_their_depth(tmp_path: Path) -> None:
         Request(index=i, input_ids=p, max_output_len=LIMIT, end_ids=frozenset())
         for i, p in enumerate(([4], [30, 2]))
     ]
-    for choices, depth in ((((0,), (0, 0), (0, 0, 0)), 3), (((1,), (0,), (0, 0)), 2), (((1,),), 0)):
-        proposer.use_choices(choices)
+    trees: list[tuple[Choices | int, int]] = [
+        (((0,), (0, 0), (0, 0, 0)), 3), (((1,), (0,), (0, 0)), 2), (((1,),), 0), (3, 3), (2, 2),
+    ]  # fmt: skip
+    for tree, depth in trees:
+        proposer.use_tree(tree)
         for result, tokens in zip(engine.generate(requests), expected, strict=True):
             assert result.output_ids == tokens
             assert result.stats.num_verify_steps == -(-(LIMIT - 1) // (depth + 1))

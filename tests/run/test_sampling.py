@@ -20,12 +20,13 @@ from torch import Tensor
 
 from specdec.decode import accept as verify
 from specdec.decode.accept import Candidates, accept_batch
-from specdec.decode.drafters.dflash import BlockDraft, grow_tree
+from specdec.decode.drafters.dflash import BlockDraft
 from specdec.decode.drafters.eagle import PassDraft, StaticTree
 from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree, Level
 from specdec.decode.drafters.lookahead import Lookahead
 from specdec.decode.drafters.prompt_lookup import NgramIndex
 from specdec.decode.drafters.suffix import SuffixTree, grow
+from specdec.decode.drafters.trees import grow_tree
 from specdec.decode.sampling import (
     CHOICE,
     DRAFT,

@@ -177,6 +177,8 @@ def test_medusa_gets_a_tree_and_refuses_another_temperature(world: World) -> Non
     paths = str([[0] * n for n in range(1, 7)])
     with pytest.raises(SpecDecError, match="6 deep, the engine has 3 Medusa heads"):
         world.run(engine, make_prompts(4), medusa_choices=paths)
+    with pytest.raises(UsageError, match="TensorRT-LLM's trees of Medusa are static"):
+        world.run(engine, make_prompts(4), medusa_tree_tokens=3)
 
 
 def test_generation_logits_need_the_flag_of_the_build_or_of_the_run(
@@ -232,6 +234,7 @@ def test_block_reuse_needs_paged_context_fmha_in_the_engine(world: World, plain:
         ({"num_beams": 2}, UsageError, "--num-beams is 2"),
         ({"use_py_session": True}, UsageError, "Python session"),
         ({"medusa_choices": "[[0]]"}, UsageError, "--medusa-choices has no effect"),
+        ({"medusa_tree_tokens": 3}, UsageError, "--medusa-tree-tokens has no effect"),
         ({"acceptance": "typical"}, UsageError, "--acceptance typical is for engines of torch"),
         ({"redrafter_tree_tokens": 3}, UsageError, "--redrafter-tree-tokens is for engines of"),
         ({"lookahead_config": "[3,3,3]"}, UsageError, "--lookahead-config has no effect"),

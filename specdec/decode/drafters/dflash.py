@@ -16,33 +16,16 @@ from torch import Tensor
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, StateKeeper, list_rows, make_net
 from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree, Level
-from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS, DEFAULT_CPU_TOKENS, grow_choices
+from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS, DEFAULT_CPU_TOKENS, grow_tree
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.dflash import DFlashNet
 from specdec.engine.transfers import to_device, to_host
-from specdec.engine.tree import IntArray, TreeBuilder, make_root
+from specdec.engine.tree import IntArray, make_root
 from specdec.errors import SpecDecError
 from specdec.methods.dflash import DFlashOptions, DFlashParams
 
 DEFAULT_TOP_K = 4
-
-
-def grow_tree(
-    root: int, tokens: IntArray, probabilities: np.ndarray, num_tokens: int
-) -> Candidates:
-    """The most probable paths of tokens [P, K], best first, with these probabilities."""
-    num_places, width = tokens.shape
-    choices = grow_choices(
-        num_places, num_tokens, width, lambda depth, rank: float(probabilities[depth, rank])
-    )
-    builder = TreeBuilder(root)
-    nodes: dict[tuple[int, ...], int] = {(): 0}
-    for path in choices:  # a path's beginning is at least as probable, and comes first
-        token = int(tokens[len(path) - 1, path[-1]])
-        nodes[path] = builder.add(nodes[path[:-1]], token)
-    confidence = [1.0, *(probabilities[len(path) - 1, path[-1]] for path in choices)]
-    return Candidates(builder.build(), confidence=np.array(confidence))
 
 
 class BlockDraft:

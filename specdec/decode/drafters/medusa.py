@@ -1,31 +1,39 @@
-"""Medusa: a fixed tree over the most probable tokens of heads on the target's last hidden state.
+"""Medusa: a tree over the most probable tokens of heads on the target's last hidden state.
 
-A tree is given by choices, TensorRT-LLM's and Medusa's own form: the path [0, 2] is the third most
-probable token of head 1 below the most probable one of head 0.
+A fixed tree is given by choices, TensorRT-LLM's and Medusa's own form: the path [0, 2] is the third
+most probable token of head 1 below the most probable one of head 0. A dynamic one has the paths
+that the heads find most probable in this step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs, list_rows
 from specdec.decode.drafters.trees import (
     BUDGET_CPU_TOKENS,
     DEFAULT_CPU_TOKENS,
     check_paths,
     grow_choices,
+    grow_tree,
 )
+from specdec.decode.requests import ActiveRequest
 from specdec.engine.draft_net import take_offsets, take_own
 from specdec.engine.graphs import Graphs
 from specdec.engine.medusa import MedusaHeads
-from specdec.engine.transfers import Array
+from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import IntArray, Tree
+from specdec.errors import SpecDecError
 from specdec.methods.base import Choices
 from specdec.methods.medusa import MedusaParams
 
 FLAG = "--medusa-choices"
+TOP_K = 8  # tokens of a head that a dynamic tree may have
 
 
 def check_choices(choices: Choices, params: MedusaParams, vocab_size: int) -> None:
@@ -71,9 +79,9 @@ class ChoiceTree:
 def make_proposer(context: DraftContext) -> MedusaProposer:
     """Lay out the heads, with the tree that is asked for.
 
-    Else with one that is small on a CPU, and the largest allowed elsewhere.
+    Else with a dynamic one that is small on a CPU, and the largest static one elsewhere.
     """
-    params, decoder, choices = context.params, context.decoder, context.options
+    params, decoder = context.params, context.decoder
     assert isinstance(params, MedusaParams)
     heads = MedusaHeads(
         params, context.weights, prepack=decoder.is_prepacked, kernels=decoder.kernels,
@@ -82,46 +90,89 @@ def make_proposer(context: DraftContext) -> MedusaProposer:
             take_own(context.weights, "medusa_heads.0."), decoder.model.vocab_size
         ),
     )  # fmt: skip
-    if choices is None:
-        num_tokens = params.max_draft_len
-        if decoder.device.type == "cpu":
-            most = BUDGET_CPU_TOKENS if context.has_budget else DEFAULT_CPU_TOKENS
-            num_tokens = min(num_tokens, most)
-        choices = grow_choices(params.num_heads, num_tokens, heads.vocab_size)
-    return MedusaProposer(heads, choices, get_graphs(decoder))
+    tree: Choices | int
+    if context.options is not None:
+        tree = context.options
+    elif decoder.device.type == "cpu":
+        most = BUDGET_CPU_TOKENS if context.has_budget else DEFAULT_CPU_TOKENS
+        tree = min(params.max_draft_len, most)
+    else:
+        tree = grow_choices(params.num_heads, params.max_draft_len, heads.vocab_size)
+    return MedusaProposer(heads, tree, get_graphs(decoder))
 
 
 class MedusaProposer(StateProposer):
-    """Proposes the same tree of ranks every step, filled with the heads' tokens."""
+    """Proposes the same tree of ranks every step, or each step's most probable paths."""
 
-    def __init__(self, heads: MedusaHeads, choices: Choices, graphs: Graphs | None = None) -> None:
+    _tree: ChoiceTree | None  # the same for every step
+
+    def __init__(
+        self, heads: MedusaHeads, tree: Choices | int, graphs: Graphs | None = None
+    ) -> None:
+        """tree: a static one, or the number of tokens of a dynamic one."""
         super().__init__(
             torch.empty(heads.hidden_size, dtype=heads.dtype, device=heads.device), graphs
         )
         self.heads = heads
-        self.use_choices(choices)
+        self.use_tree(tree)
 
-    def use_choices(self, choices: Choices) -> None:
-        """Propose this tree from now on; raise SpecDecError if the heads have no such tree."""
-        check_choices(choices, self.heads.params, self.heads.vocab_size)
-        self.tree = ChoiceTree(choices)
-        self.max_draft_tokens = len(choices)
-        self.max_draft_depth = len(self.tree.widths)
+    def use_tree(self, tree: Choices | int) -> None:
+        """Propose such trees from now on; raise SpecDecError if the heads or engine have none."""
+        if isinstance(tree, int):
+            self._use_dynamic_tree(tree)
+            return
+        check_choices(tree, self.heads.params, self.heads.vocab_size)
+        self._tree = ChoiceTree(tree)
+        self._widths = self._tree.widths
+        self.max_draft_tokens = len(tree)
+        self.max_draft_depth = len(self._widths)
+        self.drafts_ahead = self._graphs is not None
+
+    def _use_dynamic_tree(self, num_tokens: int) -> None:
+        """No head sees what another one drafts: a path is as probable as its tokens, multiplied."""
+        params = self.heads.params
+        if num_tokens > params.max_draft_len:
+            raise SpecDecError(
+                f"--medusa-tree-tokens is {num_tokens}, the engine's max_draft_len is"
+                f" {params.max_draft_len}",
+                f"give at most {params.max_draft_len}, or convert with a larger"
+                " --max-medusa-token-len",
+            )
+        depth, width = min(params.num_heads, num_tokens), min(TOP_K, self.heads.vocab_size)
+        self._tree, self._widths = None, [width] * depth
+        # Fewer paths than that there may be.
+        self.max_draft_tokens = len(grow_choices(depth, num_tokens, width))
+        self.max_draft_depth = depth
+        self.drafts_ahead = False
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Rank the tokens of all rows at once, and make a tree of each."""
+        if self._tree is not None:
+            return super().propose(requests)
+        hidden = self._hidden[to_device(list_rows(requests), self._hidden.device)]
+        tokens, scores = to_host(*self.heads.rank_tokens(hidden, self._widths))
+        shape = (len(requests), self.max_draft_depth, self._widths[0])
+        ranked = zip(tokens.reshape(shape), np.exp(scores).reshape(shape), strict=True)
+        return [
+            grow_tree(request.output_ids[-1], own, chances, self.max_draft_tokens)
+            for request, (own, chances) in zip(requests, ranked, strict=True)
+        ]
 
     def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
         """Rank the heads' tokens for all rows at once, side by side."""
-        widths = self.tree.widths
+        widths = self._widths
         if self._graphs is not None:
             found = self._graphs.call(
                 self.heads,
                 (len(hidden), tuple(widths)),
                 (hidden,),
-                lambda x: (self.heads.rank_tokens(x, widths),),
+                lambda x: self.heads.rank_tokens(x, widths)[:1],
             )
             if found is not None:
                 return found[0]
-        return self.heads.rank_tokens(hidden, widths)
+        return self.heads.rank_tokens(hidden, widths)[0]
 
     def make_tree(self, root: int, draft: Array) -> Tree:
         """Fill the tree with a row's tokens."""
-        return self.tree.fill(root, draft)
+        assert self._tree is not None
+        return self._tree.fill(root, draft)

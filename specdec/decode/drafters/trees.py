@@ -1,6 +1,7 @@
-"""Static trees of drafts: paths of ranks, TensorRT-LLM's and Medusa's own form.
+"""Trees of tokens that are ranked place by place, each place by itself.
 
-The path [0, 2] is the third most probable token after the most probable one.
+Static ones are paths of ranks, TensorRT-LLM's and Medusa's own form: the path [0, 2] is the third
+most probable token after the most probable one. Others have each step's most probable paths.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from specdec.decode.accept import Candidates
+from specdec.engine.tree import IntArray, TreeBuilder
 from specdec.errors import Problems
 from specdec.methods.base import Choices
 
@@ -111,3 +116,20 @@ def grow_choices(
         for other in following:
             heapq.heappush(waiting, (-rate(other), other))
     return tuple(chosen)
+
+
+def grow_tree(
+    root: int, tokens: IntArray, probabilities: np.ndarray, num_tokens: int
+) -> Candidates:
+    """The most probable paths of tokens [P, K], best first, with these probabilities."""
+    num_places, width = tokens.shape
+    choices = grow_choices(
+        num_places, num_tokens, width, lambda depth, rank: float(probabilities[depth, rank])
+    )
+    builder = TreeBuilder(root)
+    nodes: dict[tuple[int, ...], int] = {(): 0}
+    for path in choices:  # a path's beginning is at least as probable, and comes first
+        token = int(tokens[len(path) - 1, path[-1]])
+        nodes[path] = builder.add(nodes[path[:-1]], token)
+    confidence = [1.0, *(probabilities[len(path) - 1, path[-1]] for path in choices)]
+    return Candidates(builder.build(), confidence=np.array(confidence))
