@@ -42,10 +42,9 @@ def list_candidates(
             found[name] = Candidate(
                 name, MedusaProposer(heads, choices), run={"medusa_choices": text}
             )
-        name = f"dynamic tree of {len(choices)}"
-        found[name] = Candidate(
-            name, MedusaProposer(heads, len(choices)), run={"medusa_tree_tokens": len(choices)}
-        )
+            name = f"dynamic tree of {len(choices)}"
+            run = {"medusa_tree_tokens": len(choices)}
+            found[name] = Candidate(name, MedusaProposer(heads, len(choices)), run=run)
     return list(found.values())
 
 

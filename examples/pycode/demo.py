@@ -37,7 +37,7 @@ TWIN_SHAPE = (
     "--layers", "12", "--hidden", "1280", "--intermediate", "3456", "--heads", "20",
     "--kv-heads", "4", "--exit-dim", "1024",
 )  # fmt: skip
-NUM_BYTES = 1.7e9  # of disk
+NUM_BYTES = 1_700_000_000  # of disk
 PLAIN = "plain decoding"
 
 
@@ -85,7 +85,7 @@ def check_disk(folder: Path) -> None:
     from specdec.files.staging import check_free_space
 
     try:
-        check_free_space(folder, int(NUM_BYTES), "the demo takes")
+        check_free_space(folder, NUM_BYTES, "the demo takes")
     except SpecDecError as error:
         sys.exit(f"error: {error}\nhint: {error.hint}")
 

@@ -409,10 +409,9 @@ class StateProposer:
         """Draft for all rows at once that were not drafted for ahead."""
         missing = [r for r in requests if r.row not in self._drafts]
         if missing:
-            device = self._hidden.device
             roots = [request.output_ids[-1] for request in missing]
-            hidden = self._hidden[to_device(list_rows(missing), device)]
-            (drafts,) = to_host(self.compute_drafts(hidden, to_device(roots, device)))
+            hidden = self.get_hidden(missing)
+            (drafts,) = to_host(self.compute_drafts(hidden, to_device(roots, hidden.device)))
             self.take_drafts(missing, roots, drafts)
         candidates = []
         for request in requests:
@@ -420,6 +419,10 @@ class StateProposer:
             assert root == request.output_ids[-1]
             candidates.append(Candidates(self.make_tree(root, draft)))
         return candidates
+
+    def get_hidden(self, requests: Sequence[ActiveRequest]) -> Tensor:
+        """The states [B, D] that requests are drafted from."""
+        return self._hidden[to_device(list_rows(requests), self._hidden.device)]
 
     def take_drafts(
         self, requests: Sequence[ActiveRequest], roots: Sequence[int], drafts: Array

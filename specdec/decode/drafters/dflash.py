@@ -16,7 +16,13 @@ from torch import Tensor
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, StateKeeper, list_rows, make_net
 from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree, Level
-from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS, DEFAULT_CPU_TOKENS, grow_tree
+from specdec.decode.drafters.trees import (
+    BUDGET_CPU_TOKENS,
+    DEFAULT_CPU_TOKENS,
+    check_num_tokens,
+    count_paths,
+    grow_tree,
+)
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.dflash import DFlashNet
@@ -91,22 +97,16 @@ class DFlashProposer(StateKeeper):
             num_tokens = params.max_draft_len
             if top_k == 1 or self._decoder.device.type == "cpu":
                 num_tokens = min(num_tokens, max(self._most_tokens, depth))
-        if num_tokens > params.max_draft_len:
-            raise SpecDecError(
-                f"--dflash-tokens is {num_tokens}, the engine's max_draft_len is"
-                f" {params.max_draft_len}",
-                f"give at most {params.max_draft_len}, or convert with a larger"
-                " --dflash-max-draft-len",
-            )
+        check_num_tokens(
+            "--dflash-tokens", num_tokens, params.max_draft_len, "--dflash-max-draft-len"
+        )
         if top_k > params.draft_vocab_size:
             raise SpecDecError(
                 f"--dflash-top-k is {top_k}, the drafter has {params.draft_vocab_size} tokens",
                 f"give at most {params.draft_vocab_size}",
             )
         self.top_k = top_k
-        # Fewer paths than that there may be.
-        most = depth if top_k == 1 else sum(top_k**d for d in range(1, min(depth, 16) + 1))
-        self.max_draft_tokens = min(num_tokens, most)
+        self.max_draft_tokens = min(num_tokens, count_paths(depth, top_k))
         self.max_draft_depth = depth = min(depth, self.max_draft_tokens)
         self._tree: DynamicTree | None = None
         if params.markov_rank:

@@ -27,6 +27,7 @@ from specdec.decode.drafters.levels import (
 from specdec.decode.drafters.trees import (
     BUDGET_CPU_TOKENS,
     DEFAULT_CPU_TOKENS,
+    check_num_tokens,
     check_paths,
     grow_choices,
 )
@@ -259,12 +260,7 @@ class EagleProposer(StateKeeper):
             num_tokens = params.max_draft_len
             num_tokens = min(num_tokens, self._most_tokens) if self._is_small else num_tokens
         check_top_k(top_k, params)
-        if num_tokens > params.max_draft_len:
-            raise SpecDecError(
-                f"--eagle-tree-tokens is {num_tokens}, the engine's max_draft_len is"
-                f" {params.max_draft_len}",
-                f"give at most {params.max_draft_len}, or convert with a larger --max-draft-len",
-            )
+        check_num_tokens("--eagle-tree-tokens", num_tokens, params.max_draft_len, "--max-draft-len")
         self._use(DynamicTree(top_k=top_k, depth=params.max_draft_depth, num_tokens=num_tokens))
 
     def _choose_static(self) -> Choices:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs, list_rows
+from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs
 from specdec.decode.drafters.trees import (
     BUDGET_CPU_TOKENS,
     DEFAULT_CPU_TOKENS,
+    check_num_tokens,
     check_paths,
+    count_paths,
     grow_choices,
     grow_tree,
 )
@@ -26,9 +28,8 @@ from specdec.decode.requests import ActiveRequest
 from specdec.engine.draft_net import take_offsets, take_own
 from specdec.engine.graphs import Graphs
 from specdec.engine.medusa import MedusaHeads
-from specdec.engine.transfers import Array, to_device, to_host
+from specdec.engine.transfers import Array, to_host
 from specdec.engine.tree import IntArray, Tree
-from specdec.errors import SpecDecError
 from specdec.methods.base import Choices
 from specdec.methods.medusa import MedusaParams
 
@@ -131,17 +132,12 @@ class MedusaProposer(StateProposer):
     def _use_dynamic_tree(self, num_tokens: int) -> None:
         """No head sees what another one drafts: a path is as probable as its tokens, multiplied."""
         params = self.heads.params
-        if num_tokens > params.max_draft_len:
-            raise SpecDecError(
-                f"--medusa-tree-tokens is {num_tokens}, the engine's max_draft_len is"
-                f" {params.max_draft_len}",
-                f"give at most {params.max_draft_len}, or convert with a larger"
-                " --max-medusa-token-len",
-            )
+        check_num_tokens(
+            "--medusa-tree-tokens", num_tokens, params.max_draft_len, "--max-medusa-token-len"
+        )
         depth, width = min(params.num_heads, num_tokens), min(TOP_K, self.heads.vocab_size)
         self._tree, self._widths = None, [width] * depth
-        # Fewer paths than that there may be.
-        self.max_draft_tokens = len(grow_choices(depth, num_tokens, width))
+        self.max_draft_tokens = min(num_tokens, count_paths(depth, width))
         self.max_draft_depth = depth
         self.drafts_ahead = False
 
@@ -149,7 +145,7 @@ class MedusaProposer(StateProposer):
         """Rank the tokens of all rows at once, and make a tree of each."""
         if self._tree is not None:
             return super().propose(requests)
-        hidden = self._hidden[to_device(list_rows(requests), self._hidden.device)]
+        hidden = self.get_hidden(requests)
         tokens, scores = to_host(*self.heads.rank_tokens(hidden, self._widths))
         shape = (len(requests), self.max_draft_depth, self._widths[0])
         ranked = zip(tokens.reshape(shape), np.exp(scores).reshape(shape), strict=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs, list_rows
+from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs
 from specdec.decode.drafters.levels import (
     ALL_LEVELS,
     DynamicTree,
@@ -106,7 +106,7 @@ class DynamicProposer(ReDrafterProposer):
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Search the trees of all rows at once."""
-        hidden = self._hidden[to_device(list_rows(requests), self._hidden.device)]
+        hidden = self.get_hidden(requests)
         roots = np.array([request.output_ids[-1] for request in requests], np.int64)
         temperatures = read_temperatures(requests)
         found = self.head.search_trees(

@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec.decode.accept import Candidates
 from specdec.engine.tree import IntArray, TreeBuilder
-from specdec.errors import Problems
+from specdec.errors import Problems, SpecDecError
 from specdec.methods.base import Choices
 
 # Draft tokens of a tree that nobody chose, on a CPU: there a verify step over 8 tokens costs half
@@ -70,6 +70,20 @@ def check_paths(
             "give ranks below that",
         )
     problems.raise_all()
+
+
+def check_num_tokens(flag: str, num_tokens: int, most: int, convert_flag: str) -> None:
+    """Raise SpecDecError for more tokens of a dynamic tree than an engine has room for."""
+    if num_tokens > most:
+        raise SpecDecError(
+            f"{flag} is {num_tokens}, the engine's max_draft_len is {most}",
+            f"give at most {most}, or convert with a larger {convert_flag}",
+        )
+
+
+def count_paths(depth: int, width: int) -> int:
+    """How many paths there are of `width` tokens a place, those of 17 and more places left out."""
+    return depth if width == 1 else sum(width**d for d in range(1, min(depth, 16) + 1))
 
 
 def estimate_accuracy(depth: Any, rank: Any) -> Any:
