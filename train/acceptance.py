@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from specdec.errors import SpecDecError
 from specdec.processes import call_run, call_stage
@@ -71,7 +69,7 @@ class AcceptanceMeter:
     def check(self) -> None:
         """Raise SpecDecError now if the engine could not be made of this target and drafter."""
         try:
-            self._convert(self.drafter.state_dict(), "--dry-run")
+            self._convert("--dry-run")
         except SpecDecError as error:
             raise SpecDecError(
                 f"--eval-prompts {self.settings.eval_prompts}: the acceptance could not be"
@@ -81,11 +79,11 @@ class AcceptanceMeter:
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def measure(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return what `specdec-run` counts on the prompts with these weights of the drafter."""
+    def measure(self) -> dict[str, Any]:
+        """Return what `specdec-run` counts on the prompts with the drafter as it is now."""
         checkpoint, engine = self.folder / "checkpoint", self.folder / "engine"
         try:
-            self._convert(weights, "--output-dir", str(checkpoint))
+            self._convert("--output-dir", str(checkpoint))
             call_stage(
                 "build",
                 [
@@ -119,11 +117,11 @@ class AcceptanceMeter:
             },
         }  # fmt: skip
 
-    def _convert(self, weights: Mapping[str, Tensor], *arguments: str) -> None:
+    def _convert(self, *arguments: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         heads = self.folder / "drafter"
         heads.mkdir(parents=True)
-        write_weights(heads, self.job, self.drafter, weights)
+        write_weights(heads, self.job, self.drafter)
         if "--output-dir" not in arguments:
             arguments = (*arguments, "--output-dir", str(self.folder / "checkpoint"))
         method = self.job.method

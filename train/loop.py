@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,10 @@ from torch import Tensor
 from specdec.errors import SpecDecError
 from specdec.logs import get_logger
 
-from .launch import Split
 from .loss import Measures
 from .methods.base import Drafter
 from .rows import Rows, choose_rows
 from .settings import TrainSettings
-from .sharding import gather, make_mesh, scatter, scatter_optimizer, shard_drafter
 from .target import Batch, Target, make_batch
 
 logger = get_logger(__name__)
@@ -35,13 +33,13 @@ def _do_nothing(_: dict[str, Any]) -> None:
 class Hooks:
     """Where the loop reports to, and who judges; the defaults are other processes' than the main.
 
-    measure_acceptance: called at every evaluation on the main process, with the drafter's weights.
+    measure_acceptance: called at every evaluation, on the main process.
     is_enough: whether an evaluation ends the training; the same on all processes.
     """
 
     log: Callable[[dict[str, Any]], None] = _do_nothing
     save: Callable[[dict[str, Any]], None] = _do_nothing
-    measure_acceptance: Callable[[Mapping[str, Tensor]], dict[str, Any]] | None = None
+    measure_acceptance: Callable[[], dict[str, Any]] | None = None
     is_enough: Callable[[Mapping[str, Any]], bool] = lambda evaluation: False
 
 
@@ -55,10 +53,7 @@ class Outcome:
 
 
 class Loop:
-    """One training. `accelerator` spreads it over the devices it was launched on.
-
-    split: what of the drafter the processes divide among them.
-    """
+    """One training. `accelerator` spreads it over the devices it was launched on."""
 
     def __init__(
         self,
@@ -69,28 +64,20 @@ class Loop:
         train: Rows,
         heldout: Rows,
         hooks: Hooks,
-        split: Split,
     ) -> None:
         self.settings = settings
-        self.split = split
         self.accelerator = accelerator
         self.target = target
         self.drafter = drafter
         self.train_rows = train
         self.heldout_rows = heldout
         self.hooks = hooks
-        if split.drafter:
-            mesh = make_mesh(accelerator.device, accelerator.num_processes)
-            shard_drafter(drafter, mesh, split)
         optimizer = torch.optim.AdamW(
             drafter.parameters(),
             lr=settings.learning_rate,  # set anew before every step
             weight_decay=settings.weight_decay,
         )
-        # What is split comes together by itself: accelerate is not to replicate it.
-        self.model = accelerator.prepare_model(
-            drafter, device_placement=False, evaluation_mode=split.drafter
-        )
+        self.model = accelerator.prepare_model(drafter, device_placement=False)
         self.optimizer = accelerator.prepare_optimizer(optimizer)
         self.rows_per_step = (
             settings.batch_size * settings.gradient_accumulation_steps * accelerator.num_processes
@@ -101,32 +88,21 @@ class Loop:
 
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; raise ValueError where it is not of this drafter."""
-        own = self.drafter.state_dict()
-        weights = checkpoint["drafter"]
-        check_state(checkpoint, own, list(self.drafter.parameters()))
-        self.drafter.load_state_dict({n: scatter(t, own[n]) for n, t in weights.items()})
-        parameters = list(self.drafter.parameters())
+        check_state(checkpoint, self.drafter.state_dict(), list(self.drafter.parameters()))
+        self.drafter.load_state_dict(checkpoint["drafter"])
         # Of its groups' numbers the settings decide, which are the same.
         state = {**self.optimizer.state_dict(), "state": checkpoint["optimizer"]["state"]}
-        self.optimizer.load_state_dict(scatter_optimizer(state, parameters))
+        self.optimizer.load_state_dict(state)
         self.step = int(checkpoint["step"])
         self.num_tokens = int(checkpoint["num_tokens"])
 
-    def gather_weights(self) -> dict[str, Tensor]:
-        """Return the drafter's weights, whole, on the main process; all processes call this."""
-        weights: dict[str, Tensor] = gather(
-            dict(self.drafter.state_dict()), keep=self.accelerator.is_main_process
-        )
-        return weights
-
     def _save(self) -> None:
-        """Write a checkpoint; all processes call this."""
-        optimizer = self.optimizer.state_dict()
+        """Write a checkpoint, which the main process's hook does."""
         checkpoint = {
             "step": self.step,
             "num_tokens": self.num_tokens,
-            "drafter": self.gather_weights(),
-            "optimizer": gather(optimizer, keep=self.accelerator.is_main_process),
+            "drafter": dict(self.drafter.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
         }
         self.hooks.save(checkpoint)
 
@@ -187,7 +163,9 @@ class Loop:
         for i, batch in enumerate(batches):
             self._seed(step, i)
             features = self.target.read(batch)
-            with self._add_up(is_last=i == len(batches) - 1):
+            # Gradients wait on their process for those of the step's last pass.
+            waits = i < len(batches) - 1
+            with accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
                 loss, packed = self.model(features, batch.mask, num_labels, measure)
                 accelerator.backward(loss)
             sums = sums + packed.detach()
@@ -203,16 +181,6 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return measures
-
-    @contextlib.contextmanager
-    def _add_up(self, *, is_last: bool) -> Iterator[None]:
-        """Let gradients wait on their process for those of the step's last pass."""
-        if not self.split.drafter:
-            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                yield
-            return
-        self.model.set_requires_gradient_sync(is_last or not self.split.adds_up_first)
-        yield
 
     def _seed(self, step: int, part: int) -> None:
         """Let what a drafter draws at random depend on the place in the training alone."""
@@ -264,10 +232,9 @@ class Loop:
         from accelerate.utils import broadcast_object_list
 
         outcome: list[Any] = [None]
-        weights = self.gather_weights()
         if self.hooks.measure_acceptance is not None:
             try:
-                outcome = [self.hooks.measure_acceptance(weights)]
+                outcome = [self.hooks.measure_acceptance()]
             except SpecDecError as error:
                 outcome = [(error.message, error.hint)]
         if self.accelerator.num_processes > 1:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from specdec.command.settings import to_plain
 from specdec.files.manifest import write_manifest
@@ -24,12 +22,11 @@ def write_drafter(
     folder: Path,
     job: Job,
     drafter: Drafter,
-    weights: Mapping[str, Tensor],
     report: dict[str, Any],
     *,
     rows_per_step: int,
 ) -> None:
-    """Write everything into `folder`; `weights` are the drafter's, whole.
+    """Write everything into `folder`.
 
     report: what the training came to; all numbers are those measured in it.
     """
@@ -41,7 +38,7 @@ def write_drafter(
         "rows_per_step": rows_per_step,
         "model_max_length": job.max_length,
     }
-    hashes = write_weights(folder, job, drafter, weights)
+    hashes = write_weights(folder, job, drafter)
     text = "".join(json.dumps(line) + "\n" for line in log)
     (folder / "training_log.jsonl").write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(write_card(job, log, report, compute), encoding="utf-8")
@@ -56,12 +53,10 @@ def write_drafter(
     )
 
 
-def write_weights(
-    folder: Path, job: Job, drafter: Drafter, weights: Mapping[str, Tensor]
-) -> dict[str, str]:
+def write_weights(folder: Path, job: Job, drafter: Drafter) -> dict[str, str]:
     """Write the weights and config.json: what specdec-convert reads; return the weights' sha256."""
     method, target, dtype = job.method, job.target, job.save_dtype
-    tensors = {**weights, **method.list_shared(target)}
+    tensors = {**drafter.state_dict(), **method.list_shared(target)}
     arrays = {
         name: to_array(
             tensor.detach().to("cpu", TORCH_DTYPES[dtype] if tensor.is_floating_point() else None)

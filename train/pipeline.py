@@ -23,7 +23,6 @@ from specdec.methods import METHODS
 from specdec.mpi import check_meeting_place, find_launch
 from specdec.processes import keep_stdout_clean
 
-from .launch import Split, take_launch
 from .settings import TRAINABLE, TrainSettings
 
 if TYPE_CHECKING:
@@ -34,8 +33,15 @@ if TYPE_CHECKING:
     from .target import LiveTarget, Target
 
 DEFAULT_MAX_LENGTH = 2048
-# accelerate's kinds of distribution by which every process holds the whole model.
-REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU")
+# What accelerate's launcher sets for options that change how a model is trained.
+LAUNCHER_OPTIONS = {
+    "ACCELERATE_USE_FSDP": "--use_fsdp",
+    "ACCELERATE_USE_DEEPSPEED": "--use_deepspeed",
+    "ACCELERATE_USE_MEGATRON_LM": "--use_megatron_lm",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "--use_parallelism_config",
+    "ACCELERATE_MIXED_PRECISION": "--mixed_precision",
+    "ACCELERATE_DYNAMO_BACKEND": "--dynamo_backend",
+}
 PATIENCE = datetime.timedelta(hours=6)
 
 logger = get_logger(__name__)
@@ -43,17 +49,18 @@ logger = get_logger(__name__)
 
 def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     """Train a drafter as `settings` say; return the results on the main process, else None."""
-    settings, split = take_launch(fill_defaults(settings))
+    settings = fill_defaults(settings)
+    refuse_launcher(os.environ)
     check_settings(settings)
     if settings.sanity:
         from .sanity import learn_one_row
 
-        return learn_one_row(settings, split)
+        return learn_one_row(settings)
     # torch and transformers take seconds to import: not before the cheap checks.
     from .hub import open_hub, push_folder
     from .output import write_drafter
 
-    accelerator = start_accelerator(settings, split)
+    accelerator = start_accelerator(settings)
     hub = None
     if settings.push_to_hub and accelerator.is_main_process:
         hub = open_hub(settings.push_to_hub)
@@ -62,7 +69,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
         tell_of_resume(settings),
         open_output(settings, is_main=accelerator.is_main_process) as folder,
     ):
-        job = prepare_job(settings, accelerator, split)
+        job = prepare_job(settings, accelerator)
         try:
             loop = start_loop(job)
         except SpecDecError:
@@ -71,7 +78,6 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
             raise
         began = time.monotonic()
         outcome = loop.run()
-        weights = loop.gather_weights()
         if folder is not None:
             report = {
                 "method": settings.method,
@@ -81,9 +87,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
                 "seconds": round(time.monotonic() - began, 1),
                 "eval": outcome.evaluation,
             }
-            write_drafter(
-                folder, job, loop.drafter, weights, report, rows_per_step=loop.rows_per_step
-            )
+            write_drafter(folder, job, loop.drafter, report, rows_per_step=loop.rows_per_step)
     if report is not None:
         job.state.remove()
         logger.info("the drafter is in %s", settings.output_dir)
@@ -127,7 +131,6 @@ class Job:
 
     settings: TrainSettings
     accelerator: Any
-    split: Split
     method: TrainingMethod
     state: TrainingState
     target: Target
@@ -148,7 +151,7 @@ class Job:
         return "bfloat16" if get_stored_dtype(self.target.config) == "bfloat16" else "float32"
 
 
-def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
+def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
     """Load the target, open the training's state, and load or make the rows."""
     from .methods import load_method
     from .state import TrainingState, collect_facts, name_hashes
@@ -160,7 +163,7 @@ def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
     max_length = choose_max_length(settings, config)
     method = load_method(settings.method)
     method.check_options(settings)
-    load = functools.partial(open_target, settings, method, config, dtype, accelerator, split=split)
+    load = functools.partial(open_target, settings, method, config, dtype, accelerator)
     target: Target | None = None if settings.hidden_states_dir else load()
     state = TrainingState(settings.output_dir)
     files = [f for f in (settings.data, settings.eval_data) if f and is_main]
@@ -194,7 +197,7 @@ def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
         work = Work(
             accelerator=accelerator,
             batch_size=settings.batch_size,
-            in_step=split.target,
+            in_step=settings.shard_target,
             sources=[*target_files, *data_files],
             inputs=list_inputs(settings),
         )
@@ -205,7 +208,6 @@ def prepare_job(settings: TrainSettings, accelerator: Any, split: Split) -> Job:
     return Job(
         settings=settings,
         accelerator=accelerator,
-        split=split,
         method=method,
         state=state,
         target=target,
@@ -224,29 +226,20 @@ def open_target(
     config: Any,
     dtype: str,
     accelerator: Any,
-    *,
-    split: Split,
 ) -> LiveTarget:
     """Load what the method reads of the target."""
     from .sharding import make_mesh
     from .target import load_target
 
-    target = None
-    mesh = make_mesh(accelerator.device, accelerator.num_processes) if split.target else None
-    for turn in range(accelerator.num_processes if split.takes_turns else 1):
-        if not split.takes_turns or turn == accelerator.process_index:
-            target = load_target(
-                settings.model_dir,
-                config,
-                dtype,
-                accelerator.device,
-                with_head=needs_head(settings, method),
-                aux_layers=method.choose_layers(settings, config),
-                mesh=mesh,
-                split=split,
-            )
-        accelerator.wait_for_everyone()
-    assert target is not None
+    mesh = None
+    if settings.shard_target:
+        mesh = make_mesh(accelerator.device, accelerator.num_processes)
+    target = load_target(
+        settings.model_dir, config, dtype, accelerator.device,
+        with_head=needs_head(settings, method),
+        aux_layers=method.choose_layers(settings, config), mesh=mesh,
+    )  # fmt: skip
+    accelerator.wait_for_everyone()
     target.check_head()
     return target
 
@@ -270,9 +263,7 @@ def start_loop(job: Job) -> Loop:
             meter = AcceptanceMeter(job, drafter)
             meter.check()
             hooks = dataclasses.replace(hooks, measure_acceptance=meter.measure)
-    loop = Loop(
-        settings, accelerator, job.target, drafter, job.train, job.heldout, hooks, job.split
-    )
+    loop = Loop(settings, accelerator, job.target, drafter, job.train, job.heldout, hooks)
     checkpoint = state.load_checkpoint()
     if checkpoint is not None:
         try:
@@ -425,8 +416,20 @@ def choose_max_length(settings: TrainSettings, config: Any) -> int:
     return wanted
 
 
-def start_accelerator(settings: TrainSettings, split: Split) -> Any:
-    """Set up the devices: those of `accelerate launch` or `torchrun`, else one GPU or the CPU."""
+def refuse_launcher(environment: Mapping[str, str]) -> None:
+    """Raise UsageError where accelerate's launcher was told what no training here obeys."""
+    for name, option in LAUNCHER_OPTIONS.items():
+        value = environment.get(name, "no").lower()
+        if value not in ("no", "false", "0", ""):
+            raise UsageError(
+                f"accelerate was launched with {option} ({name}={value}), which has no effect here",
+                "launch with torchrun --nproc-per-node N $(which specdec-train) ...; --shard-target"
+                " splits a target that does not fit, --dtype says what to compute in",
+            )
+
+
+def start_accelerator(settings: TrainSettings) -> Any:
+    """Set up the devices: those that `torchrun` gave the process, else one GPU or the CPU."""
     try:
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
@@ -455,15 +458,14 @@ def start_accelerator(settings: TrainSettings, split: Split) -> Any:
             "check MASTER_ADDR and MASTER_PORT, and that every rank has its own RANK",
         ) from None
     kind = str(accelerator.distributed_type.value)
-    if kind not in REPLICATED:
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise SpecDecError(
-            f"accelerate was launched with {kind}, which cannot train a drafter here",
-            "launch with torchrun, or with accelerate's --multi_gpu, --use_fsdp --fsdp_version 2 or"
-            " --use_deepspeed",
+            f"accelerate found devices of the kind {kind}, which cannot train a drafter here",
+            "launch on GPUs or CPUs: torchrun --nproc-per-node N $(which specdec-train) ...",
         )
-    if split.asked_by and accelerator.num_processes == 1:
+    if settings.shard_target and accelerator.num_processes == 1:
         raise UsageError(
-            f"{split.asked_by} has no effect in a training of one process",
+            "--shard-target has no effect in a training of one process",
             "leave it out, or launch several: torchrun --nproc-per-node N $(which specdec-train)",
         )
     return accelerator

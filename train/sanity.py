@@ -10,7 +10,6 @@ from typing import Any
 from specdec.errors import SpecDecError
 from specdec.logs import get_logger
 
-from .launch import Split
 from .settings import TrainSettings
 
 NUM_STEPS = 400  # if not told otherwise
@@ -21,7 +20,7 @@ WANTED_ACCURACY = 0.9
 logger = get_logger(__name__)
 
 
-def learn_one_row(settings: TrainSettings, split: Split) -> dict[str, Any]:
+def learn_one_row(settings: TrainSettings) -> dict[str, Any]:
     """Train on the first row of the data alone; raise SpecDecError where it is not learned."""
     from .loop import Hooks, Loop
     from .methods import load_method
@@ -30,12 +29,12 @@ def learn_one_row(settings: TrainSettings, split: Split) -> dict[str, Any]:
     from .target import load_config, load_tokenizer
 
     began = time.monotonic()
-    accelerator = start_accelerator(settings, split)
+    accelerator = start_accelerator(settings)
     config = load_config(settings.model_dir)
     method = load_method(settings.method)
     method.check_options(settings)
     dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
-    target = open_target(settings, method, config, dtype, accelerator, split=split)
+    target = open_target(settings, method, config, dtype, accelerator)
     tokenizer = load_tokenizer(settings.model_dir, target.shape.vocab_size)
     rows, _ = prepare_rows(
         settings.data, settings.eval_data, tokenizer, choose_max_length(settings, config)
@@ -53,7 +52,6 @@ def learn_one_row(settings: TrainSettings, split: Split) -> dict[str, Any]:
         row,
         row,
         Hooks(is_enough=is_known_by_heart),
-        split,
     )
     outcome = loop.run()
     report = {

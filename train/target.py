@@ -18,7 +18,6 @@ from specdec.files.manifest import describe_file
 from specdec.files.torch_tensors import TORCH_DTYPES
 
 from .features import Features, OutputHead, TargetShape
-from .launch import Split
 from .rows import Array, Rows
 from .sharding import shard_layers
 
@@ -186,20 +185,18 @@ def load_target(
     with_head: bool,
     aux_layers: tuple[int, ...] = (),
     mesh: Any = None,
-    split: Split | None = None,
 ) -> LiveTarget:
     """Load the target's weights in `dtype` onto `device`; its output layer only `with_head`.
 
-    mesh: the processes that its layers are split over as `split` says; all call this, and `read`
-    afterwards, equally often.
+    mesh: the processes that its layers are split over; all call this, and `read` afterwards,
+    equally often.
     """
     kind = "AutoModelForCausalLM" if with_head else "AutoModel"
     model = pretrained.load_model(model_dir, kind, dtype=TORCH_DTYPES[dtype])
     fold_projections(model)
     try:
         if mesh is not None:
-            assert split is not None
-            shard_layers(model, config, mesh, split)
+            shard_layers(model, config, mesh)
         model = model.to(device)
     except (ValueError, KeyError, RuntimeError) as error:
         raise SpecDecError(

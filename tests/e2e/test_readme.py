@@ -190,8 +190,7 @@ PAGES = sorted(
 OTHERS_FLAGS = {
     "--local-dir", "--repo-type", "--port",
     "--nproc-per-node", "--num-processes", "--no-python", "--no-deps", "--drafter-output-dir",
-    "--use-fsdp", "--fsdp-version", "--use-deepspeed", "--zero-stage", "--multi-gpu",
-    "--config-file", "--gradient-clipping", "--mixed-precision", "--dynamo-backend",
+    "--use-fsdp", "--use-deepspeed", "--mixed-precision",
     "--quick", "--prepare", "--shapes", "--param", "--only", "--compilers", "--full", "--more",
     "--chat-template", "--enforce-eager", "--max-model-len", "--max-num-seqs",
     "--speculative-config", "--create-home", "--index-url", "--no-cache-dir",

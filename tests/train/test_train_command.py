@@ -318,7 +318,7 @@ def test_a_tokenizer_with_too_many_tokens_is_refused(
     assert f"the tokenizer has {len(vocab)} tokens, the target's vocabulary only 320" in done.err
 
 
-# Trains as the launcher says, then as other launchers would, and tells what each process holds.
+# Trains several times in the same processes, and tells what each process holds.
 MAIN_OFTEN = """
 import json, os, sys
 from accelerate import Accelerator
@@ -328,57 +328,34 @@ hidden_states.SHARD_BYTES = 1 << 14  # an odd number of files
 Accelerator.end_training = lambda self: None  # the processes are needed once more
 from specdec.train.cli import command
 find_states, take_step = target.LiveTarget.find_states, loop.Loop._take_step
-backward = Accelerator.backward
 held = {}
-def count(weights):
-    return sum(getattr(w, "to_local", lambda w=w: w)().numel() for w in weights)
 def look(self, batch):
     states = find_states(self, batch)
-    held["target"] = count(self.model.layers.parameters())
+    weights = self.model.layers.parameters()
+    held["target"] = sum(getattr(w, "to_local", lambda w=w: w)().numel() for w in weights)
     return states
-def look_too(self, step, *, measure):
+def stop(self, step, *, measure):
     measures = take_step(self, step, measure=measure)
-    numbers = self.optimizer.state_dict()["state"].values()
-    held["optimizer"] = count(entry["exp_avg"] for entry in numbers)
-    held["drafter"] = count(self.drafter.parameters())
     if killed == step:
         raise InterruptedError
     return measures
-def look_back(self, loss):
-    backward(self, loss)
-    gradients = [weight.grad for weight in self._models[-1].parameters()]
-    held.setdefault("gradients", count(grad for grad in gradients if grad is not None))
-target.LiveTarget.find_states, loop.Loop._take_step = look, look_too
-Accelerator.backward = look_back
+target.LiveTarget.find_states, loop.Loop._take_step = look, stop
 folder, runs, *arguments = sys.argv[1:]
-for name, environment, more in json.loads(runs):
+for name, more in json.loads(runs).items():
     AcceleratorState._reset_state()
-    os.environ.update(environment)
     held.clear()
     killed = 5 if name == "killed" else None
+    output = [*arguments, "--output-dir", f"{folder}/{name}", *more]
     try:
-        output = [*arguments, "--output-dir", f"{folder}/{name}", *more]
         command.main(output, standalone_mode=False)
     except InterruptedError:
-        killed, environment = None, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-        os.environ.update(environment)
+        killed = None
         AcceleratorState._reset_state()
         command.main([*output, "--resume"], standalone_mode=False)
+    # A file each: on one stream the lines of two processes may run into one another.
     with open(f"{folder}/held-{os.environ['RANK']}.jsonl", "a") as file:
         print(json.dumps([name, held]), file=file)
 """
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-
-
-def use_zero(stage: int) -> dict[str, str]:
-    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
-
-
-# name -> what it splits: the target's layers, the drafter's optimizer
-SPLIT = {
-    "fsdp": (True, True), "whole": (False, False), "killed": (True, True), "layers": (True, False),
-    "zero1": (False, True), "zero2": (False, True), "zero3": (True, True), "states": (True, True),
-}  # fmt: skip
 
 
 def test_two_processes_learn_what_one_does(
@@ -394,32 +371,29 @@ def test_two_processes_learn_what_one_does(
     )  # fmt: skip
     one = run_train(*inputs, "--output-dir", tmp_path / "one", "--batch-size", 4, *options)
     assert one.status == 0, one.err
-    measure = ["--eval-prompts", "1", "--eval-output-len", "8", "--eval-steps", "0"]
-    states = ["--hidden-states-dir", str(tmp_path / "hidden")]
-    runs = [
-        ("fsdp", {}, measure), ("whole", {}, []), ("killed", FSDP, []),
-        ("layers", {}, ["--shard-target"]),
-        ("zero1", use_zero(1), []), ("zero2", use_zero(2), []), ("zero3", use_zero(3), []),
-        ("states", FSDP, states),
-    ]  # fmt: skip
+    runs = {
+        "whole": [],
+        "killed": [],
+        "split": [
+            "--shard-target", "--eval-prompts", "1", "--eval-output-len", "8", "--eval-steps", "0",
+        ],
+        "states": ["--shard-target", "--hidden-states-dir", str(tmp_path / "hidden")],
+    }  # fmt: skip
     script = tmp_path / "main.py"
     script.write_text(MAIN_OFTEN)
     arguments = [str(a) for a in (tmp_path, json.dumps(runs), *inputs, *options)]
     two = subprocess.run(
         [
-            sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2",
-            "--main_process_port", "0", "--use_fsdp", "--fsdp_version", "2",
-            "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
-            "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer", "--mixed_precision", "no",
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
             str(script), *arguments,
         ],
         capture_output=True, text=True, timeout=1800, env=ONE_THREAD,
     )  # fmt: skip
     assert two.returncode == 0, two.stderr
     alone = json.loads(one.out)
-    reports = dict(zip(SPLIT, map(json.loads, two.stdout.splitlines()), strict=True))
+    reports = dict(zip(runs, map(json.loads, two.stdout.splitlines()), strict=True))
     # The engine's own processes do not take themselves for more of those that train.
-    assert reports["fsdp"]["eval"]["acceptance"]["num_output_tokens"] == 8
+    assert reports["split"]["eval"]["acceptance"]["num_output_tokens"] == 8
     expected = read_weights(tmp_path / "one")
     for name, report in reports.items():
         assert report["tokens"] == alone["tokens"]
@@ -427,30 +401,48 @@ def test_two_processes_learn_what_one_does(
         assert abs(report["eval"]["loss"] - alone["eval"]["loss"]) < 1e-3
         for key, tensor in read_weights(tmp_path / name).items():
             torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-5)
-    written = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in SPLIT}
-    assert written["killed"] == written["fsdp"] == written["states"]
+    assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in runs}) == 1
     assert "resumed at step 3" in two.stderr
-    assert written["layers"] == written["whole"]
-    # A file each: on one stream the lines of two processes may run into one another.
     held, other = (
         dict(map(json.loads, (tmp_path / f"held-{rank}.jsonl").read_text().splitlines()))
         for rank in range(2)
     )
     assert held == other
-    whole = held["whole"]
-    for name, (splits_target, splits_drafter) in SPLIT.items():
-        # Rows of a weight are given out whole, and all weights here have an even number of them.
-        part = 2 if splits_drafter else 1
-        expected_here = {
-            "target": whole["target"] // (2 if splits_target else 1),
-            "optimizer": whole["optimizer"] // part,
-            "drafter": whole["drafter"] // part,
-            # After a step's first pass; ZeRO 1 has not shared them out by then.
-            "gradients": 0 if name == "zero1" else whole["gradients"] // part,
-        }
-        assert held[name] == expected_here, name
-    assert whole["gradients"] == whole["drafter"]
+    # Rows of a weight are given out whole, and all weights here have an even number of them.
+    assert held["split"]["target"] * 2 == held["whole"]["target"]
+    assert held["states"]["target"] * 2 == held["whole"]["target"]
     assert len(list((tmp_path / "hidden").glob("*-0*.safetensors"))) % 2 == 1
+
+
+@pytest.mark.parametrize(
+    "option", [("--use_fsdp",), ("--use_deepspeed",), ("--mixed_precision", "bf16")]
+)
+def test_what_accelerates_launcher_was_told_is_refused(
+    option: tuple[str, ...], run_train: Any, inputs: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By the environment that its own code makes of the options."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    parsed = launch_command_parser().parse_args([*option, "--num_processes", "2", "script.py"])
+    parsed.num_machines, parsed.num_cpu_threads_per_process = 1, 1
+    parsed.main_process_port = 0
+    parsed.mixed_precision = parsed.mixed_precision or "no"
+    parsed.dynamo_backend, parsed.deepspeed_fields_from_accelerate_config = "no", ""
+    made = (
+        prepare_deepspeed_cmd_env(parsed)[1]
+        if parsed.use_deepspeed
+        else prepare_multi_gpu_env(parsed)
+    )
+    for name, value in made.items():
+        if name not in os.environ:
+            monkeypatch.setenv(name, value)
+    done = run_train(*inputs, "--output-dir", tmp_path / "out")
+    assert done.status == 2
+    assert done.last_lines[0].startswith(f"error: accelerate was launched with {option[0]} (")
+    assert done.last_lines[1].startswith("hint: launch with torchrun")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_force_does_not_replace_what_is_read(run_train: Any, inputs: Any, target_dir: Path) -> None:

@@ -272,8 +272,8 @@ def test_sanity_fails_where_nothing_is_learned(run_train: Any, inputs: Any) -> N
     assert done.out == ""
 
 
-def fake_measure(lengths: list[float]) -> Callable[[Any, Any], dict[str, Any]]:
-    def measure(self: Any, drafter: Any) -> dict[str, Any]:
+def fake_measure(lengths: list[float]) -> Callable[[Any], dict[str, Any]]:
+    def measure(self: Any) -> dict[str, Any]:
         return {
             "prompts": 1, "max_output_len": 4, "dtype": "float32", "num_output_tokens": 4,
             "num_verify_steps": 2, "acceptance_length": lengths.pop(0), "acceptance_rate": 0.5,
@@ -302,7 +302,7 @@ def test_a_measurement_that_fails_loses_nothing(
     run_train: Any, inputs: Any, stages_here: list[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    def fail(self: Any, drafter: Any) -> None:
+    def fail(self: Any) -> None:
         raise SpecDecError("no memory is left", "buy some")
 
     options = (*inputs, *KINDS["medusa"], "--output-dir", tmp_path / "out", "--max-steps", 6)
@@ -618,7 +618,7 @@ def test_a_kind_of_launch_that_is_not_known_is_refused(
     monkeypatch.setattr(accelerate, "Accelerator", Launched)
     done = run_train(*inputs, "--output-dir", tmp_path / "out")
     assert done.status == 1
-    assert done.last_lines[0].startswith("error: accelerate was launched with XLA")
+    assert done.last_lines[0].startswith("error: accelerate found devices of the kind XLA")
     assert list(tmp_path.iterdir()) == []
 
 
