@@ -87,12 +87,11 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     if plan.measure is not None:
         report["quality"] = plan.measure(count_workers(settings))
     with stage_folder(
-        settings.output_dir, force=settings.force, inputs=list_inputs(settings),
-        resume=settings.resume,
-    ) as staged:  # fmt: skip
+        settings.output_dir, force=settings.force, inputs=list_inputs(settings)
+    ) as staged:
         written = stream.write_plan(
             plan, staged, workers=count_workers(settings), states=states,
-            resume=settings.resume, allow_nonfinite=settings.allow_nonfinite,
+            allow_nonfinite=settings.allow_nonfinite,
         )  # fmt: skip
         write_json(staged / "config.json", plan.config)
         write_manifest(

@@ -104,11 +104,6 @@ class ConvertSettings:
         help="Accept weights that are NaN or infinite, or become so in --dtype; manifest.json"
         " counts them.",
     )  # fmt: skip
-    resume: bool = setting(
-        False,
-        help="Continue a conversion into this folder that was killed; if this one fails, keep"
-        " what it has written.",
-    )  # fmt: skip
     dry_run: bool = setting(False, help="Check everything and print the plan; write nothing.")
     force: bool = setting(False, help="Replace an existing output folder.")
     json: bool = setting(False, help="Print one JSON object on stdout.")

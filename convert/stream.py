@@ -37,7 +37,6 @@ from specdec.files.tensor_file import (
 )
 
 from .finite import FlawCounter, Flaws, describe_flaws, refuse_flaws
-from .journal import Journal
 from .plan import (
     CHUNK_BYTES,
     Chunk,
@@ -55,7 +54,6 @@ States = dict[Path, tuple[int, int]]
 METADATA = {"format": "pt"}  # safetensors readers ask for it
 JOBS_AHEAD = 32  # of the hash: what is hashed should still be in the page cache
 SYNC_BYTES = 256 << 20  # written between two calls that send them to the disk
-MARK_BYTES = 64 << 20  # hashed between two lines of the journal
 COPIES_A_WRITER = 4  # of a job's bytes in memory at once, at most: read, widened, cast, tiled
 # What copy_file_range says where it does not know how, or not between these files.
 CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
@@ -112,26 +110,16 @@ def write_plan(
     *,
     workers: int,
     states: States | None = None,
-    resume: bool = False,
     allow_nonfinite: bool = False,
 ) -> Written:
     """Write every rank's file into `folder`; raise SpecDecError for weights that are not finite.
 
     states: the sources' as they were when the plan was made; what they are now, if not given.
     """
-    journal = Journal(folder, plan, resume=resume)
     try:
-        written = _Stream(
-            plan, folder, journal, workers, allow_nonfinite, states or get_states(plan)
-        ).run()
+        written = _Stream(plan, folder, workers, allow_nonfinite, states or get_states(plan)).run()
     except OSError as error:
-        raise explain_os_error(error, folder, keeps=resume) from None
-    except KeyboardInterrupt:
-        if resume:
-            logger.warning("%s is kept: the same command goes on with it", folder)
-        raise
-    finally:
-        journal.close()
+        raise explain_os_error(error, folder) from None
     if written.flaws:
         dtypes = {info.dtype for rank in plan.ranks for info in get_infos(rank).values()}
         if not allow_nonfinite:
@@ -140,14 +128,13 @@ def write_plan(
     return written
 
 
-def explain_os_error(error: OSError, folder: Path, *, keeps: bool) -> SpecDecError | OSError:
-    """Return the error for a full disk, with what remains of the work; others as they are."""
+def explain_os_error(error: OSError, folder: Path) -> SpecDecError | OSError:
+    """Return the error for a full disk; others as they are."""
     if error.errno not in NO_SPACE:
         return error
-    remains = "what is written is kept for --resume" if keeps else "nothing was left behind"
     return SpecDecError(
         f"{folder.parent}: {os.strerror(error.errno or 0)}",
-        f"free some space, or choose another folder, and run it again; {remains}",
+        "free some space, or choose another folder, and run it again; nothing was left behind",
     )
 
 
@@ -244,14 +231,12 @@ class _Stream:
         self,
         plan: ConversionPlan,
         folder: Path,
-        journal: Journal,
         workers: int,
         allow_nonfinite: bool,
         states: States,
     ) -> None:
         self.plan = plan
         self.folder = folder
-        self.journal = journal
         self.workers = workers
         self.allow_nonfinite = allow_nonfinite
         self.is_stopping = threading.Event()  # something failed: all end as soon as they can
@@ -345,10 +330,10 @@ class _Stream:
     # ---- Rank files.
 
     def _write_rank(self, rank: int) -> str:
-        """Write a rank's file from where the journal has it, and return its sha256."""
+        """Write a rank's file and return its sha256."""
         name = name_rank(rank)
         tensors = self.plan.ranks[rank]
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         descriptor = os.open(self.folder / name, flags, 0o666)
         try:
             return self._write_open_rank(name, descriptor, tensors)
@@ -357,47 +342,20 @@ class _Stream:
 
     def _write_open_rank(self, name: str, descriptor: int, tensors: RankPlan) -> str:
         path = self.folder / name
-        digest, position = self._check_written(name, descriptor)
-        os.ftruncate(descriptor, position)
         header = encode_header(get_infos(tensors), METADATA)
-        if position < len(header):
-            write_at(descriptor, header, 0)
-            digest, position = hashlib.sha256(header), len(header)
-            self.advance(position)
-        marked = position
+        write_at(descriptor, header, 0)
+        digest, position = hashlib.sha256(header), len(header)
+        self.advance(position)
         buffer = np.empty(BLOCK_BYTES, np.uint8)
-        jobs = (job for job in list_jobs(tensors) if job.offset >= position)
         with _Unsynced(descriptor, self.syncer) as unsynced:
-            tasks = (self._bind_job(job, descriptor, unsynced) for job in jobs)
+            tasks = (self._bind_job(job, descriptor, unsynced) for job in list_jobs(tensors))
             for job in run_ahead(tasks, self.writers, JOBS_AHEAD):
                 assert job.offset == position, name
                 self._hash_range(path, descriptor, position, job.num_bytes, digest, buffer)
                 position += job.num_bytes
-                if position - marked >= MARK_BYTES:
-                    self.journal.add_mark(name, position, digest.hexdigest())
-                    marked = position
         os.fsync(descriptor)
         assert position == measure_tensor_file(get_infos(tensors), METADATA), name
-        sha256: str = digest.hexdigest()
-        self.journal.add_mark(name, position, sha256)
-        return sha256
-
-    def _check_written(self, name: str, descriptor: int) -> tuple[Any, int]:
-        """Hash what the journal says is written; return the digest and size of what is right."""
-        digest, position = hashlib.sha256(), 0
-        size = os.fstat(descriptor).st_size
-        buffer = np.empty(BLOCK_BYTES, np.uint8)
-        for num_bytes, sha256 in sorted(self.journal.marks.get(name, [])):
-            if num_bytes > size:
-                break
-            longer = digest.copy()
-            num_more = num_bytes - position
-            self._hash_range(self.folder / name, descriptor, position, num_more, longer, buffer)
-            if longer.hexdigest() != sha256:
-                logger.warning("%s: damaged after byte %d; written again", name, position)
-                break
-            digest, position = longer, num_bytes
-        return digest, position
+        return digest.hexdigest()
 
     def _bind_job(self, job: Job, descriptor: int, unsynced: _Unsynced) -> Callable[[], Job]:
         def work() -> Job:
@@ -445,12 +403,6 @@ class _Stream:
 
     def _read_source(self, path: Path) -> tuple[str, dict[str, Flaws]]:
         """Hash a source file and search it for flaws, from its beginning to its end."""
-        known = self.journal.sources.get(str(path))
-        if known is not None:
-            self.advance(self.states[path][0])
-            if known[1] and not self.allow_nonfinite:
-                self.is_doomed.set()
-            return known
         digest = hashlib.sha256()
         buffer = np.empty(BLOCK_BYTES, np.uint8)
         flaws: dict[str, Flaws] = {}
@@ -467,8 +419,6 @@ class _Stream:
             if counter.flaws:
                 flaws[use.name] = counter.flaws
         self._feed(path, position, self.states[path][0], digest, None, buffer)
-        if not self.is_doomed.is_set():
-            self.journal.add_source(path, digest.hexdigest(), flaws)
         return digest.hexdigest(), flaws
 
     def _feed(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from specdec.errors import SpecDecError
 
-JOURNAL_NAME = ".journal"  # in a folder that is being written; see convert/journal.py
+JOURNAL_NAME = ".journal"  # in a folder that is being written; see train/hidden_states.py
 
 
 def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:

@@ -14,13 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec import logs
-from specdec.convert import pipeline
 from specdec.convert.plan import Chunk
 from specdec.convert.quantize import calibration
 from specdec.convert.quantize.formats import FORMATS
 from specdec.convert.quantize.rounded import Scales
 from specdec.convert.quantize.scales import Quantizer
-from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.sharding import join
@@ -689,26 +687,3 @@ def test_interrupted_measuring_ends_amid_a_tensor(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(logs, "show_progress", interrupt)
     with pytest.raises(KeyboardInterrupt):
         quantizer.measure(workers=2)
-
-
-def test_a_broken_off_run_goes_on_with_the_same_scales(
-    convert: Converter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, data = make_llama(tmp_path), make_rows(tmp_path / "rows.jsonl")
-    flags = {"model_dir": target, "resume": True, **get_flags(data)}
-    whole = convert(output_dir=tmp_path / "whole", **flags)
-
-    def break_off(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "write_json", break_off)
-        with pytest.raises(KeyboardInterrupt):
-            convert(**flags)
-    assert list(tmp_path.glob(".out.partial/rank0.safetensors"))
-    more = write_rows(tmp_path / "other.jsonl", [{"input_ids": [7, 9, 100]}])
-    with pytest.raises(SpecDecError, match="was started from other sources"):
-        convert(**flags | get_flags(more))
-    convert(**flags)
-    for name in ("rank0.safetensors", "config.json"):
-        assert (convert.output / name).read_bytes() == (whole / name).read_bytes()
