@@ -117,32 +117,15 @@ class BuildSettings:
         help="The folder all_models/inflight_batcher_llm of the Triton release that will"
         " serve.  [default: where NVIDIA's image has it]",
     )  # fmt: skip
-    triton_tokenizer_dir: str | None = setting(
-        metavar="DIR", help="The tokenizer's folder, as the server sees it."
-    )
-    triton_engine_path: str | None = setting(
-        metavar="DIR",
-        help="The engine's folder, as the server sees it.  [default: its path here]",
-    )
     triton_draft_engine_dir: Path | None = setting(
         metavar="DRAFT", help="The engine that drafts for this one."
     )
-    triton_draft_engine_path: str | None = setting(
-        metavar="DIR", help="The draft engine's folder, as the server sees it."
-    )
-    triton_devices: str | None = setting(
-        metavar="N[,N...]", help="GPUs of the engine, one for each rank."
-    )
-    triton_draft_devices: str | None = setting(metavar="N[,N...]", help="GPUs of the draft engine.")
-    triton_kv_cache_fraction: float | None = setting(
-        metavar="F", help="Share of the free GPU memory for each KV cache."
-    )
-    triton_streaming: bool = setting(
-        False, help="Use the decoupled mode, which streaming clients need."
-    )
     triton_parameters: list[str] = setting(
-        [], metavar="NAME=VALUE...", help="More variables of the templates."
-    )
+        [],
+        metavar="NAME=VALUE...",
+        help="Variables of the templates: tokenizer_dir=DIR is needed; draft.NAME=VALUE is for the"
+        " draft engine.",
+    )  # fmt: skip
     dry_run: bool = setting(False, help="Check everything and print the plan; write nothing.")
     force: bool = setting(False, help="Replace an existing engine folder.")
     json: bool = setting(False, help="Print one JSON object on stdout.")

@@ -103,21 +103,18 @@ CHOSEN = {
         "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size",
     ),
 }  # fmt: skip
-# Variables that both models of a pair would get, with what sets them for each.
-OF_ONE_MODEL = {
-    "engine_dir": "give --triton-engine-path and --triton-draft-engine-path",
-    "gpu_device_ids": "give --triton-devices and --triton-draft-devices",
-    "participant_ids": "leave it out; it is for a server with ranks for each engine",
-    "decoupled_mode": "leave it out; the BLS model refuses to stream drafts",
-    "enable_kv_cache_reuse": "leave it out; drafts need it",
-    "tensorrt_llm_model_name": "leave it out; the models are named here",
-    "tensorrt_llm_draft_model_name": "leave it out; the models are named here",
+# Variables that a user cannot choose for a pair of engines, with the reason.
+FIXED_FOR_PAIRS = {
+    "participant_ids": "it is for a server with ranks for each engine",
+    "decoupled_mode": "the BLS model refuses to stream drafts",
+    "enable_kv_cache_reuse": "drafts need it",
+    "tensorrt_llm_model_name": "the models are named here",
+    "tensorrt_llm_draft_model_name": "the models are named here",
 }
-FIELDS = (
-    "triton_templates", "triton_tokenizer_dir", "triton_engine_path", "triton_draft_engine_dir",
-    "triton_draft_engine_path", "triton_devices", "triton_draft_devices",
-    "triton_kv_cache_fraction", "triton_streaming", "triton_parameters",
-)  # fmt: skip
+# Variables whose value for the target is never the draft engine's too.
+OF_ONE_ENGINE = ("engine_dir", "gpu_device_ids")
+FIELDS = ("triton_templates", "triton_draft_engine_dir", "triton_parameters")
+FRACTION = "kv_cache_free_gpu_mem_fraction"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,19 +138,16 @@ def check_fields(settings: BuildSettings) -> None:
             "--emit-triton describes an engine that is there, --emit-script one that is not yet",
             "build the engine first; then call it with --output-dir and --emit-triton alone",
         )
-    if settings.triton_tokenizer_dir is None:
+    chosen, of_draft = parse_parameters(settings)
+    if "tokenizer_dir" not in chosen:
         raise UsageError(
-            "--emit-triton needs --triton-tokenizer-dir",
-            "give the tokenizer's folder as the server will see it",
+            "--emit-triton needs the tokenizer's folder as the server will see it",
+            "give --triton-parameters tokenizer_dir=DIR",
         )
-    for name in ("triton_draft_devices", "triton_draft_engine_path"):
-        if settings.triton_draft_engine_dir is None and getattr(settings, name) is not None:
-            flag = name_flag(name)
-            raise UsageError(f"{flag} without --triton-draft-engine-dir", "give the draft engine")
-    if settings.triton_streaming and settings.triton_draft_engine_dir is not None:
+    if of_draft and settings.triton_draft_engine_dir is None:
         raise UsageError(
-            "--triton-streaming with a draft engine: the BLS model refuses to stream drafts",
-            "leave one of them out",
+            f"--triton-parameters draft.{next(iter(of_draft))} without --triton-draft-engine-dir",
+            "give the draft engine",
         )
 
 
@@ -173,7 +167,7 @@ def read_templates(settings: BuildSettings) -> Templates:
             continue
         texts[model] = path.read_text(encoding="utf-8")
     Problems(problems[:1]).raise_all()
-    chosen = parse_parameters(settings)
+    chosen = {**(given := parse_parameters(settings))[0], **given[1]}
     found = {model: set(VARIABLE.findall(text)) for model, text in texts.items()}
     for model, variables in found.items():
         if lacking := [name for name in NEEDED[model] if name not in variables]:
@@ -196,18 +190,19 @@ def read_templates(settings: BuildSettings) -> Templates:
     return Templates(folder, texts)
 
 
-def parse_parameters(settings: BuildSettings) -> dict[str, str]:
-    """Read --triton-parameters, NAME=VALUE each."""
-    chosen: dict[str, str] = {}
+def parse_parameters(settings: BuildSettings) -> tuple[dict[str, str], dict[str, str]]:
+    """Read --triton-parameters, NAME=VALUE each: the target's, then those with "draft." first."""
+    found: tuple[dict[str, str], dict[str, str]] = {}, {}
     for entry in settings.triton_parameters:
         name, equals, value = entry.partition("=")
         if not equals or not name or "$" in value:
             raise UsageError(
                 f"--triton-parameters {entry!r}", "write NAME=VALUE, without dollar signs"
             )
-        if chosen.setdefault(name, value) != value:
+        own = name.removeprefix("draft.")
+        if found[own != name].setdefault(own, value) != value:
             raise UsageError(f"--triton-parameters gives {name} twice", "keep one")
-    return chosen
+    return found
 
 
 def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
@@ -215,55 +210,45 @@ def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
     target, draft = read_engine(settings.output_dir), None
     if settings.triton_draft_engine_dir is not None:
         draft = read_engine(settings.triton_draft_engine_dir)
-    chosen = parse_parameters(settings)
-    find_engine_problems(settings, target, draft, chosen).raise_all()
+    chosen, of_draft = parse_parameters(settings)
+    find_engine_problems(target, draft, chosen, of_draft).raise_all()
     batch = min(engine.max_batch_size for engine in (target, draft) if engine)
-    streams = str(settings.triton_streaming)
     common = {"triton_max_batch_size": str(batch), "max_queue_delay_microseconds": "0",
               "max_queue_size": "0"}  # fmt: skip
-    tokenizer = {"tokenizer_dir": str(settings.triton_tokenizer_dir)}
     logits = {"logits_datatype": "TYPE_FP16" if target.logits_dtype == "float16" else "TYPE_FP32"}
     reuses = target.mode == EXTERNAL or draft is not None
 
-    target_path = settings.triton_engine_path or str(target.folder.resolve())
-
-    def describe(engine: EngineFolder, path: str, devices: str | None) -> dict[str, str]:
-        values = {
-            **common, **logits, "triton_backend": "tensorrtllm", "decoupled_mode": streams,
+    def describe(engine: EngineFolder, own: Mapping[str, str]) -> dict[str, str]:
+        return {
+            **common, **logits, "triton_backend": "tensorrtllm", "decoupled_mode": "False",
             "max_beam_width": str(engine.max_beam_width),
             "batching_strategy": "inflight_fused_batching",
-            "engine_dir": path,
+            "engine_dir": str(engine.folder.resolve()),
             "enable_kv_cache_reuse": str(reuses), "exclude_input_in_output": "True",
             "encoder_input_features_data_type": "TYPE_FP16",
-            "prompt_embedding_table_data_type": "TYPE_FP16", **tokenizer,
+            "prompt_embedding_table_data_type": "TYPE_FP16", **own,
         }  # fmt: skip
-        if devices is not None:
-            values["gpu_device_ids"] = devices
-        if settings.triton_kv_cache_fraction is not None:
-            values["kv_cache_free_gpu_mem_fraction"] = f"{settings.triton_kv_cache_fraction:g}"
-        return values | chosen
 
     models = {
         "preprocessing": {
-            **common, **tokenizer, "preprocessing_instance_count": "1",
-            "add_special_tokens": "True", "engine_dir": target_path, **chosen,
+            **common, "preprocessing_instance_count": "1", "add_special_tokens": "True",
+            "engine_dir": str(target.folder.resolve()), **chosen,
         },
-        TARGET: describe(target, target_path, settings.triton_devices),
+        TARGET: describe(target, chosen),
         "postprocessing": {
-            **common, **tokenizer, "postprocessing_instance_count": "1",
-            "skip_special_tokens": "True", **chosen,
+            **common, "postprocessing_instance_count": "1", "skip_special_tokens": "True", **chosen,
         },
         "ensemble": {**common, **logits, **chosen},
         BLS: {
-            **common, **logits, "decoupled_mode": streams, "accumulate_tokens": "False",
+            **common, **logits, "decoupled_mode": "False", "accumulate_tokens": "False",
             "bls_instance_count": "1", "tensorrt_llm_model_name": TARGET,
             "prompt_embedding_table_data_type": "TYPE_FP16",
             **({"tensorrt_llm_draft_model_name": DRAFT} if draft else {}), **chosen,
         },
     }  # fmt: skip
     if draft is not None:
-        draft_path = settings.triton_draft_engine_path or str(draft.folder.resolve())
-        models[DRAFT] = describe(draft, draft_path, settings.triton_draft_devices)
+        shared = {name: value for name, value in chosen.items() if name not in OF_ONE_ENGINE}
+        models[DRAFT] = describe(draft, shared | of_draft)
     return models
 
 
@@ -279,18 +264,17 @@ def read_engine(folder: Path) -> EngineFolder:
 
 
 def find_engine_problems(
-    settings: BuildSettings,
     target: EngineFolder,
     draft: EngineFolder | None,
     chosen: Mapping[str, str],
+    of_draft: Mapping[str, str],
 ) -> Problems:
     """List what keeps these engines from being served as they are asked to be."""
     problems = Problems()
-    fraction = settings.triton_kv_cache_fraction
-    if fraction is not None and not 0 < fraction <= 1:
-        problems.add(
-            f"--triton-kv-cache-fraction is {fraction:g}", "give a number above 0, at most 1"
-        )
+    for name, values in ((FRACTION, chosen), (f"draft.{FRACTION}", of_draft)):
+        fraction = read_number(values.get(FRACTION, "1"))
+        if fraction is None or not 0 < fraction <= 1:
+            problems.add(f"{name} is {values[FRACTION]!r}", "give a number above 0, at most 1")
     lacking = [name for name in CHOSEN.get(target.mode or "", ()) if name not in chosen]
     if lacking:
         problems.add(
@@ -304,11 +288,11 @@ def find_engine_problems(
             " a server of as many ranks as both engines and one more",
             "leave it out; requests with use_draft_logits then pass logits through the server",
         )
-    pairs = [("--triton-devices", settings.triton_devices, target)]
-    if draft is not None:
-        pairs.append(("--triton-draft-devices", settings.triton_draft_devices, draft))
-    for flag, devices, engine in pairs:
-        if devices is None:
+    ours, theirs = chosen.get("gpu_device_ids"), of_draft.get("gpu_device_ids")
+    for flag, devices, engine in (
+        ("gpu_device_ids", ours, target), ("draft.gpu_device_ids", theirs, draft),
+    ):  # fmt: skip
+        if devices is None or engine is None:
             continue
         numbers = devices.split(",")
         if not all(number.isdecimal() for number in numbers) or len(numbers) != engine.world_size:
@@ -318,9 +302,10 @@ def find_engine_problems(
             )
     if draft is None:
         return problems
-    for name in sorted(set(OF_ONE_MODEL) & set(chosen)):
+    for name in sorted(set(FIXED_FOR_PAIRS) & {*chosen, *of_draft}):
         problems.add(
-            f"--triton-parameters {name} would be set for both engines", OF_ONE_MODEL[name]
+            f"--triton-parameters {name} with a draft engine: {FIXED_FOR_PAIRS[name]}",
+            "leave it out",
         )
     if target.mode != EXTERNAL:
         problems.add(
@@ -335,13 +320,20 @@ def find_engine_problems(
                 f"{engine.folder} cannot reuse blocks of its KV cache, which drafts need",
                 "build it with --use-paged-context-fmha enable",
             )
-    ours, theirs = settings.triton_devices or "0", settings.triton_draft_devices or "0"
-    if set(ours.split(",")) & set(theirs.split(",")) and fraction is None:
+    shares = set((ours or "0").split(",")) & set((theirs or "0").split(","))
+    if shares and FRACTION not in {*chosen, *of_draft}:
         problems.add(
             "both engines are on one GPU, and each KV cache would take 0.9 of what is free",
-            "give --triton-kv-cache-fraction 0.4, or --triton-devices and --triton-draft-devices",
+            f"give --triton-parameters {FRACTION}=0.4, or gpu_device_ids and draft.gpu_device_ids",
         )
     return problems
+
+
+def read_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def find_window_problems(target: EngineFolder, chosen: Mapping[str, str]) -> Problems:

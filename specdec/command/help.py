@@ -93,7 +93,7 @@ PAGES: Mapping[str, Page] = {
                 "use_parallel_embedding", "embedding_sharding_dim", "use_embedding_sharing",
             ),
             "Experts": ("moe_tp_size", "moe_ep_size"),
-            "Work": ("workers", "resume", "allow_nonfinite"),
+            "Work": ("workers", "allow_nonfinite"),
         },
     ),
     "build": Page(
@@ -119,10 +119,7 @@ PAGES: Mapping[str, Page] = {
                 "workers", "trtllm_version", "emit_script", "launcher",
             ),
             "Triton": (
-                "emit_triton", "triton_templates", "triton_tokenizer_dir", "triton_engine_path",
-                "triton_draft_engine_dir", "triton_draft_engine_path", "triton_devices",
-                "triton_draft_devices", "triton_kv_cache_fraction", "triton_streaming",
-                "triton_parameters",
+                "emit_triton", "triton_templates", "triton_draft_engine_dir", "triton_parameters",
             ),
         },
     ),

@@ -13,7 +13,7 @@ import pytest
 
 from specdec.build.pipeline import build_engine
 from specdec.build.settings import BuildSettings
-from specdec.build.triton import KNOWN, NEEDED
+from specdec.build.triton import FRACTION, KNOWN, NEEDED
 from specdec.errors import SpecDecError, UsageError
 from specdec.trtllm.facts import LABELS
 from tests.trtllm.worlds import EXTERNAL, LOOKAHEAD, MAX_BATCH, PAGED, World, make_world
@@ -125,10 +125,13 @@ def world(
         yield world
 
 
-def emit(world: World, engine: Path, output: Path, **settings: Any) -> dict[str, Any]:
-    options = {
-        "triton_templates": world.folder / "templates", "triton_tokenizer_dir": "/models/hf",
-    } | settings  # fmt: skip
+def emit(
+    world: World, engine: Path, output: Path, *parameters: str, **settings: Any
+) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "triton_templates": world.folder / "templates",
+        "triton_parameters": ["tokenizer_dir=/models/hf", *parameters],
+    } | settings
     return build_engine(BuildSettings(output_dir=engine, emit_triton=output, **options))
 
 
@@ -138,7 +141,7 @@ def read_models(folder: Path) -> dict[str, dict[str, list[Any]]]:
 
 def test_a_repository_describes_its_engine(world: World, tmp_path: Path) -> None:
     engine = world.engine("redrafter", world.redrafter())
-    report = emit(world, engine, tmp_path / "repo", triton_kv_cache_fraction=0.5)
+    report = emit(world, engine, tmp_path / "repo", f"{FRACTION}=0.5")
     models = read_models(tmp_path / "repo")
     assert set(models) == set(report["models"]) == set(KNOWN)
     for name, config in models.items():
@@ -158,7 +161,7 @@ def test_a_repository_describes_its_engine(world: World, tmp_path: Path) -> None
     assert report["launch"].endswith("--world_size=1")
     with pytest.raises(SpecDecError, match="exists and is not empty"):
         emit(world, engine, tmp_path / "repo")
-    emit(world, engine, tmp_path / "repo", force=True, triton_streaming=True)
+    emit(world, engine, tmp_path / "repo", "decoupled_mode=True", force=True)
     config = read_models(tmp_path / "repo")["tensorrt_llm"]
     assert config["model_transaction_policy"] == [{"decoupled": ["True"]}]
 
@@ -169,8 +172,8 @@ def test_draft_target_is_served_by_the_bls_model(world: World, tmp_path: Path) -
     settings: dict[str, Any] = {"triton_draft_engine_dir": draft}
     with pytest.raises(SpecDecError, match="both engines are on one GPU"):
         emit(world, target, tmp_path / "repo", **settings)
-    settings |= {"triton_devices": "1", "triton_draft_devices": "0"}
-    report = emit(world, target, tmp_path / "repo", **settings)
+    devices = ("gpu_device_ids=1", "draft.gpu_device_ids=0")
+    report = emit(world, target, tmp_path / "repo", *devices, **settings)
     assert (
         "--tensorrt_llm_model_name tensorrt_llm,tensorrt_llm_draft --multi-model"
         in (report["launch"])
@@ -184,13 +187,12 @@ def test_draft_target_is_served_by_the_bls_model(world: World, tmp_path: Path) -
     bls = list_parameters(models["tensorrt_llm_bls"])
     assert bls["tensorrt_llm_model_name"] == "tensorrt_llm"
     assert bls["tensorrt_llm_draft_model_name"] == "tensorrt_llm_draft"
-    with pytest.raises(UsageError, match="refuses to stream drafts"):
-        emit(world, target, tmp_path / "other", triton_streaming=True, **settings)
+    with pytest.raises(SpecDecError, match="refuses to stream drafts"):
+        emit(world, target, tmp_path / "other", "decoupled_mode=True", *devices, **settings)
     with pytest.raises(SpecDecError, match="has mode draft_tokens_external"):
-        emit(world, draft, tmp_path / "other", triton_draft_engine_dir=target,
-             triton_kv_cache_fraction=0.4)  # fmt: skip
+        emit(world, draft, tmp_path / "other", f"{FRACTION}=0.4", triton_draft_engine_dir=target)
     with pytest.raises(SpecDecError, match=r"is '0,1', the engine has 1 ranks"):
-        emit(world, target, tmp_path / "other", **{**settings, "triton_devices": "0,1"})
+        emit(world, target, tmp_path / "other", "gpu_device_ids=0,1", devices[1], **settings)
     assert not (tmp_path / "other").exists()
 
 
@@ -198,26 +200,22 @@ def test_a_pairs_engines_keep_their_own_folders(world: World, tmp_path: Path) ->
     """A variable is of every model that has it: the server would draft with the target."""
     target = world.engine("target", world.checkpoint("plain"), *EXTERNAL)
     draft = world.engine("draft", world.draft(), *PAGED)
-    settings: dict[str, Any] = {
-        "triton_draft_engine_dir": draft, "triton_devices": "1", "triton_draft_devices": "0",
-    }  # fmt: skip
-    for parameter, hint in (
-        ("engine_dir=/engines/target", "--triton-draft-engine-path"),
-        ("gpu_device_ids=0", "--triton-draft-devices"),
-        ("decoupled_mode=True", "refuses to stream"),
-    ):
-        with pytest.raises(SpecDecError, match="would be set for both engines") as caught:
-            emit(world, target, tmp_path / "x", triton_parameters=[parameter], **settings)
-        assert hint in caught.value.hint
-    assert not (tmp_path / "x").exists()
-    paths = {"triton_engine_path": "/engines/target", "triton_draft_engine_path": "/engines/draft"}
-    emit(world, target, tmp_path / "repo", **settings, **paths)
+    parameters = (
+        "gpu_device_ids=1", "draft.gpu_device_ids=0", "engine_dir=/engines/target",
+        "draft.engine_dir=/engines/draft", f"draft.{FRACTION}=0.3",
+    )  # fmt: skip
+    emit(world, target, tmp_path / "repo", *parameters, triton_draft_engine_dir=draft)
     models = read_models(tmp_path / "repo")
     found = [list_parameters(models[n])["gpt_model_path"]
              for n in ("tensorrt_llm", "tensorrt_llm_draft", "preprocessing")]  # fmt: skip
     assert found == ["/engines/target", "/engines/draft", "/engines/target"]
-    with pytest.raises(UsageError, match="--triton-draft-engine-path without"):
-        emit(world, target, tmp_path / "x", triton_draft_engine_path="/engines/draft")
+    fractions = [list_parameters(models[n])[FRACTION]
+                 for n in ("tensorrt_llm", "tensorrt_llm_draft")]  # fmt: skip
+    assert fractions == [f"${{{FRACTION}}}", "0.3"]
+    with pytest.raises(UsageError, match="draft.engine_dir without --triton-draft-engine-dir"):
+        emit(world, target, tmp_path / "x", "draft.engine_dir=/engines/draft")
+    with pytest.raises(SpecDecError, match=f"{FRACTION} is '2'"):
+        emit(world, target, tmp_path / "x", f"{FRACTION}=2")
 
 
 def test_any_character_reaches_the_server(world: World, tmp_path: Path) -> None:
@@ -225,17 +223,18 @@ def test_any_character_reaches_the_server(world: World, tmp_path: Path) -> None:
     odd = 'a "b"\\c\n\td # ü'
     repository = tmp_path / "my repo; $x"
     report = emit(
-        world, engine, repository, triton_tokenizer_dir=odd, triton_engine_path=f"/{odd}",
-        triton_parameters=[f"lora_prefetch_dir={odd}"],
+        world, engine, repository, triton_parameters=[
+            f"tokenizer_dir={odd}", f"engine_dir=/{odd}", f"lora_prefetch_dir={odd}",
+        ],
     )  # fmt: skip
     parameters = list_parameters(read_models(repository)["tensorrt_llm"])
     assert parameters["tokenizer_dir"] == parameters["lora_prefetch_dir"] == odd
     assert parameters["gpt_model_path"] == f"/{odd}"
     assert shlex.split(report["launch"])[2] == f"--model_repo={repository}"
     with pytest.raises(SpecDecError, match="a word or a number for max_queue_size, not '1 }'"):
-        emit(world, engine, tmp_path / "x", triton_parameters=["max_queue_size=1 }"])
-    with pytest.raises(SpecDecError, match=r"holds '\$\{'"):
-        emit(world, engine, tmp_path / "x", triton_tokenizer_dir="/models/${name}")
+        emit(world, engine, tmp_path / "x", "max_queue_size=1 }")
+    with pytest.raises(UsageError, match="without dollar signs|NAME=VALUE|name"):
+        emit(world, engine, tmp_path / "x", triton_parameters=["tokenizer_dir=/models/${name}"])
 
 
 def test_unknown_and_missing_variables_are_errors(world: World, tmp_path: Path) -> None:
@@ -244,8 +243,8 @@ def test_unknown_and_missing_variables_are_errors(world: World, tmp_path: Path) 
     with pytest.raises(SpecDecError, match="has unknown variables new_knob"):
         emit(world, engine, tmp_path / "repo", triton_templates=templates)
     emit(
-        world, engine, tmp_path / "repo", triton_templates=templates,
-        triton_parameters=["new_knob=7", "max_queue_size=9"],
+        world, engine, tmp_path / "repo", "new_knob=7", "max_queue_size=9",
+        triton_templates=templates,
     )  # fmt: skip
     config = read_models(tmp_path / "repo")["tensorrt_llm"]
     assert list_parameters(config)["new"] == "7"
@@ -253,14 +252,14 @@ def test_unknown_and_missing_variables_are_errors(world: World, tmp_path: Path) 
     with pytest.raises(SpecDecError, match="has no variable enable_kv_cache_reuse"):
         emit(world, engine, tmp_path / "x", triton_templates=old)
     with pytest.raises(SpecDecError, match=r"no template has it \(did you mean medusa_choices"):
-        emit(world, engine, tmp_path / "x", triton_parameters=["medusa_choice={0}"])
+        emit(world, engine, tmp_path / "x", "medusa_choice={0}")
     with pytest.raises(SpecDecError, match="does not exist") as caught:
         emit(world, engine, tmp_path / "x", triton_templates=tmp_path)
     assert "all_models/inflight_batcher_llm" in caught.value.hint
-    with pytest.raises(UsageError, match="needs --triton-tokenizer-dir"):
-        emit(world, engine, tmp_path / "x", triton_tokenizer_dir=None)
-    with pytest.raises(UsageError, match="--triton-streaming has no effect without"):
-        build_engine(BuildSettings(output_dir=engine, triton_streaming=True))
+    with pytest.raises(UsageError, match="needs the tokenizer's folder"):
+        emit(world, engine, tmp_path / "x", triton_parameters=[])
+    with pytest.raises(UsageError, match="--triton-parameters has no effect without"):
+        build_engine(BuildSettings(output_dir=engine, triton_parameters=["decoupled_mode=True"]))
     assert all(set(NEEDED[model]) <= set(KNOWN[model]) for model in KNOWN)
 
 
@@ -268,7 +267,7 @@ def test_engines_that_need_more_or_are_not_tensorrt_llms(world: World, tmp_path:
     medusa = world.engine("medusa", world.medusa(), "--speculative-decoding-mode", "medusa")
     with pytest.raises(SpecDecError, match="of mode medusa is served with medusa_choices"):
         emit(world, medusa, tmp_path / "repo")
-    emit(world, medusa, tmp_path / "repo", triton_parameters=["medusa_choices={0}, {0, 0}"])
+    emit(world, medusa, tmp_path / "repo", "medusa_choices={0}, {0, 0}")
     config = read_models(tmp_path / "repo")["tensorrt_llm"]
     assert list_parameters(config)["medusa_choices"] == "{0}, {0, 0}"
     engine = world.torch_engine("plain", world.checkpoint("plain"))
@@ -280,8 +279,8 @@ def test_fast_logits_need_ranks_of_their_own(world: World, tmp_path: Path) -> No
     engine = world.engine("plain", world.checkpoint("plain"), *PAGED)
     parameter = "speculative_decoding_fast_logits={}"
     with pytest.raises(SpecDecError, match="needs participant_ids of each engine"):
-        emit(world, engine, tmp_path / "x", triton_parameters=[parameter.format("True")])
-    emit(world, engine, tmp_path / "x", triton_parameters=[parameter.format("False")])
+        emit(world, engine, tmp_path / "x", parameter.format("True"))
+    emit(world, engine, tmp_path / "x", parameter.format("False"))
 
 
 def test_a_lookahead_window_fills_the_engine(world: World, tmp_path: Path) -> None:
@@ -290,7 +289,7 @@ def test_a_lookahead_window_fills_the_engine(world: World, tmp_path: Path) -> No
 
     def emit_window(*sizes: object) -> None:
         parameters = [f"lookahead_{name}={size}" for name, size in zip(names, sizes, strict=True)]
-        emit(world, engine, tmp_path / "repo", triton_parameters=parameters)
+        emit(world, engine, tmp_path / "repo", *parameters)
 
     with pytest.raises(SpecDecError, match=r"\[2,3,2\] drafts 7 .* exactly .*, 11"):
         emit_window(2, 3, 2)
@@ -305,7 +304,7 @@ def test_one_command_builds_and_emits(world: World, tmp_path: Path) -> None:
     settings = BuildSettings(
         checkpoint_dir=world.checkpoint("plain"), output_dir=tmp_path / "engine",
         backend="tensorrt-llm", emit_triton=tmp_path / "repo", max_batch_size=2,
-        triton_templates=world.folder / "templates", triton_tokenizer_dir="/hf",
+        triton_templates=world.folder / "templates", triton_parameters=["tokenizer_dir=/hf"],
     )  # fmt: skip
     build_engine(dataclasses.replace(settings, dry_run=True))
     assert not (tmp_path / "repo").exists()
