@@ -16,31 +16,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdec.bench.machine import describe_machine
 from specdec.decode.engine import TorchEngine
+from specdec.engine.decoder import Decoder
+from specdec.engine.step import Step
 from specdec.pretrained import load_tokenizer
+from specdec.processes import call_stage
 
-if __package__ in (None, ""):  # started as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.int8 import (
-    PYCODE,
-    WINDOW,
-    call,
-    compare_decoders,
-    read_windows,
-)
-
+PYCODE = Path(__file__).resolve().parent.parent / "examples" / "pycode"
+WINDOW = 512
 # Name, flags of convert, flags of build, whether it needs the calibration's data.
 ENGINES: tuple[tuple[str, tuple[object, ...], tuple[object, ...], bool], ...] = (
     ("bfloat16 computing", ("--dtype", "bfloat16"), (), False),
@@ -55,6 +52,89 @@ REPORTED: dict[str, tuple[object, ...]] = {
     "int8_sq": (), "w4a8_awq": ("--group-size", 64), "nvfp4": (),
 }  # fmt: skip
 GGUF_TYPES = ("Q8_0", "Q4_0")
+
+
+def call(stage: str, *arguments: object) -> None:
+    call_stage(stage, [str(argument) for argument in arguments])
+
+
+def read_windows(path: Path, tokenizer: Any, count: int) -> list[list[int]]:
+    """The first WINDOW tokens of the first files that have so many."""
+    windows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        tokens = tokenizer(json.loads(line)["text"])["input_ids"]
+        if len(tokens) >= WINDOW:
+            windows.append(tokens[:WINDOW])
+        if len(windows) == count:
+            break
+    return windows
+
+
+def compute_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
+    """Logits [T, V], float32, after each token of a text that is read at once."""
+    size = len(tokens)
+    step = Step(
+        rows=np.zeros(1, np.int64),
+        tokens=np.array([tokens]),
+        positions=np.arange(size)[None],
+        tree_mask=np.tril(np.ones((1, size, size), np.bool_)),
+    )
+    hidden = decoder.forward(step, decoder.make_cache(1, size))
+    return decoder.compute_logits(hidden)[0].float()
+
+
+class Distance:
+    """Sums over tokens of a pair of engines."""
+
+    def __init__(self) -> None:
+        self.divergences: list[Tensor] = []
+        self.agreements: list[Tensor] = []
+
+    def add(self, wanted: Tensor, found: Tensor) -> None:
+        """Log-probabilities [T, V] of the reference and of what is compared with it."""
+        self.divergences.append((wanted.exp() * (wanted - found)).sum(-1))
+        self.agreements.append(wanted.argmax(-1) == found.argmax(-1))
+
+    def describe(self) -> dict[str, float]:
+        divergence, agreement = torch.cat(self.divergences), torch.cat(self.agreements)
+        return {
+            "mean_divergence": float(f"{divergence.mean():.4g}"),
+            "largest_divergence": float(f"{divergence.max():.4g}"),
+            "same_choice": round(float(agreement.float().mean()), 5),
+        }
+
+
+@torch.inference_mode()
+def compare_decoders(
+    decoders: dict[str, Decoder], references: dict[str, str], windows: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """Loss of every decoder; its distance to its reference and to the first one."""
+    losses: dict[str, list[Tensor]] = {name: [] for name in decoders}
+    pairs = {(name, base) for name in decoders for base in (references[name], next(iter(decoders)))}
+    distances = {pair: Distance() for pair in pairs if pair[0] != pair[1]}
+    for tokens in windows:
+        found = {n: compute_logits(d, tokens).log_softmax(-1) for n, d in decoders.items()}
+        following = torch.tensor(tokens[1:])[:, None]
+        for name, logs in found.items():
+            losses[name].append(-logs[:-1].gather(-1, following)[:, 0])
+        for (name, base), distance in distances.items():
+            distance.add(found[base], found[name])
+    rows = []
+    for name in decoders:
+        loss = float(torch.cat(losses[name]).double().mean())
+        rows.append(
+            {
+                "engine": name,
+                "loss": round(loss, 5),
+                "perplexity": round(math.exp(loss), 4),
+                "distance": {
+                    base: distances[name, base].describe()
+                    for base in decoders
+                    if (name, base) in distances
+                },
+            }
+        )
+    return rows
 
 
 def write_rows(path: Path, rows: list[list[int]]) -> Path:
