@@ -6,10 +6,11 @@ import ast
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 
 from specdec.command.settings import get_flags
 from specdec.errors import Problems, SpecDecError, UsageError, shorten
+from specdec.model.bounds import MAX_MODULES
 
 if TYPE_CHECKING:
     from specdec.model.config import ModelConfig
@@ -134,6 +135,53 @@ def check_count(key: str, value: object, least: int, most: int) -> None:
     """Raise SpecDecError for anything but a whole number from `least` to `most`."""
     is_good = type(value) is int and least <= value <= most
     check(key, value, f"a whole number from {least} to {most}", is_good=is_good)
+
+
+def count(least: int, most: int, **more: Any) -> Any:
+    """A field of a drafter's parameters: a whole number within these bounds."""
+    return dataclasses.field(metadata={"bounds": (least, most)}, **more)
+
+
+def read_fields(
+    kind: type, config: object, *, key: str = "", names: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Read what a dataclass declares from an object of a checkpoint's config.json.
+
+    Fields made by `count`, booleans and rising lists of layers are read; other fields are left to
+    the caller. A field with a default may be absent. key: the object's own name, "" for the whole
+    file. names: the key of each field where it differs from the field's name. Raises SpecDecError
+    that names the first wrong key.
+    """
+    if key:
+        check(key, config, "an object", is_good=isinstance(config, dict))
+    assert isinstance(config, Mapping)
+    hints, found = get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        name = (names or {}).get(field.name, field.name)
+        shown, value = f"{key}.{name}" if key else name, config.get(name)
+        bounds, hint = field.metadata.get("bounds"), hints[field.name]
+        if bounds is None and hint not in (bool, tuple[int, ...]):
+            continue
+        if name not in config and field.default is not dataclasses.MISSING:
+            continue
+        if bounds is not None:
+            check_count(shown, value, *bounds)
+        elif hint is bool:
+            check(shown, value, "true or false", is_good=isinstance(value, bool))
+        else:
+            value = read_layers(shown, value)
+        found[field.name] = value
+    return found
+
+
+def read_layers(key: str, found: object) -> tuple[int, ...]:
+    """Read a list of a target's layers, from 0, in rising order; raise SpecDecError."""
+    layers = found if isinstance(found, list) else []
+    is_good = 0 < len(layers) <= MAX_MODULES
+    is_good = is_good and all(type(layer) is int and layer >= 0 for layer in layers)
+    is_good = is_good and layers == sorted(set(layers))
+    check(key, found, "a rising list of layers", is_good=is_good)
+    return tuple(layers)
 
 
 def check_product(what: str, number: int, most: int) -> None:

@@ -25,8 +25,17 @@ from specdec.model.tensors import (
     list_target_tensors,
 )
 
-from .base import Method, SizedTree, check, check_count, check_unknown, fit_net
-from .eagle import NET_FIELDS, add_differing, add_uneven, check_layers, read_net
+from .base import (
+    Method,
+    SizedTree,
+    check,
+    check_count,
+    check_unknown,
+    count,
+    fit_net,
+    read_fields,
+)
+from .eagle import NET_FIELDS, add_differing, add_uneven, read_net
 
 ARCHITECTURE = "SpecDecDFlashForCausalLM"
 # Of the layers, beside a Llama's fields.
@@ -56,12 +65,12 @@ class DFlashParams(SizedTree):
 
     net: ModelConfig
     aux_layers: tuple[int, ...]
-    block_size: int
-    mask_token_id: int
-    draft_vocab_size: int
-    max_draft_len: int
-    sample_from_anchor: bool = False
-    markov_rank: int = 0
+    block_size: int = count(1, MAX_DRAFT_TOKENS)
+    mask_token_id: int = count(0, MAX_SIZE)
+    draft_vocab_size: int = count(1, MAX_SIZE)
+    max_draft_len: int = count(1, MAX_DRAFT_TOKENS)
+    sample_from_anchor: bool
+    markov_rank: int = count(0, MAX_SIZE, default=0)
 
     KEY: ClassVar[str] = "dflash"
     NET: ClassVar[str] = "dflash_net_config"
@@ -148,24 +157,15 @@ class DFlashParams(SizedTree):
         check(key, own, "an object", is_good=isinstance(own, dict))
         assert isinstance(own, dict)
         check_unknown((k for k in config if "dflash" in k), {cls.KEY, cls.NET})
-        fields = {field.name for field in dataclasses.fields(cls)} - {"net", "max_draft_len"}
-        check_unknown(own, fields)
-        check_layers(f"{key}.aux_layers", own.get("aux_layers"))
-        samples = own.get("sample_from_anchor")
-        is_bool = isinstance(samples, bool)
-        check(f"{key}.sample_from_anchor", samples, "true or false", is_good=is_bool)
-        least = 1 if samples else 2
-        check_count(f"{key}.block_size", own.get("block_size"), least, MAX_DRAFT_TOKENS)
-        check_count(f"{key}.markov_rank", own.get("markov_rank", 0), 0, MAX_SIZE)
-        check_count(f"{key}.mask_token_id", own.get("mask_token_id"), 0, MAX_SIZE)
-        check_count(f"{key}.draft_vocab_size", own.get("draft_vocab_size"), 1, MAX_SIZE)
+        check_unknown(own, {f.name for f in dataclasses.fields(cls)} - {"net", "max_draft_len"})
         check_count("max_draft_len", config.get("max_draft_len"), 1, MAX_DRAFT_TOKENS)
-        net = cls._read_net(config)
-        return cls(
-            net=net,
-            max_draft_len=config["max_draft_len"],
-            **own | {"aux_layers": tuple(own["aux_layers"])},
-        )
+        values = read_fields(cls, own | {"max_draft_len": config["max_draft_len"]}, key=key)
+        params = cls(net=cls._read_net(config), **values)
+        check_count(
+            f"{key}.block_size", params.block_size, 1 + (params.num_positions < params.block_size),
+            MAX_DRAFT_TOKENS,
+        )  # fmt: skip
+        return params
 
     @classmethod
     def _read_net(cls, config: Mapping[str, Any]) -> ModelConfig:

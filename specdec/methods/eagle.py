@@ -33,8 +33,10 @@ from .base import (
     check_count,
     check_product,
     check_unknown,
+    count,
     fit_net,
     parse_paths,
+    read_fields,
 )
 
 # Ours: TensorRT-LLM's engine path has EAGLE-1 for Llamas alone and no EAGLE-3, and is to know that
@@ -105,15 +107,6 @@ def read_net(key: str, config: object, dtype: str) -> ModelConfig:
     return net
 
 
-def check_layers(key: str, found: object) -> None:
-    """Raise SpecDecError unless the key lists layers of a target, from 0, in rising order."""
-    layers = found if isinstance(found, list) else []
-    is_good = 0 < len(layers) <= MAX_MODULES
-    is_good = is_good and all(type(layer) is int and layer >= 0 for layer in layers)
-    is_good = is_good and layers == sorted(set(layers))
-    check(key, found, "a rising list of layers", is_good=is_good)
-
-
 # Of P-EAGLE: what stands for the outputs of the target's layers where a token is not known yet.
 MASK_HIDDEN = "drafter.mask_hidden"
 MASK_DEPTH = 8  # tokens that speculators trains a pass to draft
@@ -141,12 +134,12 @@ class Eagle3Params:
     """
 
     aux_layers: tuple[int, ...]
-    draft_vocab_size: int
+    draft_vocab_size: int = count(1, MAX_SIZE)
     norm_before_residual: bool
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    mask_token_id: int | None = None
+    mask_token_id: int | None = count(0, MAX_SIZE, default=None)
 
     NEWER: ClassVar[tuple[str, ...]] = ("norm_before_fc", "fc_norm", "norm_output")
 
@@ -167,27 +160,14 @@ class Eagle3Params:
     @classmethod
     def from_checkpoint(cls, key: str, config: object) -> Eagle3Params:
         """Read the object `key`; raise SpecDecError for what is wrong."""
-        check(key, config, "an object", is_good=isinstance(config, dict))
-        assert isinstance(config, dict)
-        check_layers(f"{key}.aux_layers", config.get("aux_layers"))
-        check_count(f"{key}.draft_vocab_size", config.get("draft_vocab_size"), 1, MAX_SIZE)
-        norms = {name: config.get(name, False) for name in cls.NEWER}
-        norms["norm_before_residual"] = config.get("norm_before_residual")
-        for name, value in norms.items():
-            check(f"{key}.{name}", value, "true or false", is_good=isinstance(value, bool))
+        params = cls(**read_fields(cls, config, key=key))
         check(
             f"{key}.fc_norm", True, "false where norm_before_fc is true",
-            is_good=not (norms["fc_norm"] and norms["norm_before_fc"]),
+            is_good=not (params.fc_norm and params.norm_before_fc),
         )  # fmt: skip
+        assert isinstance(config, dict)
         check_unknown(config, {field.name for field in dataclasses.fields(cls)})
-        if "mask_token_id" in config:
-            check_count(f"{key}.mask_token_id", config["mask_token_id"], 0, MAX_SIZE)
-        return cls(
-            aux_layers=tuple(config["aux_layers"]),
-            draft_vocab_size=config["draft_vocab_size"],
-            mask_token_id=config.get("mask_token_id"),
-            **norms,
-        )
+        return params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,9 +181,9 @@ class EagleParams(SizedTree):
     """
 
     net: ModelConfig
-    num_eagle_layers: int
-    max_non_leaves_per_layer: int
-    max_draft_len: int
+    num_eagle_layers: int = count(1, MAX_MODULES)
+    max_non_leaves_per_layer: int = count(1, MAX_DRAFT_TOKENS)
+    max_draft_len: int = count(1, MAX_DRAFT_TOKENS)
     eagle3: Eagle3Params | None = None
 
     NUMBERS: ClassVar[tuple[str, ...]] = (
@@ -326,10 +306,8 @@ class EagleParams(SizedTree):
     @classmethod
     def from_checkpoint(cls, config: Mapping[str, Any]) -> EagleParams:
         """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
-        for name in cls.NUMBERS:
-            most = MAX_MODULES if name == "num_eagle_layers" else MAX_DRAFT_TOKENS
-            check_count(name, config.get(name), 1, most)
-        depth, num_inner = config["num_eagle_layers"], config["max_non_leaves_per_layer"]
+        numbers = read_fields(cls, config)
+        depth, num_inner = numbers["num_eagle_layers"], numbers["max_non_leaves_per_layer"]
         check_product(
             f"{depth} EAGLE layers of {num_inner} non-leaves", depth * num_inner, MAX_DRAFT_TOKENS
         )
@@ -343,13 +321,8 @@ class EagleParams(SizedTree):
         if not is_third:
             what = f"{depth} EAGLE nets of {net.num_hidden_layers} layers"
             check_product(what, depth * net.num_hidden_layers, MAX_MODULES)
-        return cls(
-            net=net,
-            eagle3=Eagle3Params.from_checkpoint(cls.EAGLE3, config[cls.EAGLE3])
-            if is_third
-            else None,
-            **{name: config[name] for name in cls.NUMBERS},
-        )
+        eagle3 = Eagle3Params.from_checkpoint(cls.EAGLE3, config[cls.EAGLE3]) if is_third else None
+        return cls(net=net, eagle3=eagle3, **numbers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,11 @@ from .base import (
     Choices,
     Method,
     SizedTree,
-    check_count,
     check_product,
     check_unknown,
+    count,
     parse_paths,
+    read_fields,
 )
 
 
@@ -31,9 +32,9 @@ class MedusaParams(SizedTree):
     tree, which an engine leaves room for.
     """
 
-    num_heads: int
-    num_layers: int
-    max_draft_len: int
+    num_heads: int = count(1, MAX_MODULES)
+    num_layers: int = count(0, MAX_MODULES)
+    max_draft_len: int = count(1, MAX_DRAFT_TOKENS)
 
     KEYS: ClassVar[dict[str, str]] = {
         "num_heads": "num_medusa_heads",
@@ -80,15 +81,11 @@ class MedusaParams(SizedTree):
     @classmethod
     def from_checkpoint(cls, config: Mapping[str, Any]) -> MedusaParams:
         """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
-        values = {name: config.get(key) for name, key in cls.KEYS.items()}
-        check_count(cls.KEYS["num_heads"], values["num_heads"], 1, MAX_MODULES)
-        check_count(cls.KEYS["num_layers"], values["num_layers"], 0, MAX_MODULES)
-        check_count(cls.KEYS["max_draft_len"], values["max_draft_len"], 1, MAX_DRAFT_TOKENS)
+        params = cls(**read_fields(cls, config, names=cls.KEYS))
         check_unknown((k for k in config if "medusa" in k), set(cls.KEYS.values()))
-        num_heads, num_layers = config[cls.KEYS["num_heads"]], config[cls.KEYS["num_layers"]]
-        what = f"{num_heads} Medusa heads of {num_layers} layers"
-        check_product(what, num_heads * num_layers, MAX_MODULES)
-        return cls(**{name: config[key] for name, key in cls.KEYS.items()})
+        what = f"{params.num_heads} Medusa heads of {params.num_layers} layers"
+        check_product(what, params.num_heads * params.num_layers, MAX_MODULES)
+        return params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import Shard, TensorSpec
 
-from .base import Method, check, check_count, check_product, check_unknown
+from .base import Method, check_product, check_unknown, count, read_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,22 +23,15 @@ class ReDrafterParams:
     one more, since it counts the guaranteed first token.
     """
 
-    num_layers: int
-    hidden_size: int
-    exit_dim: int
+    num_layers: int = count(0, MAX_MODULES)
+    hidden_size: int = count(1, MAX_SIZE)
+    exit_dim: int = count(1, MAX_SIZE)
     is_rnn: bool
-    num_beams: int
-    draft_len_per_beam: int
+    num_beams: int = count(1, MAX_DRAFT_TOKENS)
+    draft_len_per_beam: int = count(1, MAX_DRAFT_TOKENS)
     greedy_search: bool
 
     PREFIX: ClassVar[str] = "redrafter_"
-    BOUNDS: ClassVar[dict[str, tuple[int, int]]] = {
-        "num_layers": (0, MAX_MODULES),
-        "hidden_size": (1, MAX_SIZE),
-        "exit_dim": (1, MAX_SIZE),
-        "num_beams": (1, MAX_DRAFT_TOKENS),
-        "draft_len_per_beam": (1, MAX_DRAFT_TOKENS),
-    }
 
     @property
     def has_input_proj(self) -> bool:
@@ -118,22 +111,12 @@ class ReDrafterParams:
     @classmethod
     def from_checkpoint(cls, config: Mapping[str, Any]) -> ReDrafterParams:
         """Read the `redrafter_*` keys; raise SpecDecError for an absent, unknown or absurd one."""
-        values: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            key = cls.PREFIX + field.name
-            value = config.get(key)
-            if field.name in ("is_rnn", "greedy_search"):
-                check(key, value, "true or false", is_good=isinstance(value, bool))
-            else:
-                check_count(key, value, *cls.BOUNDS[field.name])
-            values[field.name] = value
-        known = {cls.PREFIX + f.name for f in dataclasses.fields(cls)}
-        check_unknown((k for k in config if k.startswith(cls.PREFIX)), known)
-        num_beams, length = values["num_beams"], values["draft_len_per_beam"]
-        check_product(
-            f"{num_beams} beams of {length} draft tokens", num_beams * length, MAX_DRAFT_TOKENS
-        )
-        return cls(**values)
+        names = {field.name: cls.PREFIX + field.name for field in dataclasses.fields(cls)}
+        params = cls(**read_fields(cls, config, names=names))
+        check_unknown((k for k in config if k.startswith(cls.PREFIX)), set(names.values()))
+        what = f"{params.num_beams} beams of {params.draft_len_per_beam} draft tokens"
+        check_product(what, params.max_draft_tokens, MAX_DRAFT_TOKENS)
+        return params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
