@@ -7,11 +7,10 @@ part of its head, and is seldom wrong for it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from specdec.chat import render_messages
+from specdec.chat import ChatFormat
 from specdec.documents import name_line, parse_object, read_document, read_lines
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import Array, open_file, parse_json
@@ -82,7 +81,7 @@ def read_list(path: Path, vocab_size: int) -> list[int]:
 def count_tokens(path: Path, tokenizer_dir: str | None, vocab_size: int) -> Array:
     """How often each token occurs in a file's rows of tokens or texts, [V]."""
     counts = np.zeros(vocab_size, np.int64)
-    tokenizer: Any = None
+    format_: ChatFormat | None = None
     for number, line in read_lines(path):
         with name_line(path, number, KEYS):
             row = {} if path.suffix == ".txt" else parse_object(line)
@@ -91,16 +90,16 @@ def count_tokens(path: Path, tokenizer_dir: str | None, vocab_size: int) -> Arra
                 document = (
                     line.decode("utf-8") if path.suffix == ".txt" else read_document(row, KEYS)
                 )
-                if tokenizer is None and tokenizer_dir is None:
+                if format_ is None and tokenizer_dir is None:
                     raise SpecDecError(
                         f"--draft-vocab-file {path} holds text, and a tokenizer is needed",
                         "add --tokenizer-dir, or give rows of input_ids",
                     )
-                tokenizer = tokenizer or load_tokenizer(str(tokenizer_dir))
-                text = (
-                    document if isinstance(document, str) else render_messages(tokenizer, document)
-                )
-                tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                format_ = format_ or ChatFormat(load_tokenizer(str(tokenizer_dir)))
+                text = document if isinstance(document, str) else format_.render(document)
+                tokens = format_.tokenizer(text, add_special_tokens=False, verbose=False)[
+                    "input_ids"
+                ]
             if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
                 raise ValueError(f"input_ids holds what is no token below {vocab_size}")
             np.add.at(counts, np.array(tokens, np.int64), 1)

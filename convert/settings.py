@@ -82,8 +82,8 @@ class ConvertSettings:
     )
     calibration_data: Path | None = setting(
         metavar="FILE",
-        help="Texts like those to be decoded: .txt, one a line, or .jsonl with `text`, `messages`,"
-        " `conversations` or `input_ids`.",
+        help="Texts like those to be decoded: .txt, one a line, or .jsonl or .json with `text`,"
+        " `messages`, `conversations` or `input_ids`.",
     )  # fmt: skip
     calib_size: int | None = setting(
         minimum=1, metavar="N",

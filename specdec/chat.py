@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from specdec.errors import shorten, summarize
+from specdec.logs import get_logger
+
 Mask = npt.NDArray[np.bool_]
 
+# A data set's role -> whose turn it is.
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
@@ -21,10 +29,23 @@ ROLES = {
     "bard": "assistant",
     "bing": "assistant",
     "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
     "tool": "tool",
     "function": "tool",
+    "ipython": "tool",
     "observation": "tool",
+    "tool_response": "tool",
 }
+CALL_ROLES = ("function_call", "tool_call")  # turns whose text is the JSON of one call or several
+# A row's keys beside the conversation that a chat template takes.
+OPTIONS = ("tools", "documents")
+# A row that lost one of these would teach another text than the target writes or is asked with.
+NEEDED = (
+    "content", "tool_calls", "reasoning_content", "reasoning", "thinking", "refusal", "audio",
+    *OPTIONS,
+)  # fmt: skip
 
 # For tokenizers without a chat template: Vicuna's form, with the end token after each answer.
 PLAIN_TEMPLATE = (
@@ -37,8 +58,30 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
+PROBE = "SpecdecProbe"
 
-Message = dict[str, str]
+logger = get_logger(__name__)
+Message = dict[str, Any]
+
+
+class ChatError(ValueError):
+    """A conversation cannot be used. hint: what to do, where it is known."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Messages with all their fields, and what a chat template takes beside them.
+
+    A message's role is one of `ROLES`, and `assistant` wherever the assistant speaks. Its content
+    is a text or a list of parts that are texts.
+    """
+
+    messages: list[Message]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,70 +92,348 @@ class Rendered:
     spans: list[tuple[int, int]]
 
 
-def parse_messages(row: dict[str, Any]) -> list[Message]:
-    """Read `messages` [{role, content}] or `conversations` [{from, value}]; ValueError if wrong."""
+def get_speaker(message: Message) -> str:
+    """Whose turn a message is: system, user, assistant or tool."""
+    return ROLES[message["role"]]
+
+
+def join_parts(content: str | list[Any]) -> str:
+    """Return a message's content as one text."""
+    if isinstance(content, str):
+        return content
+    return "".join(part if isinstance(part, str) else part["text"] for part in content)
+
+
+def parse_conversation(row: dict[str, Any]) -> Conversation:
+    """Read `messages` [{role, content}] or `conversations` [{from, value}]; ChatError if wrong.
+
+    A `system` beside them comes first, as in Daring-Anteater; `tools`, `functions`, `documents` and
+    `chat_template_kwargs` are for the chat template.
+    """
     key = "messages" if "messages" in row else "conversations"
     turns = row[key]
     if not isinstance(turns, list):
-        raise ValueError(f"{key} is a {type(turns).__name__}, not a list of turns")
-    messages = []
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict):
-            raise ValueError(f"turn {number} is a {type(turn).__name__}, not an object")
-        role = turn.get("role", turn.get("from"))
-        content = _join_parts(turn.get("content", turn.get("value")))
-        if not isinstance(role, str) or role.lower() not in ROLES:
-            raise ValueError(f"turn {number} has role {role!r}, not one of {', '.join(ROLES)}")
-        if content is None:
-            raise ValueError(f"turn {number} has no text as `content` or `value`")
-        messages.append({"role": ROLES[role.lower()], "content": content})
-    return messages
+        raise ChatError(f"{key} is a {type(turns).__name__}, not a list of turns")
+    messages = [_parse_turn(number, turn) for number, turn in enumerate(turns, 1)]
+    system = row.get("system")
+    if isinstance(system, str) and system and all(get_speaker(m) != "system" for m in messages):
+        messages.insert(0, {"role": "system", "content": system})
+    return Conversation(messages, _parse_options(row))
 
 
-def _join_parts(content: Any) -> str | None:
+def _parse_turn(number: int, turn: Any) -> Message:
+    if not isinstance(turn, dict):
+        raise ChatError(f"turn {number} is a {type(turn).__name__}, not an object")
+    role = turn.get("role", turn.get("from"))
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise ChatError(f"turn {number} has role {role!r}, not one of {', '.join(ROLES)}")
+    role = role.lower()
+    is_call = role in CALL_ROLES
+    speaker = ROLES[role]
+    # Data sets kept as tables give every message each field; those of another message are empty.
+    fields = {
+        name: value
+        for name, value in turn.items()
+        if name not in ("role", "from", "content", "value")
+        and value is not None and value != [] and value != {}
+    }  # fmt: skip
+    content = turn.get("content", turn.get("value"))
+    if is_call:
+        fields["tool_calls"] = _parse_calls(number, role, content)
+        content = ""
+    elif isinstance(call := fields.pop("function_call", None), dict):  # OpenAI's form before tools
+        fields.setdefault("tool_calls", [{"type": "function", "function": call}])
+    elif call is not None:
+        raise ChatError(f"turn {number}: function_call is a {type(call).__name__}")
+    if "tool_calls" in fields:
+        fields["tool_calls"] = wrap_calls(fields["tool_calls"], f"turn {number}: tool_calls")
+    if content is None and speaker == "assistant" and any(name in NEEDED for name in fields):
+        content = ""
+    message = {"role": speaker if speaker in ("user", "assistant") else role}
+    return {**message, "content": _check_content(number, content, turn), **fields}
+
+
+def _check_content(number: int, content: Any, turn: dict[str, Any]) -> str | list[Any]:
     """Accept a text, or the list of text parts that chat servers use."""
-    if isinstance(content, list):
-        parts = [p.get("text") if isinstance(p, dict) else p for p in content]
-        texts = [p for p in parts if isinstance(p, str)]
-        return "".join(texts) if len(texts) == len(parts) else None
-    return content if isinstance(content, str) else None
-
-
-def render_messages(tokenizer: Any, messages: list[Message], *, ask: bool = False) -> str:
-    """Render messages with the tokenizer's chat template; ValueError if it refuses.
-
-    ask: end with what asks for an answer.
-    """
-    template = None if tokenizer.chat_template else PLAIN_TEMPLATE
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=ask
-            )
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        others = ", ".join(name for name in turn if name not in ("role", "from")) or "nothing"
+        raise ChatError(
+            f"turn {number} has no text as `content` or `value`, it has {others}"
+            if content is None
+            else f"turn {number} has no text as `content` or `value`, but a"
+            f" {type(content).__name__}"
         )
-    except Exception as error:  # noqa: BLE001 - templates raise whatever they like
-        raise ValueError(f"the chat template refuses it: {error}") from None
+    for part in content:
+        if not isinstance(part, (str, dict)):
+            raise ChatError(f"turn {number} has no text as part of its content")
+        if isinstance(part, dict) and not isinstance(part.get("text"), str):
+            raise ChatError(
+                f"turn {number} has no text as part of its content, but a part of type"
+                f" {part.get('type')!r}",
+                "leave such rows out: a drafter learns from text",
+            )
+    return content
 
 
-def render_conversation(tokenizer: Any, messages: list[Message]) -> list[Rendered]:
-    """Render a conversation with the tokenizer's chat template; ValueError if it refuses.
+def _parse_calls(number: int, role: str, content: Any) -> list[Message]:
+    """Read the text of a turn that calls functions: {"name", "arguments"}, or a list of them."""
+    try:
+        calls = json.loads(content)
+    except (TypeError, ValueError, RecursionError):
+        calls = content
+    return wrap_calls(calls if isinstance(calls, list) else [calls], f"turn {number} ({role})")
 
-    The assistant's part of a turn is what the turn adds to the prompt that asks for it, up to the
-    token that ends it. Some templates render earlier turns differently later on (they drop the
-    reasoning, for example). Such a conversation becomes one text per turn, each as the target sees
-    it at that moment.
+
+def wrap_calls(calls: Any, where: str) -> list[Message]:
+    """Return calls of functions in OpenAI's form; ChatError for what is none, found at `where`."""
+    wrapped: list[Message] = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        if isinstance(call, dict) and "function" not in call:
+            bare = {k: v for k, v in call.items() if k in ("name", "arguments")}
+            rest = {k: v for k, v in call.items() if k not in bare}
+            call = {"type": "function", **rest, "function": bare}
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ChatError(
+                f"{where} holds {shorten(call)}, which is no call of a function, as"
+                ' {"name": "...", "arguments": {...}}'
+            )
+        wrapped.append(call)
+    return wrapped
+
+
+def _parse_options(row: dict[str, Any]) -> dict[str, Any]:
+    """Read what a row has for the chat template beside its messages."""
+    options: dict[str, Any] = {}
+    for name in (*OPTIONS, "functions"):
+        value = row.get(name)
+        if isinstance(value, str) and value.strip():  # some data sets hold it as JSON
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                raise ChatError(f"{name} is a text that is not JSON") from None
+        if not value:
+            continue
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise ChatError(f"{name} is not a list of objects")
+        if name != "documents":
+            name, value = "tools", [
+                one if "function" in one or "name" not in one
+                else {"type": "function", "function": one}
+                for one in value
+            ]  # fmt: skip
+        options.setdefault(name, value)
+    more = row.get("chat_template_kwargs")
+    if isinstance(more, dict):
+        options |= {k: v for k, v in more.items() if v is not None and k not in options}
+    return options
+
+
+def convert_arguments(messages: Sequence[Message], *, to_text: bool) -> list[Message]:
+    """Return the messages with the arguments of tool calls as objects, or as texts of JSON.
+
+    Servers send texts; most chat templates want objects, and so servers make them ones.
     """
-    turns = []
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant" and number > 0:
-            prompt = render_messages(tokenizer, messages[:number], ask=True)
-            text = render_messages(tokenizer, messages[: number + 1])
-            # Equal to the prompt's length unless the template opens the answer differently.
-            start = len(os.path.commonprefix([prompt, text]))
-            turns.append(Rendered(text, [(start, len(text.rstrip()))]))
-    if not turns or all(turns[-1].text.startswith(turn.text) for turn in turns):
-        return [Rendered(turns[-1].text, [t.spans[0] for t in turns])] if turns else []
-    return turns
+
+    def convert(call: Message) -> Message:
+        function = call["function"]
+        arguments = {} if function.get("arguments") is None else function["arguments"]
+        if to_text and isinstance(arguments, (dict, list)):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not to_text and isinstance(arguments, str):
+            try:
+                parsed = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError):
+                parsed = None
+            arguments = parsed if isinstance(parsed, dict) else arguments
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": [convert(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+class ChatFormat:
+    """How a tokenizer's chat template renders conversations, and what of them it does not read.
+
+    A template that leaves out what the target writes or is asked with makes ChatError; of other
+    fields that it leaves out a log line tells once.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._template = None if tokenizer.chat_template else PLAIN_TEMPLATE
+        self._source = str(tokenizer.chat_template or PLAIN_TEMPLATE)
+        self._wants_text = False  # as arguments of a call
+        self._read: set[tuple[object, ...]] = set()
+        self._told: set[tuple[str, str]] = set()
+
+    def render(self, conversation: Conversation, *, ask: bool = False) -> str:
+        """Render a conversation; ChatError if the template refuses it or loses what it needs.
+
+        ask: end with what asks for an answer.
+        """
+        self._check_fields(conversation)
+        return self._render(conversation.messages, conversation.options, ask)
+
+    def render_turns(self, conversation: Conversation) -> list[Rendered]:
+        """Render a conversation with the assistant's parts; ChatError as `render` raises it.
+
+        The assistant's part of a turn is what the turn adds to the prompt that asks for it, up to
+        the token that ends it. Some templates render earlier turns differently later on (they drop
+        the reasoning, for example). Such a conversation becomes one text per turn, each as the
+        target sees it at that moment.
+        """
+        self._check_fields(conversation)
+        messages, options = conversation.messages, conversation.options
+        turns = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and number > 0:
+                prompt = self._render(messages[:number], options, ask=True)
+                text = self._render(messages[: number + 1], options)
+                # Equal to the prompt's length unless the template opens the answer differently.
+                start = len(os.path.commonprefix([prompt, text]))
+                turns.append(Rendered(text, [(start, len(text.rstrip()))]))
+        if not turns or all(turns[-1].text.startswith(turn.text) for turn in turns):
+            return [Rendered(turns[-1].text, [t.spans[0] for t in turns])] if turns else []
+        return turns
+
+    def _render(
+        self, messages: Sequence[Message], options: Mapping[str, Any], ask: bool = False
+    ) -> str:
+        prepared = [self._prepare(message) for message in messages]
+        given = convert_arguments(prepared, to_text=self._wants_text)
+        try:
+            text = self._apply(given, options, ask)
+            if self._wants_text or not _shows_objects(given, text):
+                return text
+            refusal: Exception | None = None
+        except Exception as error:  # noqa: BLE001 - templates raise whatever they like
+            text, refusal = "", error
+        other = convert_arguments(prepared, to_text=not self._wants_text)
+        if other != given:
+            try:
+                text, refusal = self._apply(other, options, ask), None
+                self._wants_text = not self._wants_text
+            except Exception as error:  # noqa: BLE001
+                refusal = refusal or error
+        if refusal is not None:
+            raise ChatError(
+                f"the chat template refuses it: {summarize(refusal)}",
+                "check the turns' roles, their order and fields, or leave such rows out",
+            )
+        return text
+
+    def _apply(self, messages: list[Message], options: Mapping[str, Any], ask: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=ask,
+                **options,
+            )  # fmt: skip
+        )
+
+    def _prepare(self, message: Message) -> Message:
+        """Return a message with the role and the kind of content that the template knows."""
+        role, content = message["role"], message["content"]
+        if f"'{role}'" not in self._source and f'"{role}"' not in self._source:
+            role = ROLES[role]
+        if isinstance(content, list) and not self._takes_parts:
+            content = join_parts(content)
+        elif isinstance(content, str) and not self._takes_text and self._takes_parts:
+            content = [{"type": "text", "text": content}]
+        return {**message, "role": role, "content": content}
+
+    @functools.cached_property
+    def _takes_text(self) -> bool:
+        return self._prints(PROBE)
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        return self._prints([{"type": "text", "text": PROBE}])
+
+    def _prints(self, content: object) -> bool:
+        try:
+            text = self._apply([{"role": "user", "content": content}], {}, False)
+        except Exception:  # noqa: BLE001 - as above
+            return False
+        return PROBE in text and "'type'" not in text
+
+    def _check_fields(self, conversation: Conversation) -> None:
+        """Render with and without each field; of one that makes no difference, say so."""
+        messages, options = conversation.messages, conversation.options
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
+        asked = messages[: next(iter(answers), len(messages))]
+        for name in options:
+            less = {k: v for k, v in options.items() if k != name}
+            self._check("a row", name, (asked, options, True), (asked, less, True))
+        for number, message in enumerate(messages):
+            # As the target sees it: its own turn as soon as it is written, any other in the prompt.
+            is_answer = number in answers
+            stop = next((i for i in answers if i > number), len(messages))
+            at = messages[: number + 1 if is_answer else stop]
+            content = join_parts(message["content"]).strip()
+            filled = [
+                name for name, value in message.items()
+                if (content if name == "content" else value and name != "role")
+            ]  # fmt: skip
+            calls = len(message.get("tool_calls", []))
+            for name in filled:
+                less = {k: v for k, v in message.items() if k != name}
+                if name == "content":
+                    less[name] = ""
+                changed = [*at[:number], less, *at[number + 1 :]]
+                self._check(
+                    f"a turn of {message['role']}", name,
+                    (at, options, not is_answer), (changed, options, not is_answer),
+                    (*filled, number == 0, calls > 1),
+                )  # fmt: skip
+
+    def _check(
+        self, whose: str, name: str, given: tuple[Any, ...], without: tuple[Any, ...],
+        circumstances: tuple[object, ...] = (),
+    ) -> None:  # fmt: skip
+        """Say that a field is not read; ChatError where it is one that must not be lost.
+
+        circumstances: what a template looks at, so that equal ones need no other rendering.
+        """
+        key = (whose, name, *circumstances)
+        if key in self._read:
+            return
+        text = self._render(*given)
+        try:
+            is_read = text != self._render(*without)
+        except ChatError:  # the template cannot do without it
+            is_read = True
+        if not is_read and name in NEEDED:
+            template = "chat template" if self._template is None else "plain form of chats"
+            raise ChatError(
+                f"{whose} has {name}, which the tokenizer's {template} does not read: it would be"
+                " missing in the tokens",
+                f"use a tokenizer whose chat template reads {name}, rename it to what the template"
+                " reads, or leave such rows out",
+            )
+        if not is_read and (whose, name) not in self._told:
+            self._told.add((whose, name))
+            logger.warning(
+                "%s has %s, which the tokenizer's chat template does not read: it is not in the"
+                " tokens", whose, name,
+            )  # fmt: skip
+        self._read.add(key)
+
+
+def _shows_objects(messages: Sequence[Message], text: str) -> bool:
+    """Whether a template printed arguments as Python does: it wants texts."""
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    arguments = [call["function"]["arguments"] for call in calls]
+    return any(isinstance(one, dict) and one and str(one) in text for one in arguments)
 
 
 def mask_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Mask:

@@ -1,4 +1,4 @@
-"""Data files: texts and conversations, one JSON object a line, or plain text."""
+"""Data files: texts and conversations, as lines or a list of JSON objects, or plain text."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specdec.chat import Message, parse_messages
+from specdec.chat import ChatError, Conversation, parse_conversation
 from specdec.errors import SpecDecError
 
 KEYS = "text, messages or conversations"
+SUFFIXES = (".jsonl", ".json", ".txt")
 
 
 def check_data_file(path: Path, flag: str) -> None:
     """Raise SpecDecError for a data file that is absent, empty or of another kind."""
-    if path.suffix not in (".txt", ".jsonl"):
+    if path.suffix not in SUFFIXES:
         raise SpecDecError(
-            f"{flag} {path} is neither .txt nor .jsonl",
-            "`jq -c '.[]' FILE.json > FILE.jsonl` turns a JSON list into one object a line",
+            f"{flag} {path} is none of {', '.join(SUFFIXES)}", "name the file by what it holds"
         )
     if not path.is_file():
         raise SpecDecError(f"{flag} {path} does not exist", "check the path")
@@ -28,7 +28,11 @@ def check_data_file(path: Path, flag: str) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that hold something, with their numbers."""
+    """Yield the lines that hold something, with their numbers; of a .json list, its rows."""
+    if path.suffix == ".json":
+        for number, row in enumerate(_read_list(path), 1):
+            yield number, json.dumps(row).encode() + b"\n"
+        return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if number == 1:
@@ -37,9 +41,26 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
+def _read_list(path: Path) -> list[Any]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise SpecDecError(
+            f"{path} is not JSON: {error}",
+            "correct the file; one object a line is a .jsonl file",
+        ) from None
+    if not isinstance(rows, list):
+        raise SpecDecError(
+            f"{path} is a {type(rows).__name__}, not a list of rows",
+            "one object a line is a .jsonl file",
+        )
+    return rows
+
+
 @contextlib.contextmanager
 def name_line(path: Path, number: int, keys: str = KEYS) -> Iterator[None]:
     """Turn what a bad line makes the body raise into an error that names the line."""
+    hint = None
     try:
         yield
     except UnicodeDecodeError as error:
@@ -48,10 +69,12 @@ def name_line(path: Path, number: int, keys: str = KEYS) -> Iterator[None]:
         what = "is nested too deeply"
     except ValueError as error:
         what = f"cannot be used: {error}"
+        hint = getattr(error, "hint", None)
     else:
         return
+    place = "line" if path.suffix in (".jsonl", ".txt") else "row"
     raise SpecDecError(
-        f"{path} line {number} {what}", f"write one JSON object a line, with the key {keys}"
+        f"{path} {place} {number} {what}", hint or f"write JSON objects with the key {keys}"
     )
 
 
@@ -63,24 +86,28 @@ def parse_object(line: bytes) -> dict[str, Any]:
     return row
 
 
-def read_document(row: dict[str, Any], keys: str = KEYS) -> str | list[Message]:
+def read_document(row: dict[str, Any], keys: str = KEYS) -> str | Conversation:
     """Return an object's text or conversation; ValueError if it has neither."""
     if "messages" in row or "conversations" in row:
-        messages = parse_messages(row)
-        for message in messages:
-            _check_characters(*message.values())
-        return messages
+        _check_characters(row)
+        return parse_conversation(row)
     if isinstance(row.get("text"), str):
         _check_characters(row["text"])
         return str(row["text"])
     if "text" in row:
         raise ValueError(f"text is a {type(row['text']).__name__}")
-    raise ValueError(f"it has none of the keys {keys}, only {', '.join(row) or 'none at all'}")
+    raise ChatError(
+        f"it has none of the keys {keys}, only {', '.join(row) or 'none at all'}",
+        "a prompt alone teaches nothing: let the target answer it with `specdec-train data`"
+        if "prompt" in row
+        else None,
+    )
 
 
-def _check_characters(*texts: str) -> None:
+def _check_characters(value: object) -> None:
     """Raise ValueError for half of a character, which no tokenizer takes."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     try:
-        "".join(texts).encode()
+        text.encode()
     except UnicodeEncodeError:
         raise ValueError("half of a character, an escape between \\ud800 and \\udfff") from None

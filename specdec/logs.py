@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from specdec.errors import SpecDecError
 from specdec.mpi import find_launch, find_world
 
 T = TypeVar("T")
+SECONDS_BETWEEN_LINES = 15.0  # where a wait is told in lines
 
 
 def get_launched_rank() -> int | None:
@@ -58,30 +60,49 @@ def show_progress(items: Iterable[T], *, label: str, total: int) -> Iterator[T]:
 
 
 @contextlib.contextmanager
-def show_waiting(label: str, logger: logging.Logger) -> Iterator[None]:
-    """Say what is being waited for; on a terminal, also count the seconds."""
-    if not sys.stderr.isatty():
-        logger.info("%s ...", label)
-        yield
-        return
+def show_waiting(label: str, logger: logging.Logger) -> Iterator[Callable[[str], None]]:
+    """Say what is being waited for and for how long: in one line that counts on a terminal,
+    elsewhere in a line now and then.
+
+    Yields a function that tells how far it is.
+    """
+    is_terminal = sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)
     done = threading.Event()
     began = time.monotonic()
+    place = ""
+
+    def tell(now: str) -> None:
+        nonlocal place
+        place = f", {now}"
 
     def count() -> None:
-        while True:
-            sys.stderr.write(f"\r{label} ... {time.monotonic() - began:.0f} s")
-            sys.stderr.flush()
-            if done.wait(1.0):
-                return
+        while not done.wait(1.0 if is_terminal else SECONDS_BETWEEN_LINES):
+            show()
 
+    def show() -> None:
+        text = f"{label} ... {time.monotonic() - began:.0f} s{place}"
+        if is_terminal:  # cut, as a line that wraps would not be written over
+            width = shutil.get_terminal_size().columns - 1
+            shown = text if len(text) <= width else f"...{text[3 - width :]}"
+            sys.stderr.write(f"\r{shown:<{width}}")
+            sys.stderr.flush()
+        else:
+            logger.info("%s", text)
+
+    if is_terminal:
+        show()
+    else:
+        logger.info("%s ...", label)
     counter = threading.Thread(target=count, daemon=True)
     counter.start()
     try:
-        yield
+        yield tell
     finally:
         done.set()
         counter.join()
-        sys.stderr.write("\n")
+        if is_terminal:
+            show()
+            sys.stderr.write("\n")
 
 
 @contextlib.contextmanager

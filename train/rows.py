@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.chat import mask_tokens, render_conversation
+from specdec.chat import ChatFormat, Conversation, mask_tokens
 from specdec.documents import name_line, parse_object, read_document, read_lines
 from specdec.errors import SpecDecError, summarize
 from specdec.logs import get_logger
@@ -108,8 +108,9 @@ def _refuse_array(path: Path, reason: str) -> SpecDecError:
 class RowBuilder:
     """Collects documents and conversations into rows of at most `max_length` tokens."""
 
-    def __init__(self, tokenizer: Any, max_length: int) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, format_: ChatFormat, max_length: int) -> None:
+        self.format = format_
+        self.tokenizer = tokenizer = format_.tokenizer
         self.max_length = max_length
         self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
         self.num_unusable = 0
@@ -134,9 +135,9 @@ class RowBuilder:
             self._stream.append(np.asarray([*ids, *closing], self.dtype))
         self._texts.clear()
 
-    def add_conversation(self, messages: list[dict[str, str]]) -> None:
+    def add_conversation(self, conversation: Conversation) -> None:
         """Add a conversation; the assistant's tokens are labels. What is too long is cut."""
-        rendered = render_conversation(self.tokenizer, messages)
+        rendered = self.format.render_turns(conversation)
         usable = False
         for text, spans in ((r.text, r.spans) for r in rendered):
             encoded = self.tokenizer(
@@ -177,7 +178,8 @@ def read_rows(
     path: Path, tokenizer: Any, max_length: int, heldout_lines: frozenset[int] = frozenset()
 ) -> tuple[Rows, Rows]:
     """Tokenize a data file -> (rows, rows of the lines in `heldout_lines`)."""
-    builders = RowBuilder(tokenizer, max_length), RowBuilder(tokenizer, max_length)
+    format_ = ChatFormat(tokenizer)
+    builders = RowBuilder(format_, max_length), RowBuilder(format_, max_length)
     for number, line in read_parts(path):
         with name_line(path, number):
             _add_line(builders[number in heldout_lines], line, is_text=path.suffix == ".txt")

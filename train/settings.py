@@ -23,7 +23,8 @@ class TrainSettings:
     )  # fmt: skip
     data: Path = setting(
         required=True,
-        help="Training data: FILE.txt, or FILE.jsonl with `text`, `messages` or `conversations`.",
+        help="Training data: FILE.txt, or FILE.jsonl or FILE.json with `text`, `messages` or"
+        " `conversations`.",
         metavar="FILE",
     )  # fmt: skip
     # `check_settings` wants it except with --sanity, which writes nothing.

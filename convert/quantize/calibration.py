@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specdec import logs
-from specdec.chat import render_messages
+from specdec.chat import ChatFormat, Conversation
 from specdec.documents import name_line, parse_object, read_document, read_lines
 from specdec.errors import SpecDecError, join_names
 from specdec.files.reading import Array
@@ -85,12 +85,12 @@ def read_rows(
     size, if not told otherwise; spare: how many more rows to return, if there are any.
     """
     rows: list[list[int]] = []
-    tokenizer: Any = None
+    format_: ChatFormat | None = None
     for number, line in read_lines(path):
         if len(rows) == (size or usual) + spare:
             break
         with name_line(path, number, KEYS):
-            document: Any
+            document: str | Conversation
             if path.suffix == ".txt":
                 document = line.decode("utf-8").rstrip("\r\n")
             else:
@@ -99,8 +99,9 @@ def read_rows(
                     rows.append(_check_tokens(row["input_ids"], vocab_size)[:max_length])
                     continue
                 document = read_document(row, KEYS)
-            tokenizer = tokenizer or load_tokenizer()
-            tokens = _tokenize(tokenizer, document)
+            if format_ is None:
+                format_ = ChatFormat(load_tokenizer())
+            tokens = _tokenize(format_, document)
             if tokens:
                 rows.append(_check_tokens(tokens, vocab_size)[:max_length])
     if not rows:
@@ -141,10 +142,11 @@ def _check_tokens(tokens: Any, vocab_size: int) -> list[int]:
     return tokens
 
 
-def _tokenize(tokenizer: Any, document: Any) -> list[int]:
+def _tokenize(format_: ChatFormat, document: str | Conversation) -> list[int]:
+    tokenizer = format_.tokenizer
     if isinstance(document, str):
         return list(tokenizer(document, verbose=False)["input_ids"])
-    text = render_messages(tokenizer, document)  # the template writes the special tokens
+    text = format_.render(document)  # the template writes the special tokens
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

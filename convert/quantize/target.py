@@ -65,8 +65,8 @@ def check_flags(settings: ConvertSettings) -> None:
     if settings.calibration_data is None:
         raise UsageError(
             f"--quantization {settings.quantization} without --calibration-data",
-            "give a .txt or .jsonl file of texts like those to be decoded: the scales come from"
-            " them",
+            "give a .txt, .jsonl or .json file of texts like those to be decoded: the scales come"
+            " from them",
         )
     check_data_file(settings.calibration_data, "--calibration-data")
 

@@ -25,7 +25,8 @@ FLAGS = (
     *(("-mtune=native",) if platform.machine() in ("aarch64", "arm64") else ()),
     "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
 )  # fmt: skip
-MAX_SECONDS = 900.0  # of one call; the kernels take less than a minute on a slow machine
+# Of one call. The kernels take a minute on a slow machine, a version or preprocessing a second.
+COMPILE_SECONDS, ANSWER_SECONDS = 600.0, 60.0
 MAX_MESSAGE = 600  # characters of a compiler's last lines in an error
 
 
@@ -52,8 +53,10 @@ def find_compiler() -> str | None:
 def call_compiler(command: Sequence[str], *, output: Path | None = None) -> str:
     """Run a compiler and return what it printed; raise SpecDecError with its last lines.
 
-    output: a file that the call must have written.
+    output: a file that the call must have written. A call without one is a question, and the answer
+    is not waited for as long.
     """
+    seconds = ANSWER_SECONDS if output is None else COMPILE_SECONDS
     hint = "set CXX to a C++ compiler with OpenMP, or build with --optimize none"
     try:
         # Of a group of its own, so that what the compiler starts ends with it.
@@ -64,13 +67,15 @@ def call_compiler(command: Sequence[str], *, output: Path | None = None) -> str:
     except OSError as error:
         raise SpecDecError(f"{command[0]} does not start: {error.strerror}", hint) from None
     try:
-        printed, told = process.communicate(timeout=MAX_SECONDS)
+        printed, told = process.communicate(timeout=seconds)
     except BaseException as error:  # Ctrl-C too
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
-            raise SpecDecError(f"{command[0]} took more than {MAX_SECONDS:g} s", hint) from None
+            raise SpecDecError(
+                f"{shlex.join(command[:2])} took more than {seconds:g} s and was ended", hint
+            ) from None
         raise
     if process.returncode != 0:
         lines = told.decode("utf-8", "replace").strip().splitlines()[-3:]

@@ -22,7 +22,7 @@ from specdec.engine.compiler import SOURCE as SOURCE
 from specdec.engine.compiler import call_compiler
 from specdec.engine.compiler import describe_cpu as describe_cpu
 from specdec.engine.compiler import find_compiler as find_compiler
-from specdec.engine.kernel_cache import find_kept, keep
+from specdec.engine.kernel_cache import find_cache, find_kept, keep
 from specdec.engine.layers import Attention, Norm, name_activation
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, FloatArray, IntArray
@@ -61,10 +61,11 @@ def describe_coverage(model: ModelConfig) -> str:
     return f"{', '.join(covered)}; torch computes {activation}"
 
 
-def compile_kernels(folder: Path) -> dict[str, str]:
+def compile_kernels(folder: Path, reason: str = "") -> dict[str, str]:
     """Compile the kernels into `folder` and return what they were compiled with.
 
-    What this compiler made of this source on this machine before is taken from the user's cache.
+    reason: why this is done now, for people. What this compiler made of this source on this machine
+    before is taken from the user's cache.
     Raises SpecDecError with the compiler's last lines when there is no compiler or it fails.
     """
     found = find_compiler()
@@ -87,15 +88,19 @@ def compile_kernels(folder: Path) -> dict[str, str]:
         logger.debug("kernels taken from %s", kept)
         return info
     objects = folder / "kernels.o"
-    label = f"compiling the native kernels for this CPU with {info['compiler']}"
-    with logs.show_waiting(f"{label}; this can take a minute", logger):
-        call_compiler(
-            [*compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)], output=objects
-        )
+    if reason:
+        logger.info("%s", reason)
+    label = f"compiling the native kernels for this CPU with {info['compiler']}, once"
     # GCC's OpenMP is loaded with torch, whose threads the kernels then share: two teams would
     # wait for each other's processors. Clang's kernels bring their own.
     openmp = ["-fopenmp"] if "clang" in version else []
-    call_compiler([*compiler, "-shared", str(objects), "-o", str(library), *openmp], output=library)
+    with logs.show_waiting(label, logger):
+        call_compiler(
+            [*compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)], output=objects
+        )
+        call_compiler(
+            [*compiler, "-shared", str(objects), "-o", str(library), *openmp], output=library
+        )
     objects.unlink()
     _load_library(library)  # what does not load is not kept
     keep(library, info)
@@ -114,7 +119,11 @@ def load_kernels(wanted: Mapping[str, str], dtype: torch.dtype) -> NativeKernels
         return NativeKernels(kept, dtype)
     try:
         with tempfile.TemporaryDirectory(prefix="specdec-kernels-") as folder:
-            info = compile_kernels(Path(folder))
+            info = compile_kernels(
+                Path(folder),
+                f"no kernels for this engine are kept in {find_cache() or 'a home folder'}, and"
+                " those in its folder are not used, as code may be anybody's: they are compiled",
+            )
             return NativeKernels(find_kept(info) or Path(folder) / LIBRARY_NAME, dtype)
     except OSError as error:
         raise SpecDecError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import time
@@ -207,16 +209,29 @@ def test_a_compiler_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monk
         native.compile_kernels(tmp_path)
 
 
-def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = f"sleep 1000 & echo $! > {tmp_path}/child; wait"
+@pytest.mark.parametrize(
+    ("answers", "seconds"),
+    [("nothing", 60), ("--version", 600), ("preprocessing", 60)],
+)
+def test_a_compiler_that_hangs_is_ended(
+    answers: str, seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version or preprocessing may take a minute, a compilation ten."""
+    hang = f"sleep 1000 & echo $! > {tmp_path}/child; wait"
+    script = f'case "$1" in {answers}) echo 12 ;; *) {hang} ;; esac'
     monkeypatch.setenv("CXX", str(write_compiler(tmp_path, script)))
+    communicate = subprocess.Popen.communicate
 
-    def time_out(process: subprocess.Popen[bytes], timeout: float) -> None:
+    def time_out(process: subprocess.Popen[bytes], timeout: float) -> Any:
+        if answers in process.args:  # type: ignore[operator]
+            return communicate(process)
         wait_for(lambda: (tmp_path / "child").is_file() and (tmp_path / "child").read_text())
         raise subprocess.TimeoutExpired(process.args, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", time_out)
-    with pytest.raises(SpecDecError, match="compiler took more than 900 s"):
+    with pytest.raises(SpecDecError, match=f"compiler .* took more than {seconds} s"):
+        if answers == "preprocessing":
+            compiler.describe_arithmetic(os.environ["CXX"])
         native.compile_kernels(tmp_path)
     state = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
     wait_for(lambda: not state.exists() or state.read_text().split()[2] == "Z")
@@ -268,6 +283,11 @@ def test_what_compiling_takes_is_said(
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", f"{compiler.find_compiler()} -DANSWER=1")
     began = "compiling the native kernels for this CPU"
+    with contextlib.suppress(SpecDecError):  # such a source is no kernels
+        native.load_kernels({}, torch.float32)
+    assert f"no kernels for this engine are kept in {tmp_path / 'cache'}" in caplog.text
+    caplog.clear()
+    shutil.rmtree(tmp_path / "cache")
     for count in (1, 1):
         info = native.compile_kernels(tmp_path)
         assert caplog.text.count(began) == count

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec.chat import render_messages
+from specdec.chat import ChatFormat, Conversation
 from specdec.errors import SpecDecError
 from specdec.train.data import engine as engine_module
 from specdec.train.data.pipeline import regenerate_data
@@ -114,7 +114,7 @@ def test_conversations_go_on_from_the_new_answers(
     expected: list[dict[str, str]] = []
     for turn in turns:
         expected.append(turn)
-        text = render_messages(target[1], expected, ask=True)
+        text = ChatFormat(target[1]).render(Conversation(expected), ask=True)
         answer = answer_by_transformers(target, text)
         expected.append({"role": "assistant", "content": answer})
     assert rows[0] == {"index": 0, "messages": expected}

@@ -163,6 +163,40 @@ def test_options_reach_the_server(run_data: RunData, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_calls_of_functions(run_data: RunData, tmp_path: Path) -> None:
+    """The server gets the tools; a result goes on only from the call that it was made for."""
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    function = {"name": "weather", "arguments": '{"city": "Bern"}'}
+    other = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    old = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": function}]}
+    turns = [user("Rain?"), old, {"role": "tool", "content": "wet"}]
+    path = tmp_path / "in.json"
+    path.write_text(json.dumps([{"messages": turns, "tools": tools}] * 2))
+    new = [{"id": "x", "type": "function", "function": one} for one in (function, other)]
+
+    def script(number: int, body: Any) -> Reply | None:
+        is_asked = body["messages"][-1]["role"] == "user"
+        called = {"content": None, "tool_calls": [new.pop(0)]} if is_asked else {}
+        return {"message": called, "finish_reason": "tool_calls" if called else "stop"}
+
+    with ChatServer(script) as server:
+        done = run_data(server, "--input", path, "--concurrency", 1)
+    assert done.status == 0, done.err
+    assert [len(body["messages"]) for body in server.bodies] == [1, 3, 1]
+    assert all(body["tools"] == tools for body in server.bodies)
+    _, call, result = server.bodies[1]["messages"]
+    assert call["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
+    assert result["tool_call_id"] == "c1"
+    first, second = read_output(tmp_path)
+    assert [message["role"] for message in first["messages"]] == [
+        "user", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+    (call,) = second["messages"][1]["tool_calls"]
+    assert call["function"] == other
+    assert len(second["messages"]) == 2
+    assert first["tools"] == second["tools"] == tools
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".json", ".jsonl"])
 def test_completions(run_data: RunData, tmp_path: Path, suffix: str) -> None:
     texts = ["def add(a, b):", "class \u00e9t\u00e9:"]

@@ -32,6 +32,17 @@ FORGETFUL = (
     "{% else %}{{ m['content'] }}{% endif %}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# Like those of models that call functions: it prints what there is.
+CALLING = (
+    "{% if tools %}<tools>{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m['content'] }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+CALL = {"name": "weather", "arguments": {"city": "Bern"}}
 TURNS = [
     {"role": "user", "content": "add 1 and 2"},
     {"role": "assistant", "content": "it is 3"},
@@ -114,6 +125,158 @@ def test_only_the_assistant_is_learned(write: Any, with_template: Any, style: st
     assert tokenizer.decode(get_rows(rows)[0]) == text
 
 
+def call_by(*answer: dict[str, Any], result: dict[str, Any], **more: Any) -> dict[str, Any]:
+    end = {"role": "assistant", "content": "Rain."}
+    return {"messages": [{"role": "user", "content": "Rain?"}, *answer, result, end], **more}
+
+
+AS_TEXT = {**CALL, "arguments": json.dumps(CALL["arguments"])}
+TOOL = {"role": "tool", "content": "wet", "tool_call_id": "c1"}
+FUNCTIONS = [{"type": "function", "function": WEATHER}]
+CALLS: dict[str, dict[str, Any]] = {
+    "openai": call_by(
+        {"role": "assistant", "content": None, "refusal": None,
+         "tool_calls": [{"id": "c1", "type": "function", "function": AS_TEXT}]},
+        result=TOOL, tools=FUNCTIONS,
+    ),
+    "objects": call_by(
+        {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]},
+        result={"role": "tool", "name": "weather", "content": "wet"}, tools=json.dumps([WEATHER]),
+    ),
+    "bare": call_by(
+        {"role": "assistant", "tool_calls": [{"id": "c1", **CALL}]},
+        result={"role": "ipython", "content": [{"type": "text", "text": "wet"}]}, tools=[WEATHER],
+    ),
+    "before-tools": call_by(
+        {"role": "assistant", "content": None, "function_call": AS_TEXT},
+        result={"role": "function", "name": "weather", "content": "wet"}, functions=[WEATHER],
+    ),
+    "sharegpt": {
+        "conversations": [
+            {"from": "human", "value": "Rain?"},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": "wet"},
+            {"from": "gpt", "value": "Rain."},
+        ],
+        "tools": json.dumps([WEATHER]),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("style", CALLS)
+def test_calls_of_functions_are_learned(write: Any, with_template: Any, style: str) -> None:
+    """Whatever the form of the data set: the call is what the target writes, not nothing."""
+    tokenizer = with_template(CALLING)
+    rows, _ = read_rows(write(CALLS[style]), tokenizer, 1000)
+    call = '<call>weather {"city": "Bern"}</s>'
+    assert get_labels(rows, tokenizer) == [f"{call}Rain.</s>"]
+    text = f"<user>Rain?</s><assistant>{call}<tool>wet</s><assistant>Rain.</s>"
+    assert tokenizer.decode(get_rows(rows)[0]) == f"<tools>{json.dumps(FUNCTIONS)}\n{text}"
+
+
+THOUGHT = {"role": "assistant", "content": "3", "reasoning_content": "1 and 2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "lost"),
+    [
+        (CALLS["openai"] | {"tools": None}, "a turn of assistant has tool_calls"),
+        ({"messages": TURNS, "tools": FUNCTIONS}, "a row has tools"),
+        ({"messages": [TURNS[0], THOUGHT]}, "a turn of assistant has reasoning_content"),
+        ({"messages": [TURNS[0], THOUGHT | {"thinking": "x"}]}, "assistant has reasoning_content"),
+        ({"messages": [TURNS[0], {"role": "assistant", "content": ""}]}, None),
+    ],
+)
+def test_what_a_template_does_not_read_is_refused(
+    write: Any, with_template: Any, row: dict[str, Any], lost: str | None
+) -> None:
+    tokenizer = with_template(CHATML)
+    if lost is None:
+        assert len(read_rows(write(row), tokenizer, 1000)[0]) == 1
+        return
+    with pytest.raises(SpecDecError, match=f"line 1 .*{lost}, which .* does not read"):
+        read_rows(write(row), tokenizer, 1000)
+    if lost.endswith("reasoning_content") and "thinking" not in row["messages"][-1]:
+        tokenizer = with_template(CALLING)
+        rows, _ = read_rows(write(row), tokenizer, 1000)
+        assert get_labels(rows, tokenizer) == ["<think>1 and 2</think>3</s>"]
+
+
+def test_fields_without_text_are_told_once(
+    write: Any, with_template: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who spoke, or an id: few templates read them, and the target never sees them."""
+    turns = [{**turn, "id": n} for n, turn in enumerate(TURNS, 5)]
+    rows, _ = read_rows(write({"messages": turns}, {"messages": turns}), with_template(CHATML), 99)
+    assert len(rows) == 2
+    assert caplog.text.count("a turn of user has id, which the tokenizer's chat template") == 1
+    assert caplog.text.count("does not read") == 2
+
+
+KNOWS = "{% if messages[0]['role'] == 'ROLE' %}!{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("role", "usual"),
+    [
+        ("developer", "system"), ("ipython", "tool"), ("function", "tool"), ("observation", "tool"),
+        ("tool_response", "tool"), ("Human", "user"), ("user", "user"),
+    ],
+)  # fmt: skip
+def test_roles_of_data_sets(write: Any, with_template: Any, role: str, usual: str) -> None:
+    """A role by its own name where the template knows it, else by the usual one."""
+    path = write({"messages": [{"role": role, "content": "Hm."}, *TURNS[:2]]})
+    for template, expected in ((CHATML, usual), (KNOWS.replace("ROLE", role), role)):
+        tokenizer = with_template(template)
+        rows, _ = read_rows(path, tokenizer, 1000)
+        text = tokenizer.decode(get_rows(rows)[0])
+        expected = "user" if usual == "user" else expected
+        assert text.lstrip("!").startswith(f"<|im_start|>{expected}\nHm.")
+
+
+PARTS = (
+    "{% for m in messages %}<{{ m['role'] }}>{% for p in m['content'] %}"
+    "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_template_gets_content_and_arguments_as_it_takes_them(
+    write: Any, with_template: Any
+) -> None:
+    tokenizer = with_template(PARTS)
+    rows, _ = read_rows(write({"messages": TURNS[:2]}), tokenizer, 1000)
+    assert get_labels(rows, tokenizer) == ["it is 3</s>"]
+    for arguments in ("c.function.arguments", "'' + c.function.arguments"):
+        tokenizer = with_template(CALLING.replace("c.function.arguments | tojson", arguments))
+        rows, _ = read_rows(write(CALLS["objects"]), tokenizer, 1000)
+        assert get_labels(rows, tokenizer)[0].startswith('<call>weather {"city": "Bern"}')
+
+
+def test_a_list_of_rows_is_read_as_lines_are(write: Any, with_template: Any) -> None:
+    tokenizer = with_template(CALLING)
+    data = [{"text": f"text number {n}"} for n in range(60)] + list(CALLS.values())
+    lines, path = write(*data), write("\ufeff" + json.dumps(data, indent=1), name="data.json")
+    check_data_file(path, "--data")
+    for ours, theirs in zip(
+        prepare_rows(path, None, tokenizer, 99),
+        prepare_rows(lines, None, tokenizer, 99),
+        strict=True,
+    ):
+        assert len(ours)
+        assert sorted(map(len, get_rows(ours))) == sorted(map(len, get_rows(theirs)))
+    assert get_rows(read_rows(path, tokenizer, 99)[0]) == get_rows(
+        read_rows(lines, tokenizer, 99)[0]
+    )
+    for content, words in (
+        ('{"text": "a"}', "is a dict, not a list of rows"),
+        ('[{"text": 3}]', "row 1 .*text is a int"),
+        ('{"text": "a"}\n{"text": "b"}', "is not JSON: Extra data"),
+    ):  # fmt: skip
+        with pytest.raises(SpecDecError, match=words):
+            read_rows(write(content, name="data.json"), tokenizer, 99)
+
+
 def test_a_template_that_rewrites_history_gives_a_row_per_answer(
     write: Any, with_template: Any
 ) -> None:
@@ -168,7 +331,12 @@ def test_long_conversations_are_cut_and_empty_ones_left_out(
         ('{"messages": "hello"}', "messages is a str, not a list of turns"),
         ('{"messages": ["hello"]}', "turn 1 is a str"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "turn 1 has role 'robot'"),
-        ('{"messages": [{"role": "user"}]}', "turn 1 has no text"),
+        ('{"messages": [{"role": "user"}]}', "turn 1 has no text as `content` or `value`, it has"),
+        ('{"messages": [{"role": "assistant", "content": null, "id": 3}]}', "it has content, id"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{}]}]}', "turn 1: tool_calls holds"),
+        ('{"messages": [{"role": "function_call", "content": "add"}]}', "turn 1 (function_call) h"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "of type 'image'"),
+        ('{"messages": [], "tools": "weather"}', "tools is a text that is not JSON"),
     ],
 )
 def test_a_bad_line_is_named(write: Any, tokenizer: Any, line: str, words: str) -> None:
@@ -195,7 +363,7 @@ def test_what_a_template_refuses_is_named(write: Any, with_template: Any) -> Non
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.json", "[]", "neither .txt nor .jsonl"),
+        ("a.csv", "[]", "is none of .jsonl, .json, .txt"),
         ("a.jsonl", "", "is empty"),
         ("a.jsonl", None, "does not exist"),
     ],

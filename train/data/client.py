@@ -16,7 +16,16 @@ import time
 from typing import Any
 
 from specdec import http_client
-from specdec.chat import Message
+from specdec.chat import (
+    OPTIONS,
+    ChatError,
+    Conversation,
+    Message,
+    convert_arguments,
+    get_speaker,
+    join_parts,
+    wrap_calls,
+)
 from specdec.command.settings import need
 from specdec.errors import SpecDecError, shorten
 from specdec.http_client import HttpClient, NoAnswer, Response
@@ -25,6 +34,7 @@ from specdec.logs import get_logger
 from .dialogues import RowError
 from .settings import DataSettings
 
+MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
 FIRST_WAIT = 1.0  # seconds before the second try; doubled for each further one
 MAX_WAIT = 60.0
 MAX_RETRY_AFTER = 3600.0  # longest wait that a server may ask for
@@ -40,9 +50,9 @@ logger = get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What the target wrote, and whether it was cut at the limit."""
+    """The message that the target wrote, and whether it was cut at the limit."""
 
-    text: str
+    message: Message
     is_truncated: bool
 
 
@@ -80,7 +90,7 @@ class Client:
         """Nobody needs answers any more: whoever waits for another try gives up."""
         self._closed.set()
 
-    def ask(self, context: str | list[Message], seed: int | None) -> Answer:
+    def ask(self, context: str | Conversation, seed: int | None) -> Answer:
         """Return the target's answer; RowError if there is none for this row.
 
         SpecDecError where no row can have one: wrong address, refused key, unknown model.
@@ -106,7 +116,7 @@ class Client:
         if self._closed.wait(wait):
             raise RowError(reason, is_passing=True)
 
-    def _make_body(self, context: str | list[Message], seed: int | None) -> dict[str, Any]:
+    def _make_body(self, context: str | Conversation, seed: int | None) -> dict[str, Any]:
         settings = self.settings
         body: dict[str, Any] = {
             "model": settings.model,
@@ -118,7 +128,14 @@ class Client:
             body["top_p"] = settings.top_p
         if seed is not None:
             body["seed"] = seed
-        body["prompt" if isinstance(context, str) else "messages"] = context
+        if isinstance(context, str):
+            return {**body, "prompt": context}
+        body["messages"] = write_messages(context.messages)
+        for name, value in context.options.items():
+            if name in OPTIONS:
+                body[name] = value
+            else:
+                body.setdefault("chat_template_kwargs", {})[name] = value
         return body
 
     def _try(self, body: bytes) -> Answer:
@@ -147,25 +164,32 @@ class Client:
 
     def _read_answer(self, document: Any) -> Answer:
         choice = document["choices"][0]
+        answer: Message = {}
         if self.settings.completion:
             text = choice["text"]
         else:
             message = choice["message"]
             text = message["content"]
+            if calls := message.get("tool_calls"):
+                try:
+                    answer["tool_calls"] = wrap_calls(calls, "tool_calls")
+                except ChatError as error:
+                    raise RowError(f"the answer's {error}") from None
             if message.get("reasoning_content") or message.get("reasoning"):
                 raise RowError(
                     "the server splits the reasoning from the answer, which would be lost:"
                     " start it without a reasoning parser"
                 )
         reason = choice.get("finish_reason")
-        if reason not in ("stop", "length", "eos", "eos_token", None):
+        if reason not in ("stop", "length", "eos", "eos_token", "tool_calls", None):
             raise RowError(f"the answer ended with finish_reason {shorten(reason)}")
         if text is not None and not isinstance(text, str):
             raise TypeError(f"the text is a {type(text).__name__}")
-        if not text:
+        if not text and not answer:
             raise RowError("the answer is empty")
-        text.encode()  # half of a surrogate pair is no text
-        return Answer(text, is_truncated=reason == "length")
+        answer = {"content": text or "", **answer}
+        json.dumps(answer, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        return Answer(answer, is_truncated=reason == "length")
 
     def _explain_status(self, response: Response) -> Exception:
         status, message = response.status, f"HTTP {response.status}"
@@ -184,6 +208,33 @@ class Client:
                 hints.get(status, "check --base-url and the server"),
             )
         return RowError(message)
+
+
+def write_messages(messages: list[Message]) -> list[Message]:
+    """Return messages as servers take them: the usual roles, and ids that join calls and results.
+
+    Arguments of calls are texts there.
+    """
+    written: list[Message] = []
+    waiting: list[str] = []  # ids of calls that have no result yet
+    for number, message in enumerate(convert_arguments(messages, to_text=True)):
+        message = {
+            **{name: value for name, value in message.items() if name in MESSAGE_KEYS},
+            "role": get_speaker(message), "content": join_parts(message["content"]),
+        }  # fmt: skip
+        if "tool_calls" in message:
+            message["tool_calls"] = [
+                {"id": f"call{number:03}{n:02}", "type": "function", **call}
+                for n, call in enumerate(message["tool_calls"])
+            ]
+            waiting = [str(call["id"]) for call in message["tool_calls"]]
+        elif message["role"] == "tool":
+            known = message.setdefault(
+                "tool_call_id", waiting[0] if waiting else f"call{number:05}"
+            )
+            waiting = [name for name in waiting if name != known]
+        written.append(message)
+    return written
 
 
 def _read_wait(value: str | None) -> float:

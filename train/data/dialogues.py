@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.chat import Message, parse_messages
-from specdec.documents import name_line, parse_object, read_lines
+from specdec.chat import (
+    OPTIONS,
+    Conversation,
+    Message,
+    convert_arguments,
+    get_speaker,
+    parse_conversation,
+)
+from specdec.documents import SUFFIXES, check_data_file, name_line, parse_object, read_lines
 from specdec.errors import SpecDecError
 from specdec.files.manifest import describe_file
 
 from .settings import DataSettings
 
-SUFFIXES = (".jsonl", ".json", ".txt")
 PROMPT_KEYS = ("prompt", "text")
 ASKING_ROLES = ("user", "tool")
 
@@ -32,7 +38,7 @@ class RowError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row as it was read: `text` of a plain line, `line` of JSON, or `value` once parsed."""
+    """A row as it was read: a line of a file, or a dataset's value."""
 
     index: int  # from 0, of the input's rows
     place: int  # line of the file, or number in the list or dataset, from 1
@@ -48,7 +54,7 @@ class Source:
     num_rows: int
     facts: dict[str, Any]
     path: Path | None = None
-    rows: Any = None  # a list or a dataset, where it is no file of lines
+    rows: Any = None  # a dataset, where it is no file
 
     def read(self) -> Iterator[Row]:
         """Yield the rows in order."""
@@ -68,34 +74,14 @@ def open_source(settings: DataSettings) -> Source:
     path = Path(name)
     if not path.is_file() and path.suffix not in SUFFIXES:
         source = _load_dataset(name, settings.dataset_split)
-    elif not path.is_file():
-        raise SpecDecError(f"--input {path} does not exist", "check the path")
-    elif path.suffix == ".json":
-        source = _read_list(path)
-    elif path.suffix in SUFFIXES:
+    else:
+        check_data_file(path, "--input")
         num_rows = sum(1 for _ in read_lines(path))
         source = Source(name=name, path=path, num_rows=num_rows, facts=describe_file(path))
-    else:
-        raise SpecDecError(
-            f"--input {path} is none of {', '.join(SUFFIXES)}", "name the file by what it holds"
-        )
     if not source.num_rows:
         raise SpecDecError(f"--input {name} holds no row", "give a file with rows")
     wanted = settings.max_rows or source.num_rows
     return dataclasses.replace(source, num_rows=min(wanted, source.num_rows))
-
-
-def _read_list(path: Path) -> Source:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise SpecDecError(f"--input {path} is not JSON: {error}", "correct the file") from None
-    if not isinstance(rows, list):
-        raise SpecDecError(
-            f"--input {path} is a {type(rows).__name__}, not a list of rows",
-            "one object a line is a .jsonl file",
-        )
-    return Source(name=str(path), rows=rows, num_rows=len(rows), facts=describe_file(path))
 
 
 def _load_dataset(name: str, split: str) -> Source:
@@ -125,7 +111,9 @@ class Dialogue:
     """One row on its way: what is asked next, and the answers so far.
 
     In a chat an assistant's turn is made anew wherever one follows a user's or a tool's, and after
-    the last of those; every answer is given in view of the new ones before it.
+    the last of those; every answer is given in view of the new ones before it. A tool's turn that
+    follows a call is an answer to that call: where the target does not call the same, the
+    conversation ends with what it says.
     """
 
     def __init__(self, row: Row, settings: DataSettings, source: Source) -> None:
@@ -134,21 +122,27 @@ class Dialogue:
         self.is_truncated = False
         self._prompt: str | None = None
         self._messages: list[Message] = []
+        self._options: Mapping[str, Any] = {}
         self._turns = self._plan(row, settings, source)
 
-    def ask(self) -> str | list[Message] | None:
+    def ask(self) -> str | Conversation | None:
         """Return the prompt or the messages that are to be answered next; None at the end."""
         while self._turns and self._turns[0]["role"] != "assistant":
             self._messages.append(self._turns.pop(0))
         if not self._turns:
             return None
-        return self._messages if self._prompt is None else self._prompt
+        return Conversation(self._messages, self._options) if self._prompt is None else self._prompt
 
-    def add(self, answer: str, *, is_truncated: bool) -> None:
+    def add(self, answer: Message, *, is_truncated: bool) -> None:
         """Take the answer. One that was cut ends the conversation."""
-        self._messages.append(self._turns.pop(0) | {"content": answer})
-        if is_truncated:
-            self.is_truncated = True
+        old = self._turns.pop(0)
+        calls, old_calls = (_list_calls(message) for message in (answer, old))
+        if calls and calls == old_calls:
+            answer = {**answer, "tool_calls": old["tool_calls"]}  # whose ids the results name
+        self._messages.append({"role": "assistant", **answer})
+        is_lost = calls != old_calls and bool(self._turns) and get_speaker(self._turns[0]) == "tool"
+        if is_truncated or is_lost:
+            self.is_truncated = is_truncated
             self._turns.clear()
 
     def to_json(self) -> dict[str, Any]:
@@ -158,6 +152,9 @@ class Dialogue:
             document["id"] = self.id
         if self._prompt is None:
             document["messages"] = self._messages
+            document |= {k: v for k, v in self._options.items() if k in OPTIONS}
+            if more := {k: v for k, v in self._options.items() if k not in OPTIONS}:
+                document["chat_template_kwargs"] = more
         else:
             document["text"] = self._prompt + self._messages[-1]["content"]
         if self.is_truncated:
@@ -165,7 +162,7 @@ class Dialogue:
         return document
 
     def _plan(self, row: Row, settings: DataSettings, source: Source) -> list[Message]:
-        """Return the turns to come, those of the assistant empty."""
+        """Return the turns to come; those of the assistant are what the data says."""
         try:
             with name_line(Path(source.name), row.place, "messages, conversations, prompt or text"):
                 value = self._parse(row, source)
@@ -173,7 +170,9 @@ class Dialogue:
                 is_chat = "messages" in value or "conversations" in value
                 prompt = next((value[k] for k in PROMPT_KEYS if k in value), None)
                 if is_chat and not settings.completion:
-                    return _plan_answers(_read_messages(value), settings.system_prompt)
+                    conversation = parse_conversation(value)
+                    self._options = conversation.options
+                    return _plan_answers(conversation.messages, settings.system_prompt)
                 if not isinstance(prompt, str) or not prompt.strip():
                     kind = "a plain prompt" if settings.completion else "a conversation or a prompt"
                     raise ValueError(f"it does not hold {kind}")
@@ -197,24 +196,20 @@ class Dialogue:
         return value
 
 
-def _read_messages(value: dict[str, Any]) -> list[Message]:
-    """Read a conversation; a `system` beside it, as Daring-Anteater has, comes first."""
-    messages = parse_messages(value)
-    system = value.get("system")
-    if isinstance(system, str) and system and all(m["role"] != "system" for m in messages):
-        messages.insert(0, {"role": "system", "content": system})
-    return messages
+def _list_calls(message: Message) -> list[Any]:
+    """The functions that a message calls, with their arguments."""
+    (plain,) = convert_arguments([message], to_text=False)
+    calls = [call["function"] for call in plain.get("tool_calls", [])]
+    return [(call["name"], call["arguments"]) for call in calls]
 
 
 def _plan_answers(messages: list[Message], system_prompt: str | None) -> list[Message]:
     turns: list[Message] = []
-    if system_prompt is not None and all(m["role"] != "system" for m in messages):
+    if system_prompt is not None and all(get_speaker(m) != "system" for m in messages):
         turns.append({"role": "system", "content": system_prompt})
     for message in [*messages, {"role": "assistant", "content": ""}]:
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or (turns and get_speaker(turns[-1]) in ASKING_ROLES):
             turns.append(message)
-        elif turns and turns[-1]["role"] in ASKING_ROLES:
-            turns.append({"role": "assistant", "content": ""})
     if all(turn["role"] != "assistant" for turn in turns):
         raise ValueError("there is no user's turn to answer")
     return turns

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from specdec.chat import render_messages
+from specdec.chat import ChatFormat
 from specdec.command.settings import need
 from specdec.pretrained import load_tokenizer
 from specdec.processes import call_run
@@ -30,6 +30,7 @@ class EngineRunner:
         self.settings = settings
         self._limits = read_engine_config(need(settings.engine_dir)).build
         self._tokenizer = load_tokenizer(need(settings.tokenizer_dir))
+        self._format = ChatFormat(self._tokenizer)
 
     def answer(self, dialogues: Iterable[Dialogue]) -> Iterator[tuple[Dialogue, RowError | None]]:
         """Yield each row when it is done, or with what it failed of."""
@@ -63,7 +64,7 @@ class EngineRunner:
             for dialogue, output in zip(asking, self._run(requests), strict=True):
                 if output["output_text"]:
                     is_truncated = output["finish_reason"] == "length"
-                    dialogue.add(output["output_text"], is_truncated=is_truncated)
+                    dialogue.add({"content": output["output_text"]}, is_truncated=is_truncated)
                     group.append(dialogue)
                 else:
                     yield dialogue, RowError("the answer is empty")
@@ -79,7 +80,7 @@ class EngineRunner:
             ids = self._tokenizer(context, verbose=False)["input_ids"]
         else:
             try:
-                text = render_messages(self._tokenizer, context, ask=True)
+                text = self._format.render(context, ask=True)
             except ValueError as error:
                 raise RowError(str(error)) from None
             ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

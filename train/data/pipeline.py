@@ -161,7 +161,7 @@ def answer_row(client: Client, settings: DataSettings, source: Source, row: Row)
         seed = None if settings.seed is None else settings.seed + row.index
         while (context := dialogue.ask()) is not None:
             answer = client.ask(context, seed)
-            dialogue.add(answer.text, is_truncated=answer.is_truncated)
+            dialogue.add(answer.message, is_truncated=answer.is_truncated)
         return row.index, row.place, finish_row(dialogue, settings)
     except RowError as error:
         return row.index, row.place, error
