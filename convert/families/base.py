@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from specdec import logs
@@ -23,6 +23,8 @@ logger = logs.get_logger(__name__)
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 # What every loader computes anew.
 ROTARY_BUFFERS = ("*.rotary_emb.inv_freq",)
+# What means false in a field of any type.
+NO = ("false", "0", "no", "none", "")
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
@@ -113,6 +115,13 @@ class Family:
             layout = self._share(folder, layout, is_tied=is_tied)
         values = self.read_config(reader, layout)
         reader.finish()
+        for name, value, is_interleaved in list_layouts(folder.config):
+            if is_interleaved:
+                logger.warning(
+                    "%s: %s is %s, which transformers' models of this family do not read: rotated"
+                    " pairs are half-split, not interleaved",
+                    folder.path, name, shorten(value),
+                )  # fmt: skip
         fields = {field.name for field in dataclasses.fields(ModelConfig)}
         values |= {name: value for name, value in vars(layout).items() if name in fields}
         architecture = self.written_as or self.architectures[0]
@@ -339,6 +348,31 @@ def read_windows(
     return {"sliding_window": window, "layer_types": types if is_mixed else None}
 
 
+def list_layouts(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """Yield the fields about the layout of rotated pairs, inside of objects too.
+
+    Each has its name with those of the objects around it, its value, and whether the value means
+    interleaved pairs: dimensions 2i and 2i + 1 of a head, where half-split ones are i and i + n/2.
+    """
+    for name, value in config.items():
+        words = set(re.split(r"[^a-z0-9]+", f"{place}{name}".lower()))
+        own = set(re.split(r"[^a-z0-9]+", name.lower()))
+        rotates = not words.isdisjoint(("rope", "rotary", "neox"))
+        rotates = rotates or name == "position_embedding_type"
+        is_other = not words.isdisjoint(("mrope", "indexer"))  # kinds that no model here has
+        text = str(value).lower()
+        if isinstance(value, dict):
+            yield from list_layouts(value, f"{place}{name}.")
+        elif value is None or not rotates or is_other:
+            continue
+        elif "neox" in own:
+            yield place + name, value, text in NO
+        elif any(word.startswith("interleav") or word == "traditional" for word in own):
+            yield place + name, value, text not in NO
+        elif own & {"style", "layout"} or re.search(r"interleav|gpt_?j", text):
+            yield place + name, value, re.search("neox|half", text) is None
+
+
 def get_window(reader: ConfigReader, default: int | None) -> int | None:
     """Return the sliding_window field; null means none, an absent one the default."""
     if "sliding_window" not in reader.config:
@@ -397,5 +431,6 @@ def _drop_default(scaling: Mapping[str, Any]) -> dict[str, Any]:
     """The scaling alone: transformers 5 keeps base and rotated fraction in the same object."""
     if list_kinds(scaling) == ["default"]:
         return {}
-    beside = ("rope_theta", "partial_rotary_factor")
-    return {key: value for key, value in scaling.items() if key not in beside}
+    layouts = [name for name, *_ in list_layouts({"rope": scaling})]
+    beside = ("rope_theta", "partial_rotary_factor", *layouts)
+    return {key: value for key, value in scaling.items() if not {key, f"rope.{key}"} & {*beside}}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specdec.errors import SpecDecError, join_names
+from specdec.errors import SpecDecError, join_names, shorten
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import DEFAULT_EXCLUDED
 from specdec.trtllm.facts import DEFAULT_LABEL
 from specdec.trtllm.pairs import Pair, find_pair
+
+from ..families.base import list_layouts
 
 if TYPE_CHECKING:
     from ..hf import ConfigReader, HfFolder
@@ -98,6 +100,18 @@ def check_sizes(reader: ConfigReader, whose: str, sizes: Mapping[str, int], mode
             reader.refuse(
                 f"{whose} {name} is {own}, the target's {getattr(model, name)}",
                 "use the drafter that was trained for this target",
+            )
+
+
+def check_layouts(reader: ConfigReader) -> None:
+    """Note every field that says that the drafter rotates interleaved pairs."""
+    for name, value, is_interleaved in list_layouts(reader.config):
+        if is_interleaved:
+            reader.refuse(
+                f"{name} is {shorten(value)}: rotary embeddings of interleaved pairs, and only"
+                " half-split pairs are computed",
+                "use a drafter with half-split pairs (is_neox_style true); correct the field only"
+                " if it is wrong",
             )
 
 

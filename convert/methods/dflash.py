@@ -27,10 +27,10 @@ from specdec.model.tensors import (
 )
 
 from ..families import qwen2, qwen3
-from ..families.base import ROTARY_BUFFERS, read_decoder
+from ..families.base import ROTARY_BUFFERS, list_layouts, read_decoder
 from ..hf import ConfigReader, HfFolder
 from ..plan import Part, check_num_layers
-from .base import choose_pair, exclude_modules
+from .base import check_layouts, choose_pair, exclude_modules
 from .eagle import IS_DRAFTED, check_fixed, check_offsets, read_layers
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
             "give the folder of a DFlash drafter",
         )
     reader = ConfigReader(folder.config, folder.path)
+    check_layouts(reader)
     kind = folder.config.get("speculators_model_type")
     is_speculators = kind is not None
     # DeepSpec tells the rank of DFlash's drafters as well, 0.
@@ -167,7 +168,8 @@ def _check_speculators(reader: ConfigReader, model: ModelConfig, *, has_window: 
 
 def _read_scale(reader: ConfigReader, place: ConfigReader, model: ModelConfig) -> float:
     """What the rows of the target's embedding are multiplied by; note fields that are unknown."""
-    known = reader.config if place is reader else KNOWN
+    layouts = [name for name, *_ in list_layouts(place.config)]
+    known = reader.config if place is reader else (*KNOWN, *layouts)
     if unknown := [key for key, value in place.config.items() if key not in known and value]:
         reader.refuse(
             f"dflash_config has {join_names(sorted(unknown))}, which is not known here",

@@ -34,7 +34,7 @@ from ..families import llama
 from ..families.base import ROTARY_BUFFERS, read_decoder
 from ..hf import ConfigReader, HfFolder
 from ..plan import Part, check_num_layers
-from .base import choose_pair, exclude_modules
+from .base import check_layouts, choose_pair, exclude_modules
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
@@ -133,6 +133,7 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     """Read the drafter's config.json; raise SpecDecError where tensors or target disagree."""
     _check_kind(folder)
     reader = ConfigReader(folder.config, folder.path)
+    check_layouts(reader)
     is_speculators = folder.config.get("speculators_model_type") is not None
     net_config = reader.get_object("transformer_layer_config") if is_speculators else folder.config
     net_reader = reader.enter(net_config)

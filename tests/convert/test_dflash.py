@@ -152,6 +152,9 @@ DSPARK: dict[str, Any] = {"form": "deepspec", "markov_rank": 4}
         ),
         ({"net": SLIDING}, "is_causal is absent"),
         ({"net": SLIDING | {"is_causal": True}}, "is_causal is true"),
+        ({"is_neox_style": False}, "is_neox_style is False: rotary embeddings of interleaved"),
+        (DSPARK | {"rope_is_neox_style": False}, "rope_is_neox_style is False: rotary"),
+        (SPECULATORS | {"net": {"rope_interleave": True}}, ".rope_interleave is True: rotary"),
         ({"is_causal": True}, "is_causal is true: the tokens of a block would not see"),
         (
             {
@@ -191,6 +194,45 @@ def test_what_is_refused(
     assert message in done.stderr
     assert read_error_lines(done.stderr)
     assert not (tmp_path / "ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "interleaved"),
+    [
+        ({"is_neox_style": True, "rope_is_neox_style": None, "rope_interleaved": False}, []),
+        ({"rope_scaling": {"rope_type": "yarn", "mrope_interleaved": True}}, []),
+        ({"indexer_rope_interleave": True, "interleave_moe_layer_step": 2}, []),
+        ({"position_embedding_type": "rope_gpt_neox", "rope_layout": "half"}, []),
+        ({"rope_parameters": {"interleaved": True}}, ["rope_parameters.interleaved"]),
+        ({"dflash_config": {"is_neox_style": 0}}, ["dflash_config.is_neox_style"]),
+        ({"rope_traditional": True, "rope_style": "gptj"}, ["rope_traditional", "rope_style"]),
+        ({"position_embedding_type": "rope_gptj"}, ["position_embedding_type"]),
+        ({"rotary_layout": "legacy"}, ["rotary_layout"]),
+    ],
+)
+def test_fields_about_the_layout_of_rotated_pairs(
+    config: dict[str, Any], interleaved: list[str]
+) -> None:
+    from specdec.convert.families.base import list_layouts
+
+    assert [name for name, _, is_interleaved in list_layouts(config) if is_interleaved] == (
+        interleaved
+    )
+
+
+def test_a_layout_that_is_computed_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_llama(tmp_path, layers=3, vocab=131, rope_interleaved=True)
+    drafter = make_dflash_drafter(tmp_path, vocab=131, rope_is_neox_style=True)
+    config = json.loads((drafter / "config.json").read_text())
+    config["dflash_config"]["is_neox_style"] = True
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0, "interleaved": False}
+    (drafter / "config.json").write_text(json.dumps(config))
+    folder = convert(target, drafter, tmp_path / "ckpt")
+    assert "target: rope_interleaved is True, which transformers' models" in capsys.readouterr().err
+    net = json.loads((folder / "config.json").read_text())["dflash_net_config"]
+    assert net["rotary_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
