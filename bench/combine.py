@@ -42,7 +42,6 @@ def add_budget(candidate: Candidate) -> Candidate:
         name=f"{candidate.name}, budget auto",
         proposer=pace(candidate.proposer),
         run=candidate.run | {"draft_budget": "auto"},
-        is_replayed=False,
     )
 
 
@@ -70,5 +69,4 @@ def add_suffix(candidate: Candidate, method: Method) -> Candidate:
         build=build,
         run=candidate.run
         | {"suffix_max_tokens": NUM_SUFFIX_TOKENS, "draft_chain": f"{SUFFIX.name},{method.name}"},
-        is_replayed=False,
     )

@@ -7,6 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from specdec.command.settings import need, require
 from specdec.decode.drafters.base import PlainProposer, Proposer
 from specdec.decode.engine import TorchEngine
@@ -14,6 +17,7 @@ from specdec.decode.loading import load_engine
 from specdec.decode.loop import Options, Timing, generate
 from specdec.decode.requests import Request, Result
 from specdec.decode.settings import DecodeSettings
+from specdec.engine.step import Step
 from specdec.errors import SpecDecError
 from specdec.pretrained import load_tokenizer
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
@@ -106,10 +110,27 @@ class Bench:
         results: list[Result] = generate(self.engine.decoder, proposer, requests, options, timing)
         return results
 
-    def run(self, proposer: Proposer, batch_size: int) -> Pass:
-        """Decode the requests of every category."""
+    def read_states(self, tokens: Sequence[int]) -> Tensor:
+        """The target's last hidden states [T, D] after each token of a text, read at once."""
+        decoder, size = self.engine.decoder, len(tokens)
+        step = Step(
+            rows=np.zeros(1, np.int64),
+            tokens=np.array([tokens]),
+            positions=np.arange(size)[None],
+            tree_mask=np.tril(np.ones((1, size, size), np.bool_)),
+        )
+        states: Tensor = decoder.forward(step, decoder.make_cache(1, size))[0]
+        return states
+
+    def run(self, proposer: Proposer, batch_size: int, most_tokens: int | None = None) -> Pass:
+        """Decode the requests of every category, to at most so many tokens each."""
         done = Pass({}, {}, Timing(is_exact=True))
         for category, requests in self.groups.items():
+            if most_tokens is not None:
+                requests = [
+                    dataclasses.replace(r, max_output_len=min(most_tokens, r.max_output_len))
+                    for r in requests
+                ]
             began = time.perf_counter()
             done.results[category] = self.decode(requests, proposer, batch_size, done.timing)
             done.seconds[category] = time.perf_counter() - began

@@ -92,7 +92,8 @@ class TuneSettings(PromptSettings):
     )  # fmt: skip
     num_measured: int = setting(
         3, minimum=1, metavar="N",
-        help="How many settings to measure: those that are predicted to be fastest.",
+        help="How many settings to measure over all prompts; round by round the slower half of the"
+        " others goes.",
     )  # fmt: skip
     output_file: Path | None = setting(
         metavar="RECIPE", help="Write the best settings as a recipe, to be used with --config."

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -96,24 +95,3 @@ def take_turns(calls: dict[int, Callable[[], object]], repeat: int) -> dict[int,
             if index >= WARM_UPS:
                 times[key].append(time.perf_counter() - began)
     return {key: statistics.median(values) for key, values in times.items()}
-
-
-def interpolate(costs: dict[int, float], size: float) -> float:
-    """Seconds of a step of that many tokens, on the line through the nearest measured sizes."""
-    sizes = sorted(costs)
-    return float(np.interp(size, sizes, [costs[n] for n in sizes]))
-
-
-def level_costs(costs: dict[int, float]) -> dict[int, float]:
-    """Costs that do not fall with the size: what fewer tokens took more was disturbed."""
-    least = math.inf
-    levelled = {}
-    for size in sorted(costs, reverse=True):
-        levelled[size] = least = min(least, costs[size])
-    return dict(sorted(levelled.items()))
-
-
-def average(values: Iterable[float]) -> float:
-    """The mean, 0 of nothing."""
-    listed = list(values)
-    return statistics.fmean(listed) if listed else 0.0

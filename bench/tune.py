@@ -1,20 +1,23 @@
-"""Which setting of a drafter is fastest here: predict all, measure the best few."""
+"""Which setting of a drafter is fastest here, by successive halving.
+
+All settings decode a few tokens, the faster half decodes twice as many, and so on; the last few
+take turns with plain decoding over all prompts (Jamieson and Talwalkar,
+https://arxiv.org/abs/1502.07943).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specdec import logs
 from specdec.command.settings import list_given, name_flag, require
-from specdec.decode.drafters.base import PromptFollower
+from specdec.decode.drafters.base import Proposer
+from specdec.decode.requests import sum_stats
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.staging import check_output_file
@@ -23,28 +26,19 @@ from specdec.methods.draft_target import DraftTargetTune
 from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 
 from .combine import list_combined
-from .engine import Bench, open_bench
-from .forecast import Forecaster
+from .engine import Bench, Pass, open_bench
 from .machine import LoadMeter, describe_load, describe_machine
 from .measure import alternate, divide, list_results, summarize
 from .methods import load_tuning
 from .methods.base import Candidate, Tuning, call_build
 from .prompts import read_prompt_set
 from .recipe import describe_best, write_recipe
-from .replay import PromptStateRecorder, Recording, Replay, StateRecorder
 from .settings import TuneSettings, read_counts
-from .steps import average, interpolate, level_costs, list_sizes, time_steps
 
 logger = logs.get_logger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """What a replay and the costs of steps say of a setting."""
-
-    candidate: Candidate
-    found: Replay
-    tokens_per_second: float
+FIRST_TOKENS = 16  # that every request decodes in the first round
 
 
 def tune(settings: TuneSettings) -> dict[str, Any]:
@@ -64,16 +58,8 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
         bench = open_bench(run_settings)
         bench.take_prompts(prompts, run_settings)
         bench.check_batch_sizes(batch_sizes)
-        recordings = record(bench, max(batch_sizes))
-        candidates = [
-            candidate
-            for tuning in tunings
-            for candidate in tuning.list_candidates(bench, recordings, settings)
-        ]
-        found = [
-            tune_batch(bench, candidates, recordings, size, settings, methods)
-            for size in batch_sizes
-        ]
+        candidates = [c for tuning in tunings for c in tuning.list_candidates(bench, settings)]
+        found = [tune_batch(bench, candidates, size, settings, methods) for size in batch_sizes]
         others = meter.measure()
         report: dict[str, Any] = {
             **describe_machine(),
@@ -139,119 +125,103 @@ def build_engine(settings: TuneSettings, tunings: Sequence[Tuning]) -> Iterator[
         )  # fmt: skip
 
 
-def record(bench: Bench, batch_size: int) -> list[Recording]:
-    """Decode all prompts plainly, and keep what the target computed at every token."""
-    follows = isinstance(bench.engine.proposer, PromptFollower)
-    recordings = []
-    for requests in bench.groups.values():
-        recorder = (PromptStateRecorder if follows else StateRecorder)(bench.engine.decoder)
-        results = bench.decode(requests, recorder, batch_size, bench.engine.timing)
-        for result in results:
-            request = result.request
-            states = torch.stack(recorder.states[request.index])
-            prompt_states = recorder.get_prompt(request.index)
-            if result.finish_reason == "stop":  # the text is not followed when it is replayed
-                request = dataclasses.replace(
-                    request, max_output_len=len(result.output_ids), stop=()
-                )
-            recordings.append(Recording(request, result.output_ids, states, prompt_states))
-    return recordings
-
-
 def tune_batch(
     bench: Bench,
     candidates: Sequence[Candidate],
-    recordings: Sequence[Recording],
     batch_size: int,
     settings: TuneSettings,
     methods: Sequence[Method],
 ) -> tuple[dict[str, Any], Candidate | None]:
-    """Predict every setting for one batch size; measure the best, and what is made of them.
+    """Halve the settings for one batch size; measure the last, and what is made of them.
 
     Returns the table, and the fastest setting; None where plain decoding is.
     """
     logger.info("batch size %d: %d settings", batch_size, len(candidates))
-    bench.run(bench.plain, batch_size)  # warms up
-    plain = bench.run(bench.plain, batch_size)
-    timing = plain.timing
-    overhead = (timing.accept + timing.other) / max(1, timing.num_steps)
-    past_len = round(
-        statistics.median(len(r.request.input_ids) + len(r.output_ids) // 2 for r in recordings)
-    )
-    largest = 1 + max(c.proposer.max_draft_tokens for c in candidates)
-    measured_costs = time_steps(
-        bench.engine.decoder, list_sizes(largest), past_len=past_len,
-        repeat=max(3, settings.repeat), batch_size=batch_size,
-    )  # fmt: skip
-    costs = level_costs(measured_costs)
-    num_tokens = plain.count_tokens()
-
-    def predict(steps: Sequence[float], draft_seconds: float) -> float:
-        seconds = sum(interpolate(costs, size) + overhead for size in steps)
-        return float(num_tokens / (timing.prefill + draft_seconds + seconds))
-
-    forecaster = Forecaster(bench, recordings, batch_size)
-
-    def forecast(candidate: Candidate) -> Prediction:
-        found = forecaster.find(candidate)
-        return Prediction(candidate, found, predict(found.sizes, sum(found.draft_seconds)))
-
-    shown = logs.show_progress(candidates, label="replays", total=len(candidates))
-    predictions = [forecast(candidate) for candidate in shown]
-    predictions.sort(key=lambda p: -p.tokens_per_second)
-    combined = [forecast(c) for c in list_combined([p.candidate for p in predictions], methods)]
-    chosen = predictions[: settings.num_measured] + combined
-    predictions += combined
-    predictions.sort(key=lambda p: -p.tokens_per_second)
+    rows: dict[str, dict[str, Any]] = {}
+    left = list(candidates)
+    bench.run(bench.plain, batch_size, FIRST_TOKENS)  # warms up
+    for number, num_tokens in enumerate(list_rounds(len(left), settings), 1):
+        logger.info("round %d: %d settings, %d tokens each", number, len(left), num_tokens)
+        tried = try_settings(bench, left, batch_size, num_tokens)
+        rows |= {name: row | {"round": number} for name, row in tried.items()}
+        left.sort(key=lambda c: -tried[c.name]["trial_ratio"])
+        left = left[: max(settings.num_measured, -(-len(left) // 2))]
+    left = left[: settings.num_measured]
+    combined = list_combined(left, methods)
+    finalists = [*left, *combined]
     rounds = alternate(
         bench,
-        {"plain": bench.plain, **{p.candidate.name: p.candidate.proposer for p in chosen}},
+        {"plain": bench.plain, **{c.name: c.proposer for c in finalists}},
         batch_size,
         settings.repeat,
     )
     plain_rates = rounds["plain"].list_rates()
-    plain_prediction = predict([1] * timing.num_steps, 0.0)
-    rows = []
-    for prediction in predictions:
-        name = prediction.candidate.name
-        row = describe_prediction(prediction, plain_prediction)
-        if name in rounds:
-            rates = rounds[name].list_rates()
-            totals = [r.stats for r in list_results(rounds[name].warm_up)]
-            steps = sum(stats.num_verify_steps for stats in totals)
-            emitted = sum(stats.num_output_tokens - 1 for stats in totals)
-            row["measured"] = {
-                "tokens_per_second": summarize(rates),
-                "ratio": divide(rates, plain_rates),
-                "acceptance_length": round(emitted / max(1, steps), 4),
-            }
-        rows.append(row)
-    measured = [row for row in rows if row["measured"] is not None]
-    best = max(measured, key=lambda row: row["measured"]["ratio"]["median"])
-    names = {p.candidate.name: p.candidate for p in predictions}
-    winner = names[best["name"]] if best["measured"]["ratio"]["median"] > 1 else None
+    for candidate in finalists:
+        done = rounds[candidate.name]
+        row = describe_pass(done.warm_up)
+        row |= {"trial_ratio": None, "round": None} | rows.get(candidate.name, {})
+        rates = done.list_rates()
+        row["measured"] = {
+            "tokens_per_second": summarize(rates), "ratio": divide(rates, plain_rates),
+            "acceptance_length": describe_pass(done.warm_up)["acceptance_length"],
+        }  # fmt: skip
+        rows[candidate.name] = row
+
+    def rank(row: dict[str, Any]) -> tuple[float, int, float]:
+        measured = row["measured"]["ratio"]["median"] if row["measured"] else 0.0
+        return (-measured, -(row["round"] or 0), -(row["trial_ratio"] or 0.0))
+
+    table = sorted(({"name": name, **row} for name, row in rows.items()), key=rank)
+    winner = None
+    if table[0]["measured"]["ratio"]["median"] > 1:
+        winner = next(c for c in finalists if c.name == table[0]["name"])
     report = {
         "batch_size": batch_size,
-        "step_ms_by_tokens": {size: round(1000 * cost, 4) for size, cost in measured_costs.items()},
-        "plain": {
-            "predicted_tokens_per_second": round(plain_prediction, 2),
-            "tokens_per_second": summarize(plain_rates),
-        },
-        "settings": rows,
+        "plain": {"tokens_per_second": summarize(plain_rates)},
+        "settings": table,
         "best": winner.name if winner is not None else "plain",
     }
     return report, winner
 
 
-def describe_prediction(prediction: Prediction, plain: float) -> dict[str, Any]:
+def list_rounds(num_candidates: int, settings: TuneSettings) -> list[int]:
+    """Tokens that each request decodes, round by round, until few enough settings are left."""
+    rounds = []
+    num_tokens = min(FIRST_TOKENS, settings.max_output_len)
+    while num_candidates > settings.num_measured:
+        rounds.append(num_tokens)
+        num_tokens = min(2 * num_tokens, settings.max_output_len)
+        num_candidates = max(settings.num_measured, -(-num_candidates // 2))
+    return rounds
+
+
+def try_settings(
+    bench: Bench, candidates: Sequence[Candidate], batch_size: int, num_tokens: int
+) -> dict[str, dict[str, Any]]:
+    """Decode with each setting once, plain decoding before and after it; rows by setting."""
+
+    def measure(proposer: Proposer) -> tuple[Pass, float]:
+        done = bench.run(proposer, batch_size, num_tokens)
+        return done, done.count_tokens() / sum(done.seconds.values())
+
+    rows, before = {}, measure(bench.plain)[1]
+    for candidate in logs.show_progress(candidates, label="settings", total=len(candidates)):
+        done, rate = measure(candidate.proposer)
+        after = measure(bench.plain)[1]
+        ratio = rate / statistics.mean([before, after])
+        rows[candidate.name] = describe_pass(done) | {"trial_ratio": round(ratio, 4)}
+        before = after
+    return rows
+
+
+def describe_pass(done: Pass) -> dict[str, Any]:
     """A row of the table, not measured."""
-    found = prediction.found
+    results = list_results(done)
+    totals, num_steps = sum_stats(results), max(1, done.timing.num_steps)
+    drafted = sum(result.stats.num_draft_tokens for result in results)
     return {
-        "name": prediction.candidate.name,
-        "acceptance_length": round(found.acceptance_length, 4),
-        "tokens_per_step": round(average(found.sizes), 2),
-        "draft_ms": round(1000 * average(found.draft_seconds), 4),
-        "predicted_tokens_per_second": round(prediction.tokens_per_second, 2),
-        "predicted_ratio": round(prediction.tokens_per_second / plain, 4),
+        "acceptance_length": totals["acceptance_length"] or 1.0,
+        "tokens_per_step": round(1 + drafted / max(1, int(totals["num_verify_steps"] or 0)), 2),
+        "draft_ms": round(1000 * done.timing.draft / num_steps, 4),
         "measured": None,
     }

@@ -24,7 +24,7 @@ def command(settings: TuneSettings) -> None:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The table: every setting with its prediction, the best few with their measurement."""
+    """The table: the settings that were measured against plain decoding, then those that fell."""
     from .report import format_machine, format_spread, format_table
 
     lines = [
@@ -33,14 +33,13 @@ def format_report(report: dict[str, Any]) -> str:
         *format_machine(report),
     ]
     head = [
-        "setting", "tokens a step", "verified", "draft ms", "predicted", "ratio",
-        "measured", "ratio", "tokens a step",
+        "setting", "tokens per step", "verified", "draft ms", "last round", "ratio there",
+        "tokens/s", "times plain",
     ]  # fmt: skip
     for batch in report["batches"]:
-        plain = batch["plain"]
         rows = [
-            ["plain", "1.00", "1.0", "0.000", f"{plain['predicted_tokens_per_second']:.1f}", "1.00",
-             format_spread(plain["tokens_per_second"], 1), "1.00", "1.00"],
+            ["plain", "1.00", "1.0", "0.000", "-", "-",
+             format_spread(batch["plain"]["tokens_per_second"], 1), "1.00"],
         ]  # fmt: skip
         for row in batch["settings"][:MAX_ROWS]:
             found = row["measured"]
@@ -50,17 +49,15 @@ def format_report(report: dict[str, Any]) -> str:
                     f"{row['acceptance_length']:.2f}",
                     f"{row['tokens_per_step']:.1f}",
                     f"{row['draft_ms']:.3f}",
-                    f"{row['predicted_tokens_per_second']:.1f}",
-                    f"{row['predicted_ratio']:.2f}",
+                    "-" if row["round"] is None else str(row["round"]),
+                    "-" if row["trial_ratio"] is None else f"{row['trial_ratio']:.2f}",
                     "-" if found is None else format_spread(found["tokens_per_second"], 1),
                     "-" if found is None else format_spread(found["ratio"]),
-                    "-" if found is None else f"{found['acceptance_length']:.2f}",
                 ]
             )
-        costs = ", ".join(f"{n}: {ms:.3f}" for n, ms in batch["step_ms_by_tokens"].items())
         lines += [
             "",
-            f"batch size {batch['batch_size']}; ms of a verify step by tokens: {costs}",
+            f"batch size {batch['batch_size']}",
             *format_table(head, rows),
             *describe_rest(len(batch["settings"]) - MAX_ROWS),
             f"best: {batch['best']}",
@@ -72,4 +69,4 @@ def format_report(report: dict[str, Any]) -> str:
 
 def describe_rest(count: int) -> list[str]:
     """What a table leaves out."""
-    return [f"{count} more should be slower; --json lists them"] if count > 0 else []
+    return [f"{count} more fell in earlier rounds; --json lists them"] if count > 0 else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,30 +12,20 @@ from specdec.processes import call_stage
 
 if TYPE_CHECKING:
     from ..engine import Bench
-    from ..replay import Recording
     from ..settings import TuneSettings
 
-TREE_SIZES = (1, 2, 3, 5, 7, 10, 15, 20, 31, 47, 63)
-NUM_RANKS = 10  # of each level of a draft, that static trees are made of
+TREE_SIZES = (1, 3, 7, 15, 31, 63)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One setting; the options are those of the stages that it is chosen by.
-
-    rehearsed: proposes the same at no cost, where that is known; what drafting costs is then
-    sampled, once for all candidates of the same `cost`. is_replayed: whether recorded texts tell
-    what is accepted, or only decoding does.
-    """
+    """One setting; the options are those of the stages that it is chosen by."""
 
     name: str
     proposer: Proposer
     convert: dict[str, Any] = dataclasses.field(default_factory=dict)
     build: dict[str, Any] = dataclasses.field(default_factory=dict)
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rehearsed: Proposer | None = None
-    cost: str = ""
-    is_replayed: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,9 +44,7 @@ class Tuning(Protocol):
     def prepare(self, settings: TuneSettings, folder: Path) -> Trial:
         """Say what to build; files that are only for the trial go into `folder`."""
 
-    def list_candidates(
-        self, bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
-    ) -> list[Candidate]:
+    def list_candidates(self, bench: Bench, settings: TuneSettings) -> list[Candidate]:
         """Every setting to consider, as a proposer on the trial's engine."""
 
 

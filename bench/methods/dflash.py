@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from specdec.decode.drafters.dflash import DEFAULT_TOP_K, DFlashProposer
@@ -13,15 +12,12 @@ from .base import take_checkpoint as prepare
 
 if TYPE_CHECKING:
     from ..engine import Bench
-    from ..replay import Recording
     from ..settings import TuneSettings
 
 __all__ = ["list_candidates", "prepare"]
 
 
-def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
-) -> list[Candidate]:
+def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
     """Chains up to the whole block, and trees of the likeliest paths."""
     engine, drafter = bench.engine, cast(DFlashProposer, bench.engine.proposer)
     params = drafter.params

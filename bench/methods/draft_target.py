@@ -19,7 +19,6 @@ from .base import Candidate, Trial, call_build
 
 if TYPE_CHECKING:
     from ..engine import Bench
-    from ..replay import Recording
     from ..settings import TuneSettings
 
 
@@ -41,9 +40,7 @@ def prepare(settings: TuneSettings, folder: Path) -> Trial:
     )
 
 
-def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
-) -> list[Candidate]:
+def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
     """Every draft length, and trees."""
     run = list_tokens(as_options(settings, DraftTargetTune))
     return [

@@ -10,17 +10,7 @@ from typing import TYPE_CHECKING, cast
 from specdec.decode.drafters.eagle import EagleProposer, count_top_k
 from specdec.decode.drafters.trees import grow_choices
 
-from ..rehearsal import (
-    Rehearsed,
-    TextChain,
-    TextTree,
-    count_dynamic,
-    count_static,
-    measure_ranks,
-    rehearse,
-)
-from ..replay import Recording, count_positions
-from .base import NUM_RANKS, TREE_SIZES, Candidate
+from .base import TREE_SIZES, Candidate
 from .base import take_checkpoint as prepare
 
 if TYPE_CHECKING:
@@ -30,77 +20,72 @@ if TYPE_CHECKING:
 __all__ = ["list_candidates", "prepare"]
 
 TOP_KS = (2, 4, 8)  # branches of dynamic trees
+NUM_RANKS = 10  # of each level's tokens, that static trees are made of
 
 
-def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
-) -> list[Candidate]:
-    """Static trees, then dynamic ones."""
-    return [*list_static(bench, recordings), *list_dynamic(bench, recordings)]
+def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
+    """Static trees, then dynamic ones, each down to half of the depth and to the whole depth."""
+    depths = list_depths(cast(EagleProposer, bench.engine.proposer).params.max_draft_depth)
+    return [*list_static(bench, depths), *list_dynamic(bench, depths)]
 
 
-def list_static(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate]:
-    """The likeliest trees of rising size, each down to every depth."""
-    engine, drafter = bench.engine, cast(EagleProposer, bench.engine.proposer)
+def list_depths(most: int) -> list[int]:
+    return sorted({max(1, most // 2), most})
+
+
+def guess_accuracy(depth: int, rank: int) -> float:
+    """How often the token of a rank is right, as static trees are grown by.
+
+    The likeliest token counts for more than all others together, as with every drafter here; which
+    of the trees is best is then measured.
+    """
+    return float(0.6 / (1 + rank) ** 2)
+
+
+def list_static(bench: Bench, depths: Sequence[int]) -> list[Candidate]:
+    """The likeliest trees of rising size."""
+    drafter = cast(EagleProposer, bench.engine.proposer)
     params = drafter.params
-    num_ranks = min(NUM_RANKS, params.draft_vocab_size)
-    chain = TextChain(params.max_draft_depth, num_ranks)
-    positions = count_positions(recordings, 0)
-    ranks = rehearse(drafter, engine.decoder, recordings, chain, positions)
-    accuracies = measure_ranks(ranks, num_ranks)
     found: dict[str, Candidate] = {}
-    for max_depth in range(1, params.max_draft_depth + 1):
+    for max_depth in depths:
         for size in TREE_SIZES:
             choices = grow_choices(
-                max_depth, min(size, params.max_draft_len), num_ranks,
-                lambda depth, rank: float(accuracies[depth, rank]),
+                max_depth, min(size, params.max_draft_len),
+                min(NUM_RANKS, params.draft_vocab_size), guess_accuracy,
                 params.max_non_leaves_per_layer,
             )  # fmt: skip
-            depth = max(map(len, choices))
-            name = f"static {len(choices)}, {depth} deep"
-            if name in found:
-                continue
-            proposer = EagleProposer(drafter.net, engine.decoder)
-            proposer.use_choices(choices)
-            accepted = count_static(ranks, choices)
-            found[name] = Candidate(
-                name, proposer,
-                run={"eagle_choices": json.dumps([list(path) for path in choices])},
-                rehearsed=Rehearsed(accepted, recordings, len(choices), depth),
-                cost=name,
-            )  # fmt: skip
+            name = f"static {len(choices)}, {max(map(len, choices))} deep"
+            if name not in found:
+                proposer = EagleProposer(drafter.net, bench.engine.decoder)
+                proposer.use_choices(choices)
+                run = {"eagle_choices": json.dumps([list(path) for path in choices])}
+                found[name] = Candidate(name, proposer, run=run)
     return list(found.values())
 
 
-def list_dynamic(bench: Bench, recordings: Sequence[Recording]) -> list[Candidate]:
+def list_dynamic(bench: Bench, depths: Sequence[int]) -> list[Candidate]:
     """Trees that grow where the drafter is sure; at least as large as a level is wide."""
-    engine, drafter = bench.engine, cast(EagleProposer, bench.engine.proposer)
+    drafter = cast(EagleProposer, bench.engine.proposer)
     params = drafter.params
     most = count_top_k(params)
     candidates = []
     for top_k in [k for k in TOP_KS if k <= most] or [most]:
-        tree = TextTree(top_k=top_k, depth=params.max_draft_depth)
-        positions = count_positions(recordings, 0)
-        places = rehearse(drafter, engine.decoder, recordings, tree, positions)
-        for depth in range(2, params.max_draft_depth + 1):
+        for depth in depths:
             for size in TREE_SIZES:
-                if not max(top_k, depth) <= size <= min(params.max_draft_len, tree.num_tokens):
+                if depth < 2 or not max(top_k, depth) <= size <= params.max_draft_len:
                     continue
-                proposer = EagleProposer(drafter.net, engine.decoder)
+                proposer = EagleProposer(drafter.net, bench.engine.decoder)
                 # A dynamic tree is as deep as the checkpoint says.
                 proposer.params = dataclasses.replace(params, num_eagle_layers=depth)
                 proposer.use_dynamic_tree(top_k, size)
                 if proposer.max_draft_tokens < size:
                     continue  # fewer are drafted
-                accepted = count_dynamic(places, depth, size)
                 candidates.append(
                     Candidate(
                         f"dynamic {size}, {depth} deep, top {top_k}",
                         proposer,
                         convert={"num_eagle_layers": depth},
                         run={"eagle_dynamic_tree_max_top_k": top_k, "eagle_tree_tokens": size},
-                        rehearsed=Rehearsed(accepted, recordings, size, depth),
-                        cost=f"top {top_k}, {depth} deep",
-                    )  # fmt: skip
+                    )
                 )
     return candidates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from .base import Candidate, Trial, take_plain
 
 if TYPE_CHECKING:
     from ..engine import Bench
-    from ..replay import Recording
     from ..settings import TuneSettings
 
 WINDOWS = tuple(LookaheadConfig(size, size, size) for size in (2, 3, 4, 5))
@@ -25,9 +23,7 @@ def prepare(settings: TuneSettings, folder: Path) -> Trial:
     return take_plain(settings, METHOD, longest)
 
 
-def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
-) -> list[Candidate]:
+def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
     """Every window."""
     return [
         Candidate(
@@ -38,7 +34,6 @@ def list_candidates(
                 "max_draft_len": window.max_draft_tokens,
             },
             run={"lookahead_config": str(window)},
-            is_replayed=False,
         )
         for window in WINDOWS
     ]

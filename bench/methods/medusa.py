@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,23 +12,23 @@ from specdec.decode.drafters.medusa import MedusaProposer
 from specdec.decode.drafters.trees import grow_choices
 from specdec.files.reading import Array
 
-from .base import NUM_RANKS, TREE_SIZES, Candidate
+from ..measure import list_results
+from .base import TREE_SIZES, Candidate
 from .base import take_checkpoint as prepare
 
 if TYPE_CHECKING:
     from ..engine import Bench
-    from ..replay import Recording
     from ..settings import TuneSettings
 
 __all__ = ["list_candidates", "measure_accuracies", "prepare"]
 
+NUM_RANKS = 10  # of each head's tokens, that static trees are made of
 
-def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
-) -> list[Candidate]:
+
+def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
     """Trees of rising size: of the likeliest paths by the heads' accuracy here, and dynamic."""
     heads = cast(MedusaProposer, bench.engine.proposer).heads
-    accuracies = measure_accuracies(heads, recordings)
+    accuracies = measure_accuracies(bench, heads)
     found: dict[str, Candidate] = {}
     for size in TREE_SIZES:
         choices = grow_choices(
@@ -49,14 +48,15 @@ def list_candidates(
 
 
 @torch.inference_mode()
-def measure_accuracies(heads: Any, recordings: Sequence[Recording]) -> Array:
+def measure_accuracies(bench: Bench, heads: Any) -> Array:
     """How often a head's token of each rank is the text's, [heads, ranks], not rising with rank."""
     num_heads, num_ranks = heads.params.num_heads, min(NUM_RANKS, heads.vocab_size)
     right, seen = np.zeros((num_heads, num_ranks)), np.zeros((num_heads, 1))
-    for recording in recordings:
-        ranked, _ = heads.rank_tokens(recording.states, [num_ranks] * num_heads)
+    for result in list_results(bench.run(bench.plain, bench.max_batch_size)):
+        prompt, text = result.request.input_ids, np.array(result.output_ids)
+        states = bench.read_states([*prompt, *result.output_ids])[len(prompt) - 1 : -1]
+        ranked, _ = heads.rank_tokens(states, [num_ranks] * num_heads)
         tokens = ranked.cpu().numpy().reshape(-1, num_heads, num_ranks)
-        text = np.array(recording.output_ids)
         for head in range(num_heads):
             # The state that chose token i drafts, by head 0, token i + 1.
             wanted = text[1 + head :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from .base import Candidate, Trial, take_plain
 
 if TYPE_CHECKING:
     from ..engine import Bench
-    from ..replay import Recording
     from ..settings import TuneSettings
 
 NUM_TOKENS = (1, 2, 3, 4, 5, 7, 10, 15)
@@ -26,9 +24,7 @@ def prepare(settings: TuneSettings, folder: Path) -> Trial:
     return take_plain(settings, METHOD, longest, prompt_lookup_num_tokens=longest)
 
 
-def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
-) -> list[Candidate]:
+def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
     """Every number of tokens with every length of the n-gram."""
     return [
         Candidate(

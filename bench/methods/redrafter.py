@@ -20,7 +20,6 @@ TREE_SIZES = (7, 15)  # of dynamic trees
 
 if TYPE_CHECKING:
     from ..engine import Bench
-    from ..replay import Recording
     from ..settings import TuneSettings
 
 
@@ -43,9 +42,7 @@ def prepare(settings: TuneSettings, folder: Path) -> Trial:
     return Trial(checkpoint=made)
 
 
-def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
-) -> list[Candidate]:
+def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
     """Every number of beams with every length."""
     return list_searches(bench, read_beams(settings), settings.max_length)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from .base import Candidate, Trial, take_plain
 
 if TYPE_CHECKING:
     from ..engine import Bench
-    from ..replay import Recording
     from ..settings import TuneSettings
 
 NUM_TOKENS = (2, 3, 5, 8, 15, 31)
@@ -26,9 +24,7 @@ def prepare(settings: TuneSettings, folder: Path) -> Trial:
     return take_plain(settings, METHOD, most, suffix_max_tokens=most)
 
 
-def list_candidates(
-    bench: Bench, recordings: Sequence[Recording], settings: TuneSettings
-) -> list[Candidate]:
+def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
     """Every number of tokens with every factor."""
     return [
         Candidate(
