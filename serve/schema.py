@@ -347,7 +347,7 @@ def _explain(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
 
 
 def make_requests(engine: Engine, asked: Asked) -> list[Request]:
-    """Tokenize and check; n requests of each prompt, whose seeds follow one another.
+    """Tokenize and check; n requests of each prompt. The seeds of all choices are consecutive.
 
     BadRequest where the engine cannot take them.
     """
@@ -387,8 +387,8 @@ def make_requests(engine: Engine, asked: Asked) -> list[Request]:
         except SpecDecError as error:
             param = find_culprit(engine, asked, error) or where
             raise BadRequest(summarize(error), param) from None
-        for turn in range(count):
-            own_seed = (seed + turn) % 2**64
+        for _ in range(count):
+            own_seed = (seed + len(requests)) % 2**64
             sampling = dataclasses.replace(request.sampling, seed=own_seed)
             requests.append(dataclasses.replace(request, index=len(requests), sampling=sampling))
     return requests

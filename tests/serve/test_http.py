@@ -93,6 +93,11 @@ def test_seeds_and_choices(folder: Path, url: str) -> None:
     assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
     other = [post(url, "/v1/completions", prompt=TEXT, max_tokens=9) for _ in range(2)]
     assert other[0]["choices"] != other[1]["choices"], "without a seed each is drawn afresh"
+    many = post(
+        url, "/v1/completions", prompt=[TEXT, TEXT], max_tokens=9, n=2, seed=2**64 - 2, **sampling
+    )["choices"]
+    expected = [output.text for output in outputs]
+    assert [choice["text"] for choice in many[:3]] == expected, "equal prompts share no numbers"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
