@@ -22,11 +22,13 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start many processes: byte code of what they import is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dev demo test oracles kernels check fix bench dist clean
+.PHONY: help dev demo test test-transformers-4 oracles kernels check fix bench dist clean
 
 help:
 	@echo "make demo    drafted tokens marked in a text, and where speculation pays: some minutes"
 	@echo "make test    run the tests (TESTS=tests/core for some of them)"
+	@echo "make test-transformers-4"
+	@echo "             the tests that transformers can change, under 4.57: a minute or two"
 	@echo "make kernels the native kernels by all compilers installed, for ARM, and under the"
 	@echo "             sanitizers: half an hour or more (KERNELS='--only sanitizers' for a part)"
 	@echo "make oracles real vLLM and llama.cpp, where installed, beside specdec: half an hour"
@@ -61,6 +63,22 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder $(TESTS)
+
+# Installed beside the environment's own packages, and found before them.
+TRANSFORMERS_4 := $(VENV)/transformers-4
+TESTS_4 ?= tests/core/test_pretrained.py tests/parity/test_families.py tests/verify \
+	tests/train/test_train_methods.py tests/export/test_tokenizers.py
+
+$(TRANSFORMERS_4)/.ready: constraints-transformers4.txt $(READY)
+	@rm -rf $(TRANSFORMERS_4)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		--target $(TRANSFORMERS_4) -r constraints-transformers4.txt
+	@touch $@
+
+test-transformers-4: export PYTHONPATH := $(abspath $(TRANSFORMERS_4))
+test-transformers-4: $(TRANSFORMERS_4)/.ready
+	@$(BIN)/python -c 'import transformers; assert transformers.__version__[:5] == "4.57."'
+	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder $(TESTS_4)
 
 # Their environments lie in .oracles, or where ORACLES says; docs/export.md tells how they are made.
 ORACLES ?= .oracles

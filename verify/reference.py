@@ -55,7 +55,10 @@ class Reference:
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = device
         self._continued: dict[tuple[int, ...], list[int]] = {}
-        self._takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_count = "logits_to_keep" in parameters
+        # Releases from 5.40 on know the first name only, those before 5 the second.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
 
     def widen(self) -> None:
         """Compute in float32 from now on, with the same weights."""
@@ -70,13 +73,13 @@ class Reference:
         """
         known = self._continued.setdefault(tuple(prompt), [])
         if len(known) < length:
+            from transformers import DynamicCache
+
             known.clear()
-            cache, tokens = None, list(prompt)
+            cache = {self._cache_name: DynamicCache(config=self.model.config)}
+            tokens = list(prompt)
             while len(known) < length:
-                output = self.model(
-                    input_ids=self._pack(tokens), past_key_values=cache, use_cache=True
-                )
-                cache = output.past_key_values
+                output = self.model(input_ids=self._pack(tokens), use_cache=True, **cache)
                 tokens = [int(output.logits[0, -1].argmax())]
                 known += tokens
         return known[:length]

@@ -84,7 +84,7 @@ def unpack(folder: Path) -> None:
 
 
 RECIPES = {
-    "transformers": Recipe((TORCH, "transformers==4.57.6", "numpy<3", "safetensors==0.8.0")),
+    "transformers": Recipe((TORCH, "transformers==5.24.0", "numpy<3", "safetensors==0.8.0")),
     "llama.cpp": Recipe(("cmake==4.4.4", "ninja==1.13.2"), finish=build_llama_cpp),
     "openvino": Recipe(
         ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", TORCH, "transformers==5.5.4"),

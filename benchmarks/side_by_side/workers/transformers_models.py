@@ -17,7 +17,7 @@ class Models:
     def __init__(self, target: str, draft: str, dtype: str) -> None:
         self.model, self.assistant = (
             transformers.AutoModelForCausalLM.from_pretrained(
-                folder, torch_dtype=getattr(torch, dtype), trust_remote_code=False
+                folder, dtype=getattr(torch, dtype), trust_remote_code=False
             ).eval()
             for folder in (target, draft)
         )
