@@ -22,9 +22,9 @@ def describe_best(
 ) -> dict[str, Any]:
     """Return the recipe's sections, the commands that say the same, and what must be done before.
 
-    best: None where plain decoding is fastest.
+    best: None where plain decoding is fastest. Paths are absolute: the recipe may lie anywhere.
     """
-    checkpoint_dir = str(settings.checkpoint_dir)
+    checkpoint_dir = str(settings.checkpoint_dir.absolute())
     sections: Sections = {}
     notes = []
     if best is not None and best.convert and differs(settings.checkpoint_dir, best.convert):
@@ -37,6 +37,12 @@ def describe_best(
             )
         else:
             sections["convert"] = converted | best.convert | {"output_dir": checkpoint_dir}
+            notes += [
+                f"{key} is {value}, as it was typed when {settings.checkpoint_dir} was converted:"
+                " if that is no Hub id, write where it is"
+                for key, value in converted.items()
+                if key.endswith("_dir") and not Path(str(value)).is_absolute()
+            ]
     build: dict[str, Any] = {
         "checkpoint_dir": checkpoint_dir,
         "output_dir": f"{checkpoint_dir}-engine",
@@ -44,7 +50,7 @@ def describe_best(
     }
     run: dict[str, Any] = {
         "engine_dir": build["output_dir"],
-        "tokenizer_dir": settings.tokenizer_dir,
+        "tokenizer_dir": locate(settings.tokenizer_dir),
     }
     if best is None:
         run["no_speculation"] = True
@@ -54,6 +60,7 @@ def describe_best(
         run |= best.run
         draft_checkpoint_dir = as_options(settings, DraftTargetTune).draft_checkpoint_dir
         if draft_checkpoint_dir is not None:
+            draft_checkpoint_dir = draft_checkpoint_dir.absolute()
             run["draft_engine_dir"] = f"{draft_checkpoint_dir}-engine"
             notes.append(
                 "the draft model's own engine first: specdec build --checkpoint-dir"
@@ -79,10 +86,16 @@ def read_conversion(checkpoint_dir: Path) -> dict[str, Any] | None:
         return None
     idle = {"json", "force", "resume", "dry_run"}
     return {
-        key: value
+        key: locate(value)
         for key, value in settings.items()
         if key not in idle and value not in (None, False, [])
     }
+
+
+def locate(value: Any) -> Any:
+    """Return what names a file or folder that is there as an absolute path, all else as it is."""
+    is_there = isinstance(value, str) and bool(value) and Path(value).exists()
+    return str(Path(value).absolute()) if is_there else value
 
 
 def to_flags(options: dict[str, Any]) -> str:
@@ -105,6 +118,7 @@ def write_recipe(path: Path, report: dict[str, Any], *, force: bool) -> None:
         f" batch size {batch['batch_size']}",
         f"# on {report['processor']}.",
         *(f"# {note}" for note in report["notes"]),
+        *(f"# warning: {warning}" for warning in report["warnings"]),
     ]
     text = yaml.safe_dump(report["recipe"], sort_keys=False, allow_unicode=True)
     partial = Path(f"{path}.partial")

@@ -72,7 +72,7 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             "max_output_len": settings.max_output_len,
             "repeat": settings.repeat,
             "batches": [batch for batch, _ in found],
-            "warnings": describe_load(others),
+            "warnings": describe_load(others) + describe_doubts([batch for batch, _ in found]),
         }
     report |= describe_best(found[0][1], settings, batch_sizes[0])
     if settings.output_file is not None:
@@ -212,6 +212,28 @@ def try_settings(
         rows[candidate.name] = describe_pass(done) | {"trial_ratio": round(ratio, 4)}
         before = after
     return rows
+
+
+def describe_doubts(batches: Sequence[dict[str, Any]]) -> list[str]:
+    """Say where the best setting may be no faster than plain decoding."""
+    doubts = []
+    for batch in batches:
+        row = next((row for row in batch["settings"] if row["name"] == batch["best"]), None)
+        if row is None:
+            continue
+        ratio = row["measured"]["ratio"]
+        fact = (
+            f"batch size {batch['batch_size']}: {row['name']} has {ratio['median']:.2f} times the"
+            " speed of plain decoding"
+        )
+        if ratio["lowest"] == ratio["highest"]:
+            doubts.append(f"{fact} in the only round: --repeat 5 shows the spread")
+        elif ratio["lowest"] <= 1:
+            doubts.append(
+                f"{fact}, from {ratio['lowest']:.2f} to {ratio['highest']:.2f}: it is doubtful"
+                " whether it is faster"
+            )
+    return doubts
 
 
 def describe_pass(done: Pass) -> dict[str, Any]:

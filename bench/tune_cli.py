@@ -60,7 +60,7 @@ def format_report(report: dict[str, Any]) -> str:
             f"batch size {batch['batch_size']}",
             *format_table(head, rows),
             *describe_rest(len(batch["settings"]) - MAX_ROWS),
-            f"best: {batch['best']}",
+            f"best: {batch['best']}" + (", doubtful" if report["warnings"] else ""),
         ]
     lines += ["", *report["commands"], *(f"note: {note}" for note in report["notes"])]
     lines += [f"warning: {warning}" for warning in report["warnings"]]

@@ -41,7 +41,8 @@ def command(settings: VerifySettings) -> None:
 def format_report(report: dict[str, Any]) -> str:
     """Return a report as lines of text."""
     manifest, contents, sources = report["manifest"], report["contents"], report["sources"]
-    lines = [f"{report['checkpoint_dir']}: {report['verdict']}"]
+    passed = "FAIL" if report["problems"] else "PASS"
+    lines = [f"{passed}: {report['checkpoint_dir']}: {report['verdict']}"]
     if contents is not None:
         lines.append(
             f"  {contents['architecture']} ({contents['method']}), {contents['dtype']},"

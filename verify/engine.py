@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,11 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     prompts = make_prompts(settings, engine.build, model.vocab_size, tokenizer)
 
     # The engine has its turn first, so that the two never share the memory.
+    logger.info(
+        "the engine writes %d prompts' texts at once and %d of them again alone, then transformers"
+        " writes them, and each differing token is explained",
+        len(prompts.requests), min(settings.num_alone, len(prompts.requests)),
+    )  # fmt: skip
     texts, stats = run_greedy(settings, prompts, has_tokenizer=tokenizer is not None)
     tokens = [output["input_ids"] for run, _, output, _ in texts if run == "batch"]
     check_tokens(prompts, tokens)
@@ -80,10 +85,10 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     sampled_prompts = tokens[:NUM_PROMPTS] if settings.sampling else []
     sampled = run_sampled(settings, sampled_prompts, stats["method"])
 
-    logger.info("running %s", model_dir)
     device = stats["device"]
-    reference = load_reference(model_dir, model.dtype, device)
-    comparisons = compare_texts(reference, texts, model.dtype, model_dir)
+    with logs.show_waiting(f"running {model_dir} by transformers, token by token", logger) as tell:
+        reference = load_reference(model_dir, model.dtype, device)
+        comparisons = compare_texts(reference, texts, model.dtype, model_dir, tell)
     divergences = [found for comparison in comparisons for found in comparison.divergences]
     ends = read_end_ids(model_dir, config, tokenizer)
     wrong_ends = find_wrong_ends(texts, settings.max_output_len, *ends)
@@ -142,8 +147,8 @@ def verify_quantized(
     )  # fmt: skip
     found, wrong_ends = compare_with_plain(texts, {text[1]: text for text in plain}, dtype)
     wrong_ends += find_wrong_ends(texts, settings.max_output_len, *ends)
-    logger.info("running %s", model_dir)
-    distance = measure_distance(load_reference(model_dir, dtype, device), plain)
+    with logs.show_waiting(f"running {model_dir} by transformers, token by token", logger) as tell:
+        distance = measure_distance(load_reference(model_dir, dtype, device), plain, tell)
     is_wrong = any(not divergence.near_tie for divergence in found) or bool(wrong_ends)
     distance["first_differences"] = [
         name_tokens(tokenizer, entry) for entry in distance["first_differences"]
@@ -201,11 +206,11 @@ def run_greedy(
     for run, first, lines in calls:
         what = f"{len(prompts.requests)} prompts" if run == "batch" else f"prompt {first} alone"
         what += "" if speculate else ", without speculation"
-        logger.info("running %s: %s", settings.engine_dir, what)
-        report, logits = run_engine(
-            settings, lines, *flags, tokenizer_dir=tokenizer_dir, speculate=speculate,
-            keep_logits=True,
-        )  # fmt: skip
+        with logs.show_waiting(f"running {settings.engine_dir}: {what}", logger):
+            report, logits = run_engine(
+                settings, lines, *flags, tokenizer_dir=tokenizer_dir, speculate=speculate,
+                keep_logits=True,
+            )  # fmt: skip
         stats = stats or report["stats"]
         texts += [
             (run, first + at, output, torch.from_numpy(logits[at]))
@@ -232,11 +237,13 @@ def run_sampled(
     if not prompts:
         return [], None
     lines = make_requests(settings, prompts)
-    logger.info("running %s: %d sampled requests", settings.engine_dir, len(lines))
-    sampled = _list_outputs(run_engine(settings, lines)[0])
+    label = f"running {settings.engine_dir}: {len(lines)} sampled requests"
+    with logs.show_waiting(label, logger):
+        sampled = _list_outputs(run_engine(settings, lines)[0])
     if as_options(settings, DraftTargetDraft).use_logits or method == "plain":
         return sampled, None
-    return sampled, _list_outputs(run_engine(settings, lines, speculate=False)[0])
+    with logs.show_waiting(f"{label}, without speculation", logger):
+        return sampled, _list_outputs(run_engine(settings, lines, speculate=False)[0])
 
 
 def _list_outputs(report: dict[str, Any]) -> list[list[int]]:
@@ -244,11 +251,13 @@ def _list_outputs(report: dict[str, Any]) -> list[list[int]]:
 
 
 def compare_texts(
-    reference: Reference, texts: Sequence[Text], dtype: str, model_dir: str
-) -> list[Comparison]:
-    """Compare every text with the model's."""
+    reference: Reference, texts: Sequence[Text], dtype: str, model_dir: str,
+    tell: Callable[[str], None],
+) -> list[Comparison]:  # fmt: skip
+    """Compare every text with the model's; `tell` takes how far it is."""
     comparisons = []
-    for run, index, output, logits in logs.show_progress(texts, label="texts", total=len(texts)):
+    for number, (run, index, output, logits) in enumerate(texts, 1):
+        tell(f"text {number} of {len(texts)}")
         comparison = compare_text(
             reference, output["input_ids"], output["output_ids"], logits,
             index=index, run=run, dtype=dtype,
@@ -273,13 +282,14 @@ def judge_in_float32(
     doubtful = [found for found in divergences if found.cause == "logits"]
     if not doubtful or any(found.margin > MAX_DOUBT * found.bound for found in doubtful):
         return list(divergences)
-    logger.info("running the model in float32, where its logits differ from the engine's")
-    reference.widen()
     outputs = {(run, index): output for run, index, output, _ in texts}
-    logits = {
-        key: reference.score(outputs[key]["input_ids"], outputs[key]["output_ids"])
-        for key in {(found.run, found.prompt) for found in doubtful}
-    }
+    label = "running the model in float32, where its logits differ from the engine's"
+    with logs.show_waiting(label, logger):
+        reference.widen()
+        logits = {
+            key: reference.score(outputs[key]["input_ids"], outputs[key]["output_ids"])
+            for key in {(found.run, found.prompt) for found in doubtful}
+        }
     return [
         judge_again(found, logits[found.run, found.prompt][found.position])
         if found.cause == "logits"

@@ -9,7 +9,7 @@ Legend: N tokens of all texts, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,9 @@ def compare_with_plain(
     return divergences, wrong_ends
 
 
-def measure_distance(reference: Reference, plain: Sequence[Text]) -> dict[str, Any]:
+def measure_distance(
+    reference: Reference, plain: Sequence[Text], tell: Callable[[str], None]
+) -> dict[str, Any]:
     """How far the logits of an engine's own texts are from the model's after the same tokens.
 
     Of the model's distribution P and the engine's Q: KL(P || Q) in nats, where both have the same
@@ -80,7 +82,8 @@ def measure_distance(reference: Reference, plain: Sequence[Text]) -> dict[str, A
     """
     divergences, agreements, num_same = [], [], 0
     first_differences = []
-    for _, index, output, own in plain:
+    for number, (_, index, output, own) in enumerate(plain, 1):
+        tell(f"text {number} of {len(plain)}")
         prompt, tokens = output["input_ids"], output["output_ids"]
         logits = reference.score(prompt, tokens)
         wanted, found = logits.log_softmax(-1), own.log_softmax(-1)

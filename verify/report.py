@@ -16,6 +16,16 @@ CAUSES = {
 }
 
 
+def format_verdict(verdict: str, dtype: str) -> str:
+    """Whether the claim holds, in a word or a few: what a report begins with."""
+    half = dtype if dtype == "float32" else "half precision"
+    return {
+        "exact": "PASS",
+        "near-ties": f"PASS (near-ties in {half})",
+        "lossy": "PASS (the engine's own text: its weights are quantized)",
+    }.get(verdict, "FAIL")
+
+
 def format_report(report: dict[str, Any]) -> str:
     """Return a report as lines of text."""
     if report.get("quantization") is not None:
@@ -23,7 +33,8 @@ def format_report(report: dict[str, Any]) -> str:
     found = report["divergences"]
     num_firsts = sum(f["is_first"] and f["run"] == "batch" for f in found)
     lines = [
-        f"{report['engine_dir']}: {report['verdict']}",
+        f"{format_verdict(report['verdict'], report['dtype'])}: {report['engine_dir']}:"
+        f" {report['verdict']}",
         f"  {report['method']} in {report['dtype']} on {report['device']}, against"
         f" {report['model_dir']} run by transformers",
         *format_texts(report, num_firsts),
@@ -62,7 +73,8 @@ def format_quantized(report: dict[str, Any]) -> str:
     found, distance = report["divergences"], report["distance"]
     num_tokens, differences = distance["num_tokens"], distance["first_differences"]
     lines = [
-        f"{report['engine_dir']}: {report['verdict']}",
+        f"{format_verdict(report['verdict'], report['dtype'])}: {report['engine_dir']}:"
+        f" {report['verdict']}",
         f"  {report['method']} in {report['dtype']} with {report['quantization']} weights on"
         f" {report['device']}: not the weights of {report['model_dir']}, so its text is"
         " compared with its own text without speculation",

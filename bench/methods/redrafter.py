@@ -62,7 +62,7 @@ def list_searches(
             other.params = dataclasses.replace(
                 head.params, num_beams=num_beams, draft_len_per_beam=length
             )
-            name = f"{num_beams} x {length}"
+            name = f"{num_beams} beam{'s'[num_beams == 1 :]} x {length} token{'s'[length == 1 :]}"
             shape = {
                 "redrafter_num_beams": num_beams,
                 "redrafter_draft_len_per_beam": length,

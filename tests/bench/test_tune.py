@@ -19,11 +19,12 @@ from specdec.bench.methods import (
     load_tuning,
 )
 from specdec.bench.methods import medusa as medusa_tuning
+from specdec.bench.methods.base import Candidate
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.recipe import describe_best, to_flags, write_recipe
 from specdec.bench.settings import TuneSettings
 from specdec.bench.steps import list_sizes, take_turns, time_steps
-from specdec.bench.tune import tune
+from specdec.bench.tune import describe_doubts, tune
 from specdec.bench.tune_cli import MAX_ROWS, format_report
 from specdec.build.settings import BuildSettings
 from specdec.command.settings import resolve_settings
@@ -134,7 +135,10 @@ def test_a_table_and_its_recipe(
     (batch,) = report["batches"]
     fixed = [row for row in batch["settings"] if row["round"] is not None]
     combined = [row for row in batch["settings"] if row["round"] is None]
-    assert {row["name"] for row in fixed} == {"1 x 1", "1 x 2", "2 x 1", "2 x 2"}
+    assert {row["name"] for row in fixed} == {
+        f"{beams} x {tokens}"
+        for beams in ("1 beam", "2 beams") for tokens in ("1 token", "2 tokens")
+    }  # fmt: skip
     assert sum(row["measured"] is not None for row in fixed) == 2, "the others fell"
     assert {row["round"] for row in fixed} == {1}
     assert all(row["measured"] is not None for row in combined)
@@ -149,10 +153,8 @@ def test_a_table_and_its_recipe(
     with pytest.raises(SpecDecError, match="exists"):
         run_tune(folder, checkpoint, output_file=recipe)
 
-    from specdec.bench.tune import Candidate
-
     better = Candidate(
-        "1 x 2", None,
+        "1 beam x 2 tokens", None,
         convert={"redrafter_num_beams": 1, "redrafter_draft_len_per_beam": 2},
     )  # fmt: skip
     given = TuneSettings(checkpoint_dir=checkpoint, tokenizer_dir="t")
@@ -173,6 +175,49 @@ def test_a_table_and_its_recipe(
     assert [line.split()[1] for line in report["commands"]] == ["convert", "build", "run"]
 
 
+def test_a_recipe_runs_where_it_lies(
+    engine: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its paths are absolute, the conversion's too, however they were typed."""
+    source = folder / "ckpt-b2l3noneautod"
+    (tmp_path / "typed" / "target").mkdir(parents=True)
+    checkpoint = shutil.copytree(source, tmp_path / "typed" / "checkpoint")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["settings"] |= {"model_dir": "target", "drafter_model_dir": "gone/drafter"}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.chdir(tmp_path / "typed")
+    given = TuneSettings(checkpoint_dir=Path("checkpoint"), tokenizer_dir="target")
+    wide = Candidate("1 beam x 2 tokens", None, convert={"redrafter_num_beams": 1})
+    for candidate in (wide, None):
+        found = describe_best(candidate, given, 1)
+        monkeypatch.chdir(tmp_path)
+        for section in found["recipe"].values():
+            for key, value in section.items():
+                if key.endswith("_dir") and key != "drafter_model_dir":
+                    assert Path(value).parent == tmp_path / "typed"
+        if candidate is not None:
+            assert any("drafter_model_dir is gone/drafter" in note for note in found["notes"])
+            assert found["recipe"]["convert"]["model_dir"] == str(tmp_path / "typed" / "target")
+        monkeypatch.chdir(tmp_path / "typed")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "doubt"),
+    [
+        ((1.2, 1.1, 1.3), None), ((1.05, 0.98, 1.2), "from 0.98 to 1.20: it is doubtful"),
+        ((1.2, 1.2, 1.2), "--repeat 5 shows the spread"), (None, None),
+    ],
+)  # fmt: skip
+def test_doubtful_figures_are_told(ratios: Any, doubt: str | None) -> None:
+    rows = []
+    if ratios is not None:
+        ratio = dict(zip(("median", "lowest", "highest"), ratios, strict=True))
+        rows = [{"name": "a", "measured": {"ratio": ratio}}]
+    batch = {"batch_size": 4, "best": "a" if rows else "plain", "settings": rows}
+    told = describe_doubts([batch])
+    assert (doubt is None and told == []) or doubt in told[0]
+
+
 def follow_recipe(candidate: Any, checkpoint: Path, tokenizer: Path, method: str) -> dict[str, Any]:
     """Do what the recipe of a setting says, on the smallest prompt; return its statistics."""
     given = TuneSettings(checkpoint_dir=checkpoint, tokenizer_dir=str(tokenizer))
@@ -180,6 +225,7 @@ def follow_recipe(candidate: Any, checkpoint: Path, tokenizer: Path, method: str
         "date": "",
         "method": method,
         "processor": "",
+        "warnings": [],
         "batches": [{"best": "", "batch_size": 1}],
     }
     report = about | describe_best(candidate, given, 1)

@@ -326,7 +326,7 @@ def test_files_without_a_hash_are_told(copy: Path) -> None:
 def test_the_command(copy: Path, tmp_path: Path) -> None:
     done = run_cli("verify", "--checkpoint-dir", copy)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{copy}: intact\n")
+    assert done.stdout.startswith(f"PASS: {copy}: intact\n")
     assert "3 files" in done.stdout
     (copy / "manifest.json").unlink()
     done = run_cli("verify", "--checkpoint_dir", copy)
@@ -340,7 +340,9 @@ def test_the_command(copy: Path, tmp_path: Path) -> None:
     fact, hint = read_error_lines(done.stderr)
     assert fact == f"{copy} is damaged: {report['problems'][0]}"
     assert "copy it again" in hint
-    assert "  problem: " in run_cli("verify", "--checkpoint-dir", copy).stdout
+    shown = run_cli("verify", "--checkpoint-dir", copy).stdout
+    assert shown.startswith("FAIL: ")
+    assert "  problem: " in shown
 
 
 def test_wrong_usage(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.engines import call, make_engine, run_cli_here, run_here, save_weight
 
 Report = dict[str, Any]
 CALL_RUN = runner.call_run
+HALF = dict.fromkeys(("bfloat16", "float16"), "half precision")
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
 
 
@@ -64,15 +66,35 @@ def verify(engine: Path, model: Path, **flags: Any) -> Report:
     report: Report = verify_engine(VerifySettings(engine_dir=engine, model_dir=str(model), **flags))
     error = find_error(report)
     assert (error is not None) == (report["verdict"] == "differs")
-    assert format_report(report).startswith(f"{engine}: {report['verdict']}\n")
+    head = {
+        "exact": "PASS", "differs": "FAIL",
+        "near-ties": f"PASS (near-ties in {HALF.get(report['dtype'], report['dtype'])})",
+    }  # fmt: skip
+    verdict = report["verdict"]
+    assert format_report(report).startswith(f"{head[verdict]}: {engine}: {verdict}\n")
     return report
 
 
 # ---- Right engines.
 
 
-def test_a_redrafter_engine_is_exact(redrafter: Path, parent: Path) -> None:
+def test_a_redrafter_engine_is_exact(
+    redrafter: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each wait is for is told, and how far it is."""
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def show_waiting(label: str, logger: object) -> Iterator[Any]:
+        told.append(label)
+        yield told.append
+
+    monkeypatch.setattr("specdec.logs.show_waiting", show_waiting)
     report = verify(redrafter, parent / "target", sampling=True, num_samples=200)
+    engine_runs = ["6 prompts", "prompt 0 alone", *["400 sampled requests"] * 2]
+    assert [line.split(": ")[1].split(",")[0] for line in told[:4]] == engine_runs
+    assert told[4].endswith("by transformers, token by token")
+    assert told[5:] == [f"text {n} of 7" for n in range(1, 8)]
     assert (report["verdict"], report["divergences"]) == ("exact", [])
     assert report["lossy"] is False
     assert (report["prompts"], report["num_tokens"]) == (6, 7 * 12)

@@ -20,6 +20,7 @@ from tests.engines import make_engine, run_here
 
 Report = dict[str, Any]
 INT8 = ("--quantization", "int8")
+HEAD = "PASS (the engine's own text: its weights are quantized)"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,9 @@ def test_a_right_engine_is_lossy(
     assert 0.9 * 240 < distance["same_choice"] <= 240
     assert distance["same_texts"] + len(distance["first_differences"]) == 6
     text = format_report(report)
-    assert text.startswith(f"{engine}: lossy\n  redrafter in float32 with int8 weights on cpu")
+    assert text.startswith(
+        f"{HEAD}: {engine}: lossy\n  redrafter in float32 with int8 weights on cpu"
+    )
     assert "exact" not in text
     assert f"{distance['same_choice']} of 240 tokens" in text
 
@@ -79,7 +82,7 @@ def test_other_text_with_drafts_is_a_fault(
     error = find_error(report)
     assert error is not None
     assert "with speculation differs from itself without: prompt 0, position 7" in error.message
-    assert format_report(report).startswith(f"{engine}: differs\n")
+    assert format_report(report).startswith(f"FAIL: {engine}: differs\n")
 
 
 def test_a_wrong_end_is_found(engine: Path, parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
