@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.command.settings import as_options, name_flag
 from specdec.files.reading import read_json
-from specdec.files.staging import place_file
+from specdec.files.staging import write_whole
 from specdec.methods.draft_target import DraftTargetTune
 
 from .methods.base import Candidate
@@ -121,9 +121,4 @@ def write_recipe(path: Path, report: dict[str, Any], *, force: bool) -> None:
         *(f"# warning: {warning}" for warning in report["warnings"]),
     ]
     text = yaml.safe_dump(report["recipe"], sort_keys=False, allow_unicode=True)
-    partial = Path(f"{path}.partial")
-    try:
-        partial.write_text("\n".join(lines) + "\n\n" + text, encoding="utf-8")
-        place_file(partial, path, force=force)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, "\n".join(lines) + "\n\n" + text, force=force)

@@ -19,7 +19,7 @@ from specdec.command.settings import list_given, name_flag, require
 from specdec.decode.drafters.base import Proposer
 from specdec.decode.requests import sum_stats
 from specdec.decode.settings import DecodeSettings
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import UsageError
 from specdec.files.staging import check_output_file
 from specdec.methods import METHODS, Method
 from specdec.methods.draft_target import DraftTargetTune
@@ -44,10 +44,8 @@ FIRST_TOKENS = 16  # that every request decodes in the first round
 def tune(settings: TuneSettings) -> dict[str, Any]:
     """Return the table of all settings, predicted and measured, and the best one's commands."""
     require(settings, "checkpoint_dir", "tokenizer_dir")
-    if settings.output_file is not None and settings.output_file.exists() and not settings.force:
-        raise SpecDecError(f"{settings.output_file} exists", "give another name, or --force")
     if settings.output_file is not None:
-        check_output_file(settings.output_file)
+        check_output_file(settings.output_file, force=settings.force)
     batch_sizes = read_counts("--batch-sizes", settings.batch_sizes)
     checkpoint = read_checkpoint_config(settings.checkpoint_dir)
     methods = find_methods(settings, checkpoint)

@@ -52,8 +52,8 @@ def command(settings: RunSettings) -> None:
         in_colour = not settings.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ
         if not settings.streaming or settings.dry_run:
             click.echo(format_report(report, in_colour=True) if in_colour else text)
-    if settings.output_file is not None:
-        write_whole(settings.output_file, text + "\n")
+    if settings.output_file is not None and not settings.dry_run:
+        write_whole(settings.output_file, text + "\n", force=settings.force)
     if not settings.json and not settings.dry_run:
         click.echo(format_stats(report["stats"]), err=True)
     if report.get("interrupted"):

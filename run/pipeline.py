@@ -12,7 +12,7 @@ from specdec import logs
 from specdec.command.settings import need, require
 from specdec.errors import UsageError
 from specdec.files.manifest import check_hashes
-from specdec.files.staging import check_output_file
+from specdec.files.staging import check_output_file, place_file
 from specdec.methods import METHODS
 from specdec.methods.budget import read_budget
 from specdec.methods.draft_target import DraftOptions, adapts_drafts
@@ -108,7 +108,9 @@ def check_flags(settings: RunSettings) -> None:
     """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
     require(settings)
     if settings.output_file is not None:
-        check_output_file(settings.output_file)
+        check_output_file(settings.output_file, force=settings.force)
+        if settings.writes_logits:
+            check_output_file(name_logits(settings.output_file), force=settings.force)
     if settings.use_py_session:
         raise UsageError(
             "--use-py-session: TensorRT-LLM's Python session cannot run speculative engines",
@@ -274,12 +276,17 @@ def describe_result(result: Result, tokenizer: Any, settings: RunSettings) -> di
     }
 
 
+def name_logits(output_file: Path) -> Path:
+    """The file that the logits of --output-generation-logits go into."""
+    return output_file.with_suffix(".logits.safetensors")
+
+
 def write_logits(settings: RunSettings, results: Sequence[Result], report: dict[str, Any]) -> None:
     """Write each output's logits [tokens, V] in float32, and name the file in the report."""
     from specdec.files.tensor_file import TensorInfo, write_tensor_file
     from specdec.files.torch_tensors import to_array
 
-    path = need(settings.output_file).with_suffix(".logits.safetensors")
+    path = name_logits(need(settings.output_file))
     tensors = {
         f"output.{r.request.index}": to_array(r.logits) for r in results if r.logits is not None
     }
@@ -287,7 +294,7 @@ def write_logits(settings: RunSettings, results: Sequence[Result], report: dict[
     partial = Path(f"{path}.partial")
     try:
         write_tensor_file(partial, infos, lambda name: tensors[name])
-        partial.replace(path)
+        place_file(partial, path, force=settings.force)
     finally:
         partial.unlink(missing_ok=True)
     report["generation_logits"] = str(path)

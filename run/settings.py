@@ -49,6 +49,7 @@ class RunSettings(DecodeSettings, PromptSettings):
         False, help="Compare every byte of the engine with its manifest first."
     )
     dry_run: bool = setting(False, help="Check the engine and the prompts; generate nothing.")
+    force: bool = setting(False, help="Replace an existing --output-file.")
     json: bool = setting(False, help="Print one JSON object on stdout.")
 
     @property

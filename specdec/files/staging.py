@@ -49,10 +49,15 @@ def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = 
         )
 
 
-def check_output_file(path: Path) -> None:
-    """Raise SpecDecError where a file cannot be written, before the work that is to fill it."""
+def check_output_file(path: Path, *, force: bool) -> None:
+    """Raise SpecDecError where a file cannot be written, or is there already without `force`.
+
+    It is called before the work whose result the file takes. Pipes and terminals may be there.
+    """
     if path.is_dir():
         raise SpecDecError(f"{path} is a folder", "name a file for the output")
+    if path.is_file() and not force:
+        raise SpecDecError(f"{path} exists", "name another file, or replace it with --force")
     place = path if path.exists() else path.parent
     if not path.parent.is_dir() or not os.access(place, os.W_OK):
         raise SpecDecError(
@@ -61,8 +66,11 @@ def check_output_file(path: Path) -> None:
         )
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one piece: where the disk is full, what was there before stays."""
+def write_whole(path: Path, text: str, *, force: bool, mode: int | None = None) -> None:
+    """Write a file in one piece: where the disk is full, what was there before stays.
+
+    Without `force`, SpecDecError is raised where the file has come about meanwhile.
+    """
     if path.exists() and not path.is_file():  # a pipe or a terminal
         path.write_text(text, encoding="utf-8")
         return
@@ -70,7 +78,9 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        if mode is not None:
+            partial.chmod(mode)
+        place_file(partial, path, force=force)
     except OSError as error:
         error.filename = path  # a full disk's error names none
         raise

@@ -12,7 +12,8 @@ import pytest
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
-from specdec.files.staging import write_whole
+from specdec.files.staging import check_output_file, write_whole
+from specdec.files.tensor_file import TensorFile
 from specdec.run.cli import format_stats
 from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
 from tests.engines import call, make_engine, run_cli_here
@@ -167,7 +168,7 @@ def test_where_writing_fails_the_old_output_stays(
 
     monkeypatch.setattr(Path, "write_text", fill_disk)
     with pytest.raises(OSError, match="No space left.*out.txt"):
-        write_whole(tmp_path / "out.txt", "new")
+        write_whole(tmp_path / "out.txt", "new", force=True)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.txt", "old")]
 
 
@@ -177,12 +178,44 @@ def test_where_nothing_can_be_written_nothing_is_generated(folder: Path, tmp_pat
         (tmp_path, "is a folder"),
         (tmp_path / "no/x", "there is no folder"),
         (tmp_path / "file/x", "there is no folder"),
+        (tmp_path / "file", "file exists"),
     ):
         with pytest.raises(SpecDecError, match=match):
             call(
                 "run", "--engine-dir", folder / "engine", "--input-text", "a",
                 "--output-file", file,
             )  # fmt: skip
+
+
+def test_an_output_is_replaced_only_with_force(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it comes about while the text is generated, and for the logits beside it."""
+    out, logits = tmp_path / "out.txt", tmp_path / "out.logits.safetensors"
+    run: list[object] = [
+        "--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer",
+        "--input-text", "ab", "--max-output-len", 2, "--output-generation-logits",
+        "--output-file", out,
+    ]  # fmt: skip
+    for path in (out, logits):
+        path.write_text("kept")
+        with pytest.raises(SpecDecError, match=f"{path} exists"):
+            call("run", *run)
+        assert [p.read_text() for p in tmp_path.iterdir()] == ["kept"]
+        path.unlink()
+
+    def check_too_early(path: Path, *, force: bool) -> None:
+        check_output_file(path, force=force)
+        path.write_text("kept")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specdec.run.pipeline.check_output_file", check_too_early)
+        with pytest.raises(SpecDecError, match="made since"):
+            call("run", *run)
+    assert {p.read_text() for p in tmp_path.iterdir()} == {"kept"}
+    call("run", *run, "--force")
+    assert "Output [Text 0 Beam 0]" in out.read_text()
+    assert TensorFile(logits).tensors
 
 
 def test_a_folder_as_file_of_prompts(folder: Path, tmp_path: Path) -> None:

@@ -828,7 +828,7 @@ def test_a_url_holds_no_key() -> None:
             "the target must be one server or one engine",
         ),
         (["--input", "{in}", "--output", "out.txt"], 2, "name a .jsonl file"),
-        (["--input", "{in}", "--output", "absent/out.jsonl"], 1, "absent is not a folder"),
+        (["--input", "{in}", "--output", "absent/out.jsonl"], 1, "there is no folder absent"),
         (["--input", "{in}", "--output", "{in}"], 1, "exists"),
         (["--input", "{in}", "--top-p", "0"], 2, "--top-p is 0"),
         (["--input", "{in}", "--concurrency", "0"], 2, "at least 1"),

@@ -19,6 +19,7 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.manifest import describe_file
 from specdec.files.reading import write_json
+from specdec.files.staging import check_output_file
 
 from .client import Client, check_url
 from .dialogues import Dialogue, Row, RowError, Source, open_source
@@ -96,10 +97,7 @@ def check_settings(settings: DataSettings) -> None:
     output = settings.output
     if output.suffix != ".jsonl":
         raise UsageError(f"--output is {output}", "name a .jsonl file, as specdec-train takes it")
-    if not output.parent.is_dir():
-        raise SpecDecError(f"{output.parent} is not a folder", "make it, or name another output")
-    if output.exists() and not settings.force:
-        raise SpecDecError(f"{output} exists", "name another file, or replace it with --force")
+    check_output_file(output, force=settings.force)
     if output.resolve() == Path(settings.input).resolve():
         raise UsageError("--output is the input", "name another file")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from pathlib import Path
 
-from specdec.errors import Problems, SpecDecError
+from specdec.errors import Problems
+from specdec.files.staging import check_output_file, write_whole
 
 from .plan import TensorRTPlan
 
@@ -116,12 +116,6 @@ def format_script(plan: TensorRTPlan, launcher: str) -> str:
 
 def write_script(path: Path, text: str, *, force: bool) -> None:
     """Write the script aside, then give it its name."""
-    if path.exists() and not force:
-        raise SpecDecError(f"{path} exists", "choose another file, or replace it with --force")
-    if path.is_dir():
-        raise SpecDecError(f"{path} is a folder", "name a file for the script")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.chmod(0o755)
-    os.replace(partial, path)
+    check_output_file(path, force=force)
+    write_whole(path, text, force=force, mode=0o755)
