@@ -20,8 +20,8 @@ from .rows import Rows
 from .target import get_max_length
 
 if TYPE_CHECKING:
+    from .job import Job
     from .methods.base import Drafter
-    from .pipeline import Job
 
 # Of a text; of a conversation everything up to its first answer is the prompt.
 MAX_TEXT_PROMPT = 128

@@ -14,8 +14,8 @@ from specdec.files.tensor_file import TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import TORCH_DTYPES, to_array
 
 if TYPE_CHECKING:
+    from .job import Job
     from .methods.base import Drafter
-    from .pipeline import Job
 
 
 def write_drafter(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import os
 import time
@@ -12,27 +11,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.command.settings import list_given, name_flag, need, require
+from specdec.command.settings import list_given, name_flag, require
 from specdec.documents import check_data_file
-from specdec.errors import Problems, SpecDecError, UsageError, name_extra, summarize
-from specdec.files.manifest import describe_file
+from specdec.errors import SpecDecError, UsageError
 from specdec.files.staging import check_output_dir, list_local, stage_folder
-from specdec.files.tensor_file import TensorFile
 from specdec.logs import get_launched_rank, get_logger
 from specdec.methods import METHODS
-from specdec.mpi import check_meeting_place, find_launch
-from specdec.processes import keep_stdout_clean
 
+from .job import Job, list_inputs, make_drafter, prepare_job, start_accelerator
 from .settings import TRAINABLE, TrainSettings
 
 if TYPE_CHECKING:
     from .loop import Loop
-    from .methods.base import Drafter, TrainingMethod
-    from .rows import Rows
-    from .state import TrainingState
-    from .target import LiveTarget, Target
 
-DEFAULT_MAX_LENGTH = 2048
 # What accelerate's launcher sets for options that change how a model is trained.
 LAUNCHER_OPTIONS = {
     "ACCELERATE_USE_FSDP": "--use_fsdp",
@@ -42,7 +33,6 @@ LAUNCHER_OPTIONS = {
     "ACCELERATE_MIXED_PRECISION": "--mixed_precision",
     "ACCELERATE_DYNAMO_BACKEND": "--dynamo_backend",
 }
-PATIENCE = datetime.timedelta(hours=6)
 
 logger = get_logger(__name__)
 
@@ -125,130 +115,6 @@ def fill_defaults(settings: TrainSettings) -> TrainSettings:
     return dataclasses.replace(settings, **missing)
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """Everything a training works with, loaded and checked. File lists: main process only."""
-
-    settings: TrainSettings
-    accelerator: Any
-    method: TrainingMethod
-    state: TrainingState
-    target: Target
-    train: Rows
-    heldout: Rows
-    dtype: str
-    max_length: int
-    target_files: list[dict[str, Any]]
-    data_files: list[dict[str, Any]]
-
-    @property
-    def save_dtype(self) -> str:
-        """The type to write the weights in."""
-        from .target import get_stored_dtype
-
-        if self.settings.save_dtype != "auto":
-            return self.settings.save_dtype
-        return "bfloat16" if get_stored_dtype(self.target.config) == "bfloat16" else "float32"
-
-
-def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
-    """Load the target, open the training's state, and load or make the rows."""
-    from .methods import load_method
-    from .state import TrainingState, collect_facts, name_hashes
-    from .target import describe_target, get_name, load_config
-
-    is_main = bool(accelerator.is_main_process)
-    dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
-    config = load_config(settings.model_dir)
-    max_length = choose_max_length(settings, config)
-    method = load_method(settings.method)
-    method.check_options(settings)
-    load = functools.partial(open_target, settings, method, config, dtype, accelerator)
-    target: Target | None = None if settings.hidden_states_dir else load()
-    state = TrainingState(settings.output_dir)
-    files = [f for f in (settings.data, settings.eval_data) if f and is_main]
-    data_files = [describe_file(f) for f in files]
-    target_files = describe_target(settings.model_dir) if is_main else []
-    if is_main:
-        facts = collect_facts(
-            settings,
-            dtype=dtype,
-            num_processes=accelerator.num_processes,
-            target_files=target_files,
-            data_files=data_files,
-        )
-        state.open(facts, resume=settings.resume)
-    accelerator.wait_for_everyone()
-    vocab_size = target.shape.vocab_size if target is not None else int(config.vocab_size)
-    train, heldout = load_rows(settings, state, vocab_size, max_length, accelerator)
-    if target is None:
-        from .hidden_states import StatesPlan, Work, hash_rows, open_states
-
-        parts = {"train": train, "heldout": heldout}
-        hashes = {f"sha256 of the {name} rows": hash_rows(rows) for name, rows in parts.items()}
-        plan = StatesPlan(
-            facts={"--dtype": dtype, **name_hashes(target_files, data_files), **hashes},
-            parts=parts,
-            layers=method.choose_layers(settings, config),
-            vocab_size=vocab_size,
-            hidden_size=int(config.hidden_size),
-            dtype=dtype,
-        )
-        work = Work(
-            accelerator=accelerator,
-            batch_size=settings.batch_size,
-            in_step=settings.shard_target,
-            sources=[*target_files, *data_files],
-            inputs=list_inputs(settings),
-        )
-        target = open_states(
-            need(settings.hidden_states_dir), plan, config, load, work,
-            name=get_name(settings.model_dir), with_head=needs_head(settings, method),
-        )  # fmt: skip
-    return Job(
-        settings=settings,
-        accelerator=accelerator,
-        method=method,
-        state=state,
-        target=target,
-        train=train,
-        heldout=heldout,
-        dtype=dtype,
-        max_length=max_length,
-        target_files=target_files,
-        data_files=data_files,
-    )
-
-
-def open_target(
-    settings: TrainSettings,
-    method: TrainingMethod,
-    config: Any,
-    dtype: str,
-    accelerator: Any,
-) -> LiveTarget:
-    """Load what the method reads of the target."""
-    from .sharding import make_mesh
-    from .target import load_target
-
-    mesh = None
-    if settings.shard_target:
-        mesh = make_mesh(accelerator.device, accelerator.num_processes)
-    target = load_target(
-        settings.model_dir, config, dtype, accelerator.device,
-        with_head=needs_head(settings, method),
-        aux_layers=method.choose_layers(settings, config), mesh=mesh,
-    )  # fmt: skip
-    accelerator.wait_for_everyone()
-    target.check_head()
-    return target
-
-
-def needs_head(settings: TrainSettings, method: TrainingMethod) -> bool:
-    """Tell whether the target's output layer is read."""
-    return method.needs_head or bool(settings.self_distillation)
-
-
 def start_loop(job: Job) -> Loop:
     """Make the drafter, with fresh weights or those of the checkpoint, and its training loop."""
     from .acceptance import AcceptanceMeter
@@ -279,51 +145,6 @@ def start_loop(job: Job) -> Loop:
         loop.rows_per_step, loop.num_steps, job.dtype, accelerator.device.type,
     )  # fmt: skip
     return loop
-
-
-def make_drafter(
-    settings: TrainSettings, accelerator: Any, method: TrainingMethod, target: Target, rows: Rows
-) -> Drafter:
-    """Make the drafter with fresh weights, the same on every process; rows: what it will learn."""
-    import torch
-
-    torch.manual_seed(settings.seed)
-    target.token_counts = rows.count_tokens(target.shape.vocab_size)
-    drafter = method.build(settings, target)
-    if settings.start_from is not None:
-        path = settings.start_from / method.weights_name
-        load_weights(drafter, path, method.list_shared(target), method.new_parts)
-    drafter.to(accelerator.device)
-    return drafter
-
-
-def load_weights(
-    drafter: Drafter, path: Path, shared: Mapping[str, Any], new_parts: tuple[str, ...]
-) -> None:
-    """Give the drafter a written one's weights; shared: tensors there that are the target's.
-
-    new_parts: see TrainingMethod.
-    """
-    from specdec.files.torch_tensors import to_tensor
-
-    file = TensorFile(path)
-    there = {name: info for name, info in file.tensors.items() if name not in shared}
-    wanted = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    for name in [n for n in wanted if n.startswith(new_parts) and n not in there]:
-        logger.info("--start-from: %s has no %s, which begins anew", path, name)
-        del wanted[name]
-    problems = Problems()
-    for name in sorted({*wanted, *there}):
-        shape = list(there[name].shape) if name in there else "missing"
-        if shape != wanted.get(name):
-            problems.add(
-                f"--start-from: {name} in {path} is {shape}, of this training"
-                f" {wanted.get(name, 'missing')}",
-                "give the method and sizes that the drafter was trained with",
-            )
-    problems.raise_all()
-    weights = {name: to_tensor(file.read(name), info.dtype) for name, info in there.items()}
-    drafter.load_state_dict(drafter.state_dict() | weights)
 
 
 def is_accepted(wanted: float | None, evaluation: Mapping[str, Any]) -> bool:
@@ -395,27 +216,6 @@ def check_method_options(settings: TrainSettings) -> None:
             )
 
 
-def list_inputs(settings: TrainSettings) -> list[Path]:
-    """The local folders and files that are read: --force may not replace them."""
-    return list_local(settings.model_dir, settings.data, settings.eval_data, settings.start_from)
-
-
-def choose_max_length(settings: TrainSettings, config: Any) -> int:
-    """Return the row length in tokens, or raise where the target cannot read that many."""
-    from .target import get_max_length
-
-    limit = get_max_length(config)
-    wanted = settings.model_max_length
-    if wanted is None:
-        return min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
-    if limit is not None and wanted > limit:
-        raise SpecDecError(
-            f"--model-max-length {wanted} is more than the {limit} positions of the target",
-            f"use at most {limit}",
-        )
-    return wanted
-
-
 def refuse_launcher(environment: Mapping[str, str]) -> None:
     """Raise UsageError where accelerate's launcher was told what no training here obeys."""
     for name, option in LAUNCHER_OPTIONS.items():
@@ -428,62 +228,6 @@ def refuse_launcher(environment: Mapping[str, str]) -> None:
             )
 
 
-def start_accelerator(settings: TrainSettings) -> Any:
-    """Set up the devices: those that `torchrun` gave the process, else one GPU or the CPU."""
-    try:
-        from accelerate import Accelerator
-        from accelerate.utils import InitProcessGroupKwargs
-    except ImportError:
-        raise SpecDecError("accelerate is not installed", name_extra("train")) from None
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    use_bf16 = settings.dtype == "bfloat16" or settings.dtype == "auto" and _has_fast_bf16()
-    launch = find_launch()
-    place = check_meeting_place() if launch is not None and launch.size > 1 else ""
-    try:
-        with keep_stdout_clean():
-            accelerator = Accelerator(
-                cpu=not has_gpu and not torch.backends.mps.is_available(),
-                mixed_precision="bf16" if use_bf16 else "no",
-                # The others wait while the main process tokenizes the data and measures an engine.
-                kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-            )
-    except (RuntimeError, ValueError) as error:
-        if not place:
-            raise
-        raise SpecDecError(
-            f"rank {launch.rank if launch else 0} cannot reach the other ranks at {place}:"
-            f" {summarize(error)}",
-            "check MASTER_ADDR and MASTER_PORT, and that every rank has its own RANK",
-        ) from None
-    kind = str(accelerator.distributed_type.value)
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        raise SpecDecError(
-            f"accelerate found devices of the kind {kind}, which cannot train a drafter here",
-            "launch on GPUs or CPUs: torchrun --nproc-per-node N $(which specdec-train) ...",
-        )
-    if settings.shard_target and accelerator.num_processes == 1:
-        raise UsageError(
-            "--shard-target has no effect in a training of one process",
-            "leave it out, or launch several: torchrun --nproc-per-node N $(which specdec-train)",
-        )
-    return accelerator
-
-
-def _has_fast_bf16() -> bool:
-    """Tell whether the processor multiplies bfloat16 matrices in hardware."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_capability() >= (8, 0)
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return any(f" {name}" in flags for name in ("avx512_bf16", "amx_bf16"))
-
-
 @contextlib.contextmanager
 def open_output(settings: TrainSettings, *, is_main: bool) -> Iterator[Path | None]:
     """Yield the folder to write the drafter into; None on other processes than the main one."""
@@ -494,35 +238,3 @@ def open_output(settings: TrainSettings, *, is_main: bool) -> Iterator[Path | No
         settings.output_dir, force=settings.force, inputs=list_inputs(settings)
     ) as folder:
         yield folder
-
-
-def load_rows(
-    settings: TrainSettings,
-    state: TrainingState,
-    vocab_size: int,
-    max_length: int,
-    accelerator: Any,
-) -> tuple[Rows, Rows]:
-    """Tokenize on the main process; map the result, from which all processes read."""
-    from .rows import Rows, prepare_rows
-    from .target import load_tokenizer
-
-    if accelerator.is_main_process and not state.has_rows():
-        # transformers warns when a process that has used it forks, which ours does not do.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        tokenizer = load_tokenizer(settings.model_dir, vocab_size)
-        rows = prepare_rows(settings.data, settings.eval_data, tokenizer, max_length)
-        state.data_folder.mkdir(exist_ok=True)
-        for name, part in zip(("train", "heldout"), rows, strict=True):
-            part.save(state.data_folder, name)
-        state.finish_rows()
-    accelerator.wait_for_everyone()
-    if not state.has_rows():
-        raise SpecDecError(
-            f"{state.data_folder} is not there on process {accelerator.process_index}",
-            "let --output-dir be in a folder that all machines share",
-        )
-    parts = Rows.load(state.data_folder, "train"), Rows.load(state.data_folder, "heldout")
-    for part in parts:
-        part.check_tokens(vocab_size, state.data_folder)
-    return parts

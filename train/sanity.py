@@ -22,9 +22,9 @@ logger = get_logger(__name__)
 
 def learn_one_row(settings: TrainSettings) -> dict[str, Any]:
     """Train on the first row of the data alone; raise SpecDecError where it is not learned."""
+    from .job import choose_max_length, make_drafter, open_target, start_accelerator
     from .loop import Hooks, Loop
     from .methods import load_method
-    from .pipeline import choose_max_length, make_drafter, open_target, start_accelerator
     from .rows import prepare_rows
     from .target import load_config, load_tokenizer
 

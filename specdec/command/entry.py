@@ -42,9 +42,3 @@ def end_by_sigint() -> None:
     """Let SIGINT end this process at once, unless it is ignored, as behind `nohup` and `&`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def raise_at_sigint() -> None:
-    """Undo `end_by_sigint`."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

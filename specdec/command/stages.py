@@ -18,7 +18,6 @@ from click.core import ParameterSource
 
 from specdec import __version__, logs
 from specdec.command import help
-from specdec.command.entry import raise_at_sigint
 from specdec.command.settings import (
     SECTIONS,
     Flag,
@@ -272,6 +271,12 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which ends the work as Ctrl-C does."""
+
+
+def raise_at_sigint() -> None:
+    """Undo `end_by_sigint` of entry.py: from here on Ctrl-C is an exception."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
