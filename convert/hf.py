@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
 
 from specdec import logs
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, shorten
 from specdec.files.folders import MODEL, expect_folder, is_hub_id, refuse_absent
 from specdec.files.reading import Array, read_json
-from specdec.files.tensor_file import MAX_NUMBER, TensorFile, TensorInfo
+from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.config import FLOAT_DTYPES
 
 from .plan import TensorSource, count_elements
@@ -31,7 +29,6 @@ WEIGHT_NAMES = (
     "pytorch_model.bin", "pytorch_model.bin" + INDEX_SUFFIX, "model.pt",
 )  # fmt: skip
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-T = TypeVar("T")
 
 
 class HfFolder:
@@ -255,69 +252,3 @@ def open_model(
         return [shard for index in indexes for shard in read_index(folder / index)]
 
     return HfFolder(fetch_model(name, flag, choose, list_shards), weight_files=weight_files)
-
-
-class ConfigReader:
-    """Reads fields of a config.json with their types; `finish` reports all that were wrong."""
-
-    def __init__(
-        self, config: Mapping[str, Any], path: Path, problems: Problems | None = None
-    ) -> None:
-        self.config = config
-        self.path = path
-        self.problems = Problems() if problems is None else problems
-
-    def enter(self, config: Mapping[str, Any]) -> ConfigReader:
-        """Return a reader of an object inside of this one; what is wrong is noted for both."""
-        return ConfigReader(config, self.path, self.problems)
-
-    def get_int(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Return a whole number; without a default the field is required."""
-        value = self._get(name, default)
-        if type(value) is int and minimum <= value <= MAX_NUMBER:
-            return value
-        is_huge = type(value) is int and value > MAX_NUMBER
-        expected = "a number below 2**63" if is_huge else f"a whole number of at least {minimum}"
-        return self._reject(name, value, expected, minimum)
-
-    def get_float(self, name: str, default: float | None = None) -> float:
-        """Return a positive number; without a default the field is required."""
-        value = self._get(name, default)
-        if type(value) in (int, float) and 0 < value < math.inf:
-            return float(value)
-        return self._reject(name, value, "a positive number", 1.0)
-
-    def get_bool(self, name: str, default: bool | None = None) -> bool:
-        """Return true or false; without a default the field is required."""
-        value = self._get(name, default)
-        return value if isinstance(value, bool) else self._reject(name, value, "a boolean", False)
-
-    def get_text(self, name: str, default: str | None = None) -> str:
-        """Return a text; without a default the field is required."""
-        value = self._get(name, default)
-        return value if isinstance(value, str) else self._reject(name, value, "a text", "")
-
-    def get_object(self, name: str) -> dict[str, Any]:
-        """Return a nested object, empty where the field is absent or null."""
-        value = self.config.get(name)
-        value = {} if value is None else value
-        return value if isinstance(value, dict) else self._reject(name, value, "an object", {})
-
-    def refuse(self, fact: str, remedy: str) -> None:
-        """Note a problem."""
-        self.problems.add(f"{self.path}: {fact}", remedy)
-
-    def finish(self) -> None:
-        """Raise SpecDecError if anything was wrong."""
-        self.problems.raise_all()
-
-    def _get(self, name: str, default: T | None) -> Any:
-        value = self.config.get(name)
-        return default if value is None else value
-
-    def _reject(self, name: str, value: Any, expected: str, placeholder: T) -> T:
-        if value is None:
-            self.refuse(f"{name} is missing", f"give {name}, {expected}")
-        else:
-            self.refuse(f"{name} is {shorten(value)}, not {expected}", f"correct {name}")
-        return placeholder

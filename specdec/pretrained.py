@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, UsageError, shorten, summarize
+from specdec.errors import SpecDecError, UsageError, join_names, shorten, summarize
 from specdec.files.folders import (
     MODEL,
     TOKENIZER,
@@ -25,6 +25,8 @@ from specdec.files.folders import (
 from specdec.files.reading import read_json
 from specdec.logs import get_logger
 from specdec.model.bounds import check_model_sizes
+from specdec.model.config_reader import Rotary
+from specdec.pretrained_config import NEWER, adapt_config, check_rotary
 
 # Files that may name Python to run, and the keys by which they do.
 CODE_FILES = ("config.json", "tokenizer_config.json", "processor_config.json")
@@ -39,56 +41,129 @@ def load_tokenizer(source: str | Path, flag: str = "--tokenizer-dir") -> Any:
 
     flag: the option that named it, for messages. Raises SpecDecError where there is none.
     """
-    return _load(
-        _find_tokenizer_class(source).from_pretrained, source, flag, TOKENIZER, "tokenizer"
-    )
+    return _load(_load_tokenizer, source, flag, TOKENIZER, "tokenizer")
 
 
-def _find_tokenizer_class(source: str | Path) -> Any:
-    """AutoTokenizer, or the class that it would choose, where that is known without it.
+def _load_tokenizer(name: str, **options: Any) -> Any:
+    """Load by AutoTokenizer, or before transformers 5 without it where its choice is known.
 
-    To import AutoTokenizer takes longer than to load an engine.
+    To import it takes longer than to load an engine. It also knows nothing of what version 5
+    saves, whose tokenizer.json says all that a class of version 4 would do.
     """
     import transformers
 
-    path = Path(source) / "tokenizer_config.json"
-    if transformers.__version__.startswith("4.") and path.is_file():
+    is_old = transformers.__version__.startswith("4.")
+    config = _read_tokenizer_config(name, options) if is_old else {}
+    if "auto_map" in config or not config:
+        return transformers.AutoTokenizer.from_pretrained(name, **options)
+    named, special = config.get("tokenizer_class"), config.get("extra_special_tokens")
+    if "backend" not in config and named != "TokenizersBackend" and not isinstance(special, list):
+        is_plain = named == "PreTrainedTokenizerFast"
+        chosen = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
+        return chosen.from_pretrained(name, **options)
+    if isinstance(special, list):
+        options |= {"additional_special_tokens": special}
+    if not isinstance(special, dict):
+        special = config.get("model_specific_special_tokens")
+    transformers.utils.logging.set_verbosity_error()  # of another class's name
+    try:
+        return transformers.PreTrainedTokenizerFast.from_pretrained(
+            name, extra_special_tokens=special or {}, **options
+        )
+    except Exception as error:  # noqa: BLE001 - as in `_load`
+        raise SpecDecError(
+            f"{name}: transformers {transformers.__version__} cannot load its tokenizer, which"
+            f" transformers 5 has saved: {summarize(error)}",
+            NEWER,
+        ) from None
+
+
+def _read_tokenizer_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    if Path(name).is_dir():
         try:
-            config = read_json(path)
-        except SpecDecError:  # whoever loads it says what is wrong
-            config = {}
-        if config.get("tokenizer_class") == "PreTrainedTokenizerFast" and "auto_map" not in config:
-            return transformers.PreTrainedTokenizerFast
-    return transformers.AutoTokenizer
+            return read_json(Path(name) / "tokenizer_config.json")
+        except (OSError, SpecDecError):
+            return {}  # whoever loads it says what is wrong
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    local: dict[str, Any] = get_tokenizer_config(name, **options)
+    return local
 
 
 def load_config(source: str | Path, flag: str = "--model-dir") -> Any:
-    """Return a model's configuration as transformers reads it."""
+    """Return a model's configuration as transformers reads it, which says what config.json says."""
+    return _read_config(source, flag)[0]
+
+
+def _read_config(source: str | Path, flag: str) -> tuple[Any, Rotary]:
     from transformers import AutoConfig
 
-    return _load(AutoConfig.from_pretrained, source, flag, MODEL, "model")
+    config = _load(AutoConfig.from_pretrained, source, flag, MODEL, "model")
+    document, _ = config.get_config_dict(str(source), local_files_only=True)
+    return config, adapt_config(config, document, Path(source) / "config.json")
 
 
 def load_model(
     source: str | Path, kind: str = "AutoModelForCausalLM", flag: str = "--model-dir",
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Return a model, made by a class of transformers; `options` are for its from_pretrained."""
+    """Return a model, made by a class of transformers; `options` are for its from_pretrained.
+
+    Raise SpecDecError where it would compute anything else than our own reader finds.
+    """
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    loader = getattr(transformers, kind).from_pretrained
-    text = load_config(source, flag).get_text_config()
+    config, rotary = _read_config(source, flag)
+    text = config.get_text_config()
     if getattr(text, "attn_logit_softcapping", None) is not None:
         # transformers' other ways leave the cap out without a word.
         options.setdefault("attn_implementation", "eager")
-    if kind != "AutoModel" or getattr(text, "model_type", None) != "gemma3_text":
-        return _load(loader, source, flag, MODEL, "model", **options)
-    # AutoModel of transformers 4.57 finds no weights of it.
-    loader = transformers.AutoModelForCausalLM.from_pretrained
-    loaded = _load(loader, source, flag, MODEL, "model", **options)
-    return (find_base(loaded[0]), *loaded[1:]) if type(loaded) is tuple else find_base(loaded)
+    is_old = transformers.__version__.startswith("4.")
+    ties = is_old and (config.tie_word_embeddings or text.tie_word_embeddings)
+    if ties:
+        config.tie_word_embeddings = text.tie_word_embeddings = False  # see `_tie`
+    # AutoModel of transformers 4.57 finds no weights of Gemma 3's text model.
+    takes_base = kind == "AutoModel" and text.model_type == "gemma3_text"
+    loader = getattr(transformers, "AutoModelForCausalLM" if takes_base else kind).from_pretrained
+    model, info = _load(
+        loader, source, flag, MODEL, "model", config=config, output_loading_info=True, **options
+    )
+    missing = set(info["missing_keys"])
+    if ties:
+        _tie(model, text, missing)
+    if missing:
+        again = "copy or download the folder again"
+        raise SpecDecError(
+            f"transformers {transformers.__version__} finds no weights in {source} for"
+            f" {join_names(sorted(missing))}",
+            f"{NEWER}; if it finds none either, {again}" if is_old else again,
+        )
+    check_rotary(model, config, rotary, f"{flag} {source}")
+    return find_base(model) if takes_base else model
+
+
+def _tie(model: Any, text: Any, missing: set[str]) -> None:
+    """Tie head and embedding as transformers 5 does: not where both are stored and differ.
+
+    Versions before drop a head that is stored.
+    """
+    import torch
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None:
+        return
+    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+    known, own = names[id(embedding.weight)], names[id(head.weight)]
+    if known in missing and own not in missing:
+        embedding.weight = head.weight
+    elif own in missing or torch.equal(embedding.weight, head.weight):
+        head.weight = embedding.weight
+    else:
+        return
+    text.tie_word_embeddings = True
+    missing -= {known, own} if not {known, own} <= missing else set()
 
 
 def find_base(model: Any) -> Any:
@@ -127,7 +202,7 @@ def _load(
         options["local_files_only"] = not _is_on_hub(name, flag)
     try:
         return load(name, trust_remote_code=False, **options)
-    except MemoryError:
+    except (MemoryError, SpecDecError):
         raise
     except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
         code = _list_code(Path(name)) if is_local else []

@@ -40,6 +40,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
+# Of processes: ours, then what `make test-transformers-4` has put there.
+SEARCH_PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 # Kernels are compiled once for all processes of all runs, and nothing is written to a home folder.
 os.environ.setdefault("SPECDEC_CACHE_DIR", str(ROOT / ".build" / "cache"))
 
@@ -557,7 +559,7 @@ def run_cli(
     return subprocess.run(
         [sys.executable, "-m", "specdec", *map(str, args)],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        env={**os.environ, "PYTHONPATH": SEARCH_PATH, **(env or {})},
         input=stdin,
         capture_output=True,
         text=True,

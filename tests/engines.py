@@ -23,7 +23,7 @@ from specdec.engine.layout import PACKED_FOLDER, make_metadata
 from specdec.engine.tree import Tree, pack_beams
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import to_array
-from tests.conftest import ROOT
+from tests.conftest import SEARCH_PATH
 
 
 def call(stage: str, *args: object) -> None:
@@ -85,7 +85,7 @@ def start_cli(*args: object, pauses: bool = False) -> subprocess.Popen[str]:
     """Start `specdec ARGS...` and return it when it has taken twenty steps."""
     words = [sys.executable, "-c", AT_WORK, "pause" if pauses else "go on", *map(str, args)]
     process = subprocess.Popen(
-        words, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        words, env={**os.environ, "PYTHONPATH": SEARCH_PATH}, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, shorten
 from specdec.model.config import SLIDING, ModelConfig, list_layer_types
+from specdec.model.config_reader import ConfigReader, count_experts, list_layouts, read_rotary
 from specdec.model.experts import Experts, name_shared
-from specdec.model.rotary_scaling import find_scaling_problems, get_kind, list_kinds
+from specdec.model.rotary_scaling import find_scaling_problems, get_kind
 from specdec.model.tensors import EMBEDDING, HEAD
 from specdec.trtllm.facts import DEFAULT_LABEL
 
-from ..hf import ConfigReader, HfFolder
+from ..hf import HfFolder
 from ..plan import Part
 
 logger = logs.get_logger(__name__)
@@ -23,8 +24,6 @@ logger = logs.get_logger(__name__)
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 # What every loader computes anew.
 ROTARY_BUFFERS = ("*.rotary_emb.inv_freq",)
-# What means false in a field of any type.
-NO = ("false", "0", "no", "none", "")
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
@@ -211,12 +210,14 @@ def read_decoder(
     head_dim: int | None = None,
     rotary_fraction: float | None = None,
     rotary_base: float = 10000.0,
+    local_base: float | None = None,
     hidden_act: str = "silu",
 ) -> dict[str, Any]:
     """Read the fields of a rotary model as `ModelConfig` names them, problems into `reader`.
 
     The arguments are what transformers takes for an absent field; `norm_epsilon` has the field's
-    name too. rotary_fraction: None where the family rotates whole heads.
+    name too. rotary_fraction: None where the family rotates whole heads. local_base: None where
+    sliding layers have the rotary embedding of the others.
     """
     num_heads, hidden_size = reader.get_int("num_attention_heads"), reader.get_int("hidden_size")
     if reader.config.get("head_dim") is None and head_dim is None and hidden_size % num_heads:
@@ -226,7 +227,18 @@ def read_decoder(
         )
     if "num_key_value_heads" in reader.config or num_kv_heads is None:
         num_kv_heads = num_heads  # what null means
-    rotary_base, scaling = read_rotary(reader, rotary_base)
+    rotary = read_rotary(reader)
+    fraction, scaling = rotary.fraction or rotary_fraction or 1.0, rotary.scaling
+    if rotary_fraction is None and fraction != 1:
+        reader.refuse(
+            f"partial_rotary_factor is {fraction:g}",
+            "models of this family rotate whole heads; this one is not supported",
+        )
+    if rotary.by_layer_type and local_base is None:
+        reader.refuse(
+            "rope_parameters has an object for each type of layer",
+            "models of this family rotate alike in all layers; this one is not supported",
+        )
     values: dict[str, Any] = {
         "vocab_size": reader.get_int("vocab_size"),
         "hidden_size": hidden_size,
@@ -238,20 +250,27 @@ def read_decoder(
         "norm_epsilon": reader.get_float(*norm_epsilon),
         "max_position_embeddings": reader.get_int("max_position_embeddings", max_positions),
         "hidden_act": reader.get_text("hidden_act", hidden_act),
-        "rotary_base": rotary_base,
+        "rotary_base": rotary.base or rotary_base,
         "rotary_scaling": scaling,
-        "rotary_pct": _read_rotary_fraction(reader, rotary_fraction),
+        "rotary_pct": fraction,
     }
     if scaling is not None and get_kind(scaling) == "longrope":
         values["original_max_position_embeddings"] = _read_original_length(reader, scaling)
     for fact, remedy in find_scaling_problems(
         scaling,
         rotary_size=int(values["head_size"] * values["rotary_pct"]),
-        rotary_base=rotary_base,
+        rotary_base=values["rotary_base"],
         max_positions=values["max_position_embeddings"],
         original_positions=values.get("original_max_position_embeddings"),
     ):
         reader.refuse(fact, remedy)
+    if local_base is not None:
+        if rotary.local_scaling:
+            reader.refuse(
+                f"rope_parameters scales sliding layers: {shorten(rotary.local_scaling)}",
+                "models of this family scale full layers only; this one is not supported",
+            )
+        values["rope_local_base_freq"] = rotary.local_base or local_base
     return values
 
 
@@ -280,7 +299,7 @@ def read_experts(
     if moe_ep_size is None:
         moe_ep_size = 1 if moe_tp_size is None else max(1, tp_size // moe_tp_size)
     experts = Experts(
-        num=_count_experts(reader, num),
+        num=count_experts(reader, num),
         top_k=reader.get_int("num_experts_per_tok", top_k),
         inner=values["intermediate_size"] if inner is None else reader.get_int(*inner),
         shared_inner=0 if shared_inner is None else reader.get_int(*shared_inner),
@@ -290,19 +309,6 @@ def read_experts(
         shared_name=name_shared(layout.trtllm_version),
     )
     return {"experts": experts, "hidden_act": "swiglu"}
-
-
-def _count_experts(reader: ConfigReader, default: int) -> int:
-    """Return how many experts a layer has, under either of transformers' names.
-
-    transformers 5 calls Qwen3-MoE's `num_local_experts`, earlier versions `num_experts`.
-    """
-    names = ("num_experts", "num_local_experts")
-    given = [name for name in names if reader.config.get(name) is not None]
-    if len(given) > 1 and reader.config[given[0]] != reader.config[given[1]]:
-        values = " and ".join(f"{name} {shorten(reader.config[name])}" for name in given)
-        reader.refuse(f"{values} disagree", "remove the wrong one")
-    return reader.get_int(given[0] if given else names[0], default)
 
 
 def refuse_unless(reader: ConfigReader, name: str, *allowed: Any, remedy: str) -> None:
@@ -348,31 +354,6 @@ def read_windows(
     return {"sliding_window": window, "layer_types": types if is_mixed else None}
 
 
-def list_layouts(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, bool]]:
-    """Yield the fields about the layout of rotated pairs, inside of objects too.
-
-    Each has its name with those of the objects around it, its value, and whether the value means
-    interleaved pairs: dimensions 2i and 2i + 1 of a head, where half-split ones are i and i + n/2.
-    """
-    for name, value in config.items():
-        words = set(re.split(r"[^a-z0-9]+", f"{place}{name}".lower()))
-        own = set(re.split(r"[^a-z0-9]+", name.lower()))
-        rotates = not words.isdisjoint(("rope", "rotary", "neox"))
-        rotates = rotates or name == "position_embedding_type"
-        is_other = not words.isdisjoint(("mrope", "indexer"))  # kinds that no model here has
-        text = str(value).lower()
-        if isinstance(value, dict):
-            yield from list_layouts(value, f"{place}{name}.")
-        elif value is None or not rotates or is_other:
-            continue
-        elif "neox" in own:
-            yield place + name, value, text in NO
-        elif any(word.startswith("interleav") or word == "traditional" for word in own):
-            yield place + name, value, text not in NO
-        elif own & {"style", "layout"} or re.search(r"interleav|gpt_?j", text):
-            yield place + name, value, re.search("neox|half", text) is None
-
-
 def get_window(reader: ConfigReader, default: int | None) -> int | None:
     """Return the sliding_window field; null means none, an absent one the default."""
     if "sliding_window" not in reader.config:
@@ -380,57 +361,12 @@ def get_window(reader: ConfigReader, default: int | None) -> int | None:
     return None if reader.config["sliding_window"] is None else reader.get_int("sliding_window")
 
 
-def _read_rotary_fraction(reader: ConfigReader, default: float | None) -> float:
-    name = "partial_rotary_factor"
-    given = set()
-    for place in (reader.config, reader.get_object("rope_parameters")):
-        if place.get(name) is not None:
-            given.add(reader.enter(place).get_float(name))
-    if len(given) > 1:
-        values = " and ".join(f"{value:g}" for value in sorted(given))
-        reader.refuse(f"{name} is given as {values}", "remove the wrong one")
-    fraction = given.pop() if given else default or 1.0
-    if default is None and fraction != 1:
-        reader.refuse(
-            f"{name} is {fraction:g}",
-            "models of this family rotate whole heads; this one is not supported",
-        )
-    return fraction
-
-
 def _read_original_length(reader: ConfigReader, scaling: Mapping[str, Any]) -> int:
     """Length at which longrope switches its factors; in the scaling, or beside it."""
     name = "original_max_position_embeddings"
-    if scaling.get(name) is None:
+    inner, outer = scaling.get(name), reader.config.get(name)
+    if inner is None:
         return reader.get_int(name)
+    if outer is not None and outer != inner:
+        reader.refuse(f"{name} is {outer} and in the scaling {inner}", "remove the wrong one")
     return reader.enter(scaling).get_int(name)
-
-
-def read_rotary(reader: ConfigReader, default_base: float) -> tuple[float, dict[str, Any] | None]:
-    """Return rotary base and scaling from rope_theta and rope_scaling, or rope_parameters.
-
-    transformers 5 writes both into `rope_parameters`, earlier versions at the top level.
-    """
-    parameters, earlier = reader.get_object("rope_parameters"), reader.get_object("rope_scaling")
-    old, new = _drop_default(earlier), _drop_default(parameters)
-    if old != new and (old and new or list_kinds(earlier) and list_kinds(parameters)):
-        reader.refuse(
-            f"rope_scaling {old} and rope_parameters {new} disagree", "remove the wrong one"
-        )
-    nested = parameters.get("rope_theta", earlier.get("rope_theta"))
-    theta = reader.config.get("rope_theta")
-    if theta is not None and nested is not None and theta != nested:
-        reader.refuse(
-            f"rope_theta is {theta} and in rope_parameters {nested}", "remove the wrong one"
-        )
-    place = reader if nested is None else reader.enter({"rope_theta": nested})
-    return place.get_float("rope_theta", default_base), new or old or None
-
-
-def _drop_default(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling alone: transformers 5 keeps base and rotated fraction in the same object."""
-    if list_kinds(scaling) == ["default"]:
-        return {}
-    layouts = [name for name, *_ in list_layouts({"rope": scaling})]
-    beside = ("rope_theta", "partial_rotary_factor", *layouts)
-    return {key: value for key, value in scaling.items() if not {key, f"rope.{key}"} & {*beside}}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader
 
-from ..hf import ConfigReader
 from ..plan import Part
 from . import gemma
 from .base import TANH_GELU, Family, Layout, get_window, read_decoder, read_windows, refuse_unless
@@ -41,6 +41,7 @@ def read_gemma(reader: ConfigReader, logit_cap: float | None) -> dict[str, Any]:
         reader, "hidden_activation", *TANH_GELU,
         remedy="Gemma's activation is the tanh form of gelu, gelu_pytorch_tanh",
     )  # fmt: skip
+    gemma.refuse_two_directions(reader)
     return {
         "attn_bias": reader.get_bool("attention_bias", False),
         "query_pre_attn_scalar": reader.get_float("query_pre_attn_scalar", 256.0),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.model.config import FULL, SLIDING, ModelConfig
+from specdec.model.config import FULL, ModelConfig
+from specdec.model.config_reader import ConfigReader
 
-from ..hf import ConfigReader
 from ..plan import Part
 from . import gemma2
 from .base import Family, Layout, get_window, logger, read_decoder, read_windows, refuse_unless
@@ -20,44 +20,18 @@ MODULES: dict[str, tuple[str | Part, ...]] = {
 
 def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a Gemma 3 config.json; an absent optional field has the value transformers gives it."""
-    reader, local_base = _split_rotary(reader)
     values = read_decoder(
         reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=131072, num_kv_heads=4,
-        head_dim=256, hidden_act="gelu", rotary_base=1e6,
+        head_dim=256, hidden_act="gelu", rotary_base=1e6, local_base=10000.0,
     ) | gemma2.read_gemma(reader, logit_cap=None)  # fmt: skip
     refuse_unless(
         reader, "attn_logit_softcapping",
         remedy="no Gemma 3 caps its scores, and transformers takes no notice of it: give null",
     )  # fmt: skip
-    refuse_unless(
-        reader, "use_bidirectional_attention", False,
-        remedy="a model that reads text in both directions writes none",
-    )  # fmt: skip
     old, new = "sliding_window_pattern", "_sliding_window_pattern"
     pattern = reader.get_int(old if old in reader.config else new, 6)
     window = get_window(reader, 4096)
-    values |= read_windows(reader, values["num_hidden_layers"], window, pattern=pattern)
-    return values | {"rope_local_base_freq": local_base}
-
-
-def _split_rotary(reader: ConfigReader) -> tuple[ConfigReader, float]:
-    """Return a reader of the rotary embedding of full layers, and the base of sliding ones.
-
-    transformers 5 has an object for either in `rope_parameters`, earlier versions have the base of
-    the sliding layers at the top level.
-    """
-    both = reader.get_object("rope_parameters")
-    if not {FULL, SLIDING} & both.keys():
-        return reader, reader.get_float("rope_local_base_freq", 10000.0)
-    parts = reader.enter(both)
-    full, sliding = parts.get_object(FULL), parts.get_object(SLIDING)
-    inner = reader.enter(sliding)
-    refuse_unless(
-        inner, "rope_type", "default",
-        remedy="Gemma 3 scales the rotary embedding of its full layers alone",
-    )  # fmt: skip
-    base = inner.get_float("rope_theta", 10000.0)
-    return reader.enter(dict(reader.config) | {"rope_parameters": full}), base
+    return values | read_windows(reader, values["num_hidden_layers"], window, pattern=pattern)
 
 
 def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader
 
 from ..config import MOE_014
-from ..hf import ConfigReader
 from ..plan import Part
 from .base import Family, Layout, name_activation, refuse_unless
 

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader
 
-from ..hf import ConfigReader
 from . import llama
 from .base import Family, Layout, list_keys, read_decoder
 

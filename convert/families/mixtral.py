@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..hf import ConfigReader
+from specdec.model.config_reader import ConfigReader
+
 from . import llama
 from .base import Family, Layout, get_window, read_decoder, read_experts, read_windows
 

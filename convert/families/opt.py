@@ -13,9 +13,10 @@ from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.architectures import ARCHITECTURES
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader
 from specdec.model.tensors import HEAD
 
-from ..hf import ConfigReader, HfFolder
+from ..hf import HfFolder
 from ..plan import Computed, Part
 from .base import Family, Layout, name_activation, refuse_unless
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader
 
-from ..hf import ConfigReader
 from .base import ROTARY, Family, Layout, list_keys, name_activation, read_decoder, refuse_unless
 
 _SELF = "model.layers.{layer}."

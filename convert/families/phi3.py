@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader
 from specdec.model.rotary_scaling import get_kind
 
-from ..hf import ConfigReader
 from ..plan import Part
 from .base import ROTARY, Family, Layout, get_window, list_keys, read_decoder, read_windows
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader
 
-from ..hf import ConfigReader
 from . import llama, qwen2
 from .base import Family, Layout, read_decoder, read_experts, refuse_unless
 

@@ -10,8 +10,8 @@ from typing import Any
 from specdec.errors import shorten
 from specdec.model.architectures import Architecture
 from specdec.model.bounds import MAX_MODULES
+from specdec.model.config_reader import ConfigReader
 
-from ..hf import ConfigReader
 from . import llama
 from .base import Family, Layout, read_decoder, refuse_unless
 

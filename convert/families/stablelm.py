@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.model.architectures import Architecture
+from specdec.model.config_reader import ConfigReader
 
-from ..hf import ConfigReader
 from . import llama
 from .base import Family, Layout, read_decoder, refuse_unless
 

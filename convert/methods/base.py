@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.errors import SpecDecError, join_names, shorten
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader, list_layouts
 from specdec.model.quantization import DEFAULT_EXCLUDED
 from specdec.trtllm.facts import DEFAULT_LABEL
 from specdec.trtllm.pairs import Pair, find_pair
 
-from ..families.base import list_layouts
-
 if TYPE_CHECKING:
-    from ..hf import ConfigReader, HfFolder
+    from ..hf import HfFolder
     from ..plan import Part
     from ..settings import ConvertSettings
 

@@ -16,6 +16,7 @@ from specdec.errors import SpecDecError, join_names
 from specdec.methods.dflash import ARCHITECTURE, METHOD, DFlashConvert, DFlashParams, make_net
 from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader, list_layouts
 from specdec.model.tensors import (
     DFLASH_NET,
     EMBEDDING,
@@ -27,8 +28,8 @@ from specdec.model.tensors import (
 )
 
 from ..families import qwen2, qwen3
-from ..families.base import ROTARY_BUFFERS, list_layouts, read_decoder
-from ..hf import ConfigReader, HfFolder
+from ..families.base import ROTARY_BUFFERS, read_decoder
+from ..hf import HfFolder
 from ..plan import Part, check_num_layers
 from .base import check_layouts, choose_pair, exclude_modules
 from .eagle import IS_DRAFTED, check_fixed, check_offsets, read_layers

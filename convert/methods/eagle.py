@@ -28,11 +28,12 @@ from specdec.methods.eagle import (
     make_net,
 )
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader
 from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, HEAD_BIAS, find_first_copy
 
 from ..families import llama
 from ..families.base import ROTARY_BUFFERS, read_decoder
-from ..hf import ConfigReader, HfFolder
+from ..hf import HfFolder
 from ..plan import Part, check_num_layers
 from .base import check_layouts, choose_pair, exclude_modules
 

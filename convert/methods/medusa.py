@@ -13,9 +13,10 @@ from specdec.command.settings import as_options
 from specdec.files.tensor_file import TensorInfo
 from specdec.methods.medusa import METHOD, MedusaConvert, MedusaParams
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader
 
 from ..config import PLAIN_DEFAULTS, drop_default_keys
-from ..hf import ConfigReader, HfFolder
+from ..hf import HfFolder
 from ..plan import Part, check_num_layers
 from .base import check_sizes, choose_pair, exclude_modules, take_naming
 

@@ -9,9 +9,10 @@ from specdec.command.settings import as_options
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.methods.redrafter import METHOD, ReDrafterConvert, ReDrafterParams
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader
 
 from ..config import PLAIN_DEFAULTS, drop_default_keys
-from ..hf import ConfigReader, HfFolder
+from ..hf import HfFolder
 from ..plan import Part, check_num_layers
 from .base import check_sizes, choose_pair, exclude_modules, take_naming
 

@@ -516,6 +516,8 @@ def test_configurations_are_read_back(
          "rope_type 'yarn' and type 'linear', which disagree"),
         ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": "ABSENT"},
          "original_max_position_embeddings is missing"),
+        ("phi3", {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 32},
+                  "original_max_position_embeddings": 16}, "is 16 and in the scaling 32"),
         ("phi3", {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 16},
          "'longrope' has no short_factor, long_factor"),
         ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 3},
@@ -533,7 +535,11 @@ def test_configurations_are_read_back(
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
-         "rope_type is 'linear'"),
+         "rope_parameters scales sliding layers: {'rope_type': 'linear'}"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+         "rope_parameters has an object for each type of layer"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("granite", {"logits_scaling": 0}, "logits_scaling is 0, not a positive number"),
         ("granite", {"residual_multiplier": "x"}, "residual_multiplier is 'x', not a positive"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -584,6 +590,8 @@ def test_every_rotary_scaling_is_carried_over(
     if family in ("phi", "stablelm") and "short_factor" in scaling:  # half of each head is rotated
         scaling = scaling | {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
     folder = copy_model(make(family), tmp_path, rope_scaling=scaling, rope_theta=5e5)
+    if "short_factor" in scaling:
+        set_config(folder, original_max_position_embeddings=32)
     convert(model_dir=folder)
     written = read_config(convert.output)
     assert written["rotary_scaling"] == scaling

@@ -213,7 +213,7 @@ def test_what_is_refused(
 def test_fields_about_the_layout_of_rotated_pairs(
     config: dict[str, Any], interleaved: list[str]
 ) -> None:
-    from specdec.convert.families.base import list_layouts
+    from specdec.model.config_reader import list_layouts
 
     assert [name for name, _, is_interleaved in list_layouts(config) if is_interleaved] == (
         interleaved

@@ -10,12 +10,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specdec.errors import SpecDecError
+from specdec.model.config_reader import Rotary
 from specdec.pretrained import load_config, load_model, load_tokenizer
+from specdec.pretrained_config import adapt_config, check_rotary
 from tests.conftest import ROOT, make_llama, make_tokenizer
+from tests.families import make_family_model
 
 # Where the library is told itself: this process of the benchmarks has none of our code.
 ALONE = ("benchmarks/side_by_side/workers/transformers_models.py",)
@@ -230,3 +234,195 @@ def test_a_plain_tokenizer_is_loaded_without_the_class_that_chooses_one(tmp_path
         "sys.exit('transformers.models.auto.tokenization_auto' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+LONGROPE = {
+    "type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 2.1, 2.2, 2.3],
+}  # fmt: skip
+# Family, fields in the words of transformers 4.57, and the name of the file that has 5's.
+SPELLINGS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_theta": 500.0}),
+    ("llama", {"rope_theta": 500.0, "rope_scaling": LLAMA3}),
+    ("llama", {"rope_theta": 500.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    ("mistral", {"rope_theta": 500.0}),
+    ("llama", {"rope_theta": 500.0, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    ("qwen3", {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    ("phi3", {"rope_theta": 500.0, "partial_rotary_factor": 0.5}),
+    ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 12}),
+    ("stablelm", {"rope_theta": 500.0, "partial_rotary_factor": 0.75}),
+    ("gemma", {"rope_theta": 500.0}),
+    (
+        "gemma3",
+        {
+            "rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "rope_local_base_freq": 50.0, "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    ("qwen3_moe", {"rope_theta": 500.0, "num_experts": 4}),
+]  # fmt: skip
+
+
+def respell(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same fields of a config.json as transformers 5 writes them."""
+    new = dict(fields)
+    parameters = {
+        "rope_type": "default", "rope_theta": new.pop("rope_theta", 10000.0),
+        **(new.pop("rope_scaling", None) or {}),
+    }  # fmt: skip
+    parameters["rope_type"] = parameters.get("type", parameters["rope_type"])
+    if "partial_rotary_factor" in new:
+        parameters["partial_rotary_factor"] = new.pop("partial_rotary_factor")
+    if "rope_local_base_freq" in new:
+        local = {"rope_type": "default", "rope_theta": new.pop("rope_local_base_freq")}
+        parameters = {"full_attention": parameters, "sliding_attention": local}
+    if "num_experts" in new:
+        new["num_local_experts"] = new.pop("num_experts")
+    return new | {"rope_parameters": parameters}
+
+
+def compute_logits(folder: Path) -> Any:
+    import torch
+
+    model = load_model(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(input_ids=torch.arange(40)[None] * 7 % 61, use_cache=False).logits
+
+
+@pytest.mark.parametrize(("family", "fields"), SPELLINGS)
+def test_either_version_reads_what_the_other_wrote(
+    tmp_path: Path, family: str, fields: dict[str, Any]
+) -> None:
+    """4.57 took its own rotary base for 5's without a word, and 128 experts for 4."""
+    import torch
+
+    folder = make_family_model(tmp_path, family)
+    path = folder / "config.json"
+    names = {
+        *fields, "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor",
+        "num_experts", "num_local_experts",
+    }  # fmt: skip
+    kept = {k: v for k, v in json.loads(path.read_text()).items() if k not in names}
+    found = []
+    for spelled in (fields, respell(fields), {k: fields[k] for k in fields if "rope" not in k}):
+        path.write_text(json.dumps(kept | spelled))
+        found.append(compute_logits(folder))
+    assert torch.equal(found[0], found[1])
+    assert float((found[0] - found[2]).abs().max()) > 0.01
+    if "rope_theta" not in fields:
+        return
+    path.write_text(json.dumps(kept | respell(fields) | {"rope_theta": 777.0}))
+    with pytest.raises(SpecDecError, match="rope_theta is 777.0 and in rope_parameters 500.0"):
+        load_config(folder)
+
+
+def test_a_model_that_rotates_otherwise_is_refused(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path, head_dim=16)
+    config, model = load_config(folder), load_model(folder)
+    check_rotary(model, config, Rotary(base=10000.0), str(folder))
+    for rotary in (Rotary(base=500.0), Rotary(scaling={"rope_type": "linear", "factor": 2.0})):
+        with pytest.raises(SpecDecError, match="rotates by frequencies, or") as caught:
+            check_rotary(model, config, rotary, str(folder))
+        assert "transformers>=5" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "fact"),
+    [
+        ("gpt2", {"rope_parameters": {"rope_theta": 500.0}}, "rope_theta 500 in a gpt2"),
+        ("llama", {"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}},
+         "partial_rotary_factor 0.5 in a llama"),
+        ("mistral", respell(SPELLINGS[10][1]), "rope_local_base_freq 50"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("qwen2_moe", {"layer_types": ["sliding_attention"]}, "layer_types ['sliding_attention']"),
+    ],
+)  # fmt: skip
+def test_what_an_old_transformers_cannot_be_told_is_refused(
+    family: str, fields: dict[str, Any], fact: str
+) -> None:
+    import transformers
+
+    from tests.families import CLASSES
+
+    base = getattr(transformers, CLASSES[family][0])
+    if not transformers.__version__.startswith("4."):
+        pytest.skip("transformers 5 knows all of it")
+    with pytest.raises(SpecDecError) as caught:
+        adapt_config(base(**fields), fields, Path("config.json"))
+    assert fact in caught.value.message
+    assert "transformers>=5" in caught.value.hint
+
+
+def test_a_head_that_is_stored_is_the_head(tmp_path: Path) -> None:
+    """config.json says tied: so it is where the head lacks or is equal, and where it alone is."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = make_llama(tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    for stored, expected in (
+        ((embedding, head), (embedding, head)), ((embedding, None), (embedding, embedding)),
+        ((None, head), (head, head)), ((embedding, embedding.clone()), (embedding, embedding)),
+    ):  # fmt: skip
+        names = zip(("model.embed_tokens.weight", "lm_head.weight"), stored, strict=True)
+        kept = {name: t for name, t in tensors.items() if "embed" not in name and "lm_" not in name}
+        kept |= {name: tensor for name, tensor in names if tensor is not None}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        model = load_model(folder)
+        assert torch.equal(model.get_input_embeddings().weight, expected[0])
+        assert torch.equal(model.get_output_embeddings().weight, expected[1])
+
+
+def test_a_model_without_all_its_weights_is_refused(tmp_path: Path) -> None:
+    """transformers draws what lacks at random, and a drafter would learn from that."""
+    from safetensors.torch import load_file, save_file
+
+    folder = make_llama(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for kind in ("AutoModelForCausalLM", "AutoModel"):
+        with pytest.raises(SpecDecError, match="finds no weights in .*1.mlp.up_proj.weight"):
+            load_model(folder, kind)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["etao", "inoi"]},
+        {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": ["etao", "inoi"]},
+        {
+            "tokenizer_class": "TokenizersBackend",
+            "image_token": "etao",
+            "model_specific_special_tokens": {"image_token": "etao"},
+            "extra_special_tokens": ["inoi"],
+        },
+    ],
+)
+def test_a_tokenizer_in_the_words_of_transformers_5(tmp_path: Path, fields: dict[str, Any]) -> None:
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    plain = load_tokenizer(folder)
+    path = folder / "tokenizer_config.json"
+    kept = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "backend": "tokenizers"}
+    path.write_text(json.dumps(kept | fields))
+    loaded = load_tokenizer(folder)
+    assert loaded("def f(x):").input_ids == plain("def f(x):").input_ids
+    assert {"etao", "inoi"} < set(loaded.all_special_tokens)
+    assert loaded.eos_token_id == plain.eos_token_id
+    assert loaded.decode(loaded("xetao").input_ids, skip_special_tokens=True) == "x"
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["model"]["type"] = "ANewOne"
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(SpecDecError, match="cannot load its tokenizer") as caught:
+        load_tokenizer(folder)
+    import transformers
+
+    assert transformers.__version__[0] != "4" or "transformers>=5" in caught.value.hint

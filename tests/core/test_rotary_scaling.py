@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from specdec.convert.families.base import read_rotary
-from specdec.convert.hf import ConfigReader
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import read_net
 from specdec.model.checkpoint import parse_checkpoint_config
+from specdec.model.config_reader import ConfigReader, read_rotary
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind
 from tests.core.test_schema import LLAMA
 
@@ -121,5 +120,5 @@ def test_the_two_places_of_a_scaling(earlier: Any, later: Any, disagree: bool) -
     from pathlib import Path
 
     reader = ConfigReader({"rope_scaling": earlier, "rope_parameters": later}, Path("config.json"))
-    read_rotary(reader, 1.0)
+    read_rotary(reader)
     assert ["disagree" in fact for fact, _ in reader.problems] == [True] * disagree

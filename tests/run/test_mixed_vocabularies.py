@@ -329,7 +329,7 @@ def test_special_tokens_are_paired_by_what_they_are_for(tmp_path: Path) -> None:
         path.write_text(json.dumps(document))
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         settings["eos_token"] = end
-        for entry in settings["added_tokens_decoder"].values():
+        for entry in settings.get("added_tokens_decoder", {}).values():
             entry["content"] = end if entry["content"] == "</s>" else entry["content"]
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         (folder / "special_tokens_map.json").unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import UsageError
 from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleTrain
 from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader, read_rotary
 from specdec.model.rotary_scaling import get_kind
 
 from ..features import Features, OutputHead
@@ -399,12 +401,8 @@ def describe_layers(
     config, hidden_size = target.config, target.shape.hidden_size
     num_heads = int(config.num_attention_heads)
     sizes = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
-    # transformers 5 keeps all of it in one object.
-    rotary = dict(
-        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    )
-    base = rotary.pop("rope_theta", None) or getattr(config, "rope_theta", None) or 10000.0
-    is_steady = get_kind(rotary) in STEADY_SCALINGS
+    rotary = read_rotary(ConfigReader(config.to_dict(), Path(target.name)))
+    is_steady = get_kind(rotary.scaling or {}) in STEADY_SCALINGS
     return ModelConfig(
         architecture="LlamaForCausalLM",
         dtype="float32",
@@ -417,8 +415,8 @@ def describe_layers(
         intermediate_size=intermediate_size or next(filter(None, sizes), 4 * hidden_size),
         norm_epsilon=float(getattr(config, "rms_norm_eps", 1e-6)),
         max_position_embeddings=int(config.max_position_embeddings),
-        rotary_base=float(base),
-        rotary_scaling=rotary if is_steady else None,
+        rotary_base=rotary.base or 10000.0,
+        rotary_scaling=rotary.scaling if is_steady else None,
     )
 
 

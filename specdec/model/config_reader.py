@@ -1,0 +1,198 @@
+"""Fields of a Hugging Face config.json, under the names of transformers 4.57 and of 5."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specdec.errors import Problems, shorten
+from specdec.files.tensor_file import MAX_NUMBER
+from specdec.model.config import FULL, SLIDING
+from specdec.model.rotary_scaling import list_kinds
+
+# How many experts a layer has: transformers 5 writes the second for Qwen3-MoE, 4.57 the first.
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+# What means false in a field of any type.
+NO = ("false", "0", "no", "none", "")
+T = TypeVar("T")
+
+
+class ConfigReader:
+    """Reads fields of a config.json with their types; `finish` reports all that were wrong."""
+
+    def __init__(
+        self, config: Mapping[str, Any], path: Path, problems: Problems | None = None
+    ) -> None:
+        self.config = config
+        self.path = path
+        self.problems = Problems() if problems is None else problems
+
+    def enter(self, config: Mapping[str, Any]) -> ConfigReader:
+        """Return a reader of an object inside of this one; what is wrong is noted for both."""
+        return ConfigReader(config, self.path, self.problems)
+
+    def get_int(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """Return a whole number; without a default the field is required."""
+        value = self._get(name, default)
+        if type(value) is int and minimum <= value <= MAX_NUMBER:
+            return value
+        is_huge = type(value) is int and value > MAX_NUMBER
+        expected = "a number below 2**63" if is_huge else f"a whole number of at least {minimum}"
+        return self._reject(name, value, expected, minimum)
+
+    def get_float(self, name: str, default: float | None = None) -> float:
+        """Return a positive number; without a default the field is required."""
+        value = self._get(name, default)
+        if type(value) in (int, float) and 0 < value < math.inf:
+            return float(value)
+        return self._reject(name, value, "a positive number", 1.0)
+
+    def get_bool(self, name: str, default: bool | None = None) -> bool:
+        """Return true or false; without a default the field is required."""
+        value = self._get(name, default)
+        return value if isinstance(value, bool) else self._reject(name, value, "a boolean", False)
+
+    def get_text(self, name: str, default: str | None = None) -> str:
+        """Return a text; without a default the field is required."""
+        value = self._get(name, default)
+        return value if isinstance(value, str) else self._reject(name, value, "a text", "")
+
+    def get_object(self, name: str) -> dict[str, Any]:
+        """Return a nested object, empty where the field is absent or null."""
+        value = self.config.get(name)
+        value = {} if value is None else value
+        return value if isinstance(value, dict) else self._reject(name, value, "an object", {})
+
+    def refuse(self, fact: str, remedy: str) -> None:
+        """Note a problem."""
+        self.problems.add(f"{self.path}: {fact}", remedy)
+
+    def finish(self) -> None:
+        """Raise SpecDecError if anything was wrong."""
+        self.problems.raise_all()
+
+    def _get(self, name: str, default: T | None) -> Any:
+        value = self.config.get(name)
+        return default if value is None else value
+
+    def _reject(self, name: str, value: Any, expected: str, placeholder: T) -> T:
+        if value is None:
+            self.refuse(f"{name} is missing", f"give {name}, {expected}")
+        else:
+            self.refuse(f"{name} is {shorten(value)}, not {expected}", f"correct {name}")
+        return placeholder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """The rotary embedding that a config.json describes; None for what it does not say.
+
+    fraction: the rotated part of each head. by_layer_type: whether full and sliding layers have
+    objects of their own. local_base, local_scaling: of sliding layers.
+    """
+
+    base: float | None = None
+    scaling: dict[str, Any] | None = None
+    fraction: float | None = None
+    by_layer_type: bool = False
+    local_base: float | None = None
+    local_scaling: dict[str, Any] | None = None
+
+
+def read_rotary(reader: ConfigReader) -> Rotary:
+    """Read the rotary embedding, whichever version of transformers wrote it.
+
+    Version 5 writes all of it into `rope_parameters`, or into an object there for each type of
+    layer; earlier ones write rope_theta, rope_scaling, partial_rotary_factor and
+    rope_local_base_freq at the top level.
+    """
+    parameters = reader.get_object("rope_parameters")
+    if not {FULL, SLIDING} & parameters.keys():
+        local_base = _get_number(reader, "rope_local_base_freq")
+        return dataclasses.replace(_read_one(reader), local_base=local_base)
+    parts = reader.enter(parameters)
+    full, sliding = (
+        _read_one(reader.enter({**others, "rope_parameters": parts.get_object(kind)}))
+        for kind, others in ((FULL, reader.config), (SLIDING, {}))
+    )
+    return dataclasses.replace(
+        full, by_layer_type=True, local_base=sliding.base, local_scaling=sliding.scaling
+    )
+
+
+def _read_one(reader: ConfigReader) -> Rotary:
+    parameters, earlier = reader.get_object("rope_parameters"), reader.get_object("rope_scaling")
+    old, new = _drop_default(earlier), _drop_default(parameters)
+    if old != new and (old and new or list_kinds(earlier) and list_kinds(parameters)):
+        reader.refuse(
+            f"rope_scaling {old} and rope_parameters {new} disagree", "remove the wrong one"
+        )
+    nested = parameters.get("rope_theta", earlier.get("rope_theta"))
+    theta = reader.config.get("rope_theta")
+    if theta is not None and nested is not None and theta != nested:
+        reader.refuse(
+            f"rope_theta is {theta} and in rope_parameters {nested}", "remove the wrong one"
+        )
+    fractions = {
+        _get_number(reader.enter(place), "partial_rotary_factor")
+        for place in (reader.config, parameters)
+    } - {None}
+    if len(fractions) > 1:
+        values = " and ".join(f"{value:g}" for value in sorted(filter(None, fractions)))
+        reader.refuse(f"partial_rotary_factor is given as {values}", "remove the wrong one")
+    place = reader if nested is None else reader.enter({"rope_theta": nested})
+    return Rotary(
+        base=_get_number(place, "rope_theta"), scaling=new or old or None,
+        fraction=max(filter(None, fractions), default=None),
+    )  # fmt: skip
+
+
+def _get_number(reader: ConfigReader, name: str) -> float | None:
+    return None if reader.config.get(name) is None else reader.get_float(name)
+
+
+def _drop_default(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling by itself: transformers 5 keeps base and fraction in the same object."""
+    if list_kinds(scaling) == ["default"]:
+        return {}
+    layouts = [name for name, *_ in list_layouts({"rope": scaling})]
+    beside = ("rope_theta", "partial_rotary_factor", *layouts)
+    return {key: value for key, value in scaling.items() if not {key, f"rope.{key}"} & {*beside}}
+
+
+def list_layouts(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """Yield the fields about the layout of rotated pairs, inside of objects too.
+
+    Each has its name with those of the objects around it, its value, and whether the value means
+    interleaved pairs: dimensions 2i and 2i + 1 of a head, where half-split ones are i and i + n/2.
+    """
+    for name, value in config.items():
+        words = set(re.split(r"[^a-z0-9]+", f"{place}{name}".lower()))
+        own = set(re.split(r"[^a-z0-9]+", name.lower()))
+        rotates = not words.isdisjoint(("rope", "rotary", "neox"))
+        rotates = rotates or name == "position_embedding_type"
+        is_other = not words.isdisjoint(("mrope", "indexer"))  # kinds that no model here has
+        text = str(value).lower()
+        if isinstance(value, dict):
+            yield from list_layouts(value, f"{place}{name}.")
+        elif value is None or not rotates or is_other:
+            continue
+        elif "neox" in own:
+            yield place + name, value, text in NO
+        elif any(word.startswith("interleav") or word == "traditional" for word in own):
+            yield place + name, value, text not in NO
+        elif own & {"style", "layout"} or re.search(r"interleav|gpt_?j", text):
+            yield place + name, value, re.search("neox|half", text) is None
+
+
+def count_experts(reader: ConfigReader, default: int | None = None) -> int:
+    """Return how many experts a layer has, under either of transformers' names."""
+    given = [name for name in EXPERT_COUNTS if reader.config.get(name) is not None]
+    if len(given) > 1 and reader.config[given[0]] != reader.config[given[1]]:
+        values = " and ".join(f"{name} {shorten(reader.config[name])}" for name in given)
+        reader.refuse(f"{values} disagree", "remove the wrong one")
+    return reader.get_int(given[0] if given else EXPERT_COUNTS[0], default)

@@ -1,0 +1,140 @@
+"""What transformers has made of a config.json, made the same as what our own reader finds there.
+
+transformers 4.57 knows nothing of the names that 5 writes, and takes its defaults without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecDecError, join_names, shorten
+from specdec.model.config import FULL, ModelConfig
+from specdec.model.config_reader import (
+    EXPERT_COUNTS,
+    ConfigReader,
+    Rotary,
+    count_experts,
+    read_rotary,
+)
+
+NEWER = "install a newer transformers: pip install 'transformers>=5'"
+# transformers 4's names of what 5 has in rope_parameters; of each line the first that a class has.
+ROTARY_NAMES = {
+    "base": ("rope_theta", "rotary_emb_base"),
+    "fraction": ("partial_rotary_factor", "rotary_pct"),
+    "local_base": ("rope_local_base_freq",),
+}
+# Fields that classes of transformers 4.57 have not yet, with what these compute.
+LATER = {
+    "use_bidirectional_attention": (None, False), "swiglu_alpha": (None, 1.702),
+    "swiglu_limit": (None, 7.0),
+}  # fmt: skip
+TOLERANCE = 1e-4  # of a frequency; versions compute them in other orders
+
+
+def adapt_config(config: Any, document: Mapping[str, Any], path: Path) -> Rotary:
+    """Let the text part of a configuration say what its config.json says.
+
+    Return the rotary embedding of config.json. Raise SpecDecError where the class that transformers
+    has for the model takes no notice of a field.
+    """
+    import transformers
+
+    text = config.get_text_config()
+    said = _find_text(config, text, document)
+    usual = type(text)()
+    reader = ConfigReader(said, path)
+    rotary, is_old = read_rotary(reader), transformers.__version__.startswith("4.")
+    translates = is_old and said.get("rope_parameters")
+    lost = _translate_rotary(text, usual, rotary) if translates else []
+    for name, other in (EXPERT_COUNTS, EXPERT_COUNTS[::-1]):
+        if said.get(name) is not None and not hasattr(usual, name) and hasattr(usual, other):
+            setattr(text, other, count_experts(reader))
+    reader.finish()
+    if is_old:
+        later = LATER | {"layer_types": (None, [FULL] * len(said.get("layer_types") or ()))}
+        lost += [
+            f"{name} {shorten(said[name])}" for name, computed in later.items()
+            if name in said and not hasattr(usual, name) and said[name] not in computed
+        ]  # fmt: skip
+    if lost:
+        raise SpecDecError(
+            f"{path}: transformers {transformers.__version__} takes no notice of {join_names(lost)}"
+            f" in a {text.model_type} model",
+            NEWER,
+        )
+    return rotary
+
+
+def _find_text(config: Any, text: Any, document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object of a config.json that describes the text model."""
+    if text is config:
+        return document
+    inner = (value for name, value in document.items() if getattr(config, name, None) is text)
+    return next((value for value in inner if isinstance(value, dict)), {})
+
+
+def _translate_rotary(text: Any, usual: Any, rotary: Rotary) -> list[str]:
+    """Set a configuration's fields of transformers 4; return what it has no field for."""
+    lost = []
+    for field, names in ROTARY_NAMES.items():
+        value = getattr(rotary, field)
+        known = next((name for name in names if hasattr(usual, name)), None)
+        if known is not None and value is not None:
+            setattr(text, known, value)
+        elif value not in (None, {"fraction": 1.0, "local_base": rotary.base}.get(field)):
+            lost.append(f"{names[0]} {value:g}")
+    local_scaling = rotary.local_scaling
+    if rotary.by_layer_type and not hasattr(usual, "rope_local_base_freq"):
+        local_scaling = None if local_scaling == rotary.scaling else local_scaling or {}
+    if local_scaling is not None:
+        lost.append(f"rope_parameters of sliding layers {shorten(local_scaling)}")
+    if rotary.scaling:
+        text.rope_scaling = dict(rotary.scaling)
+        original = rotary.scaling.get("original_max_position_embeddings")
+        if original is not None and hasattr(usual, "original_max_position_embeddings"):
+            text.original_max_position_embeddings = original
+    return lost
+
+
+def check_rotary(model: Any, config: Any, rotary: Rotary, name: str) -> None:
+    """Raise SpecDecError where a model rotates by other frequencies than its config.json says."""
+    import torch
+    import transformers
+
+    from specdec.engine.rotary import compute_frequencies
+
+    text = config.get_text_config()
+    taken = read_rotary(ConfigReader(text.to_dict(), Path(name)))
+    for key, buffer in model.named_buffers():
+        if not key.endswith("inv_freq") or "original" in key or "vision" in key:
+            continue
+        is_local = "local" in key or "sliding" in key
+        base = (rotary.local_base or taken.local_base) if is_local else rotary.base or taken.base
+        expected = ModelConfig(
+            architecture="LlamaForCausalLM", dtype="float32", vocab_size=1, hidden_size=1,
+            num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+            head_size=2 * len(buffer), intermediate_size=1, norm_epsilon=1e-6,
+            max_position_embeddings=text.max_position_embeddings,
+            rotary_base=base or 10000.0,
+            rotary_scaling=rotary.local_scaling if is_local else rotary.scaling,
+            original_max_position_embeddings=getattr(
+                text, "original_max_position_embeddings", None
+            ),
+        )  # fmt: skip
+        if base is None or expected.find_scaling_problems():
+            continue  # of a kind that only transformers knows
+        frequencies, factor = compute_frequencies(expected, 1)
+        owner, _, own = key.rpartition(".")
+        scale_name = own.replace("inv_freq", "attention_scaling")
+        scale = getattr(model.get_submodule(owner), scale_name, factor)
+        ratios = torch.cat((buffer.float().cpu() / frequencies, torch.tensor([scale / factor])))
+        if float((ratios - 1).abs().max()) > TOLERANCE:
+            raise SpecDecError(
+                f"{name}: transformers {transformers.__version__} rotates by frequencies, or scales"
+                f" what it rotates, {ratios.min():.3g} to {ratios.max():.3g} times as config.json"
+                " says",
+                NEWER,
+            )
