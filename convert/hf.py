@@ -9,7 +9,14 @@ from pathlib import Path, PurePosixPath
 
 from specdec import logs
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, shorten
-from specdec.files.folders import MODEL, expect_folder, is_hub_id, refuse_absent
+from specdec.files.folders import (
+    INDEX_SUFFIX,
+    MODEL,
+    WEIGHT_NAMES,
+    expect_folder,
+    is_hub_id,
+    refuse_absent,
+)
 from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.config import FLOAT_DTYPES
@@ -19,15 +26,7 @@ from .torch_file import TorchFile
 
 logger = logs.get_logger(__name__)
 
-SINGLE_NAME = "model.safetensors"
 QUANTIZATION_NAME = "hf_quant_config.json"  # where ModelOpt tells what it did
-INDEX_SUFFIX = ".index.json"
-# The first of these that a folder has is read, as transformers chooses; model.pt is what trainers
-# of drafters write.
-WEIGHT_NAMES = (
-    SINGLE_NAME, SINGLE_NAME + INDEX_SUFFIX,
-    "pytorch_model.bin", "pytorch_model.bin" + INDEX_SUFFIX, "model.pt",
-)  # fmt: skip
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
@@ -218,7 +217,7 @@ def _refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
     return SpecDecError(
         f"{place} holds neither {' nor '.join(WEIGHT_NAMES)}{found}",
         "give the folder that holds the model's weights; other formats are first loaded with"
-        f" transformers and saved with save_pretrained, which writes {SINGLE_NAME}",
+        f" transformers and saved with save_pretrained, which writes {WEIGHT_NAMES[0]}",
     )
 
 

@@ -13,6 +13,7 @@ from specdec import logs
 from specdec.command.settings import name_flag, need, require, to_plain
 from specdec.errors import Problems, SpecDecError, UsageError, join_names
 from specdec.files.casts import FLOATS
+from specdec.files.folders import is_hub_id
 from specdec.files.manifest import write_manifest
 from specdec.files.reading import write_json
 from specdec.files.staging import (
@@ -23,6 +24,7 @@ from specdec.files.staging import (
     stage_folder,
 )
 from specdec.files.tensor_file import TensorInfo, measure_tensor_file
+from specdec.methods import place_drafter
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import EXECUTED, FP8
@@ -75,6 +77,7 @@ MAX_WORKERS = 16  # if not told otherwise: every one has buffers
 def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     """Write a checkpoint and return what it is; with `dry_run`, only check and describe it."""
     began = time.monotonic()
+    settings = place_drafter(settings, fetch_drafter(settings))
     check_flags(settings)
     check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
     plan = make_plan(settings)
@@ -438,6 +441,15 @@ def ignore_drafter(settings: ConvertSettings, target: HfFolder) -> Sequence[str]
                 target.path, flag,
             )  # fmt: skip
     return load_converter(FOLDERS[chosen]).IN_TARGET if chosen else ()
+
+
+def fetch_drafter(settings: ConvertSettings) -> Path | None:
+    """Fetch the drafter of a Hub id whose method is not told; return its folder."""
+    name = settings.drafter_model_dir  # type: ignore[attr-defined]
+    if not name or Path(name).exists() or not is_hub_id(name):
+        return None
+    files = [file for method in FOLDERS.values() for file in load_converter(method).WEIGHT_FILES]
+    return open_model(name, "--drafter-model-dir", weight_files=files).path
 
 
 def open_drafter(settings: ConvertSettings, converter: DrafterConverter) -> HfFolder:

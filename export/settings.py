@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specdec.command.settings import add_options, like, name_flag, require, setting
 from specdec.errors import UsageError
-from specdec.methods import ANY_DRAFTER, METHODS
+from specdec.methods import METHODS
 
 RUNTIME_NAMES = ("vllm", "speculators", "sglang", "gguf", "trtllm-pytorch", "hf")
 FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
@@ -19,7 +19,7 @@ DrafterFolders = dataclasses.make_dataclass(
         (
             method.folder,
             "str | None",
-            like(method.options["convert"], method.folder, ANY_DRAFTER.get(method.folder)),
+            like(method.options["convert"], method.folder),
         )
         for method in METHODS.values()
         if method.folder

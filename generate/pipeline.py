@@ -18,7 +18,7 @@ from specdec.engine.kernel_cache import find_cache
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.files.staging import find_existing
-from specdec.methods import METHODS, place_drafter
+from specdec.methods import METHODS
 
 from .cache import EngineCache, measure_folder
 from .settings import DRAFTER_FOLDERS, DRAFTS, GenerateSettings
@@ -95,7 +95,6 @@ def plan_draft(settings: GenerateSettings) -> EnginePlan:
 
 def generate(settings: GenerateSettings) -> None:
     """Make the engines, or take those that are kept, and run the prompts through them."""
-    settings = place_drafter(settings)
     run = settings.list_stage("run") | {
         "input_text": settings.texts, "tokenizer_dir": settings.tokenizer_dir or settings.model_dir,
     }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 from specdec.command.settings import add_options, get_flags, like, name_flag, setting
 from specdec.command.stages import load_command
 from specdec.errors import UsageError
-from specdec.methods import ANY_DRAFTER, METHODS
+from specdec.methods import METHODS
 
 # Of the methods: folders of drafters, and settings of those that draft by the target alone.
 DRAFTER_FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
@@ -23,10 +23,7 @@ def _like(stage: str, name: str, help: str | None = None) -> Any:
 
 DrafterFolders = dataclasses.make_dataclass(
     "DrafterFolders",
-    [
-        (name, "str | None", _like("convert", name, ANY_DRAFTER.get(name)))
-        for name in DRAFTER_FOLDERS
-    ],
+    [(name, "str | None", _like("convert", name)) for name in DRAFTER_FOLDERS],
     frozen=True,
     kw_only=True,
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickletools
 import re
-from collections.abc import Collection
+import struct
+import zipfile
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from specdec.errors import SpecDecError, suggest
+from specdec.errors import SpecDecError, join_names, suggest
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
 
@@ -33,20 +36,32 @@ MAKERS = {
     ENGINE: "; specdec-build writes engine folders",
     CHECKPOINT: "; specdec-convert writes checkpoint folders",
 }
+# The option of specdec-convert for each kind of drafter, and what a folder of it holds.
+FLAGS = {
+    REDRAFTER: "drafter-model-dir", MEDUSA: "medusa-model-dir", EAGLE: "eagle-model-dir",
+    DFLASH: "dflash-model-dir",
+}  # fmt: skip
+DRAFTERS = tuple(FLAGS)
+NEEDS = {
+    REDRAFTER: "num_draft_layers in config.json",
+    MEDUSA: "medusa_lm_head.safetensors or .pt, or tensors N.N.linear.weight alone",
+    EAGLE: "fc.weight beside layers.N.* or midlayer.* (EAGLE-1 to 3, P-EAGLE)",
+    DFLASH: "fc.weight and hidden_norm.weight (DFlash, DSpark)",
+}
 # What to do with a folder of each kind.
 USES = {
     ENGINE: "specdec-run takes it as --engine-dir",
     CHECKPOINT: "specdec-build makes an engine of it: specdec-build --checkpoint-dir {path}",
     MODEL: "specdec-convert makes a checkpoint of it: specdec-convert --model-dir {path}",
-    REDRAFTER: "specdec-convert takes it as --drafter-model-dir, beside the target's --model-dir",
-    MEDUSA: "specdec-convert takes it as --medusa-model-dir, beside the target's --model-dir",
-    EAGLE: "specdec-convert takes it as --eagle-model-dir, beside the target's --model-dir",
-    DFLASH: "specdec-convert takes it as --dflash-model-dir, beside the target's --model-dir",
     TOKENIZER: "specdec-run takes it as --tokenizer-dir",
     ADAPTER: "merge it into its base model (peft's merge_and_unload) and save that with"
     " save_pretrained",
     GGUF: "take the Hugging Face folder that they were made from",
     EMPTY: "check the path",
+    **{
+        kind: f"specdec-convert takes it as --{flag}, beside the target's --model-dir"
+        for kind, flag in FLAGS.items()
+    },
 }
 # Where the way from what was given to what is wanted has a name of its own.
 WAYS = {
@@ -66,10 +81,20 @@ WAYS = {
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
+# The first of these that a folder has is read, as transformers chooses; model.pt is what trainers
+# of drafters write.
+INDEX_SUFFIX = ".index.json"
+WEIGHT_NAMES = (
+    "model.safetensors", "model.safetensors" + INDEX_SUFFIX,
+    "pytorch_model.bin", "pytorch_model.bin" + INDEX_SUFFIX, "model.pt",
+)  # fmt: skip
+MAX_PICKLE_BYTES = 64 << 20
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _TARGET = re.compile(r"(model|transformer|language_model)\.")
 _BARE_TARGET = re.compile(r"(wte|decoder|h\.\d+)\.")
 _MEDUSA = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.")
+# A name in a pickle: not those of storages and devices.
+_TENSOR = re.compile(r"[A-Za-z_0-9]+(\.[A-Za-z_0-9]+)+|d2t|t2d|mask_hidden")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
@@ -122,38 +147,121 @@ def _identify_model(folder: Path, names: Collection[str], config: dict[str, Any]
     tensors = _list_tensors(folder, names)
     if any(_TARGET.match(name) for name in tensors):
         return MODEL
-    if any(name in names for name in MEDUSA_FILES):
-        return MEDUSA
-    if "num_draft_layers" in config or config.get("model_type") == "recurrent_drafting_drafter":
-        return REDRAFTER
-    if "fc.weight" in tensors and "hidden_norm.weight" in tensors:
-        return DFLASH
-    if "fc.weight" in tensors or str(config.get("speculators_model_type", "")).startswith("eagle"):
-        return EAGLE
-    if tensors and all(_MEDUSA.match(name) for name in tensors):
-        return MEDUSA
-    # A base model's own save_pretrained leaves the prefix out, and so do EAGLE's drafters, whose
-    # first layer has no such norm, or one more.
+    if signs := find_signs(names, config, tensors):
+        return next(iter(signs)) if len(signs) == 1 else None
+    # A base model's own save_pretrained leaves the prefix out. EAGLE-3's first layer has one norm
+    # more.
     is_decoder = "layers.0.input_layernorm.weight" in tensors and not any(
         name.endswith("hidden_norm.weight") for name in tensors
     )
     return MODEL if is_decoder or any(_BARE_TARGET.match(name) for name in tensors) else None
 
 
+def find_signs(
+    names: Collection[str], config: Mapping[str, Any], tensors: Collection[str]
+) -> dict[str, str]:
+    """What a folder's files, config.json and tensors show of drafters: each kind with its sign."""
+    signs = {}
+    speculators = str(config.get("speculators_model_type", ""))
+    key = next((key for key in ("num_draft_layers", "recurrent_drafting") if key in config), None)
+    if key or config.get("model_type") == "recurrent_drafting_drafter":
+        signs[REDRAFTER] = f"config.json's {key or 'model_type'}"
+    elif states := [name for name in tensors if name.startswith(("rnn_u.", "rnn_w."))]:
+        signs[REDRAFTER] = states[0]
+    if files := [name for name in MEDUSA_FILES if name in names]:
+        signs[MEDUSA] = files[0]
+    elif heads := [name for name in tensors if name.startswith(("medusa_head.", "medusa_heads."))]:
+        signs[MEDUSA] = heads[0]
+    elif REDRAFTER not in signs and tensors and all(_MEDUSA.match(name) for name in tensors):
+        signs[MEDUSA] = min(tensors)
+    if together := [name for name in tensors if name.startswith("eagle_module.")]:
+        signs[EAGLE] = together[0]
+    elif "fc.weight" in tensors and "hidden_norm.weight" in tensors:
+        signs[DFLASH] = "fc.weight and hidden_norm.weight"
+    elif "fc.weight" in tensors:
+        signs[EAGLE] = "fc.weight"
+    elif speculators in ("eagle", "eagle3", "peagle") or "eagle_config" in config:
+        signs[EAGLE] = "config.json alone"
+    elif speculators in ("dflash", "dspark") or "dflash_config" in config:
+        signs[DFLASH] = "config.json alone"
+    return signs
+
+
+def recognize_drafter(folder: Path, flag: str) -> str:
+    """Return the kind of a drafter's folder, or MODEL of one that holds a whole model alone.
+
+    Raises SpecDecError for any other, and where more than one kind shows.
+    """
+    found = identify_folder(folder)
+    names, config, tensors = _look(folder)
+    signs = find_signs(names, config, tensors)
+    if len(signs) == 1 and found in (None, MODEL, *signs):
+        return next(iter(signs))
+    if found == MODEL and not signs:
+        return MODEL
+    if len(signs) > 1:
+        shown = " and ".join(f"{NAMES[kind]} ({sign})" for kind, sign in signs.items())
+        raise SpecDecError(
+            f"{flag} {folder} shows {len(signs)} kinds of drafters: {shown}",
+            "keep one of them, or give it by the flag of its method:"
+            f" {' or '.join(f'--{FLAGS[kind]}' for kind in signs)}",
+        )
+    if found is not None:
+        raise SpecDecError(
+            f"{flag} {folder} is {NAMES[found]}, not a drafter's", USES[found].format(path=folder)
+        )
+    patterns = sorted({re.sub(r"\d+", "N", name) for name in tensors})
+    raise SpecDecError(
+        f"{flag} {folder} holds no drafter that is known: its tensors are"
+        f" {join_names(patterns) if patterns else 'none that can be listed'}; the keys of its"
+        f" config.json {join_names(sorted(config)) if config else 'none'}; its files"
+        f" {join_names(sorted(names))}",
+        f"a drafter of each method has: {'; '.join(f'{NAMES[k]}, {v}' for k, v in NEEDS.items())}",
+    )
+
+
+def _look(folder: Path) -> tuple[set[str], dict[str, Any], Collection[str]]:
+    """A folder's files, its config.json, empty where there is none, and its tensors."""
+    names = set(os.listdir(folder))
+    config = read_json(folder / "config.json") if "config.json" in names else {}
+    return names, config, _list_tensors(folder, names)
+
+
 def _list_tensors(folder: Path, names: Collection[str]) -> Collection[str]:
-    """Names of the tensors of a folder's safetensors, empty where there are none to be read."""
+    """Names of the tensors of a folder's weights, empty where there are none to be read."""
+    first = next((name for name in WEIGHT_NAMES if name in names), None)
     try:
-        if "model.safetensors" in names:
-            return TensorFile(folder / "model.safetensors").tensors
-        if "model.safetensors.index.json" in names:
-            listed = read_json(folder / "model.safetensors.index.json").get("weight_map")
+        if first is None:
+            return ()
+        if first.endswith(INDEX_SUFFIX):
+            listed = read_json(folder / first).get("weight_map")
             return listed if isinstance(listed, dict) else ()
-        if "pytorch_model.bin.index.json" in names:
-            listed = read_json(folder / "pytorch_model.bin.index.json").get("weight_map")
-            return listed if isinstance(listed, dict) else ()
+        if first.endswith(".safetensors"):
+            return TensorFile(folder / first).tensors
+        return _list_pickled(folder / first)
     except (OSError, SpecDecError):
-        pass
-    return ()
+        return ()
+
+
+def _list_pickled(path: Path) -> Collection[str]:
+    """Names of the tensors in a file of torch.save, without torch: nothing in it is executed."""
+    found = []
+    try:
+        with path.open("rb") as file:
+            number = 4  # before torch 1.6: a magic number, a version and a system come first
+            stream: IO[bytes] = file
+            if zipfile.is_zipfile(file):
+                archive = zipfile.ZipFile(file)
+                (inner,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+                if archive.getinfo(inner).file_size > MAX_PICKLE_BYTES:
+                    return ()
+                stream, number = archive.open(inner), 1
+            file.seek(0)
+            for _ in range(number):
+                found = [a for _, a, _ in pickletools.genops(stream) if isinstance(a, str)]
+    except (OSError, ValueError, EOFError, KeyError, struct.error, zipfile.BadZipFile):
+        return ()
+    return [name for name in found if _TENSOR.fullmatch(name)]
 
 
 def expect_folder(path: Path | str, wanted: str, flag: str | None = None) -> None:
@@ -171,17 +279,11 @@ def expect_folder(path: Path | str, wanted: str, flag: str | None = None) -> Non
         return
     if wanted == TOKENIZER and has_tokenizer(folder):
         return
-    if wanted in (REDRAFTER, MEDUSA, EAGLE, DFLASH) and found == MODEL and _holds_drafter(folder):
+    if wanted in DRAFTERS and found == MODEL and find_signs(*_look(folder)):
         return
     remedy = WAYS.get((found, wanted), USES[found]).format(path=path)
     lack = "and has no tokenizer" if wanted == TOKENIZER else f"not {NAMES[wanted]}"
     raise SpecDecError(f"{shown} is {NAMES[found]}, {lack}", remedy)
-
-
-def _holds_drafter(folder: Path) -> bool:
-    """Whether a model's folder may hold a drafter beside it, as ModelOpt and Medusa save both."""
-    tensors = _list_tensors(folder, set(os.listdir(folder)))
-    return any(name.startswith(("medusa_head", "eagle_module.")) for name in tensors)
 
 
 def refuse_absent(folder: Path, shown: str, advice: str = "") -> SpecDecError:

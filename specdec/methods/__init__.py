@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specdec.command.settings import get_flags, name_flag
+from specdec.errors import SpecDecError, UsageError
 
 from . import dflash, draft_target, eagle, lookahead, medusa, prompt_lookup, redrafter, suffix
 from .base import DrafterParams, Method
@@ -15,7 +16,6 @@ from .budget import BudgetDraft
 from .chain import ChainDraft
 
 __all__ = [
-    "ANY_DRAFTER",
     "METHODS",
     "DrafterParams",
     "Method",
@@ -29,9 +29,6 @@ __all__ = [
 ]
 
 S = TypeVar("S")
-
-# Of the commands where `--drafter-model-dir` names any drafter: other texts of its options' help.
-ANY_DRAFTER = {"drafter_model_dir": "A drafter of any method: a folder; or ReDrafter's Hub id."}
 
 # fmt: off
 METHODS: dict[str, Method] = {
@@ -59,22 +56,41 @@ def name_options(*uses: str) -> list[str]:
     return [name for kind in list_options(*uses) for name in get_flags(kind)]
 
 
-def place_drafter(settings: S) -> S:
+def place_drafter(settings: S, folder: Path | None = None) -> S:
     """Return settings in which the drafter is named by the option of its own method.
 
     settings: a dataclass with every method's `folder`. `--drafter-model-dir`, which is ReDrafter's
-    in specdec-convert, may be any drafter's local folder, told by what it holds.
+    own too, may be any drafter, told by what it holds; and a whole model where the settings have a
+    place for one that drafts. folder: where it lies if it is named by a Hub id.
     """
-    from specdec.files.folders import identify_folder  # which imports numpy
+    from specdec.files.folders import MODEL, NAMES, recognize_drafter  # which imports numpy
 
     general = METHODS["redrafter"].folder
     assert general is not None
-    folder = getattr(settings, general)
-    method = METHODS.get(identify_folder(Path(folder)) or "") if folder is not None else None
-    if method is None or method.folder is None:
+    flag, name = name_flag(general), getattr(settings, general)
+    others = [m.folder for m in METHODS.values() if m.folder not in (None, general)]
+    folder = Path(name) if name is not None and folder is None else folder
+    if folder is None or not folder.is_dir() or any(getattr(settings, o) for o in others if o):
         return settings
+    kind = recognize_drafter(folder, flag)
+    place = "draft_model_dir" if kind == MODEL else METHODS[kind].folder
+    if place == general:
+        return settings
+    if place is None or not hasattr(settings, place):
+        raise SpecDecError(
+            f"{flag} {name} is {NAMES[MODEL]}, which drafts from an engine of its own",
+            "convert and build it by itself as --model-dir, and give specdec-run that engine as"
+            " --draft-engine-dir; or specdec generate --draft-model-dir does all of it",
+        )
+    own = METHODS["redrafter"].options["convert"]
+    useless = [n for n in get_flags(own) if n != general and getattr(settings, n, None)]
+    if useless:
+        raise UsageError(
+            f"{name_flag(useless[0])} has no effect: {flag} {name} is {NAMES[kind]}",
+            "leave it out",
+        )
     changed: Any = dataclasses.replace(  # type: ignore[type-var]
-        settings, **{general: None, method.folder: folder}
+        settings, **{general: None, place: name}
     )
     return changed  # type: ignore[no-any-return]
 

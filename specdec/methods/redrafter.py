@@ -124,7 +124,8 @@ class ReDrafterConvert:
     """Options of specdec-convert."""
 
     drafter_model_dir: str | None = setting(
-        metavar="DRAFTER", help="A ReDrafter drafter: a folder or Hub id."
+        metavar="DRAFTER",
+        help="A drafter of any method, told by what it holds: a folder or Hub id.",
     )
     redrafter_num_beams: int | None = setting(
         minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",

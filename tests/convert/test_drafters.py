@@ -1,0 +1,160 @@
+"""`--drafter-model-dir` takes a drafter of any method and format, told by what its folder holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec.convert.pipeline import convert_model
+from specdec.convert.settings import ConvertSettings
+from specdec.errors import SpecDecError, UsageError
+from tests.conftest import (
+    make_dflash_drafter,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+)
+from tests.convert.test_eagle import copy_drafter, to_safeailab, to_specforge, to_speculators
+from tests.engines import run_cli_here
+
+LAYERS = 8  # of the target: SafeAILab's default layers are 1, 3 and 4
+EAGLE3: dict[str, Any] = {"version": 3, "vocab": 131, "draft_vocab": 70, "aux_layers": (1, 3, 4)}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("target"), layers=LAYERS, vocab=131)
+
+
+def pickle(folder: Path, name: str = "pytorch_model.bin", *, is_old: bool = False) -> Path:
+    """Store a drafter's weights as torch.save does, before torch 1.6 or since."""
+    (file,) = folder.glob("*.safetensors")
+    torch.save(load_file(file), folder / name, _use_new_zipfile_serialization=not is_old)
+    file.unlink()
+    return folder
+
+
+def make_published(parent: Path) -> Path:
+    """EAGLE-3 as its authors publish it."""
+    folder = Path(copy_drafter(make_eagle_drafter(parent, **EAGLE3), parent / "own", to_safeailab))
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return pickle(folder)
+
+
+def edit_eagle3(edit: Any) -> Callable[[Path], Path]:
+    return lambda parent: Path(
+        copy_drafter(make_eagle_drafter(parent, **EAGLE3), parent / "edited", edit)
+    )
+
+
+FORMATS: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    **{
+        f"ReDrafter {naming}": ("drafter_model_dir", lambda p, n=naming: make_drafter(
+            p, vocab=131, naming=n, exit_dim=None if n == "C" else 96))
+        for naming in "ABC"
+    },
+    "ReDrafter .bin": ("drafter_model_dir", lambda p: pickle(make_drafter(p, vocab=131))),
+    "Medusa": ("medusa_model_dir", lambda p: make_medusa_heads(p, vocab=131)),
+    "Medusa .pt": (
+        "medusa_model_dir",
+        lambda p: pickle(make_medusa_heads(p, vocab=131), "medusa_lm_head.pt"),
+    ),
+    "Medusa .bin": (
+        "medusa_model_dir", lambda p: pickle(make_medusa_heads(p, vocab=131), is_old=True)
+    ),
+    "EAGLE-1": ("eagle_model_dir", lambda p: make_eagle_drafter(p, vocab=131)),
+    "EAGLE-1 .bin": ("eagle_model_dir", lambda p: pickle(make_eagle_drafter(p, vocab=131))),
+    "EAGLE-3": ("eagle_model_dir", make_published),
+    "EAGLE-3 ModelOpt": ("eagle_model_dir", lambda p: make_eagle_drafter(p, **EAGLE3)),
+    "EAGLE-3 speculators": ("eagle_model_dir", edit_eagle3(to_speculators)),
+    "EAGLE-3 SpecForge": ("eagle_model_dir", edit_eagle3(to_specforge)),
+    "P-EAGLE": ("eagle_model_dir", lambda p: make_eagle_drafter(p, mask_token_id=5, **EAGLE3)),
+    **{
+        f"DFlash {form}": ("dflash_model_dir", lambda p, f=form: make_dflash_drafter(
+            p, vocab=131, form=f, target_layers=LAYERS, markov_rank=4 if f == "deepspec" else None))
+        for form in ("z-lab", "speculators", "deepspec")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_drafter_is_told_by_what_it_holds(name: str, target: Path, tmp_path: Path) -> None:
+    option, make = FORMATS[name]
+    (tmp_path / "made").mkdir()
+    drafter = make(tmp_path / "made")
+    reports = []
+    for flag in (option, "drafter_model_dir"):
+        flags = {flag: str(drafter), "model_dir": str(target), "output_dir": tmp_path / "out"}
+        reports.append(convert_model(ConvertSettings(**flags, dry_run=True)))
+    for report in reports:
+        del report["hash_seconds"]
+    assert reports[0] == reports[1]
+    assert reports[0]["method"] == option.split("_")[0].replace("drafter", "redrafter")
+    other = "dflash" if option == "medusa_model_dir" else "medusa"
+    done = run_cli_here(
+        "convert", "--model-dir", target, f"--{other}-model-dir", drafter, "--output-dir",
+        tmp_path / "out",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"--{other}-model-dir {drafter} is " in done.stderr
+    assert f"as --{option.replace('_', '-')}, beside" in done.stderr
+
+
+def save(folder: Path, config: dict[str, Any] | None, *names: str) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    if names:
+        save_file({name: torch.zeros(2) for name in names}, folder / "model.safetensors")
+
+
+def test_folders_that_hold_no_drafter_or_several(target: Path, tmp_path: Path) -> None:
+    save(tmp_path / "unknown", {"hidden_act": "silu"}, "block.0.a.weight", "block.1.a.weight")
+    save(tmp_path / "several", {"num_draft_layers": 1}, "fc.weight", "layers.0.x.weight")
+    save(tmp_path / "empty", None)
+    cases = {
+        target: ("is a Hugging Face model folder, which drafts from an engine", "--draft-engine"),
+        tmp_path / "unknown": (
+            "no drafter that is known: its tensors are block.N.a.weight; the keys of its"
+            " config.json hidden_act; its files config.json, model.safetensors",
+            "the folder of an EAGLE drafter, fc.weight beside layers.N.* or midlayer.*",
+        ),
+        tmp_path / "several": (
+            "shows 2 kinds of drafters: the folder of a ReDrafter drafter (config.json's"
+            " num_draft_layers) and the folder of an EAGLE drafter (fc.weight)",
+            "--drafter-model-dir or --eagle-model-dir",
+        ),
+        tmp_path / "empty": ("is an empty folder, not a drafter's", "check the path"),
+    }
+    for folder, (fact, hint) in cases.items():
+        flags = {"model_dir": str(target), "drafter_model_dir": str(folder)}
+        with pytest.raises(SpecDecError) as caught:
+            convert_model(ConvertSettings(**flags, output_dir=tmp_path / "out"))
+        assert fact in caught.value.message
+        assert hint in caught.value.hint
+        assert not (tmp_path / "out").exists()
+
+
+def test_options_of_another_method(target: Path, tmp_path: Path) -> None:
+    drafter = make_medusa_heads(tmp_path, vocab=131)
+    flags: dict[str, Any] = {"model_dir": str(target), "output_dir": tmp_path / "out"}
+    flags["drafter_model_dir"] = str(drafter)
+    with pytest.raises(UsageError, match="--redrafter-num-beams has no effect: .* of Medusa heads"):
+        convert_model(ConvertSettings(**flags, redrafter_num_beams=3))
+    with pytest.raises(
+        UsageError, match="--drafter-model-dir and --eagle-model-dir are both given"
+    ):
+        convert_model(ConvertSettings(**flags, eagle_model_dir=str(drafter)))
+    report = convert_model(ConvertSettings(**flags, num_medusa_heads=2, dry_run=True))
+    assert report["config"]["num_medusa_heads"] == 2
