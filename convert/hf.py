@@ -13,6 +13,7 @@ from specdec.files.folders import (
     INDEX_SUFFIX,
     MODEL,
     WEIGHT_NAMES,
+    WEIGHT_SUFFIXES,
     expect_folder,
     is_hub_id,
     refuse_absent,
@@ -27,7 +28,6 @@ from .torch_file import TorchFile
 logger = logs.get_logger(__name__)
 
 QUANTIZATION_NAME = "hf_quant_config.json"  # where ModelOpt tells what it did
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 class HfFolder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,7 @@ from .families.base import Layout, tie_head
 from .hf import QUANTIZATION_NAME, HfFolder, open_model
 from .methods import FOLDERS, find_converter, find_folder, list_folder_flags, load_converter
 from .methods.base import DrafterConverter
+from .origin import find_other_base, read_origin
 from .plan import (
     ConversionPlan,
     PlannedTensor,
@@ -85,6 +87,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     report = describe_plan(plan, settings)
     check_free_space(settings.output_dir, report["total_bytes"], "the checkpoint takes")
     if settings.dry_run:
+        report["warnings"] = warn_of_other_base(plan)
         seconds = stream.measure_hash_seconds(plan, count_workers(settings))
         return {"dry_run": True, **report, "hash_seconds": round(seconds, 2)}
     if plan.measure is not None:
@@ -97,6 +100,8 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
             allow_nonfinite=settings.allow_nonfinite,
         )  # fmt: skip
         write_json(staged / "config.json", plan.config)
+        hashes = {Path(entry["path"]): entry["sha256"] for entry in written.sources}
+        report["warnings"] = warn_of_other_base(plan, hashes)
         write_manifest(
             staged,
             kind="checkpoint",
@@ -104,6 +109,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
             sources=written.sources,
             hashes=written.hashes,
             vocabulary=plan.vocabulary,
+            warnings=report["warnings"],
             nonfinite={name: dataclasses.asdict(flaws) for name, flaws in written.flaws.items()},
         )
     for file in report["files"]:
@@ -118,6 +124,14 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         takers = "the torch backend" if "torch" in report["backends"] else "other runtimes"
         logger.info("%s: this checkpoint is for %s", report["lack"], takers)
     return {"dry_run": False, **report, "convert_seconds": seconds}
+
+
+def warn_of_other_base(plan: ConversionPlan, hashes: Mapping[Path, str] | None = None) -> list[str]:
+    """Log and return what speaks against the drafter being this target's."""
+    warning = find_other_base(plan.origin, hashes) if plan.origin is not None else None
+    if warning is not None:
+        logger.warning("warning: %s", warning)
+    return [warning] if warning is not None else []
 
 
 def check_flags(settings: ConvertSettings) -> None:
@@ -206,9 +220,11 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
     else:
         target = plan_target(settings, problems)
     config, ranks, files = target.config, target.ranks, target.files
-    converter = find_converter(settings)
+    converter, origin = find_converter(settings), None
     if converter is not None:
         folder = open_drafter(settings, converter)
+        shapes = (spec.shape for spec in list_target_tensors(target.model).values())
+        origin = read_origin(folder, target.files, settings.model_dir, sum(map(math.prod, shapes)))
         with collect(problems):
             config, drafter_ranks = plan_drafter(settings, converter, folder, target, problems)
             ranks = merge_ranks(ranks, drafter_ranks)
@@ -229,6 +245,7 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
         source_files=tuple(files),
         vocabulary=target.vocabulary,
         measure=target.quantizer.measure if target.quantizer is not None else None,
+        origin=origin,
     )
 
 
@@ -445,8 +462,9 @@ def ignore_drafter(settings: ConvertSettings, target: HfFolder) -> Sequence[str]
 
 def fetch_drafter(settings: ConvertSettings) -> Path | None:
     """Fetch the drafter of a Hub id whose method is not told; return its folder."""
+    given = [getattr(settings, option) for option in FOLDERS if getattr(settings, option)]
     name = settings.drafter_model_dir  # type: ignore[attr-defined]
-    if not name or Path(name).exists() or not is_hub_id(name):
+    if given != [name] or Path(name).exists() or not is_hub_id(name):
         return None
     files = [file for method in FOLDERS.values() for file in load_converter(method).WEIGHT_FILES]
     return open_model(name, "--drafter-model-dir", weight_files=files).path
@@ -596,6 +614,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"dtype {report['dtype']}{_describe_quantization(report)}, {_describe_ranks(report)},"
         f" {report['num_tensors']} tensors a rank",
     ]
+    lines += [f"warning: {warning}" for warning in report.get("warnings", ())]
     lines += [f"  read  {path}" for path in report["sources"]]
     for file in report["files"]:
         size = f"{file['bytes']:>16,} bytes" if "bytes" in file else ""

@@ -26,6 +26,8 @@ from specdec.model.config import ModelConfig
 from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import Shard, TensorSpec, get_rank_shape, get_stored_dtype
 
+from .origin import Origin
+
 CHUNK_BYTES = 4 << 20
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
 
@@ -216,6 +218,7 @@ class ConversionPlan:
     vocabulary: what the target's tokens mean, as `specdec.vocabulary` tells it.
     measure: finds the scales, where there are any to find, before the tensors can be written, by
         that many threads; returns what the quantization costs, where that was measured.
+    origin: what the drafter's folder and the target's say of where the drafter belongs.
     """
 
     config: dict[str, Any]
@@ -225,6 +228,7 @@ class ConversionPlan:
     source_files: tuple[Path, ...]
     vocabulary: dict[str, Any] | None
     measure: Callable[[int], dict[str, Any] | None] | None = None
+    origin: Origin | None = None
 
 
 def plan_tensors(

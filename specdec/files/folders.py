@@ -88,6 +88,7 @@ WEIGHT_NAMES = (
     "model.safetensors", "model.safetensors" + INDEX_SUFFIX,
     "pytorch_model.bin", "pytorch_model.bin" + INDEX_SUFFIX, "model.pt",
 )  # fmt: skip
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 MAX_PICKLE_BYTES = 64 << 20
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _TARGET = re.compile(r"(model|transformer|language_model)\.")

@@ -158,3 +158,104 @@ def test_options_of_another_method(target: Path, tmp_path: Path) -> None:
         convert_model(ConvertSettings(**flags, eagle_model_dir=str(drafter)))
     report = convert_model(ConvertSettings(**flags, num_medusa_heads=2, dry_run=True))
     assert report["config"]["num_medusa_heads"] == 2
+
+
+def name_target(drafter: Path, *keys: str, name: str) -> None:
+    """Let a drafter's config.json name its target, in an object within an object if told so."""
+    config = json.loads((drafter / "config.json").read_text())
+    place = config
+    for key in keys[:-1]:
+        place = place.setdefault(key, {})
+    place[keys[-1]] = name
+    (drafter / "config.json").write_text(json.dumps(config))
+
+
+def train_for(drafter: Path, target: Path, name: str = "/elsewhere/pycode") -> None:
+    """Put the manifest of a drafter that specdec-train has trained for a target."""
+    from specdec.files.manifest import describe_file
+
+    sources = [describe_file(target / n) for n in ("config.json", "model.safetensors")]
+    data = [{"path": "/data/states.safetensors", "bytes": 9, "sha256": "0" * 64}]
+    document = {"kind": "drafter", "settings": {"model_dir": name}, "sources": sources + data}
+    (drafter / "manifest.json").write_text(json.dumps(document))
+
+
+def convert_for(target: Path, drafter: Path, output: Path, **flags: Any) -> list[str]:
+    """Convert and return the warnings, which are in the manifest as well."""
+    settings = {"model_dir": str(target), "drafter_model_dir": str(drafter), "output_dir": output}
+    report = convert_model(ConvertSettings(**settings | flags, force=True))
+    warnings: list[str] = report["warnings"]
+    if not report["dry_run"]:
+        assert json.loads((output / "manifest.json").read_text())["warnings"] == warnings
+    return warnings
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_drafter_of_another_base(
+    dry_run: bool, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make_llama(tmp_path, layers=LAYERS, vocab=131, seed=7, name="other")
+    larger = make_llama(tmp_path, layers=LAYERS, vocab=131, intermediate=320, name="larger")
+    drafter = make_drafter(tmp_path, vocab=131)
+    out = tmp_path / "out"
+    train_for(drafter, target)
+    assert convert_for(target, drafter, out, dry_run=dry_run) == []
+    (warning,) = convert_for(other, drafter, out, dry_run=dry_run)
+    assert "was trained for another target: sha256 " in warning
+    done = run_cli_here(
+        "convert", "--model-dir", other, "--drafter-model-dir", drafter, "--output-dir", out,
+        "--force", *(["--dry-run"] if dry_run else []),
+    )  # fmt: skip
+    assert warning in done.stderr
+    assert (f"warning: {warning}" in done.stdout) == dry_run
+    (warning,) = convert_for(larger, drafter, out, dry_run=dry_run)
+    assert "its weights had " in warning
+    train_for(drafter, target, name="somebody/larger-FP8")
+    assert convert_for(larger, drafter, out, dry_run=dry_run) == [], "the same name, another form"
+    if not dry_run:  # a checkpoint's manifest knows its model's hashes
+        (drafter / "manifest.json").unlink()
+        convert_model(ConvertSettings(model_dir=str(other), output_dir=tmp_path / "base"))
+        train_for(drafter, target)
+        flags: dict[str, Any] = {"base_model_checkpoint_dir": tmp_path / "base"}
+        flags |= {"drafter_model_dir": str(drafter), "output_dir": out, "force": True}
+        assert convert_model(ConvertSettings(**flags))["warnings"]
+        train_for(drafter, other)
+        assert not convert_model(ConvertSettings(**flags))["warnings"]
+
+
+SAME = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("named", "called", "is_one"),
+    [
+        (SAME, "models/Llama-3.1-8B-Instruct", True),
+        (SAME, "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic", True),
+        (SAME, "/data/llama31", True),
+        (SAME, "Llama-3.1-8B", False),
+        (SAME, "Llama-3.2-8B-Instruct", False),
+        ("Qwen/Qwen3-8B", "Qwen3-4B", False),
+        ("/mnt/train/target", "target", True),
+        ("lmsys/vicuna-7b-v1.3", "llama", False),
+    ],
+)
+def test_names_of_one_model(named: str, called: str, is_one: bool) -> None:
+    from specdec.convert.origin import is_same
+
+    assert is_same(named, called) == is_one
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [("base_model_name_or_path",), ("speculators_config", "verifier", "name_or_path"),
+     ("target_model",), ("_name_or_path",)],
+)  # fmt: skip
+def test_a_drafter_that_names_its_target(
+    keys: tuple[str, ...], target: Path, tmp_path: Path
+) -> None:
+    drafter = make_eagle_drafter(tmp_path, vocab=131)
+    name_target(drafter, *keys, name="somebody/Llama-3.1-8B")
+    (warning,) = convert_for(target, drafter, tmp_path / "out", dry_run=True)
+    assert "names somebody/Llama-3.1-8B as its target, this one is called" in warning
+    name_target(drafter, *keys, name="elsewhere/target")
+    assert convert_for(target, drafter, tmp_path / "out", dry_run=True) == []
