@@ -10,14 +10,11 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specdec.errors import SpecDecError
 from specdec.files.folders import WEIGHT_SUFFIXES
 from specdec.files.reading import hash_file, read_json
-
-if TYPE_CHECKING:
-    from .hf import HfFolder
 
 MAX_HASHED_BYTES = 1 << 30  # that a dry run reads for a hash
 # A line of the model card that specdec-train writes, and the entry of a Hub card that names a base.
@@ -52,15 +49,19 @@ class Origin:
 
 
 def read_origin(
-    drafter: HfFolder, sources: Sequence[Path], name: str | None, num_parameters: int
+    drafter: Path,
+    config: Mapping[str, Any],
+    sources: Sequence[Path],
+    name: str | None,
+    num_parameters: int,
 ) -> Origin:
-    """Read what both folders say.
+    """Read what both folders say. config: the drafter's.
 
     sources: the target's files, of a Hugging Face folder or of a checkpoint; name: as it was given.
     """
-    config, target = drafter.config, sources[0].parent
-    recorded, named = _read_sources(drafter.path)
-    card = drafter.path / "README.md"
+    target = sources[0].parent
+    recorded, named = _read_sources(drafter)
+    card = drafter / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     recorded = recorded or [
         (int(size), sha256)
@@ -79,7 +80,7 @@ def read_origin(
     names += _list_own_names(target)
     files = [] if is_checkpoint else [p for p in sources if p.suffix in WEIGHT_SUFFIXES]
     return Origin(
-        drafter=drafter.path, recorded=recorded, named=named, names=names, files=files,
+        drafter=drafter, recorded=recorded, named=named, names=names, files=files,
         hashes=hashes, num_parameters=num_parameters,
     )  # fmt: skip
 

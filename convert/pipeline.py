@@ -224,7 +224,10 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
     if converter is not None:
         folder = open_drafter(settings, converter)
         shapes = (spec.shape for spec in list_target_tensors(target.model).values())
-        origin = read_origin(folder, target.files, settings.model_dir, sum(map(math.prod, shapes)))
+        origin = read_origin(
+            folder.path, folder.config, target.files, settings.model_dir,
+            sum(map(math.prod, shapes)),
+        )  # fmt: skip
         with collect(problems):
             config, drafter_ranks = plan_drafter(settings, converter, folder, target, problems)
             ranks = merge_ranks(ranks, drafter_ranks)
