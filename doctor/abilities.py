@@ -12,7 +12,14 @@ from specdec.trtllm.environment import (
     Environment,
     parse_capability,
 )
-from specdec.trtllm.facts import LABELS, Facts, find_facts, load_facts, order_release
+from specdec.trtllm.facts import (
+    LABELS,
+    Facts,
+    explain_unknown,
+    find_facts,
+    load_facts,
+    order_release,
+)
 
 MIN_TORCH = (2, 6)
 MIN_TRANSFORMERS = (4, 57)
@@ -96,7 +103,7 @@ def _find_tensorrt_reasons(machine: dict[str, Any], here: Environment) -> list[s
     if here.tensorrt_llm is None:
         reasons.append("TensorRT-LLM is not installed")
     elif find_facts(here.tensorrt_llm) is None:
-        reasons.append(f"TensorRT-LLM {here.tensorrt_llm} is of a line that specdec does not know")
+        reasons.append(explain_unknown(here.tensorrt_llm)[0])
     if here.tensorrt_llm is not None and machine["packages"].get("mpi4py") is None:
         reasons.append("mpi4py is not installed, and TensorRT-LLM does not load without it")
     if not here.gpus:

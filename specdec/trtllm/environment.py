@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .facts import explain_unknown, find_facts
+
 BUILD_COMMAND = "trtllm-build"
 SMI_QUERY = "index,name,compute_cap,memory.total,driver_version,uuid"
 SMI_SECONDS = 20
@@ -196,14 +198,15 @@ def compare_environments(
                         stops=True,
                     )
                 )
-        elif built is not None and built != here:
-            found.append(
-                Difference(
-                    f"the engine was built with {name} {built}, here is {here}",
-                    f"install {key.replace('_', '-')}=={built}, or {rebuild}",
-                    stops=True,
-                )
-            )
+            continue
+        is_known = key == "tensorrt" or find_facts(here) is not None
+        if built not in (None, here):
+            remedy = f"install {key.replace('_', '-')}=={built}"
+            remedy += f", or {rebuild}" if is_known else ""
+            fact = f"the engine was built with {name} {built}, here is {here}"
+            found.append(Difference(fact, remedy, stops=True))
+        elif not is_known:
+            found.append(Difference(*explain_unknown(here), stops=True))
     built_cuda = recorded.get("cuda")
     if None not in (built_cuda, present.cuda) and built_cuda != present.cuda:
         found.append(

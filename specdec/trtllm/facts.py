@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,8 +105,8 @@ class Facts:
 
     def covers(self, version: str) -> bool:
         """Whether a release, as `1.2.0rc2` names one, is of this line."""
-        first, end = (order_release(release) for release in self.releases)
-        return first <= order_release(version) < end
+        first, end = (_order_candidate(release) for release in self.releases)
+        return first <= _order_candidate(version) < end
 
 
 @functools.cache
@@ -133,17 +134,29 @@ def find_label(version: str) -> str:
     """Return the label of an installed release's line; raise SpecDecError if none is known."""
     facts = find_facts(version)
     if facts is None:
-        lines = "; ".join(
-            f"{label}: {first} and later, before {end}"
-            for label in LABELS
-            for first, end in (load_facts(label).releases,)
-        )
-        raise SpecDecError(
-            f"TensorRT-LLM {version} is of a line whose flags are not recorded here",
-            f"install a release of a recorded line ({lines}), or use --dry-run or --emit-script"
-            " with --trtllm-version",
-        )
+        raise SpecDecError(*explain_unknown(version))
     return facts.label
+
+
+def explain_unknown(version: str) -> tuple[str, str]:
+    """Why a release is of no line here, and what to do."""
+    lines = "; ".join(
+        f"{label}: {first} and later, before {end}"
+        for label in LABELS
+        for first, end in (load_facts(label).releases,)
+    )
+    remedy = (
+        f"install a release of a recorded line ({lines}), or use --dry-run or --emit-script"
+        " with --trtllm-version"
+    )
+    if _order_candidate(version) < _order_candidate(load_facts(DEFAULT_LABEL).releases[1]):
+        return f"TensorRT-LLM {version} is of a line whose flags are not recorded here", remedy
+    return (
+        f"TensorRT-LLM {version} builds and runs no engines: 1.3.0rc20 was the last release with"
+        " the TensorRT backend",
+        f"{remedy}; or migrate to its PyTorch backend: specdec-export --to trtllm-pytorch writes"
+        " what trtllm-serve reads",
+    )
 
 
 def list_lines_with(flag: str) -> list[str]:
@@ -155,3 +168,13 @@ def order_release(version: str) -> tuple[int, int]:
     """Return a release's first two numbers, (-1, -1) where it has none."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (-1, -1)
+
+
+def _order_candidate(version: str) -> tuple[int, int, int, float]:
+    """Return a release's three numbers and its candidate's; `1.3` comes before all of 1.3.0's."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:(?:[.-]?(?:rc|a|b|dev))(\d*))?", version)
+    if match is None:
+        return (-1, -1, -1, -1)
+    major, minor, patch, candidate = match.groups()
+    last = -1 if patch is None else float(candidate or 0) if candidate is not None else math.inf
+    return int(major), int(minor), int(patch or 0), last

@@ -18,7 +18,14 @@ from specdec.trtllm.environment import (
     read_environment,
     read_torch_cuda,
 )
-from specdec.trtllm.facts import LABELS, find_facts, find_label, list_lines_with, load_facts
+from specdec.trtllm.facts import (
+    LABELS,
+    explain_unknown,
+    find_facts,
+    find_label,
+    list_lines_with,
+    load_facts,
+)
 from tests.trtllm.double import DRIVER, H100, install_double, write_script
 
 A100 = Gpu(name="NVIDIA A100", compute_capability="8.0", memory_bytes=40 << 30)
@@ -161,11 +168,27 @@ def test_facts_are_whole(label: str) -> None:
 
 
 def test_releases_belong_to_lines() -> None:
-    assert [find_label(v) for v in ("0.14.0", "1.0.0rc1", "1.2.0", "1.3.0rc9")] == [
-        "0.14", "1.2", "1.2", "1.2",
+    assert [find_label(v) for v in ("0.14.0", "1.0.0rc1", "1.2.0", "1.3.0rc9", "1.3.0rc20")] == [
+        "0.14", "1.2", "1.2", "1.2", "1.2",
     ]  # fmt: skip
-    for version in ("0.13.0", "0.15.0", "0.21.0", "1.4.0", "2.0", "unknown"):
+    for version in ("0.13.0", "0.15.0", "0.15.0rc1", "0.21.0", "unknown"):
         assert find_facts(version) is None
+        assert "not recorded" in explain_unknown(version)[0]
+    for version in ("1.3.0rc21", "1.3.0", "1.3.1.post1", "1.4.0rc1", "2.0.0"):
+        assert find_facts(version) is None
+        fact, remedy = explain_unknown(version)
+        assert fact.endswith("1.3.0rc20 was the last release with the TensorRT backend")
+        assert "specdec-export --to trtllm-pytorch" in remedy
+        for built, said in (
+            (None, fact),
+            ("1.2.0", f"built with TensorRT-LLM 1.2.0, here is {version}"),
+        ):
+            (found, *_) = compare_environments(
+                {"tensorrt_llm": built}, Environment(tensorrt_llm=version)
+            )
+            assert said in found.fact
+            assert found.stops
+            assert "build the engine again" not in found.remedy
 
 
 def test_lines_with_a_flag() -> None:
