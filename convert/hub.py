@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError
-from specdec.hub import explain, summarize_answer
+from specdec.hub import describe_answer, explain
 
 logger = logs.get_logger(__name__)
 
@@ -58,7 +58,9 @@ def fetch_model(
             except Exception as error:
                 if attempt == ATTEMPTS or not _is_interruption(error):
                     raise
-                logger.warning("%s: %s; going on where it stopped", hub_id, summarize_answer(error))
+                logger.warning(
+                    "%s: the Hub %s; going on where it stopped", hub_id, describe_answer(error)
+                )
                 time.sleep(attempt)
         raise AssertionError("the last attempt returns or raises")
 
@@ -92,8 +94,8 @@ def _find_cached(hub_id: str, flag: str, error: Exception, fetch: Callable[..., 
     except Exception:  # noqa: BLE001
         raise explain(hub_id, flag, error) from None
     logger.warning(
-        "%s: using the cached copy in %s, since the Hub gave %s",
-        hub_id, folder, summarize_answer(error),
+        "%s: using the cached copy in %s, since the Hub %s",
+        hub_id, folder, describe_answer(error),
     )  # fmt: skip
     return folder
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.errors import SpecDecError
+from specdec.files.folders import suggest_folder
 
 # What the library raises -> what to say and to do about it, the most special first.
 REFUSALS = (
@@ -23,21 +24,44 @@ REFUSALS = (
 def explain(hub_id: str, flag: str, error: Exception) -> SpecDecError:
     """Return the error for a model that the Hub does not give, from what its library raised."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
+    near = suggest_folder(Path(hub_id))
+    absent = f"{flag} {hub_id} is not a local folder{near}"
     for name, fact, remedy in REFUSALS:
         if name in kinds:
-            return SpecDecError(
-                f"{flag} {hub_id} is not a local folder, and at the Hub {fact}", remedy
-            )
+            return SpecDecError(f"{absent}, and at the Hub {fact}", remedy)
     return SpecDecError(
-        f"{flag} {hub_id} is not a local folder, and the Hub gave {summarize_answer(error)}",
+        f"{absent}, and the Hugging Face Hub {describe_answer(error)}",
         "check the spelling and the network and run it again, which goes on where it stopped;"
         " or download the model and give its folder",
     )
 
 
-def summarize_answer(error: Exception) -> str:
-    """Return kind and text of what the Hub's library raised, in one line of bounded length."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+def describe_answer(error: BaseException) -> str:
+    """Say what the Hub did, from what its library raised, with either HTTP client that it has had.
+
+    Only what is no answer of a server and no failure of the network is told in the library's words.
+    """
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    kinds = {kind.__name__ for one in chain for kind in type(one).__mro__}
+    for one in chain:
+        if status := getattr(getattr(one, "response", None), "status_code", None):
+            return f"answered with status {status}"
+    if "OfflineModeIsEnabled" in kinds:
+        return "was not asked: HF_HUB_OFFLINE is set"
+    if "gaierror" in kinds:
+        return "cannot be reached: there is no network, or none that knows its name"
+    if "TimeoutError" in kinds or any(kind.endswith("Timeout") for kind in kinds):
+        return "did not answer in time"
+    if "SSLError" in kinds:
+        return "cannot be reached: its certificate is not trusted here"
+    failed = next((one for one in reversed(chain) if isinstance(one, ConnectionError)), None)
+    if failed is not None and failed.errno:
+        return f"cannot be reached: {os.strerror(failed.errno).lower()}"
+    if kinds & {"ConnectionError", "TransportError", "LocalEntryNotFoundError"}:
+        return "cannot be reached"
+    return f"gave {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def fetch_files(hub_id: str, flag: str, names: Sequence[str]) -> Path:

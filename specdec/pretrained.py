@@ -275,7 +275,7 @@ def _is_on_hub(name: str, flag: str) -> bool:
 
     transformers would ask again and again, for minutes, and log each time.
     """
-    from specdec.hub import explain, find_cached
+    from specdec.hub import describe_answer, explain, find_cached
 
     path = Path(name)
     if path.exists() or not is_hub_id(name):
@@ -291,6 +291,8 @@ def _is_on_hub(name: str, flag: str) -> bool:
     except Exception as error:  # noqa: BLE001 - the library raises many kinds
         if not find_cached(name):
             raise explain(name, flag, error) from None
-        logger.warning("%s %s: using the cached copy: the Hub was not reached", flag, name)
+        logger.warning(
+            "%s %s: using the cached copy: the Hub %s", flag, name, describe_answer(error)
+        )
         return False
     return True

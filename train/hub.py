@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, summarize
+from specdec.errors import SpecDecError
+from specdec.hub import describe_answer
 from specdec.logs import get_logger
 
 TOKEN_NAME = "HF_TOKEN"
@@ -58,7 +59,7 @@ def push_folder(client: Any, hub_id: str, folder: Path) -> str:
 
 def _refuse(hub_id: str, fact: str, error: Exception) -> SpecDecError:
     return SpecDecError(
-        f"--push-to-hub {hub_id}: {fact}: {type(error).__name__}: {summarize(error)}",
+        f"--push-to-hub {hub_id}: {fact}: the Hub {describe_answer(error)}",
         f"check the id, {TOKEN_NAME} and the network; an existing folder can be uploaded with"
         f" `hf upload {hub_id} FOLDER .`",
     )

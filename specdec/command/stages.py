@@ -264,7 +264,7 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
             # Rank 0 says the same, and its launcher would cut it short for this one's end.
             time.sleep(1)
         else:
-            print_error(message, hint)
+            print_error(message, hint, len(getattr(error, "problems", [0])))
     _close_stdout()
     sys.exit(status if isinstance(status, int) else 0)
 
@@ -353,15 +353,18 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 _AGAIN_HINT = "nothing half-written was left behind; run it again"
-MAX_LINE = 4000  # characters of an error or hint; names out of files may be of any length
+# Characters of an error or hint, and of a word in it; names out of files may be of any length. An
+# error that lists several problems has so many for each, up to MAX_LISTED.
+MAX_LINE, MAX_WORD, MAX_LISTED = 1000, 300, 4
 _HELP_HINT = "--help lists the options"
 _OS_HINT = "check the path, its permissions and the free space; nothing half-written was left"
 
 
-def print_error(message: str, hint: str) -> None:
+def print_error(message: str, hint: str, num_problems: int = 1) -> None:
     """Print the two last lines of a failed command on stderr."""
     for label, text in (("error", message), ("hint", hint)):
-        line = cut_middle(" ".join(text.split()), MAX_LINE)
+        words = " ".join(cut_middle(word, MAX_WORD) for word in text.split())
+        line = cut_middle(words, MAX_LINE * min(num_problems, MAX_LISTED))
         # Names out of a damaged or hostile file may not steer the terminal.
         shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
         click.echo(f"{label}: {shown}", err=True)

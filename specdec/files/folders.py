@@ -291,9 +291,26 @@ def refuse_absent(folder: Path, shown: str, advice: str = "") -> SpecDecError:
     """The error for a path that is no folder; `shown` is how the message names it."""
     if folder.exists():
         return SpecDecError(f"{shown} is a file", "give the folder that holds it")
-    missing = folder  # the first of its folders that is not there
-    while not missing.parent.is_dir():
-        missing = missing.parent
-    others = sorted(path.name for path in missing.parent.iterdir() if path.is_dir())
+    missing = _find_missing(folder)
     fact = f"{shown} does not exist" + (f", nor does {missing}" if missing != folder else "")
-    return SpecDecError(fact + suggest(missing.name, others), f"check the path{advice}")
+    return SpecDecError(fact + suggest_folder(folder), f"check the path{advice}")
+
+
+def _find_missing(folder: Path) -> Path:
+    """The first folder of a path that is not there."""
+    while not folder.parent.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def suggest_folder(folder: Path) -> str:
+    """Return ` (did you mean X?)` for a path that is no folder, or an empty string."""
+    missing = _find_missing(folder)
+    try:
+        others = sorted(path.name for path in missing.parent.iterdir() if path.is_dir())
+    except OSError:
+        return ""
+    rest = folder.relative_to(missing)
+    whole = [name for name in others if (missing.parent / name / rest).is_dir()]
+    found = suggest(missing.name, whole or others)
+    return found.replace("?)", f"/{rest}?)") if whole and rest.parts else found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.command.stages import MAX_LINE, print_error
+from specdec.command.stages import MAX_LINE, MAX_LISTED, MAX_WORD, print_error
 from specdec.errors import Problems, SpecDecError, cut_middle, summarize
 from tests.conftest import (
     ROOT,
@@ -25,10 +25,16 @@ def test_a_long_line_keeps_both_ends(capsys: pytest.CaptureFixture[str]) -> None
     print_error("the start " + "x" * 100_000 + " the end", "remedy " + "y" * 100_000)
     fact, hint = read_error_lines(capsys.readouterr().err)
     for line in (fact, hint):
-        assert len(line) < MAX_LINE + 100
+        assert len(line) < MAX_WORD + 200
     assert "the start x" in fact
     assert fact.endswith("x the end")
-    assert "[96018 characters]" in fact
+    assert "[99700 characters]" in fact
+    # A value of many words, and an error of several problems, each with room of its own.
+    for number, most in ((1, MAX_LINE), (3, 3 * MAX_LINE), (20, MAX_LISTED * MAX_LINE)):
+        print_error("1, " * 100_000 + "end", "remedy", number)
+        fact, hint = read_error_lines(capsys.readouterr().err)
+        assert most - 10 < len(fact) < most + 50
+        assert (fact[-3:], hint) == ("end", "remedy")
 
 
 def test_texts_are_cut_only_where_they_are_long() -> None:

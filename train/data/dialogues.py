@@ -20,6 +20,7 @@ from specdec.chat import (
 from specdec.documents import SUFFIXES, check_data_file, name_line, parse_object, read_lines
 from specdec.errors import SpecDecError
 from specdec.files.manifest import describe_file
+from specdec.hub import describe_answer
 
 from .settings import DataSettings
 
@@ -97,7 +98,8 @@ def _load_dataset(name: str, split: str) -> Source:
         rows = load_dataset(name, split=split)
     except Exception as error:  # noqa: BLE001 - `datasets` raises whatever it likes
         raise SpecDecError(
-            f"--input {name} is not a file, and `datasets` cannot load its split {split}: {error}",
+            f"--input {name} is not a file, and `datasets` cannot load its split {split}: the"
+            f" Hub {describe_answer(error)}",
             "check the path or the Hub id, and --dataset-split",
         ) from None
     digest = hashlib.sha256()
