@@ -10,6 +10,7 @@ PEERS ?= specdec transformers llama.cpp openvino
 PEERS_FLAGS ?=
 BENCH_FLAGS ?=
 KERNELS ?=
+MUTANTS ?=
 
 # PyTorch publishes its CPU build beside PyPI, which has the one for CUDA (several GB). Whoever has
 # told pip where to look keeps that; `make TORCH_INDEX= ...` takes PyPI's build, and so does a machine
@@ -22,13 +23,15 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start many processes: byte code of what they import is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dev demo test test-transformers-4 oracles kernels check fix bench dist clean
+.PHONY: help dev demo test test-transformers-4 mutants oracles kernels check fix bench dist clean
 
 help:
 	@echo "make demo    drafted tokens marked in a text, and where speculation pays: some minutes"
 	@echo "make test    run the tests (TESTS=tests/core for some of them)"
 	@echo "make test-transformers-4"
 	@echo "             the tests that transformers can change, under 4.57: a minute or two"
+	@echo "make mutants forty deliberate breaks of specdec, each of which its tests must catch: some"
+	@echo "             minutes (MUTANTS='--only kernels' for a part)"
 	@echo "make kernels the native kernels by all compilers installed, for ARM, and under the"
 	@echo "             sanitizers: half an hour or more (KERNELS='--only sanitizers' for a part)"
 	@echo "make oracles real vLLM and llama.cpp, where installed, beside specdec: half an hour"
@@ -79,6 +82,9 @@ test-transformers-4: export PYTHONPATH := $(abspath $(TRANSFORMERS_4))
 test-transformers-4: $(TRANSFORMERS_4)/.ready
 	@$(BIN)/python -c 'import transformers; assert transformers.__version__[:5] == "4.57."'
 	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder $(TESTS_4)
+
+mutants: $(READY)
+	@$(BIN)/python -u -m tests.mutants $(MUTANTS)
 
 # Their environments lie in .oracles, or where ORACLES says; docs/export.md tells how they are made.
 ORACLES ?= .oracles

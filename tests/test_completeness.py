@@ -16,6 +16,7 @@ from specdec.convert.quantize.sections import METHODS as METHODS_READ
 from specdec.convert.quantize.sections import SOURCE_FORMATS
 from specdec.methods import METHODS, Method
 from tests.conftest import ROOT
+from tests.mutants import BREAKS
 
 # A recipe's sections that are no stage of their own, with the package that reads them.
 SUBCOMMANDS = {"data": "train.data"}
@@ -181,3 +182,11 @@ def test_there_are_recipes_and_stages() -> None:
         "export",
     }  # none of a recipe
     assert set(SECTIONS) == stages | set(SUBCOMMANDS)
+
+
+def test_every_break_finds_its_place() -> None:
+    """What `make mutants` changes is there, once each, and so are the tests that are to notice."""
+    for found in BREAKS.values():
+        found.apply((ROOT / found.file).read_text())
+        assert all((ROOT / "tests" / name).is_file() for name in found.tests), found
+    assert len(BREAKS) == 40

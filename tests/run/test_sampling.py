@@ -40,6 +40,7 @@ from specdec.engine.draft_net import rank_logits
 from specdec.engine.tree import Tree, make_root, pack_beams
 from specdec.methods.lookahead import LookaheadConfig
 from tests.conftest import make_llama
+from tests.covering import cover
 from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
 
 VOCAB = 5
@@ -381,8 +382,13 @@ def test_p_value() -> None:
     assert 0.02 < np.mean(np.array(values) < 0.05) < 0.09, "p-values are uniform"
 
 
-@pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"{p.temperature}-{p.top_k}-{p.top_p}")
-@pytest.mark.parametrize("method", METHODS)
+# Each method without limits, and with one kind of limits.
+WAYS = [
+    (method, SETTINGS[number]) for at, method in enumerate(METHODS) for number in (0, 1 + at % 4)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "params"), WAYS)
 def test_texts_follow_the_target(method: str, params: SamplingParams) -> None:
     texts = write_texts([METHODS[method]] * NUM_TEXTS, with_seeds(params, 10**6, NUM_TEXTS))
     p_value = compute_p_value(count_texts(texts), compute_text_probs(params))
@@ -416,8 +422,9 @@ def test_rows_of_a_mixed_batch_follow_the_target() -> None:
     assert texts[greedy:] == [best] * len(METHODS)
 
 
-@pytest.mark.parametrize("method", EXACT_BY_SEED)
-@pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"{p.temperature}-{p.top_k}-{p.top_p}")
+@pytest.mark.parametrize(
+    ("method", "params"), [(method, params) for method, params in WAYS if method in EXACT_BY_SEED]
+)
 def test_equal_seeds_give_the_text_of_plain_sampling(method: str, params: SamplingParams) -> None:
     """Candidates that are only compared change nothing at all, not even the drawn text."""
     number = 300
@@ -499,10 +506,12 @@ def test_a_broken_rule_is_noticed(broken: str, monkeypatch: pytest.MonkeyPatch) 
 # --- the processed distribution ---
 
 
-@pytest.mark.parametrize("vocab_size", [7, 1000])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-@pytest.mark.parametrize("top_k", [0, 1, 5, 10**6])
-@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6])
+@pytest.mark.parametrize(
+    ("vocab_size", "temperature", "top_k", "top_p"),
+    cover(itertools.product(
+        [7, 1000], [0.3, 1.0, 2.5], [0, 1, 5, 10**6], [1.0, 0.9, 0.5, 1e-6]
+    )),
+)  # fmt: skip
 def test_processing_equals_transformers(
     vocab_size: int, temperature: float, top_k: int, top_p: float
 ) -> None:
@@ -606,12 +615,13 @@ def test_residual() -> None:
 
 def test_streams_are_independent_and_repeatable() -> None:
     first, again = (Sampler(SamplingParams(temperature=1, seed=9), 500) for _ in range(2))
-    other = Sampler(SamplingParams(temperature=1, seed=10), 500)
+    others = [Sampler(SamplingParams(temperature=1, seed=n), 500) for n in (10, 9 + 2**32)]
     numbers = np.array([[first.get_uniform(s, n) for n in range(500)] for s in range(3)])
     assert numbers.min() >= 0
     assert numbers.max() < 1
     assert np.abs(np.corrcoef(numbers) - np.eye(3)).max() < 0.15
     assert [again.get_uniform(0, n) for n in range(500)] == numbers[0].tolist()
-    assert [other.get_uniform(0, n) for n in range(500)] != numbers[0].tolist()
+    for other in others:
+        assert [other.get_uniform(0, n) for n in range(500)] != numbers[0].tolist()
     longer = Sampler(SamplingParams(temperature=1, seed=9), 900)
     assert longer.get_uniform(2, 499) == numbers[2, 499], "the limit changes nothing"

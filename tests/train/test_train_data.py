@@ -123,6 +123,8 @@ def test_only_the_assistant_is_learned(write: Any, with_template: Any, style: st
     assert get_labels(rows, tokenizer) == ["it is 3<|im_end|>yes, 3\n<|im_end|>"]
     text = tokenizer.apply_chat_template(TURNS, tokenize=False)
     assert tokenizer.decode(get_rows(rows)[0]) == text
+    tokens, mask = rows.make_batch([0])
+    assert [tokenizer.decode(tokens[mask].tolist())] == get_labels(rows, tokenizer)
 
 
 def call_by(*answer: dict[str, Any], result: dict[str, Any], **more: Any) -> dict[str, Any]:
