@@ -1,11 +1,13 @@
-"""Every golden case of every family: the same bytes and the same configuration.
+"""Golden cases of every family: the same bytes and the same configuration.
 
-Where a configuration differs on purpose, or a case is refused, the reason stands here.
+Every pair of what they vary; SPECDEC_TEST_ALL=1 runs all of them. Where a configuration differs on
+purpose, or a case is refused, the reason stands here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -15,9 +17,10 @@ import pytest
 
 from specdec.convert import plan
 from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
-from tests.conftest import run_cli
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import read_cases, summarize_rank
+from tests.covering import cover
+from tests.engines import run_cli_here
 
 CASES = read_cases()
 # 0.14's ReDrafter takes any target for a Llama: it drops Qwen's attention biases without a word.
@@ -25,6 +28,19 @@ REFUSED = {
     "qwen15_mha+drafter_A_rnn_e96__redrafter014__tp1__f16": "has no ReDrafter for Qwen2ForCausalLM"
 }
 CONVERTED = [case for case in CASES if case["case"] not in REFUSED]
+
+
+def describe(case: dict[str, Any]) -> tuple[str, ...]:
+    """What cases vary: families and kinds of drafters, not each model and drafter."""
+    names = ("path", "tp_size", "dtype", "base_dtype", "exclude_modules_before", "options")
+    family, drafter = case["model"].split("_")[0], str(case["drafter"])[:9]
+    return family, drafter, *(str(case.get(name)) for name in names)
+
+
+CHOSEN = cover(CONVERTED, key=describe)
+for source in ("model", "drafter"):
+    missing = {case[source]: case for case in CONVERTED}
+    CHOSEN += [missing[name] for name in missing if name not in {c[source] for c in CHOSEN}]
 # Keys of 0.14 that 1.x does not take: see docs/convert.md.
 ABSENT_IN_1X = {"share_embedding_table", "moe"}
 # Of `moe`, which 1.x takes of a mixture of experts.
@@ -102,7 +118,7 @@ def check_output(case: dict[str, Any], folder: Path, *, version: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [c for c in CONVERTED if c["path"] != "redrafter1x_composed"],
+    [c for c in CHOSEN if c["path"] != "redrafter1x_composed"],
     ids=lambda case: case["case"],
 )
 def test_conversion_from_hugging_face(
@@ -120,7 +136,7 @@ def test_conversion_from_hugging_face(
 
 @pytest.mark.parametrize(
     "case",
-    [c for c in CONVERTED if c["path"] == "redrafter1x_composed"],
+    [c for c in CHOSEN if c["path"] == "redrafter1x_composed"],
     ids=lambda case: case["case"],
 )
 def test_drafter_added_to_a_checkpoint(
@@ -155,20 +171,22 @@ def test_drafter_added_to_a_checkpoint(
         check_output(case, direct, version="1.2")
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 500])
 @pytest.mark.parametrize(
-    "name",
-    [
-        "llama_vocab131__unified__tp4__bf16",
-        "llama_vocab131__unified__tp4__f16__pe0",
-        "llama_gqa__legacy_hfmodel__tp4__f16__pe1",
-        "llama_mqa+drafter_A_rnn_e96__redrafter014__tp4__f16",
-        "gpt2_tiny__gpt__tp4__bf16",  # transposed
-        "opt_tiny__opt__tp4__f16__pe0",  # without the first rows
-        "gemma_mha__gemma__tp2__f16",  # something added
-        "phi3__phi__tp1__f32",  # halves swapped
-        "mixtral_gqa__unified__tp4__f16__moe_tp2_ep2",  # matrices of experts
-    ],
+    ("name", "chunk_bytes"),
+    zip(
+        [
+            "llama_vocab131__unified__tp4__bf16",
+            "llama_vocab131__unified__tp4__f16__pe0",
+            "llama_gqa__legacy_hfmodel__tp4__f16__pe1",
+            "llama_mqa+drafter_A_rnn_e96__redrafter014__tp4__f16",
+            "gpt2_tiny__gpt__tp4__bf16",  # transposed
+            "opt_tiny__opt__tp4__f16__pe0",  # without the first rows
+            "gemma_mha__gemma__tp2__f16",  # something added
+            "phi3__phi__tp1__f32",  # halves swapped
+            "mixtral_gqa__unified__tp4__f16__moe_tp2_ep2",  # matrices of experts
+        ],
+        itertools.cycle([1, 500]),
+    ),
 )
 def test_chunk_size_leaves_no_trace(
     name: str,
@@ -230,7 +248,7 @@ def test_the_command_writes_the_same(name: str, source: Source, tmp_path: Path) 
         words += [f"--{flag}"] if value is True else [f"--{flag}", value]
     if case["drafter"]:
         words += ["--drafter_model_dir", source(case["drafter"])]
-    done = run_cli(
+    done = run_cli_here(
         "convert", "--model-dir", source(case["model"]), "--output-dir", tmp_path / "out",
         "--dtype", case["dtype"], "--trtllm-version", "0.14", "--json", *words,
     )  # fmt: skip

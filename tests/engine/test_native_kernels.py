@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from specdec.engine.kernel_cache import find_cache
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.torch_layers import build_full_mask
 from specdec.errors import SpecDecError
+from tests.covering import cover
 from tests.engine.kernels import FORMS, in_every_form, needs_compiler
 from tests.engine.models import make_model
 from tests.engines import round_inputs
@@ -65,18 +67,19 @@ def test_pointwise_kernels(library: Path, dtype: torch.dtype, size: int) -> None
         assert_near(kernels.gate_mul(gate_up, activation), expected)
 
 
+ATTENTION = itertools.product(
+    FORMS, [None, 1, 2, 4, 30], [0, 4, None], DTYPES, [(4, 4, 8), (8, 2, 40), (6, 1, 64)]
+)
+
+
 @needs_compiler
-@in_every_form
-@pytest.mark.parametrize("window", [None, 1, 2, 4, 30])
-@pytest.mark.parametrize("rotated", [0, 4, None])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 8), (8, 2, 40), (6, 1, 64)])
+@pytest.mark.parametrize(
+    ("library", "window", "rotated", "dtype", "sizes"), cover(ATTENTION, 3), indirect=["library"]
+)
 def test_attention(
     library: Path,
     dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    size: int,
+    sizes: tuple[int, int, int],
     rotated: int | None,
     window: int | None,
 ) -> None:
@@ -84,6 +87,7 @@ def test_attention(
 
     With and without norms of queries and keys, and a cap on the scores, which are of its size.
     """
+    heads, kv_heads, size = sizes
     kernels = native.NativeKernels(library, dtype)
     generator = torch.Generator().manual_seed(heads)
     batch, num_tokens, num_rows, num_positions = 2, 5, 3, 200

@@ -9,6 +9,7 @@ to near-ties, wherever the native kernels run a step.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import FULL, SLIDING
 from specdec.model.experts import Experts
 from specdec.model.tensors import get_stored_dtype
-from tests.engine.kernels import in_every_form, needs_compiler
+from tests.covering import cover
+from tests.engine.kernels import FORMS, in_every_form, needs_compiler
 from tests.engine.models import make_model
 
 pytestmark = needs_compiler
@@ -120,17 +122,21 @@ def test_threads_change_no_bits(library: Path, monkeypatch: pytest.MonkeyPatch) 
             assert torch.equal(decoder.forward(tree, cache), expected)
 
 
-@in_every_form
+SHAPES = itertools.product(
+    FORMS, [("bfloat16", False), ("bfloat16", True), ("float16", False)], [None, 7],
+    [(6, 6), (6, 2), (12, 1)],
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("dtype", "is_int8"), [("bfloat16", False), ("bfloat16", True), ("float16", False)]
+    ("library", "kind", "window", "heads"), cover(SHAPES), indirect=["library"]
 )
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (12, 1)])
 @torch.inference_mode()
 def test_a_state_has_the_same_bits_in_every_step(
-    library: Path, dtype: str, heads: int, kv_heads: int, window: int | None, is_int8: bool
+    library: Path, kind: tuple[str, bool], window: int | None, heads: tuple[int, int]
 ) -> None:
-    check_bits(make_decoder(library, dtype, heads, kv_heads, window, is_int8=is_int8))
+    dtype, is_int8 = kind
+    check_bits(make_decoder(library, dtype, *heads, window, is_int8=is_int8))
 
 
 @in_every_form
