@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from tests.conftest import make_drafter
 from tests.engines import continue_greedily, list_paths, make_engine
 from tests.parity.models import (
     FIRST_NAMES,
-    NAMES,
     SWITCH,
     VARIANTS,
     VOCAB,
@@ -151,8 +151,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None
     assert error < TOLERANCE, f"{what}: {error:.2e} of the largest logit"
 
 
-@pytest.mark.parametrize("optimize", ["none", "auto"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "optimize"), WITH_KERNELS_OR_NOT)
 @torch.inference_mode()
 def test_logits_equal_transformers(
     name: str, optimize: str, get_engine: GetEngine, get_target: Callable[[str], Path]
@@ -200,8 +199,9 @@ def test_greedy_text_equals_transformers(
     assert outputs == check_reference(get_target(name), lengths, outputs)
 
 
-@pytest.mark.parametrize("optimize", ["none", "auto"])
-@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize(
+    ("name", "optimize"), zip(DRAFTED, itertools.cycle(["none", "auto"]))
+)  # fmt: skip
 def test_redrafter_text_equals_transformers(
     name: str, optimize: str, get_target: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -214,8 +214,7 @@ def test_redrafter_text_equals_transformers(
     assert outputs == check_reference(get_target(name), lengths, outputs)
 
 
-@pytest.mark.parametrize("optimize", ["none", "auto"])
-@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+@pytest.mark.parametrize(("kind", "optimize"), [("linear", "none"), ("dynamic", "auto")])
 def test_text_beyond_the_trained_positions(kind: str, optimize: str, tmp_path: Path) -> None:
     """Scalings that max_position_embeddings does not count in; the prompt's keys stay as cached."""
     scaling = {"rope_type": kind, "factor": 4.0}
@@ -259,8 +258,7 @@ def test_a_prefix_of_another_rotary_table_is_not_reused(get_engine: GetEngine) -
 BITS = {"bfloat16": 8, "float16": 11}
 
 
-@pytest.mark.parametrize("dtype", BITS)
-@pytest.mark.parametrize("name", FIRST_NAMES)
+@pytest.mark.parametrize(("name", "dtype"), zip(FIRST_NAMES, itertools.cycle(BITS)))
 @torch.inference_mode()
 def test_half_precision_is_as_near_as_transformers(name: str, dtype: str, tmp_path: Path) -> None:
     """Held against float32 on the same weights, the engine's mean error is not above 1.5 times that

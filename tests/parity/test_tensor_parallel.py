@@ -1,4 +1,7 @@
-"""Every family over two ranks, as processes: the text is transformers', with drafters too."""
+"""Families over two ranks, as processes: the text is transformers', with drafters too.
+
+Every family's layers are split in test_parallel_layers.py, and drafted for in test_pairs.py.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,13 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.ranks.processes import end_ranks
 from tests.conftest import make_drafter
 from tests.engines import OracleProposer, make_engine
-from tests.parity.models import FIRST_NAMES, SWITCH, VOCAB, make_model
+from tests.parity.models import SWITCH, VOCAB, make_model
 from tests.parity.test_families import LIMIT, generate, generate_reference
 
+NAMES = [
+    "LlamaForCausalLM-plain", "PhiForCausalLM-gelu_new", "GPT2LMHeadModel-gelu_new",
+    "Gemma2ForCausalLM-caps", "Qwen2MoeForCausalLM-plain",
+]  # fmt: skip
 LENGTHS = (5, SWITCH - LIMIT, 1, 70)
 
 
@@ -25,7 +32,7 @@ def end_all() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [(name, []) for name in FIRST_NAMES] + [("Qwen2MoeForCausalLM-plain", ["--moe-ep-size", 2])],
+    [(name, []) for name in NAMES] + [("Qwen2MoeForCausalLM-plain", ["--moe-ep-size", 2])],
 )
 def test_greedy_text_of_two_ranks_equals_transformers(
     name: str, flags: list[object], tmp_path: Path

@@ -69,6 +69,7 @@ class Case:
         assert isinstance(self.engine.proposer, DFlashProposer)
         self.proposer: DFlashProposer = self.engine.proposer
         self.reference = DFlashReference(target, drafter)
+        self.most_waiting = (base.MOST_WAITING, 5, 0)[[*DRAFTERS].index(name) % 3]
 
 
 @pytest.fixture(scope="module", params=list(DRAFTERS))
@@ -153,15 +154,12 @@ def test_drafts_are_the_reference_s(case: Case) -> None:
                 assert paths == wanted
 
 
-@pytest.mark.parametrize("most_waiting", [base.MOST_WAITING, 5, 0])
-def test_drafts_depend_on_the_text_alone(
-    case: Case, most_waiting: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_depend_on_the_text_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on the batch, a row's last request, chunks of prompts, or a prefix from the cache.
 
     Nor on how many states wait, and for how long.
     """
-    monkeypatch.setattr(base, "MOST_WAITING", most_waiting)
+    monkeypatch.setattr(base, "MOST_WAITING", case.most_waiting)
     case.proposer.use_tree()
     stem = [7, 3, 9, 22, 41, 13, 6, 80]
     prompts = [*PROMPTS, [*stem, 5, 5], [*stem, 9], stem, [*stem[:4], 90, 91]]

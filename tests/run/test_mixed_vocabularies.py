@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from specdec.engine.step import Step
 from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError
 from tests.conftest import make_llama, read_error_lines
+from tests.covering import cover
 from tests.engines import call, make_noisy_copy, run_cli_here
 from tests.run.statistics import FALSE_ALARM_RATE, check_first_tokens
 from tests.tape import TapeRecorder
@@ -175,12 +177,13 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("target", "draft"), PAIRS)
-@pytest.mark.parametrize("draft_len", [1, 4, None, "tree"])
-@pytest.mark.parametrize("how", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("pair", "draft_len", "how"), cover(itertools.product(PAIRS, [1, 4, None, "tree"], SAMPLINGS))
+)
 def test_text_is_the_targets(
-    folder: Path, target: str, draft: str, draft_len: Any, how: str
-) -> None:
+    folder: Path, pair: tuple[str, str], draft_len: Any, how: str
+) -> None:  # fmt: skip
+    target, draft = pair
     requests = make_requests(folder, target, **SAMPLINGS[how])
     tokenizer = load_tokenizer(folder, target)
     plain = run(load(folder, target), requests, tokenizer)

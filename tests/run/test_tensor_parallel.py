@@ -57,7 +57,7 @@ METHODS = [
     "dflash", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
 # Ranks of the draft model, whether probabilities are compared.
-DRAFTS = [(2, False), (1, True), (2, True)]
+DRAFTS = [(2, False), (1, True)]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def load_pair(
     return engine
 
 
-def make_requests(limit: int = 20) -> list[Request]:
+def make_requests(limit: int = 14) -> list[Request]:
     generator = torch.Generator().manual_seed(7)
     return [
         Request(
@@ -171,7 +171,7 @@ def test_two_ranks_give_the_text_of_one(folder: Path, method: str) -> None:
     check_ranks(folder, method, 2)
 
 
-def check_ranks(folder: Path, method: str, size: int, limit: int = 20) -> None:
+def check_ranks(folder: Path, method: str, size: int, limit: int = 14) -> None:
     one, several = load(folder, method, 1), load(folder, method, size)
     assert one.method == several.method
     results = several.generate(make_requests(limit))
@@ -185,14 +185,13 @@ def test_two_ranks_with_a_draft_model(folder: Path, draft_size: int, use_logits:
     check_pair(folder, 2, draft_size, use_logits=use_logits)
 
 
-@pytest.mark.parametrize("draft_size", [1, 2])
-def test_two_ranks_with_a_draft_models_trees(folder: Path, draft_size: int) -> None:
-    check_pair(folder, 2, draft_size, use_logits=False, tree_tokens=4)
+def test_two_ranks_with_a_draft_models_trees(folder: Path) -> None:
+    check_pair(folder, 2, 2, use_logits=False, tree_tokens=4)
 
 
 def check_pair(
     folder: Path, size: int, draft_size: int, *, use_logits: bool, tree_tokens: int | None = None,
-    limit: int = 20,
+    limit: int = 14,
 ) -> None:  # fmt: skip
     requests = make_requests(limit)
     how: dict[str, Any] = {"use_logits": use_logits, "tree_tokens": tree_tokens}
@@ -258,7 +257,7 @@ def test_two_ranks_in_bfloat16(folder: Path) -> None:
     assert 0 < error < 0.02, f"{error:.2e} of the largest logit"
 
 
-@pytest.mark.parametrize("method", [*METHODS, "draft_target"])
+@pytest.mark.parametrize("method", ["target", "redrafter", "eagle3", "draft_target"])
 def test_four_ranks_give_the_text_of_one(folder: Path, method: str) -> None:
     """More ranks than key/value heads, which are doubled; short, as two cores run all four."""
     if method == "draft_target":
@@ -402,8 +401,8 @@ def test_ctrl_c_ends_with_what_was_done(folder: Path, tmp_path: Path) -> None:
 @needs_proc
 def test_ctrl_c_while_a_rank_is_stuck(folder: Path, tmp_path: Path) -> None:
     """Rank 0 waits for it in a library, where Python's handler of Ctrl-C does not run."""
-    process, others = start_command(folder, tmp_path, 4)
-    os.kill(others[1], signal.SIGSTOP)
+    process, others = start_command(folder, tmp_path, 2)
+    os.kill(others[0], signal.SIGSTOP)
     time.sleep(0.5)  # so that all others wait for it
     os.kill(process.pid, signal.SIGINT)
     try:
