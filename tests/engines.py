@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -34,7 +35,9 @@ def call(stage: str, *args: object) -> None:
     command.main([str(a) for a in args], standalone_mode=False)
 
 
-def run_cli_here(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def run_cli_here(
+    *args: object, stdin: str = "", env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """What `run_cli` does, in this process: a command's status, stdout and stderr."""
     from specdec.command.stages import group, run_command
 
@@ -42,7 +45,10 @@ def run_cli_here(*args: object, stdin: str = "") -> subprocess.CompletedProcess[
     out, err, before, status = io.StringIO(), io.StringIO(), sys.stdin, 0
     sys.stdin = io.StringIO(stdin)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with (
+            mock.patch.dict(os.environ, env or {}), contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):  # fmt: skip
             run_command(group, words)
     except SystemExit as ended:
         status = int(ended.code or 0)
@@ -65,6 +71,8 @@ AT_WORK = """
 import sys
 from specdec.command.entry import main
 from specdec.decode import loop
+from specdec.decode.ranks import processes
+processes.INTERRUPT_SECONDS = 0.5
 pauses, step, num_steps = sys.argv.pop(1) == "pause", loop.Batch.step, 0
 
 def count_steps(self):

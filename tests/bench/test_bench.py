@@ -19,7 +19,7 @@ from specdec.bench.settings import BenchSettings, read_counts
 from specdec.decode.loop import Timing
 from specdec.errors import SpecDecError, UsageError
 from specdec.run.settings import RunSettings
-from tests.conftest import read_error_lines, run_cli
+from tests.conftest import read_error_lines
 from tests.engines import run_cli_here
 
 KINDS = ("plain", "speculation")
@@ -281,7 +281,7 @@ def test_the_command(engine: Path, folder: Path, tmp_path: Path) -> None:
         "bench", "--engine-dir", engine, "--tokenizer-dir", folder / "target", "--repeat", 1,
         "--max_output_len", 4, "--output", tmp_path / "out",
     )  # fmt: skip
-    done = run_cli(*flags, "--json")
+    done = run_cli_here(*flags, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["batches"][0]["texts"]["compared"] == 8
     again = run_cli_here(*flags)

@@ -13,8 +13,8 @@ import pytest
 from specdec.errors import SpecDecError
 from specdec.files.reading import hash_file, read_json, write_json
 from specdec.files.tensor_file import TensorFile, write_tensor_file
-from tests.conftest import make_drafter, make_llama, read_error_lines, run_cli
-from tests.engines import call
+from tests.conftest import make_drafter, make_llama, read_error_lines
+from tests.engines import call, run_cli_here
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_engine_folder(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    done = run_cli(
+    done = run_cli_here(
         "build", "--checkpoint_dir", checkpoint, "--output_dir", tmp_path / "engine", "--dry-run",
         "--json",
     )  # fmt: skip
@@ -97,7 +97,7 @@ def test_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_limits_are_reported_together(checkpoint: Path, tmp_path: Path) -> None:
-    done = run_cli(
+    done = run_cli_here(
         "build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine",
         "--max-seq-len", 600, "--max-draft-len", 7, "--max-beam-width", 2, "--max-num-tokens", 20,
         "--speculative-decoding-mode", "medusa",
@@ -151,18 +151,18 @@ def test_a_pasted_command_line_is_no_error(checkpoint: Path, tmp_path: Path, way
         recipe.write_text("build:\n" + "".join(f"  {name}: {value}\n" for name, value in pairs))
         words = ["--config", recipe]
     common = ["--checkpoint_dir", checkpoint, "--output_dir"]
-    done = run_cli("build", *common, tmp_path / "pasted", *words)
+    done = run_cli_here("build", *common, tmp_path / "pasted", *words)
     assert done.returncode == 0, done.stderr
     flags = "--gemm-plugin, --use-paged-context-fmha, --use-fp8-context-fmha, --workers"
     line = f"no effect on the torch backend, which was chosen here: {flags}"
     assert [text for text in done.stderr.splitlines() if "no effect" in text] == [line]
-    assert run_cli("build", *common, tmp_path / "plain").returncode == 0
+    assert run_cli_here("build", *common, tmp_path / "plain").returncode == 0
     plain = tmp_path / "plain"
     for path in (path for path in plain.rglob("*") if path.is_file()):
         if path.name != "manifest.json":
             other = tmp_path / "pasted" / path.relative_to(plain)
             assert path.read_bytes() == other.read_bytes(), path
-    refused = run_cli("build", *common, tmp_path / "asked", *words, "--backend", "torch")
+    refused = run_cli_here("build", *common, tmp_path / "asked", *words, "--backend", "torch")
     assert refused.returncode == 2
     assert not (tmp_path / "asked").exists()
 
@@ -243,7 +243,7 @@ def test_existing_output_needs_force(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_no_compiler_is_said_and_survived(checkpoint: Path, tmp_path: Path) -> None:
     args = ["build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine"]
-    done = run_cli(*args, env={"CXX": "no-such-compiler"})
+    done = run_cli_here(*args, env={"CXX": "no-such-compiler"})
     assert done.returncode == 0
     assert "no C++ compiler found" in done.stderr
     options = read_json(tmp_path / "engine" / "config.json")["torch_config"]
@@ -252,7 +252,9 @@ def test_no_compiler_is_said_and_survived(checkpoint: Path, tmp_path: Path) -> N
         "prepack": True, "kernels": None, "quantization": None, "drafter_weights": None,
         "draft_vocab_size": None,
     }  # fmt: skip
-    demanded = run_cli(*args, "--force", "--optimize", "native", env={"CXX": "no-such-compiler"})
+    demanded = run_cli_here(
+        *args, "--force", "--optimize", "native", env={"CXX": "no-such-compiler"}
+    )
     assert demanded.returncode == 1
     assert "no C++ compiler" in read_error_lines(demanded.stderr)[0]
     assert (tmp_path / "engine" / "config.json").is_file(), "the earlier engine is still there"

@@ -17,9 +17,9 @@ from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile
 from specdec.model.architectures import ARCHITECTURES
 from specdec.model.experts import Experts
-from tests.conftest import read_error_lines, run_cli
+from tests.conftest import read_error_lines
 from tests.engine.models import make_model as make_config
-from tests.engines import call
+from tests.engines import call, run_cli_here
 from tests.parity.models import make_model
 
 LAYER = "transformer.layers.1."
@@ -121,7 +121,7 @@ def test_a_checkpoint_the_engine_cannot_run_is_refused(
 
 def test_the_log_says_what_has_kernels(convert: Convert) -> None:
     checkpoint = convert("PhiForCausalLM-gelu_new")
-    done = run_cli(
+    done = run_cli_here(
         "build", "--checkpoint-dir", checkpoint, "--output-dir", checkpoint.parent / "engine"
     )
     assert done.returncode == 0, done.stderr
@@ -162,7 +162,7 @@ def test_positions_that_a_model_is_for(scaling: dict[str, Any] | None, positions
 
 def test_more_positions_than_the_scaling_gives_are_refused(convert: Convert) -> None:
     checkpoint = convert("LlamaForCausalLM-dynamic")
-    done = run_cli(
+    done = run_cli_here(
         "build", "--checkpoint-dir", checkpoint, "--output-dir", checkpoint.parent / "engine",
         "--max-seq-len", 1025,
     )  # fmt: skip

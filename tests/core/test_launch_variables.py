@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.mpi import Launch, check_meeting_place, find_launch, find_world
 from tests.conftest import ROOT, read_error_lines
+from tests.engines import run_cli_here
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -107,11 +105,7 @@ def test_a_stage_says_it_in_two_lines(stage: str, environ: dict[str, str], tmp_p
     if stage == "run":
         make_two_ranks(tmp_path)
         arguments = ["--engine-dir", tmp_path / "engine", "--input-file", tmp_path / "p.jsonl"]
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec", stage, *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
+    done = run_cli_here(stage, *arguments, env=environ)
     assert done.returncode == 1, done.stderr
     fact, hint = read_error_lines(done.stderr)
     assert next(name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name in fact)

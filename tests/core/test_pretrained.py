@@ -21,6 +21,7 @@ from specdec.model.config_reader import Rotary
 from specdec.pretrained import load_config, load_model, load_tokenizer
 from specdec.pretrained_config import adapt_config, check_rotary
 from tests.conftest import ROOT, make_llama, make_tokenizer
+from tests.engines import run_cli_here
 from tests.families import make_family_model
 
 # Where the library is told itself: this process of the benchmarks has none of our code.
@@ -157,7 +158,11 @@ def test_a_stage_asks_no_question_and_runs_no_code(
                   "--method", "redrafter", "--max-steps", 1],
         "verify": ["--engine-dir", engine, "--model-dir", hostile],
     }[stage]  # fmt: skip
-    status, stderr = run_with_terminal([stage, *map(str, arguments)], b"y\ny\ny\ny\n")
+    if stage == "run":
+        status, stderr = run_with_terminal([stage, *map(str, arguments)], b"y\ny\ny\ny\n")
+    else:
+        done = run_cli_here(stage, *arguments, stdin="y\ny\ny\ny\n")
+        status, stderr = done.returncode, done.stderr
     assert status == 1, stderr
     *_, error, hint = stderr.strip().splitlines()
     assert "asks to run its own Python code" in error, stderr

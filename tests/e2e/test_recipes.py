@@ -1,6 +1,6 @@
 """Each method's recipe, from data to text, by its own commands: on a tiny target, in this process.
 
-One of them runs as the script does it, in processes of its own, on the models that ship.
+One of them runs as the script does it, on the models that ship.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from tests.conftest import (
     make_medusa_heads,
     make_tokenizer,
 )
-from tests.engines import call
+from tests.engines import call, run_cli_here
 
 # What the commands do is no question of speed, and kernels take seconds to compile.
 CHANGES = recipe.QUICK | {"build": {"optimize": "none"}}
@@ -179,25 +180,34 @@ def test_what_does_not_ship_is_not_taken(
     assert "no drafter ships for dspark: leave out --shipped" in capsys.readouterr().err
 
 
-def test_the_script_runs_the_commands_as_typed(tmp_path: Path) -> None:
+def test_the_script_runs_the_commands_as_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the models that ship; what it starts as processes runs in this one."""
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert words[:3] == [sys.executable, "-m", "specdec"]
+        done = run_cli_here(*words[3:])
+        print(done.stdout, end="")
+        print(done.stderr, end="", file=sys.stderr)
+        return done
+
     folder = tmp_path / "out"
-    done = subprocess.run(
-        [
-            sys.executable, ROOT / "examples/pycode/recipe.py", "redrafter", "--quick", "--shipped",
-            "--output-dir", folder,
-        ],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(recipe, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.chdir(tmp_path)
+    words = ["recipe.py", "redrafter", "--quick", "--shipped", "--output-dir", str(folder)]
+    monkeypatch.setattr("sys.argv", words)
+    recipe.main()
+    done = capsys.readouterr()
     path = folder / "recipes" / "redrafter-pycode.yaml"
-    shown = [line for line in done.stdout.splitlines() if line.startswith("$ ")]
+    shown = [line for line in done.out.splitlines() if line.startswith("$ ")]
     assert shown == [
         f"$ specdec-{stage} --config {path}"
         for stage in ("convert", "build", "verify", "bench", "run")
     ]
-    assert ": exact" in done.stdout
-    assert f'Output [Text {recipe.QUICK_NUM_PROMPTS - 1} Beam 0]: "' in done.stdout
-    per_step = re.search(r"([0-9.]+) tokens per verify step", done.stderr)
+    assert ": exact" in done.out
+    assert f'Output [Text {recipe.QUICK_NUM_PROMPTS - 1} Beam 0]: "' in done.out
+    per_step = re.search(r"([0-9.]+) tokens per verify step", done.err)
     assert per_step is not None
     assert float(per_step[1]) > 1.2, "the shipped drafter is accepted"
 

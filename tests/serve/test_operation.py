@@ -24,11 +24,10 @@ import pytest
 
 from benchmarks.under_load.client import ask
 from specdec import Engine, Prompt, SpecDecError
-from specdec.decode.ranks.processes import INTERRUPT_SECONDS
 from specdec.processes import _list_family
 from specdec.serve import cli, scheduler
 from specdec.serve.server import Server
-from tests.conftest import ROOT, make_llama, make_tokenizer, run_cli
+from tests.conftest import ROOT, make_llama, make_tokenizer
 from tests.engines import call, run_cli_here
 from tests.serve.servers import CLIENT, MODEL, post, serve_here, wait_until
 
@@ -44,10 +43,20 @@ def url(folder: Path) -> Iterator[str]:
 # --- the command and signals ---
 
 
+# `specdec`, which waits a short time only for ranks that do not come.
+INTERRUPT_SECONDS = 0.3
+HURRIED = f"""
+from specdec.command.entry import main
+from specdec.decode.ranks import processes
+processes.INTERRUPT_SECONDS = {INTERRUPT_SECONDS}
+main()
+"""
+
+
 def start(folder: Path, *flags: object) -> tuple[subprocess.Popen[str], str]:
     """`specdec serve` in a process of its own, when it listens: with its address."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "specdec", "serve", "--engine-dir", str(folder), "--port", "0",
+        [sys.executable, "-c", HURRIED, "serve", "--engine-dir", str(folder), "--port", "0",
          *map(str, flags)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -232,7 +241,7 @@ def test_the_first_signal_leaves_a_rank_alone_that_takes_its_time(split: Path) -
         thread.start()
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
-        time.sleep(INTERRUPT_SECONDS + 1)
+        time.sleep(INTERRUPT_SECONDS + 0.7)
         os.kill(other, signal.SIGCONT)
         thread.join(60)
         assert answers[0].status_code == 200
@@ -369,7 +378,7 @@ def test_data_of_specdec_train_are_made_with_it(url: str, tmp_path: Path) -> Non
         '{"messages": [{"role": "user", "content": "hi"}]}\n'
         '{"messages": [{"role": "user", "content": "ho"}]}\n'
     )
-    done = run_cli(
+    done = run_cli_here(
         "train", "data", "--input", source, "--output", made, "--base-url", f"{url}/v1",
         "--model", MODEL, "--max-tokens", 8,
     )  # fmt: skip

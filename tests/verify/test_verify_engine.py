@@ -29,7 +29,6 @@ from tests.conftest import (
     make_medusa_heads,
     make_tokenizer,
     read_error_lines,
-    run_cli,
 )
 from tests.engines import call, make_engine, run_cli_here, run_here, save_weights
 
@@ -548,7 +547,7 @@ def test_the_command(plain: Path, parent: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def main():\n")
     flags = ("--prompts", prompts, "--max_output_len", 8, "--num-alone", 0, "--json")
-    done = run_cli("verify", "--engine-dir", plain, "--model-dir", parent / "target", *flags)
+    done = run_cli_here("verify", "--engine-dir", plain, "--model-dir", parent / "target", *flags)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["verdict"], report["prompts"], report["divergences"]) == ("exact", 1, [])
