@@ -74,8 +74,10 @@ def plan(checkpoint: Path, *flags: object) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize(("method", "label"), LINES)
+@pytest.mark.parametrize(
+    ("method", "label", "tp_size"),
+    [(method, label, 1 + at % 2) for at, (method, label) in enumerate(LINES)],
+)
 def test_every_mode_of_every_line_passes_the_contract(
     store: CheckpointStore, install: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     method: str, label: str, tp_size: int,

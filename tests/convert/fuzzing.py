@@ -9,15 +9,19 @@ from typing import TypeVar
 from hypothesis import HealthCheck, settings
 
 from specdec.errors import SpecDecError
+from tests.covering import TAKES_ALL
 
 T = TypeVar("T")
 MAX_SECONDS = 2.0  # of one example, on a busy machine
 
 
 def fuzz(max_examples: int) -> settings:
-    """Settings of a fuzz test; which examples they are is fixed in tests/conftest.py."""
+    """Settings of a fuzz test, a third of whose examples are tried unless SPECDEC_TEST_ALL is set.
+
+    Which ones they are is fixed in tests/conftest.py.
+    """
     return settings(
-        max_examples=max_examples,
+        max_examples=max_examples if TAKES_ALL else max_examples // 3,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
 

@@ -114,7 +114,7 @@ def test_targets(family: str, source: Source, tmp_path: Path) -> None:
     good = json.loads((folder / "config.json").read_text())
     assert plan(model_dir=str(folder)).ranks[0]
 
-    @fuzz(40)
+    @fuzz(80)
     @given(change(good), st.sampled_from([1, 2, 3, 8]), st.booleans())
     def check(config: dict[str, Any], tp_size: int, is_split: bool) -> None:
         (folder / "config.json").write_text(json.dumps(config))
@@ -138,7 +138,7 @@ def test_drafters(flag: str, source: Source, tmp_path: Path) -> None:
         flags["num_medusa_layers"] = 1
     assert plan(**flags).ranks[0]
 
-    @fuzz(40)
+    @fuzz(80)
     @given(change(read_source(DRAFTERS[flag])))
     def check(config: dict[str, Any]) -> None:
         (folder / "config.json").write_text(json.dumps(config))
@@ -179,7 +179,7 @@ def test_checkpoints(name: str, source: Source, tmp_path: Path) -> None:
     check_contents(folder, found)
     assert found == []
 
-    @fuzz(40)
+    @fuzz(80)
     @given(change(good))
     def check(config: dict[str, Any]) -> None:
         path.write_text(json.dumps(config))

@@ -20,7 +20,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     # That, and products of integers in pairs, though the processor may have instructions for both.
     FORMS["pairs"] += ("-mno-avx512bf16", "-mno-avx512vnni", "-mno-amx-int8")
     # With tunings and freedoms of which one broke the rule of bits once.
-    FORMS["avx2"] = ("-mno-avx512f", "-mtune=znver3", "-ffp-contract=fast")
+    FORMS["avx2"] = ("-mno-avx512f", "-mtune=znver3", "-ffp-contract=fast", "-O2")
     FORMS["sse2"] = ("-march=x86-64", "-mtune=haswell", "-O2")
     # The sums of processors with AMX, in plain code; integers without AMX.
     FORMS["bands"] = ("-DSPECDEC_BANDS", "-mno-amx-int8", "-O1")

@@ -198,8 +198,8 @@ def test_every_drafter_on_every_kind_of_family(
     assert outputs == check_reference(get_target(name), LENGTHS, outputs)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_method_without_weights_on_every_family(
+@pytest.mark.parametrize("name", NAMES[::2])
+def test_every_method_without_weights_on_families(
     name: str, make: MakeEngine, get_target: Callable[[str], Path]
 ) -> None:
     """The draft model is of another family."""

@@ -51,10 +51,24 @@ def list_texts(report: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("method", WAYS)
-def test_every_mode_writes_the_targets_text(
+@pytest.mark.parametrize("method", ["plain", "draft_target"])
+def test_the_targets_text_on_both_numbers_of_ranks(
     world: World, monkeypatch: pytest.MonkeyPatch, method: str, tp_size: int
 ) -> None:
+    check_mode(world, monkeypatch, method, tp_size)
+
+
+@pytest.mark.parametrize("method", [way for way in WAYS if way not in ("plain", "draft_target")])
+def test_every_mode_writes_the_targets_text(
+    world: World, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """On one rank by one line of TensorRT-LLM, on two by the other."""
+    check_mode(world, monkeypatch, method, 1 + (world.label == LABELS[[*WAYS].index(method) % 2]))
+
+
+def check_mode(
+    world: World, monkeypatch: pytest.MonkeyPatch, method: str, tp_size: int
+) -> None:  # fmt: skip
     if method == "eagle" and world.label == "0.14":
         with pytest.raises(SpecDecError, match="0.14"):
             world.eagle()
