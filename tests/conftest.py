@@ -48,11 +48,11 @@ os.environ.setdefault("SPECDEC_CACHE_DIR", str(ROOT / ".build" / "cache"))
 # Begun first, in this order: nothing long is left for the end, when one worker is without work, and
 # what needs kernels comes after those that compile them.
 LONG_FILES = (
-    "engine/test_native_kernels.py", "convert/test_convert_families.py",
-    "convert/test_convert_golden.py", "parity/test_families.py", "train/test_train_command.py",
-    "e2e/test_readme.py", "e2e/test_recipes.py", "e2e/test_demo.py", "e2e/test_walkthrough.py",
+    "engine/test_native_kernels.py", "run/test_tensor_parallel.py", "train/test_train_command.py",
+    "convert/test_convert_families.py", "trtllm/test_whole_path.py", "parity/test_families.py",
+    "serve/test_operation.py", "e2e/test_readme.py", "e2e/test_recipes.py", "e2e/test_demo.py",
+    "run/test_drafter_weights.py", "train/test_train_methods.py", "audit/test_audit.py",
     "run/test_requests.py", "run/test_eagle.py", "run/test_exactness.py",
-    "serve/test_operation.py",
 )  # fmt: skip
 
 # How the three kinds of published ReDrafter files name (input projection, head).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from functools import partial
@@ -55,17 +56,37 @@ def generate(folder: Path, *, samples: bool = False, speculate: bool = True) -> 
     return [r.output_ids for r in results], sum(r.stats.num_accepted for r in results)
 
 
+class Pycode:
+    """Checkpoints of the target that ships with its drafters, and its own texts."""
+
+    def __init__(self, parent: Path) -> None:
+        self._parent = parent
+        self.convert = functools.cache(self._convert)
+        self.same = functools.cache(lambda method: build(self.convert(method), "same"))
+        self.texts, self.sampled = (
+            generate(self.same("medusa"), samples=samples, speculate=False)[0]
+            for samples in (False, True)
+        )
+
+    def _convert(self, method: str) -> Path:
+        flag, folder = f"--{METHODS[method]}-model-dir", self._parent / method
+        folder.mkdir()
+        return convert(PYCODE / "target", folder / "ckpt", flag, PYCODE / method)
+
+
+@pytest.fixture(scope="module")
+def pycode(tmp_path_factory: pytest.TempPathFactory) -> Pycode:
+    return Pycode(tmp_path_factory.mktemp("pycode"))
+
+
 @needs_compiler
 @pytest.mark.parametrize("method", METHODS)
-def test_pycode_drafters_draft_nearly_as_well(method: str, tmp_path: Path) -> None:
+def test_pycode_drafters_draft_nearly_as_well(method: str, pycode: Pycode) -> None:
     """And what is sampled is what plain decoding samples by the same seed."""
-    checkpoint = convert(
-        PYCODE / "target", tmp_path / "ckpt", f"--{METHODS[method]}-model-dir", PYCODE / method
-    )
-    same = build(checkpoint, "same")
-    texts, num_accepted = generate(same)
-    sampled = generate(same, samples=True, speculate=False)[0]
-    assert texts == generate(same, speculate=False)[0] != sampled
+    checkpoint, texts, sampled = pycode.convert(method), pycode.texts, pycode.sampled
+    same = pycode.same(method)
+    found, num_accepted = generate(same)
+    assert found == texts != sampled
     assert num_accepted > NUM_PROMPTS * LIMIT / 4
     for weights, least in LEAST.items():
         engine = build(checkpoint, weights, "--drafter-weights", weights)
@@ -82,13 +103,13 @@ def test_pycode_drafters_draft_nearly_as_well(method: str, tmp_path: Path) -> No
     ("method", "weights"),
     [("redrafter", "int8"), ("medusa", "same"), ("eagle", "int8"), ("dflash", "same")],
 )
-def test_a_shortened_vocabulary(method: str, weights: str, tmp_path: Path) -> None:
+def test_a_shortened_vocabulary(
+    method: str, weights: str, tmp_path: Path, pycode: Pycode
+) -> None:  # fmt: skip
     """The tokens of the texts are all that is drafted with success; a few others do for some."""
-    checkpoint = convert(
-        PYCODE / "target", tmp_path / "ckpt", f"--{METHODS[method]}-model-dir", PYCODE / method
-    )
-    flags = ("--drafter-weights", weights)
-    texts, num_accepted = generate(build(checkpoint, "all", *flags))
+    checkpoint, flags = pycode.convert(method), ("--drafter-weights", weights)
+    whole = pycode.same(method) if weights == "same" else build(checkpoint, "all", *flags)
+    texts, num_accepted = generate(whole)
     tokens = sorted({token for text in texts for token in text})
     spare = [token for token in range(300) if token not in tokens]
     listed = tmp_path / "list.json"
@@ -117,7 +138,7 @@ def test_a_shortened_vocabulary(method: str, weights: str, tmp_path: Path) -> No
     found, number = generate(engine)
     assert found == texts
     assert number > num_accepted / 2
-    assert generate(engine, samples=True)[0] == generate(engine, samples=True, speculate=False)[0]
+    assert generate(engine, samples=True)[0] == pycode.sampled
 
 
 def test_tokens_that_are_refused(tmp_path: Path) -> None:
