@@ -79,7 +79,9 @@ def test_wheel_holds_what_it_should(tmp_path: Path) -> None:
     expected |= {f"specdec/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     # Whatever else the sources carry beside the modules is needed at run time too.
     for source in SOURCES:
-        for path in [p for kind in ("cpp", "json") for p in (ROOT / source).rglob(f"*.{kind}")]:
+        for path in [
+            p for kind in ("cpp", "h", "json") for p in (ROOT / source).rglob(f"*.{kind}")
+        ]:
             relative = path.relative_to(ROOT).as_posix()
             expected.add(relative if source == "specdec" else f"specdec/{relative}")
     assert expected - names == set()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from specdec.errors import SpecDecError
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE = Path(__file__).with_name("kernels.cpp")  # with its headers in the folder `kernels`
 # Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
 # -march=native chooses the tuning too; on ARM it takes the features of a CPU that GCC does not
 # know, as -mcpu=native would not (Macs under Linux).
@@ -86,6 +86,13 @@ def call_compiler(command: Sequence[str], *, output: Path | None = None) -> str:
     if output is not None and not (output.is_file() and output.stat().st_size):
         raise SpecDecError(f"{command[0]} ended with status 0 and wrote no {output.name}", hint)
     return printed.decode("utf-8", "replace")
+
+
+def hash_source(source: Path) -> str:
+    """The sum of a source and of the headers in the folder beside it that has its name."""
+    files = [source, *sorted(source.with_suffix("").glob("*.h"))]
+    sums = [f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
+    return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
 
 def describe_cpu() -> str:

@@ -55,7 +55,7 @@ class IntegerMatrix:
         return ROW_GROUP if num_groups == 1 else min(size, max(ENGINE_GROUPS))
 
     def list_sizes(self) -> tuple[int, ...]:
-        """What a packed one begins with, see `Integers` in kernels.cpp."""
+        """What a packed one begins with, see `Integers` in kernels/integers.h."""
         given = (t is not None for t in (self.zeros, self.input_scales, self.order))
         has_row_scales = self.scales.shape[1] == 1
         depth = self.codes.shape[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import hashlib
 import shlex
 import shutil
 import tempfile
@@ -19,7 +18,7 @@ from torch import Tensor
 from specdec import logs
 from specdec.engine.compiler import FLAGS as FLAGS
 from specdec.engine.compiler import SOURCE as SOURCE
-from specdec.engine.compiler import call_compiler
+from specdec.engine.compiler import call_compiler, hash_source
 from specdec.engine.compiler import describe_cpu as describe_cpu
 from specdec.engine.compiler import find_compiler as find_compiler
 from specdec.engine.kernel_cache import find_cache, find_kept, keep
@@ -32,8 +31,8 @@ from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 19
-TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels.cpp
+ABI_VERSION = 20
+TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels/gemm.h
 # Activations of a gated MLP, by the kernel that computes them.
 GATES = {
     "silu": "silu", "swiglu": "silu", "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
@@ -137,7 +136,7 @@ def _describe_kernels() -> dict[str, str]:
     return {
         "flags": " ".join(FLAGS),
         "cpu": describe_cpu(),
-        "source_sha256": hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
+        "source_sha256": hash_source(SOURCE),
     }
 
 
@@ -264,7 +263,7 @@ class NativeKernels:
             f"specdec_multiply_integers_{suffix}",
             [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER],
         )
-        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 19)
+        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 16)
         self._pack_router = self._bind("specdec_pack_matrix_f32", [_POINTER, _INT, _INT, _POINTER])
         self._mix_experts = self._bind(
             f"specdec_mix_experts_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT]
@@ -449,11 +448,11 @@ class NativeKernels:
         return packed
 
     def measure_integers(self, sizes: Sequence[int]) -> int:
-        """Bytes of a packed matrix that begins with these sizes, see `Integers` in kernels.cpp."""
+        """Bytes of a packed matrix with these sizes, see `Integers` in kernels/integers.h."""
         return int(self._measure_integers(np.array(sizes, np.int64).ctypes.data))
 
     def pack_matrix(self, weight: Tensor) -> Tensor:
-        """Lay out a matrix [N, depth] by tiles of outputs, see kernels.cpp.
+        """Lay out a matrix [N, depth] by tiles of outputs, see kernels/gemm.h.
 
         float32: [ceil(N / TILE), depth, TILE]; half precision: [ceil(N / TILE), ceil(depth / 2),
         TILE, 2]. The order within is the kernels' own.
@@ -478,7 +477,7 @@ class NativeKernels:
         return packed
 
     def mix_experts(self, x: Tensor, experts: PackedExperts) -> Tensor:
-        """[..., D] -> [..., D]: what a rank's experts of a layer add up to, see kernels.cpp."""
+        """[..., D] -> [..., D]: what a rank's experts of a layer add up to, see layers.h."""
         x = x.contiguous()
         _check("x", x, self.dtype, *x.shape[:-1], experts.hidden)
         out = torch.empty_like(x)
@@ -500,7 +499,7 @@ class NativeKernels:
         input_scales: Tensor | None = None,
         order: Tensor | None = None,
     ) -> Tensor:
-        """Lay out a matrix [N, depth] of integers, see `Integers` in kernels.cpp.
+        """Lay out a matrix [N, depth] of integers, see `Integers` in kernels/integers.h.
 
         codes: int8 [N, depth], or of 4 bits [N / 2, depth] as specdec/model/int4.py packs them.
         scales: float32, zeros: uint8 (8 if None), of each group of `group` inputs [N, groups], or
@@ -612,11 +611,8 @@ class NativeKernels:
         )  # fmt: skip
         self._set_num_threads(torch.get_num_threads())
         self._run_layers(
-            x.data_ptr(), _get_pointer(first_input), out.data_ptr(), layers.pointers.ctypes.data,
-            layers.final_pointers.ctypes.data,
-            None if layers.experts is None else layers.experts.ctypes.data,
-            cache.data_ptr(), layers.table_pointers.ctypes.data,
-            layers.attending.ctypes.data, *plan.pointers, chosen.ctypes.data,
+            x.data_ptr(), _get_pointer(first_input), out.data_ptr(), layers.records,
+            layers.final_pointers.ctypes.data, cache.data_ptr(), *plan.pointers, chosen.ctypes.data,
             _get_pointer(observed), None if wanted is None else wanted.ctypes.data,
             shape.ctypes.data, layers.scalars.ctypes.data,
         )  # fmt: skip
@@ -758,72 +754,94 @@ class PackedExperts:
         )  # fmt: skip
 
 
-class PackedLayers:
-    """A decoder's layers as `NativeKernels.run_layers` takes them: pointers and sizes.
+# What a layer has by name, each with its bias, and the norms of its heads, which have none.
+_MATRICES = ("qkv", "dense", "up", "down")
+_NORMS = ("norm", "post", "dense_norm", "down_norm")
+_HEAD_NORMS = ("q_norm", "k_norm")
 
-    weights: of each layer input norm, QKV, dense, post norm (or None), up and down, every one its
-    weight and its bias or None; then the weights of the norms of queries and of keys, and weight
-    and bias of the norms of what dense and what down yield, each or None. final: of the last norm.
-    The tensors are kept alive. The matrices are of one type, integers or that of all else.
-    attending: of each layer, alike but for window and table; its norms are among the weights.
-    share: of what attention and MLP yield, in what is added to the layer's input. experts: of each
-    layer, which has no up and down then.
+
+class Layer(ctypes.Structure):
+    """A layer as the kernels take it, see `Layer` in kernels/layers.h."""
+
+    _fields_ = [
+        *(
+            (name + suffix, _POINTER)
+            for part in ("norm", "qkv", "dense", "post", "up", "down")
+            for name, suffix in ((part, ""), (part, "_bias"))
+        ),
+        *((name, _POINTER) for name in _HEAD_NORMS),
+        *((name + suffix, _POINTER) for name in _NORMS[2:] for suffix in ("", "_bias")),
+        ("cosine", _POINTER), ("sine", _POINTER), ("window", _INT), ("experts", _POINTER),
+    ]  # fmt: skip
+
+
+class PackedLayers:
+    """A decoder's layers as `NativeKernels.run_layers` takes them.
+
+    weights: of each layer its tensors by the names of `Layer`, absent ones left out or None. final:
+    weight and bias of the last norm. The tensors are kept alive. The matrices are of one type,
+    integers or that of all else. attending: of each layer, alike but for window and table; its
+    norms are among the weights. share: of what attention and MLP yield, in what is added to the
+    layer's input. experts: of each layer, which has no up and down then.
     """
 
     def __init__(
-        self, weights: Sequence[Sequence[Tensor | None]], final: Sequence[Tensor | None],
+        self, weights: Sequence[Mapping[str, Tensor | None]], final: Sequence[Tensor | None],
         *, hidden: int, num_heads: int, num_kv_heads: int, head_size: int, inner: int,
         activation: int, is_gated: bool, attending: Sequence[Attention], epsilon: float,
         share: float = 1.0, experts: Sequence[PackedExperts] = (),
     ) -> None:  # fmt: skip
         self._kept = (weights, final, experts)
         self.tables = list(dict.fromkeys(how.rotary for how in attending))
-        angles = [(table.cos, table.sin) if table else (None, None) for table in self.tables]
-        self.rotated = next((cos.shape[1] for cos, _ in angles if cos is not None), 0)
-        pointers = [_get_pointer(t) or 0 for pair in angles for t in pair]
-        self.table_pointers = np.array(pointers, np.uint64)
-        numbers = [(how.window or 0, self.tables.index(how.rotary)) for how in attending]
-        self.attending = np.array(numbers, np.int64)
+        self.rotated = next((table.cos.shape[1] for table in self.tables if table), 0)
         scale, cap = attending[0].scale, attending[0].cap
         self.scalars = np.array([epsilon, scale, cap or 0.0, share], np.float32)
-        norm, qkv = weights[0][0], weights[0][2]
+        norm, qkv = weights[0]["norm"], weights[0]["qkv"]
         assert norm is not None
         assert qkv is not None
         self.dtype = norm.dtype
         self.is_integer = qkv.dtype is torch.uint8
         self.first = qkv  # an EAGLE net's first layer may read more than others
         self.num_qkv = (num_heads + 2 * num_kv_heads) * head_size
-        matrices = [
-            (self.num_qkv, hidden), (hidden, num_heads * head_size),
-            (inner * (2 if is_gated else 1), hidden), (hidden, inner),
-        ]  # fmt: skip
+        shapes = {
+            "qkv": (self.num_qkv, hidden), "dense": (hidden, num_heads * head_size),
+            "up": (inner * (2 if is_gated else 1), hidden), "down": (hidden, inner),
+        }  # fmt: skip
         for index, row in enumerate(weights):
-            for at, tensor in enumerate(row):
-                what, place = f"tensor {at} of layer {index}", at // 2
-                if place in (0, 3, 6, 7, 8):  # norms
-                    _check(what, tensor, self.dtype, head_size if place == 6 else hidden)
+            for name in _NORMS:
+                for part in (name, f"{name}_bias"):
+                    _check(f"{part} of layer {index}", row.get(part), self.dtype, hidden)
+            for name in _HEAD_NORMS:
+                _check(f"{name} of layer {index}", row.get(name), self.dtype, head_size)
+            for name in _MATRICES:
+                what, tensor = f"{name} of layer {index}", row.get(name)
+                _check(f"the bias of {what}", row.get(f"{name}_bias"), self.dtype, shapes[name][0])
+                if tensor is None and experts and name in ("up", "down"):
                     continue
-                num_outputs, depth = matrices[place - 1 if place < 3 else place - 2]
-                if at % 2:
-                    _check(what, tensor, self.dtype, num_outputs)
-                elif tensor is None and experts and place in (4, 5):
-                    continue
-                elif tensor is None or (tensor.dtype is torch.uint8) != self.is_integer:
+                if tensor is None or (tensor.dtype is torch.uint8) != self.is_integer:
                     raise ValueError(f"{what} is not of the first matrix's type")
-                elif (index, at) != (0, 2):
-                    _check_packed(what, tensor, self.dtype, num_outputs, depth)
+                if tensor is not self.first:
+                    _check_packed(what, tensor, self.dtype, *shapes[name])
         for tensor in final:
             _check("the last norm", tensor, self.dtype, hidden)
-        self.pointers = np.array([_get_pointer(t) or 0 for row in weights for t in row], np.uint64)
-        self.final_pointers = np.array([_get_pointer(t) or 0 for t in final], np.uint64)
-        self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
-        self.num_layers = len(weights)
-        self.activation, self.is_gated = activation, int(is_gated)
         if experts and {(e.hidden, e.matrix_dtype) for e in experts} != {(hidden, qkv.dtype)}:
             raise ValueError(f"experts of another size or type than {hidden} and {qkv.dtype}")
         if experts and len(experts) != len(weights):
             raise ValueError(f"experts of {len(experts)} layers, of {len(weights)}")
-        self.experts = np.stack([each.record for each in experts]) if experts else None
+        self.records = (Layer * len(weights))()
+        for index, (record, row, how) in enumerate(
+            zip(self.records, weights, attending, strict=True)
+        ):
+            for name, tensor in row.items():
+                setattr(record, name, _get_pointer(tensor))
+            if how.rotary is not None:
+                record.cosine, record.sine = how.rotary.cos.data_ptr(), how.rotary.sin.data_ptr()
+            record.window = how.window or 0
+            record.experts = experts[index].record.ctypes.data if experts else None
+        self.final_pointers = np.array([_get_pointer(t) or 0 for t in final], np.uint64)
+        self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
+        self.num_layers = len(weights)
+        self.activation, self.is_gated = activation, int(is_gated)
 
 
 class Part(Protocol):

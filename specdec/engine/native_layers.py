@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.layers import Norm
 from specdec.engine.linear import Linear
 from specdec.engine.native import (
     GATED_ACTIVATIONS,
@@ -147,18 +148,18 @@ def _pack(stack: Stack, activation: int) -> PackedLayers:
     assert final is not None
     weights = []
     for layer in stack.layers:
-        row: list[Tensor | None] = []
-        for part in (
-            layer.input_norm, layer.qkv, layer.dense, layer.post_norm, layer.up, layer.down
-        ):  # fmt: skip
-            if part is None:
-                row += [None, None]
-            else:
-                row += [part.packed if isinstance(part, Linear) else part.weight, part.bias]
-        heads = (layer.attention.q_norm, layer.attention.k_norm)
-        row += [norm.weight if norm is not None else None for norm in heads]
-        for norm in (layer.dense_norm, layer.down_norm):
-            row += [norm.weight, norm.bias] if norm is not None else [None, None]
+        parts: dict[str, Linear | Norm | None] = {
+            "norm": layer.input_norm, "qkv": layer.qkv, "dense": layer.dense,
+            "post": layer.post_norm, "up": layer.up, "down": layer.down,
+            "dense_norm": layer.dense_norm, "down_norm": layer.down_norm,
+        }  # fmt: skip
+        row: dict[str, Tensor | None] = {}
+        for name, part in parts.items():
+            if part is not None:
+                row[name] = part.packed if isinstance(part, Linear) else part.weight
+                row[f"{name}_bias"] = part.bias
+        for name, norm in (("q_norm", layer.attention.q_norm), ("k_norm", layer.attention.k_norm)):
+            row[name] = norm.weight if norm is not None else None
         weights.append(row)
     up, experts = stack.layers[0].up, [layer.experts for layer in stack.layers]
     return PackedLayers(

@@ -385,16 +385,25 @@ struct Checks {
       }
       const int64_t shape[] = {B, n, n, 0, D, N, K, H, I, R, S, rotated, 2, activation,
                                is_gated, 0, bits > 0};
-      const int64_t attending[] = {window, 0, is_normed ? 0 : window, is_normed};
-      const E *tables[] = {cosine.data(), sine.data(), sine.data(), cosine.data()};
+      // Of a layer its pointers, its rotary table, its window, and no experts.
+      std::vector<const void *> records;
+      for (int layer = 0; layer < 2; ++layer) {
+        const bool is_other = layer == 1 && is_normed;
+        const int64_t own_window = is_other ? 0 : window;
+        records.insert(records.end(), pointers.begin() + layer * 18, pointers.begin() + (layer + 1) * 18);
+        for (const void *field : {static_cast<const void *>(is_other ? sine.data() : cosine.data()),
+                                  static_cast<const void *>(is_other ? cosine.data() : sine.data()),
+                                  reinterpret_cast<const void *>(own_window),
+                                  static_cast<const void *>(nullptr)})
+          records.push_back(field);
+      }
       const float scalars[] = {1e-5f, 0.125f, is_normed ? 2.0f : 0.0f, is_normed ? 0.3f : 1.0f};
-      find<void(E *, const E *, E *, const void *const *, const void *const *, const void *, E *,
-                const E *const *, const int64_t *, const int64_t *, const int64_t *,
-                const int64_t *, const int64_t *, const uint8_t *, const int64_t *, E *,
+      find<void(E *, const E *, E *, const void *, const void *const *, E *, const int64_t *,
+                const int64_t *, const int64_t *, const int64_t *, const uint8_t *, const int64_t *, E *,
                 const uint8_t *, const int64_t *, const float *)>(name("specdec_run_layers"))(
-          x.data(), nullptr, out.data(), pointers.data(), final_norm.data(), nullptr,
-          cache.data(), tables, attending, rows.data(), positions.data(), positions.data(), past.data(), mask.data(),
-          nullptr, nullptr, wanted.empty() ? nullptr : wanted.data(), shape, scalars);
+          x.data(), nullptr, out.data(), records.data(), final_norm.data(), cache.data(), rows.data(),
+          positions.data(), positions.data(), past.data(), mask.data(), nullptr, nullptr,
+          wanted.empty() ? nullptr : wanted.data(), shape, scalars);
       return out;
     }
   };

@@ -58,7 +58,7 @@ def make_layers(
         "dense_norm": norm, "dense_norm_bias": None, "down_norm": norm, "down_norm_bias": None,
     }  # fmt: skip
     return PackedLayers(
-        [list(row.values()), list((row | changed).values())], (norm, None), hidden=HIDDEN,
+        [row, row | changed], (norm, None), hidden=HIDDEN,
         num_heads=HEADS, num_kv_heads=HEADS, head_size=SIZE, inner=INNER, activation=0,
         is_gated=True, attending=[Attention(**HOW | {"rotary": table})] * 2, epsilon=1e-5,
     )  # fmt: skip

@@ -434,9 +434,14 @@ def test_every_float16_number(library: Path) -> None:
 
 @needs_compiler
 def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small source in the kernels' place; what is kept and damaged is compiled again."""
-    source = tmp_path / "kernels.cpp"
-    source.write_text('extern "C" int answer() { return 42; }\n')
+    """A small source in the kernels' place; what is kept and damaged is compiled again.
+
+    So is a source whose header has changed.
+    """
+    source, header = tmp_path / "kernels.cpp", tmp_path / "kernels" / "answer.h"
+    source.write_text('#include "kernels/answer.h"\n')
+    header.parent.mkdir()
+    header.write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setattr(native, "SOURCE", source)
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     calls: list[list[str]] = []
@@ -471,7 +476,7 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             kept.write_bytes(contents[0][:-1])
     assert infos[0] == infos[1] == infos[2]
     assert contents[0] == contents[1]
-    source.write_text('extern "C" int answer() { return 43; }\n')
+    header.write_text('extern "C" int answer() { return 43; }\n')
     native.compile_kernels(tmp_path / "first")
     assert len(calls) == 6
     assert len(told) == 3, "one line for each time that there is a wait"

@@ -1,0 +1,537 @@
+// Products by Intel's AMX, with numbers and with integers.
+
+#pragma once
+
+#include "integers.h"
+
+namespace {
+
+#if SPECDEC_AMX || SPECDEC_AMX_INTEGERS
+// Whether the system lets this process use AMX's registers, which it must be asked once. Where it does
+// not, plain code takes the same sums.
+inline bool can_use_amx() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
+  static const bool is_permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return is_permitted;
+}
+
+// How a thread's AMX registers are shaped while there is one: `rows` of sums in 0 to 3 and of inputs
+// in 4 and 5; in 6 and 7 so many words of 16 outputs, a band or less. Or for a band and three blocks of
+// rows: sums in 0 to 5, outputs in 6, inputs in 7.
+class Registers {
+ public:
+  explicit Registers(int64_t rows, int64_t words = kBand, bool is_for_three = false) {
+    struct {
+      uint8_t palette = 1, start = 0, unused[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shape;
+    for (int at = 0; at < 8; ++at) {
+      shape.row_bytes[at] = static_cast<uint16_t>(at == 4 || at == 5 ? 4 * words : kLine);
+      shape.rows[at] = static_cast<uint8_t>(at < 6 || (at == 7 && is_for_three) ? rows : words);
+    }
+    static_assert(sizeof shape == 64, "as the instruction takes it");
+    asm volatile("ldtilecfg %0" : : "m"(shape));
+  }
+  ~Registers() { asm volatile("tilerelease"); }
+};
+
+// Instructions as they are: compilers' functions for them do not all say what memory is read.
+template <int kRegister>
+inline void clear_register() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(kRegister));
+}
+
+template <int kRegister>
+inline void load_register(const char *from, int64_t row_bytes) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(kRegister) : "memory");
+}
+
+template <int kRegister>
+inline void store_register(char *to, int64_t row_bytes) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(row_bytes), "i"(kRegister) : "memory");
+}
+
+// Registers from 0 on, each with its place in memory; their rows lie `row` bytes apart there.
+template <int kCount>
+struct Sums {
+  char *places[kCount];
+  int64_t row;
+
+  void clear() const {
+    for_each([](auto at) { clear_register<decltype(at)::value>(); });
+  }
+  void load(int64_t distance = 0) const {  // so many bytes from its place
+    for_each([&](auto at) { load_register<decltype(at)::value>(places[decltype(at)::value] + distance, row); });
+  }
+  void store() const {
+    for_each([&](auto at) { store_register<decltype(at)::value>(places[decltype(at)::value], row); });
+  }
+
+  // run(std::integral_constant<int, register>()) for each.
+  template <typename F>
+  static void for_each(const F &run) {
+    visit(run, std::make_integer_sequence<int, kCount>());
+  }
+
+ private:
+  template <typename F, int... kRegisters>
+  static void visit(const F &run, std::integer_sequence<int, kRegisters...>) {
+    (run(std::integral_constant<int, kRegisters>()), ...);
+  }
+};
+
+constexpr int64_t kAmxRows = 16, kBandBytes = kBand * kStepBytes;
+#endif
+
+#if SPECDEC_AMX
+// Adds the products of inputs X with a band W to sums.
+template <int kSums, int kX, int kW>
+inline void multiply_registers() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
+}
+#endif
+
+#if SPECDEC_AMX
+// Inputs of up to kFewBytes stay in the second cache. While up to kFewBlocks are multiplied, kFewBands of a
+// tile stay in the nearest; more blocks take kFewLongBands, in the second. More inputs take kManyTiles
+// together, by so few bands that the inputs of two blocks stay in the nearest cache for all of these. Three
+// blocks fetch from further ahead. So many tiles' outputs are put at a time: a row of them is another page
+// of memory.
+constexpr int64_t kFewBytes = 1400000, kFewBlocks = 8, kFewBands = 4, kFewLongBands = 64;
+constexpr int64_t kManyTiles = 8, kManyBands = 8, kThreeAhead = 4096, kPutTiles = 8, kPackBands = 16;
+// From here on a matrix is read from memory, for one row a little faster by plain code.
+constexpr int64_t kCachedNumbers = 1 << 20;
+
+// Bands `begin` to `end` of tiles of tile_bytes that follow each other; of these bands `whole` ones
+// are whole, and the one after them is in `rest`, filled up with zeros.
+struct Bands {
+  const char *tile, *rest;
+  int64_t tile_bytes, whole, begin, end;
+};
+
+// What is fetched for each band where it does not stream: four times so many lines.
+struct BandsAhead {
+  const char *at;
+  int64_t lines;
+};
+
+// Adds the products of kX blocks of `rows` rows with kW tiles, of which one is 1, to sums
+// [kX * rows, kW * kTile], which begin at zero. x: all bands of the first block, x_bytes before the
+// next one's. What lies `ahead` is fetched meanwhile, a part between two products (many at once keep these
+// waiting): a whole band for each where it streams, with more blocks than one into the second cache, as they
+// keep the way into the nearest busy. A function of its own: what a processor fetches by itself depends on
+// where the loop's instructions lie.
+template <int kX, int kW, bool kStreams>
+__attribute__((noinline)) void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w,
+                                       BandsAhead ahead, float *sums) {
+  constexpr int64_t kWidth = kW * kTile * 4;  // bytes of a row of sums
+  char *first = reinterpret_cast<char *>(sums);
+  constexpr int64_t kBlock = kW == 1 ? kWidth : 0;  // bytes of a row of all blocks' sums
+  const auto find = [&](int block, int64_t line) { return first + block * rows * kBlock + line * kLine; };
+  const auto registers = [&] {
+    if constexpr (kX == 3)
+      return Sums<6>{{find(0, 0), find(0, 1), find(1, 0), find(1, 1), find(2, 0), find(2, 1)}, kWidth};
+    else if constexpr (kX == 2)
+      return Sums<4>{{find(0, 0), find(0, 1), find(1, 0), find(1, 1)}, kWidth};
+    else if constexpr (kW == 2)
+      return Sums<4>{{find(0, 0), find(0, 1), find(0, 2), find(0, 3)}, kWidth};
+    else
+      return Sums<2>{{find(0, 0), find(0, 1)}, kWidth};
+  }();
+  if (w.begin == 0)
+    registers.clear();
+  else
+    registers.load();
+  for (int64_t band = w.begin; band < w.end; ++band) {
+    const bool is_whole = band < w.whole;
+    const char *from = is_whole ? w.tile + band * kBandBytes : w.rest;
+    const char *inputs = x + band * rows * kLine;
+    const auto fetch = [&](int64_t begin, int64_t end) {  // of a band's 32 lines
+      if constexpr (kStreams) {
+#pragma GCC unroll 32
+        for (int64_t line = begin; line < end; ++line)
+#pragma GCC unroll 2
+          for (int64_t g = 0; g < kW; ++g)
+            __builtin_prefetch(ahead.at + g * w.tile_bytes + line * kLine, 0, kX > 1 ? 2 : 3);
+      } else {
+        for (int64_t line = 0; line < ahead.lines; ++line, ahead.at += kLine)
+          __builtin_prefetch(ahead.at, 0, 2);
+      }
+    };
+    if constexpr (kX == 3) {
+      fetch(0, 8);
+      load_register<7>(inputs, kLine);
+      load_register<6>(from, kStepBytes);
+      multiply_registers<0, 7, 6>();
+      fetch(8, 16);
+      load_register<7>(inputs + x_bytes, kLine);
+      multiply_registers<2, 7, 6>();
+      fetch(16, 24);
+      load_register<7>(inputs + 2 * x_bytes, kLine);
+      multiply_registers<4, 7, 6>();
+      fetch(24, 32);
+      load_register<6>(from + kLine, kStepBytes);
+      multiply_registers<5, 7, 6>();
+      load_register<7>(inputs + x_bytes, kLine);
+      multiply_registers<3, 7, 6>();
+      load_register<7>(inputs, kLine);
+      multiply_registers<1, 7, 6>();
+    } else if constexpr (kX == 2) {
+      fetch(0, 8);
+      load_register<4>(inputs, kLine);
+      load_register<6>(from, kStepBytes);
+      multiply_registers<0, 4, 6>();
+      fetch(8, 16);
+      load_register<5>(inputs + x_bytes, kLine);
+      multiply_registers<2, 5, 6>();
+      fetch(16, 24);
+      load_register<6>(from + kLine, kStepBytes);
+      multiply_registers<1, 4, 6>();
+      fetch(24, 32);
+      multiply_registers<3, 5, 6>();
+    } else {
+      fetch(0, 8);
+      load_register<4>(inputs, kLine);
+      load_register<6>(from, kStepBytes);
+      multiply_registers<0, 4, 6>();
+      fetch(8, 16);
+      load_register<6>(from + kLine, kStepBytes);
+      multiply_registers<1, 4, 6>();
+      fetch(16, 24);
+      if constexpr (kW == 2) {
+        from += is_whole ? w.tile_bytes : kBandBytes;
+        load_register<6>(from, kStepBytes);
+        multiply_registers<2, 4, 6>();
+      }
+      fetch(24, 32);
+      if constexpr (kW == 2) {
+        load_register<6>(from + kLine, kStepBytes);
+        multiply_registers<3, 4, 6>();
+      }
+    }
+    if constexpr (kStreams) ahead.at += kBandBytes;
+  }
+  registers.store();
+}
+
+// y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of up to kAmxRows, all of one size, the
+// last filled up with zeros. One block takes two tiles at a time; more are taken by groups of two, the
+// last of an odd number by three. With few inputs the first group alone reads a tile from memory, what it
+// fetches near ahead; with many, all groups together fetch what comes next.
+template <typename X, typename B, typename O>
+void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, const B *bias,
+                  int64_t N, O *y) {
+  struct Line {
+    alignas(kLine) bf16 numbers[2 * kBand];
+  };
+  if (M == 0) return;
+  const int64_t steps = count_steps<bf16>(depth), bands = (steps + kBand - 1) / kBand;
+  const int64_t blocks = (M + kAmxRows - 1) / kAmxRows, rows = (M + blocks - 1) / blocks;
+  const int64_t tiles = (N + kTile - 1) / kTile, tile_bytes = steps * kStepBytes;
+  const int64_t groups = std::max<int64_t>(blocks / 2, 1), x_bytes = bands * rows * kLine;
+  const bool is_alone = blocks == 1, is_only = groups == 1;
+  const bool is_few = is_only || blocks * x_bytes <= kFewBytes;
+  const int64_t together = is_alone ? 2 : is_few ? 1 : kManyTiles;
+  const int64_t few_bands = is_only ? bands : blocks <= kFewBlocks ? kFewBands : kFewLongBands;
+  const int64_t stretch = is_few ? few_bands : kManyBands;
+  const int64_t near = blocks == 3 ? kThreeAhead : kPrefetchBytes;
+  static thread_local std::vector<Line> scratch;
+  const bool is_long = M * N * depth > kParallelWork;
+  with_crew(is_long, [&] {
+    Line *inputs = borrow(scratch, blocks * bands * rows);
+    const int64_t parts = (bands + kPackBands - 1) / kPackBands;
+    for_each(blocks * parts, is_long && M * depth > kPackedAlone, [&](int64_t part) {
+      const int64_t block = part / parts, start = part % parts * kPackBands;
+      Line *to = inputs + (block * bands + start) * rows;
+      for (int64_t band = start; band < std::min(start + kPackBands, bands); ++band)
+        for (int64_t m = block * rows; m < (block + 1) * rows; ++m, ++to) {
+          const int64_t begin = band * 2 * kBand, used = m < M ? std::min(2 * kBand, depth - begin) : 0;
+          const X *from = x + m * depth + begin;
+          if constexpr (std::is_same<X, bf16>::value)
+            if (used == 2 * kBand) {
+              std::memcpy(to->numbers, from, sizeof to->numbers);
+              continue;
+            }
+          *to = Line{};
+          for (int64_t i = 0; i < used; ++i) store(to->numbers[i], to_float(from[i]));
+        }
+    });
+    const int64_t sums_size = blocks * rows * kTile;  // of a tile
+    const int64_t kept = is_only ? together : std::max(together, kPutTiles);
+    const char *first = reinterpret_cast<const char *>(packed);
+    share_repeatable(tiles, kept, is_long, [=](const Hold &hold, int64_t begin, int64_t last) {
+      const Registers registers(rows, kBand, true);
+      alignas(kLine) char rest[kManyTiles * kBandBytes];
+      static thread_local std::vector<Line> sums_memory;
+      float *sums = reinterpret_cast<float *>(borrow(sums_memory, kept * sums_size * 4 / kLine));
+      for (int64_t t = begin; t < last; t += together) {
+        const int64_t count = std::min(together, last - t), at = (t - begin) % kept;
+        const char *tile = first + t * tile_bytes;
+        Bands w{tile, rest, tile_bytes, steps / kBand, 0, 0};
+        if (w.whole < bands)
+          for (int64_t g = 0; g < count; ++g) {
+            const int64_t from = w.whole * kBandBytes, size = tile_bytes - from;
+            std::memcpy(rest + g * kBandBytes, w.tile + g * tile_bytes + from, size);
+            std::memset(rest + g * kBandBytes + size, 0, kBandBytes - size);
+          }
+        for (; w.begin < bands; w.begin = w.end) {
+          w.end = std::min(w.begin + stretch, bands);
+          // With many: what follows of these tiles, else of those after them.
+          const bool is_end = w.end == bands;
+          const int64_t next = is_few ? w.begin * kBandBytes + near
+                                      : is_end ? together * tile_bytes : w.end * kBandBytes;
+          const int64_t following = std::min(stretch, is_end ? bands : bands - w.end);
+          const int64_t own_bands = w.end - w.begin, all_bands = groups * own_bands;
+          const int64_t lines =
+              is_few ? 0 : (following * (kBandBytes / kLine / 4) + all_bands - 1) / all_bands;
+          int64_t fetched = 0, some = 0;
+          for (int64_t block = 0; block < blocks; block += some) {
+            some = is_alone ? 1 : blocks - block == 3 ? 3 : 2;
+            const char *from = reinterpret_cast<const char *>(inputs) + block * x_bytes;
+            const bool streams = is_few && block == 0;
+            for (int64_t g = 0; g < count; g += together == 2 ? 2 : 1) {
+              Bands own = w;
+              own.tile += g * tile_bytes;
+              own.rest += g * kBandBytes;
+              const BandsAhead ahead{own.tile + next + fetched, fetched < following * kBandBytes ? lines : 0};
+              float *to = sums + (at + g) * sums_size + block * rows * kTile;
+              if (is_alone && count == 2)
+                add_amx<1, 2, true>(from, x_bytes, rows, own, ahead, to);
+              else if (is_alone)
+                add_amx<1, 1, true>(from, x_bytes, rows, own, ahead, to);
+              else if (streams && some == 3)
+                add_amx<3, 1, true>(from, x_bytes, rows, own, ahead, to);
+              else if (streams)
+                add_amx<2, 1, true>(from, x_bytes, rows, own, ahead, to);
+              else if (some == 3)
+                add_amx<3, 1, false>(from, x_bytes, rows, own, ahead, to);
+              else
+                add_amx<2, 1, false>(from, x_bytes, rows, own, ahead, to);
+            }
+            fetched += own_bands * lines * 4 * kLine;
+          }
+        }
+        const int64_t finished = at + count;
+        if (!is_alone && finished < kept && t + count < last) continue;
+        const auto put = [&] {
+          if (is_alone)
+            return put_sums(sums, M, count * kTile, bias, t * kTile, std::min(count * kTile, N - t * kTile),
+                            N, y);
+          for (int64_t m = 0; m < M; ++m)
+            for (int64_t g = 0; g < finished; ++g) {
+              const int64_t output = (t - at + g) * kTile;
+              put_sums(sums + g * sums_size + m * kTile, 1, kTile, bias, output,
+                       std::min(kTile, N - output), N, y + m * N);
+            }
+        };
+        if (!hold.put(put)) return;
+      }
+    });
+  });
+}
+#endif
+
+#if SPECDEC_AMX_INTEGERS
+// Adds the products of signed bytes X with bytes W to sums.
+template <int kSums, int kX, int kW, bool kIsSigned>
+inline void multiply_bytes() {
+  if constexpr (kIsSigned)
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
+  else
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
+}
+
+// From so many rows on integers are multiplied by AMX, a chunk of so many inputs at a time.
+constexpr int64_t kAmxLeastRows = 7, kAmxChunk = 512;
+constexpr int64_t kFarBytes = 3 << 14;  // beyond the chunk that goes to the nearest cache next
+
+// Some groups of a row's inputs and of 16 outputs. x: bytes of kRows rows, by `parts` of a group, which
+// a register holds; heads: of each group the scales of the rows and what their sums begin with; w:
+// bytes as a matrix of 8 bits has them; scales: of the outputs, the next group's scale_bytes further.
+struct Groups {
+  const char *x, *w, *scales, *ahead;
+  const uint32_t *heads;
+  int64_t count, parts, part_words, scale_bytes, lines;
+};
+
+// Adds the products of a group's inputs with 16 outputs to sums [kRows, kTile]. While one group is
+// multiplied, the sums of the group before it are scaled.
+template <int kRows, bool kIsSigned>
+void add_groups(const Groups &w, float *sums) {
+  static_assert(kVector == kAmxRows, "a row of a register is a vector");
+  alignas(kLine) char found[2][kRows * kLine];
+  Floats totals[kRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) totals[r] = load<Floats>(sums + r * kTile);
+  const char *ahead = w.ahead;
+  const auto start = [&](auto which, int64_t g) {
+    constexpr int kAt = decltype(which)::value;
+    for (int64_t line = 0; line < w.lines; ++line, ahead += kLine) {
+      __builtin_prefetch(ahead);
+      __builtin_prefetch(ahead + kFarBytes, 0, 2);  // to the second cache
+    }
+    clear_register<kAt>();
+    for (int64_t part = g * w.parts; part < (g + 1) * w.parts; ++part) {
+      load_register<4 + kAt>(w.x + part * w.part_words * 4 * kRows, 4 * w.part_words);
+      load_register<6 + kAt>(w.w + part * w.part_words * kStepBytes, kStepBytes);
+      multiply_bytes<kAt, 4 + kAt, 6 + kAt, kIsSigned>();
+    }
+    store_register<kAt>(found[kAt], kLine);
+  };
+  const auto finish = [&](const char *from, int64_t g) {
+    const Floats scale = load<Floats>(w.scales + g * w.scale_bytes);
+    const uint32_t *head = w.heads + g * 2 * kRows;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      Ints sum = load<Ints>(from + r * kLine);
+      if constexpr (!kIsSigned) sum += static_cast<int32_t>(head[kRows + r]);
+      totals[r] = mul_add(to_floats(sum) * as_float(head[r]), scale, totals[r]);
+    }
+  };
+  constexpr std::integral_constant<int, 0> even;
+  constexpr std::integral_constant<int, 1> odd;
+  start(even, 0);
+  for (int64_t g = 0; g < w.count; g += 2) {
+    if (g + 1 < w.count) start(odd, g + 1);
+    finish(found[0], g);
+    if (g + 2 < w.count) start(even, g + 2);
+    if (g + 1 < w.count) finish(found[1], g + 1);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) std::memcpy(sums + r * kTile, &totals[r], sizeof(Floats));
+}
+
+// Signed bytes of the steps from `begin` to `end` of a tile: of codes of 4 bits without zeros 16 times
+// the integer.
+inline void unpack_steps(const IntegerMatrix<4> &w, const char *tile, int64_t begin, int64_t end,
+                         char *to) {
+  const auto put = [&](Words bytes, int64_t k) { std::memcpy(to + k * kLine, &bytes, kLine); };
+  for (int64_t step = begin; step < end;) {
+    const int64_t g = step / w.group_steps, stop = std::min(end, (g + 1) * w.group_steps);
+    Words zeros[kWords] = {};
+    if (w.has_zeros)
+      for (int64_t k = 0; k < kWords; ++k)
+        zeros[k] = load<Words>(tile + w.scales_bytes + g * w.scale_stride * 4 + k * kLine) * 0x01010101u;
+    for (; step < stop; ++step, to += 2 * kStepBytes)
+#pragma GCC unroll 2
+      for (int64_t k = 0; k < kWords; ++k) {
+        const Words codes = load<Words>(tile + w.header + step * kStepBytes + k * kLine);
+        if (w.has_zeros) {
+          put((Words)_mm512_sub_epi8((__m512i)(codes & 0x0f0f0f0fu), (__m512i)zeros[k]), k);
+          put((Words)_mm512_sub_epi8((__m512i)(codes >> 4 & 0x0f0f0f0fu), (__m512i)zeros[k]), kWords + k);
+        } else {
+          put((codes << 4 & 0xf0f0f0f0u) ^ 0x80808080u, k);
+          put((codes & 0xf0f0f0f0u) ^ 0x80808080u, kWords + k);
+        }
+      }
+  }
+}
+
+// y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of equal size,
+// which is one that add_groups is compiled for; the last is filled up with zeros.
+template <int kBits, typename X, typename B, typename O>
+void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, const B *bias, int64_t N,
+                       O *y) {
+  typedef IntegerMatrix<kBits> Matrix;
+  struct Line {
+    alignas(kLine) char bytes[kLine];
+  };
+  const int64_t least = (M + (M + kAmxRows - 1) / kAmxRows - 1) / ((M + kAmxRows - 1) / kAmxRows);
+  const int64_t rows = least <= 8 ? 8 : least <= 12 ? 12 : kAmxRows, blocks = (M + rows - 1) / rows;
+  const auto add = rows == 8    ? add_groups<8, kBits == 4>
+                   : rows == 12 ? add_groups<12, kBits == 4>
+                                : add_groups<kAmxRows, kBits == 4>;
+  const int64_t group = w.group_steps * Matrix::kElements, part_words = std::min(kBand, group / 4);
+  const int64_t parts = group / part_words / 4;
+  const int64_t tiles = (N + kTile - 1) / kTile, x_bytes = w.groups * group * rows;
+  const int64_t chunk = kAmxChunk / group, head = 2 * rows;
+  const int64_t lines = (kAmxChunk / Matrix::kElements * kStepBytes / kLine + 2 * blocks * chunk - 1) /
+                        (2 * blocks * chunk);
+  static thread_local std::vector<Line> x_memory;
+  static thread_local std::vector<uint32_t> heads_memory;
+  const bool is_long = M * N * w.depth > kParallelWork;
+  with_crew(is_long, [&] {
+    char *inputs = borrow(x_memory, blocks * x_bytes / kLine)->bytes;
+    uint32_t *heads = borrow(heads_memory, blocks * w.groups * head);
+    for_each(w.groups, is_long, [&](int64_t g) {
+      for (int64_t m = 0; m < blocks * rows; ++m) {
+        const int64_t block = m / rows, r = m % rows;
+        int8_t bytes[kMaxGroup] = {};
+        const float factor = kBits == 4 && !w.has_zeros ? 0.0625f : 1.0f;
+        const float scale = m < M ? w.round(x + m * w.depth, g, bytes) * factor : 0.0f;
+        uint32_t *own = heads + (block * w.groups + g) * head;
+        own[r] = as_bits(scale);
+        own[rows + r] = static_cast<uint32_t>(Matrix::begin_sum(add_bytes(bytes)));
+        char *to = inputs + block * x_bytes + g * group * rows + r * 4 * part_words;
+        for (int64_t part = 0; part < parts; ++part)
+          std::memcpy(to + part * part_words * 4 * rows, bytes + part * part_words * 4, part_words * 4);
+      }
+    });
+    share_repeatable(tiles, 1, is_long, [=](const Hold &hold, int64_t begin, int64_t last) {
+      const Registers registers(rows, part_words);
+      alignas(kLine) static thread_local char unpacked[kAmxChunk * kTile] = {};
+      static thread_local std::vector<Line> sums_memory;
+      float *sums = reinterpret_cast<float *>(borrow(sums_memory, blocks * rows * kTile * 4 / kLine));
+      for (int64_t t = begin; t < last; ++t) {
+        const char *tile = w.tiles + t * w.tile_bytes;
+        std::fill_n(sums, blocks * rows * kTile, 0.0f);
+        for (int64_t g = 0; g < w.groups; g += chunk) {
+          const int64_t count = std::min(chunk, w.groups - g), step = g * w.group_steps;
+          const int64_t end = std::min(w.steps, step + count * w.group_steps);
+          const char *from = tile + w.header + step * kStepBytes;
+          const bool is_copied = kBits == 4 || end < step + count * w.group_steps;
+          const char *ahead = from + chunk * w.group_steps * kStepBytes;
+          if constexpr (kBits == 4) {
+            unpack_steps(w, tile, step, end, unpacked);
+          } else if (is_copied) {
+            std::memcpy(unpacked, from, (end - step) * kStepBytes);
+          }
+          if (is_copied) from = unpacked;
+          for (int64_t block = 0; block < blocks; ++block)
+            for (int64_t k = 0; k < kWords; ++k, ahead += chunk * lines * kLine)
+              add(
+                  {inputs + block * x_bytes + g * group * rows, from + k * kLine,
+                   tile + (g * w.scale_stride + k * kVector) * 4, ahead,
+                   heads + (block * w.groups + g) * head, count, parts, part_words,
+                   w.scale_stride * 4, lines},
+                  sums + block * rows * kTile + k * kVector);
+        }
+        const int64_t output = t * kTile;
+        const auto put = [&] {
+          put_sums(sums, M, kTile, bias, output, std::min(kTile, N - output), N, y);
+        };
+        if (!hold.put(put)) return;
+      }
+    });
+  });
+}
+#endif
+
+template <int kBits, typename X, typename B, typename O>
+void multiply_integers(const X *x, int64_t M, const IntegerMatrix<kBits> &w, const B *bias, int64_t N,
+                       O *y) {
+#if SPECDEC_AMX_INTEGERS
+  if (M >= kAmxLeastRows && can_use_amx()) return multiply_by_bytes(x, M, w, bias, N, y);
+#endif
+  multiply_matrix(x, M, w, bias, N, y);
+}
+
+// The same with W packed, of numbers of type W or of Integers.
+template <typename X, typename W, typename B, typename O>
+void multiply(const X *x, int64_t M, int64_t depth, const W *packed, const B *bias, int64_t N,
+              O *y) {
+#if SPECDEC_AMX
+  if constexpr (std::is_same<W, bf16>::value)
+    if ((M > 1 || N * depth < kCachedNumbers) && can_use_amx())
+      return multiply_amx(x, M, depth, packed, bias, N, y);
+#endif
+  if constexpr (!std::is_same<W, Integers>::value)
+    multiply_matrix(x, M, FloatMatrix<W>(packed, depth), bias, N, y);
+  else if (packed->bits == 4)
+    multiply_integers(x, M, IntegerMatrix<4>(packed), bias, N, y);
+  else
+    multiply_integers(x, M, IntegerMatrix<8>(packed), bias, N, y);
+}
+
+}  // namespace

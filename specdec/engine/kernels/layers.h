@@ -1,0 +1,249 @@
+// Experts, and all layers in one call.
+
+#pragma once
+
+#include "attention.h"
+#include "search.h"
+
+namespace {
+
+// A rank's part of a layer's experts, as specdec/engine/native.py writes it: eight bytes a field.
+// router: [num, D], packed; up: [2 I, D] of each of the rank's `count` experts, counted from `first`,
+// packed: what is multiplied, then what is activated; down: [D, I]; gate: [D], of the shared expert,
+// which is absent where shared_I is 0; seen: steps, tokens, experts chosen by any of a step's tokens.
+struct Experts {
+  const float *router;
+  const void *const *up, *const *down;
+  const void *shared_up, *shared_down, *gate;
+  int64_t *seen;
+  int64_t num, top_k, first, count, I, shared_I, renormalizes;
+};
+static_assert(sizeof(Experts) == 14 * 8, "a field is eight bytes");
+
+// Softmax over all scores [num] of a token, and the best of them, first: of equal ones those that
+// torch.topk takes, which calls the same functions. Returns what the weights are divided by.
+inline float choose_experts(float *scores, const Experts &e, std::vector<Ranked> &queue) {
+  float top = scores[0], total = 0.0f, sum = 0.0f;
+  for (int64_t i = 1; i < e.num; ++i) top = scores[i] > top ? scores[i] : top;
+  for (int64_t i = 0; i < e.num; ++i) total += scores[i] = exp_fast(scores[i] - top);
+  queue.resize(e.num);
+  for (int64_t i = 0; i < e.num; ++i) queue[i] = rank(scores[i] / total, i);
+  const auto better = [](const Ranked &a, const Ranked &b) { return a.first > b.first; };
+  if (e.top_k * 64 <= e.num) {
+    std::partial_sort(queue.begin(), queue.begin() + e.top_k, queue.end(), better);
+  } else {
+    std::nth_element(queue.begin(), queue.begin() + e.top_k - 1, queue.end(), better);
+    std::sort(queue.begin(), queue.begin() + e.top_k - 1, better);
+  }
+  for (int64_t k = 0; k < e.top_k; ++k) sum += queue[k].first;
+  return e.renormalizes ? sum : 1.0f;
+}
+
+// Buffers that the experts of a layer use one after the other.
+template <typename E>
+struct ExpertBuffers {
+  std::vector<E> rows, halves, gated;
+  std::vector<float> products;
+};
+
+// products [M, D] = down (silu(gate x) * up x), for M rows of x.
+template <typename W, typename E>
+void run_expert(const E *x, int64_t M, int64_t D, const void *up, const void *down, int64_t I,
+                ExpertBuffers<E> &buffers) {
+  buffers.halves.resize(M * 2 * I);
+  buffers.gated.resize(M * I);
+  buffers.products.resize(M * D);
+  const E *none = nullptr;
+  multiply(x, M, D, static_cast<const W *>(up), none, 2 * I, buffers.halves.data());
+  gate_mul<silu>(buffers.halves.data(), buffers.gated.data(), M, I, I);
+  multiply(buffers.gated.data(), M, I, static_cast<const W *>(down), none, D,
+           buffers.products.data());
+}
+
+// out [M, D]: what a rank's experts make of x [M, D]. An expert's matrices are read once for all its
+// tokens; a token's experts are added up in the order of their numbers, whoever goes with it.
+template <typename W, typename E>
+void mix_experts(const E *x, int64_t M, int64_t D, const Experts &e, E *out) {
+  std::vector<float> scores(M * e.num), sums(M * D, 0.0f);
+  std::vector<std::vector<std::pair<int64_t, float>>> chosen(e.num);  // tokens and their weights
+  std::vector<Ranked> queue;
+  multiply(x, M, D, e.router, static_cast<const float *>(nullptr), e.num, scores.data());
+  for (int64_t m = 0; m < M; ++m) {
+    const float divisor = choose_experts(&scores[m * e.num], e, queue);
+    for (int64_t k = 0; k < e.top_k; ++k)
+      chosen[queue[k].second].emplace_back(m, queue[k].first / divisor);
+  }
+  e.seen[0] += 1;
+  e.seen[1] += M;
+  for (const auto &tokens : chosen) e.seen[2] += !tokens.empty();
+  ExpertBuffers<E> buffers;
+  const auto add = [&](float weight, const float *from, int64_t token) {
+    float *to = &sums[token * D];
+#pragma omp simd
+    for (int64_t d = 0; d < D; ++d) to[d] = mul_add(weight, from[d], to[d]);
+  };
+  for (int64_t own = 0; own < e.count; ++own) {
+    const auto &tokens = chosen[e.first + own];
+    const int64_t count = static_cast<int64_t>(tokens.size());
+    if (count == 0) continue;
+    buffers.rows.resize(count * D);
+    for (int64_t i = 0; i < count; ++i)
+      std::memcpy(&buffers.rows[i * D], x + tokens[i].first * D, sizeof(E) * D);
+    run_expert<W>(buffers.rows.data(), count, D, e.up[own], e.down[own], e.I, buffers);
+    for (int64_t i = 0; i < count; ++i)
+      add(tokens[i].second, &buffers.products[i * D], tokens[i].first);
+  }
+  if (e.shared_I > 0) {
+    const E *gate = static_cast<const E *>(e.gate);
+    run_expert<W>(x, M, D, e.shared_up, e.shared_down, e.shared_I, buffers);
+    for (int64_t m = 0; m < M; ++m) {
+      const float amount = sum_row(D, [&](auto part, int64_t i) {
+        typedef decltype(part) V;
+        return mul_add(read<V>(x + m * D + i), read<V>(gate + i), part);
+      });
+      add(sigmoid(amount), &buffers.products[m * D], m);
+    }
+  }
+  for (int64_t i = 0; i < M * D; ++i) store(out[i], sums[i]);
+}
+
+// Moves the wanted rows of x [M, width] to its beginning; returns how many they are.
+template <typename E>
+int64_t gather_rows(E *x, int64_t M, int64_t width, const uint8_t *wanted) {
+  int64_t count = 0;
+  for (int64_t m = 0; m < M; ++m)
+    if (wanted[m] != 0) {
+      if (count < m) std::memcpy(x + count * width, x + m * width, sizeof(E) * width);
+      ++count;
+    }
+  return count;
+}
+
+// Moves the first rows of x back to where they are wanted; the others are zeros.
+template <typename E>
+void spread_rows(E *x, int64_t M, int64_t width, const uint8_t *wanted, int64_t count) {
+  for (int64_t m = M - 1; m >= 0; --m) {
+    E *to = x + m * width;
+    if (wanted[m] == 0)
+      std::memset(static_cast<void *>(to), 0, sizeof(E) * width);
+    else if (--count < m)
+      std::memcpy(to, x + count * width, sizeof(E) * width);
+  }
+}
+
+// A layer of a decoder, as `Layer` of specdec/engine/native.py writes it: eight bytes a field. up: gate
+// and up stacked where it is gated; q_norm, k_norm: of queries and of keys; dense_norm, down_norm: of
+// what dense and what down yield; cosine, sine: null for a layer without positions; window: as of
+// Attention; experts: instead of up and down. Absent ones are null, and a layer without post norm has
+// attention and MLP read the same input. Matrices are packed, of type W; all else is of type E.
+template <typename W, typename E>
+struct Layer {
+  const E *norm, *norm_bias;
+  const W *qkv;
+  const E *qkv_bias;
+  const W *dense;
+  const E *dense_bias, *post, *post_bias;
+  const W *up;
+  const E *up_bias;
+  const W *down;
+  const E *down_bias, *q_norm, *k_norm, *dense_norm, *dense_norm_bias, *down_norm, *down_norm_bias;
+  const E *cosine, *sine;
+  int64_t window;
+  const Experts *experts;
+};
+static_assert(sizeof(Layer<float, float>) == 22 * 8, "a field is eight bytes");
+
+// The layers of a decoder over one step's tokens. Legend as above; M = B T tokens. first: [M,
+// first_depth], what the first layer's attention reads, or null where that is its normed input. x: [M,
+// D], overwritten by the last layer's output; out: [M, D], its norm; observed: [number of them, M, D].
+// step.wanted: [M], zero for tokens of which the last layer writes no more than keys and values: what x,
+// out and observed have of them is zeros; or null.
+struct Shape {
+  int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, num_layers, activation;
+  int64_t is_gated, observing, is_integer;
+};
+
+// share: of what attention and MLP yield, in what is added to the layer's input.
+struct Scalars {
+  float epsilon, scale, cap, share;
+};
+
+template <typename W, typename E>
+void run_layers(E *x, const E *first, E *out, const void *records, const E *const *final_norm, E *cache,
+                const Step &step, const int64_t *observed_layers, E *observed, const Shape &s,
+                const Scalars &scalars) {
+  const auto *layers = static_cast<const Layer<W, E> *>(records);
+  const uint8_t *wanted = step.wanted;
+  const float epsilon = scalars.epsilon, share = scalars.share;
+  const int64_t num_tokens = s.B * s.T;
+  int64_t M = num_tokens;
+  const int64_t heads = (s.N + 2 * s.K) * s.H, inner = s.I * (1 + s.is_gated);
+  const int64_t layer_cache = 2 * s.R * s.K * s.S * s.H;
+  std::vector<E> qkv(M * heads), attended(M * s.N * s.H), mixed(M * s.D), up(M * inner);
+  std::vector<E> gated(s.is_gated ? M * s.I : 0), second(M * s.D);
+  const Settling settling;  // before these are gone
+  if (first == nullptr)
+    add_norm<E>(x, nullptr, nullptr, share, layers->norm, layers->norm_bias, out, M, s.D, epsilon);
+  for (int64_t layer = 0; layer < s.num_layers; ++layer) {
+    const Layer<W, E> &w = layers[layer];
+    const bool is_last = layer + 1 == s.num_layers;
+    const E *dense_norm[] = {w.dense_norm, w.dense_norm_bias};
+    const E *down_norm[] = {w.down_norm, w.down_norm_bias};
+    const Attention<E> how = {w.q_norm, w.k_norm,      w.cosine,    w.sine, w.cosine ? s.rotated : 0,
+                              w.window, scalars.scale, scalars.cap, epsilon};
+    const bool given = layer == 0 && first != nullptr;
+    const bool is_cut = wanted != nullptr && is_last;
+    multiply(given ? first : out, M, given ? s.first_depth : s.D, w.qkv, w.qkv_bias, heads,
+             qkv.data());
+    Step own = step;
+    if (!is_cut) own.wanted = nullptr;
+    Attend<E>(qkv.data(), cache + layer * layer_cache, how, own, {s.N, s.K, s.H, s.R, s.S},
+              attended.data()).run();
+    if (is_cut) {
+      gather_rows(attended.data(), M, s.N * s.H, wanted);
+      if (w.post == nullptr) gather_rows(out, M, s.D, wanted);  // which the MLP reads, too
+      M = gather_rows(x, M, s.D, wanted);
+      if (M == 0) {
+        spread_rows(x, num_tokens, s.D, wanted, M);
+        spread_rows(out, num_tokens, s.D, wanted, M);
+        return;
+      }
+    }
+    multiply(attended.data(), M, s.N * s.H, w.dense, w.dense_bias, s.D, mixed.data());
+    if (w.post != nullptr)
+      add_norm(x, mixed.data(), dense_norm, share, w.post, w.post_bias, out, M, s.D, epsilon);
+    E *down = w.post != nullptr ? mixed.data() : second.data();
+    if (w.experts != nullptr) {
+      mix_experts<W>(out, M, s.D, *w.experts, down);
+    } else {
+      multiply(out, M, s.D, w.up, w.up_bias, inner, up.data());
+      if (s.is_gated) {
+        if (s.activation == 0)
+          gate_mul<silu>(up.data(), gated.data(), M, s.I);
+        else
+          gate_mul<gelu_tanh>(up.data(), gated.data(), M, s.I);
+      } else if (s.activation == 1) {
+        apply_to<gelu_tanh>(up.data(), M * inner);
+      } else if (s.activation == 2) {
+        apply_to<gelu_erf>(up.data(), M * inner);
+      } else {
+        apply_to<relu>(up.data(), M * inner);
+      }
+      multiply(s.is_gated ? gated.data() : up.data(), M, s.I, w.down, w.down_bias, s.D, down);
+    }
+    if (w.post == nullptr)
+      for (int64_t i = 0; i < M * s.D; ++i)
+        store(mixed[i], to_float(mixed[i]) + to_float(second[i]));
+    add_norm(x, mixed.data(), down_norm, share, is_last ? final_norm[0] : layers[layer + 1].norm,
+             is_last ? final_norm[1] : layers[layer + 1].norm_bias, out, M, s.D, epsilon);
+    if (is_cut) {
+      spread_rows(x, num_tokens, s.D, wanted, M);
+      spread_rows(out, num_tokens, s.D, wanted, M);
+    }
+    const int64_t size = num_tokens * s.D;
+    for (int64_t i = 0; i < s.observing; ++i)
+      if (observed_layers[i] == layer) std::memcpy(observed + i * size, x, sizeof(E) * size);
+  }
+}
+
+}  // namespace
