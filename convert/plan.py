@@ -370,6 +370,27 @@ def count(items: Sequence[Any], noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
+def are_equal(source: TensorSource, one: str, other: str) -> bool:
+    """Whether two tensors of a source hold the same numbers in float32; read some rows at a time.
+
+    A tensor whose type cannot be cast equals no other.
+    """
+    infos = [source.tensors[name] for name in (one, other)]
+    if infos[0].shape != infos[1].shape or not {info.dtype for info in infos} <= set(CASTABLE):
+        return False
+    num_rows = infos[0].num_rows
+    height = max(1, CHUNK_BYTES * num_rows // max(1, infos[0].num_bytes))
+    for start in range(0, num_rows, height):
+        stop = min(start + height, num_rows)
+        rows = [
+            cast(source.read_block(name, start, stop), info.dtype, "float32")
+            for name, info in zip((one, other), infos, strict=True)
+        ]
+        if not np.array_equal(*rows):
+            return False
+    return True
+
+
 def get_infos(rank: RankPlan) -> dict[str, TensorInfo]:
     """Types and shapes of a rank's tensors."""
     return {name: tensor.info for name, tensor in rank.items()}

@@ -17,7 +17,7 @@ from specdec.model.tensors import EMBEDDING, HEAD
 from specdec.trtllm.facts import DEFAULT_LABEL
 
 from ..hf import HfFolder
-from ..plan import Part
+from ..plan import Part, are_equal
 
 logger = logs.get_logger(__name__)
 
@@ -105,6 +105,7 @@ class Family:
         """Return the model's configuration and whether its head is tied to the embedding."""
         reader = ConfigReader(folder.config, folder.path / "config.json")
         is_tied = reader.get_bool("tie_word_embeddings", self.is_tied_by_default)
+        is_tied = is_tied and not self.stores_other_head(folder)
         if self.always_shares and is_tied and layout.can_share:
             splits = layout.use_parallel_embedding or layout.tp_size > 1
             layout = dataclasses.replace(
@@ -125,6 +126,22 @@ class Family:
         values |= {name: value for name, value in vars(layout).items() if name in fields}
         architecture = self.written_as or self.architectures[0]
         return ModelConfig(architecture=architecture, **values), is_tied
+
+    def stores_other_head(self, folder: HfFolder) -> bool:
+        """Whether a folder whose config.json ties the head stores one that differs; then warn.
+
+        transformers 5 takes such a head. Earlier versions take the embedding instead.
+        """
+        sources = self.find_sources([EMBEDDING, HEAD], folder)
+        embedding, head = (sources[name][0].name for name in (EMBEDDING, HEAD))
+        if not {embedding, head} <= folder.tensors.keys() or are_equal(folder, embedding, head):
+            return False
+        logger.warning(
+            "%s: config.json ties the head to the embedding, but %s differs from %s: the stored"
+            " head is taken, as transformers 5 takes it; 4.x takes the embedding",
+            folder.path, head, embedding,
+        )  # fmt: skip
+        return True
 
     def _share(self, folder: HfFolder, layout: Layout, *, is_tied: bool) -> Layout:
         if not is_tied:
@@ -191,10 +208,7 @@ class Family:
 def tie_head(
     family: Family, folder: HfFolder, parts: dict[str, tuple[Part, ...]]
 ) -> dict[str, tuple[Part, ...]]:
-    """Let a tied head come from the embedding, or both from the head where it alone is stored.
-
-    transformers lets the embedding stand for a head that is stored as well, and so must we.
-    """
+    """Let a tied head come from the embedding, or both from the head where it alone is stored."""
     embedding, head = parts[EMBEDDING], family.find_sources([HEAD])[HEAD]
     if embedding[0].name not in folder.tensors and head[0].name in folder.tensors:
         embedding = (dataclasses.replace(embedding[0], name=head[0].name),)

@@ -99,6 +99,7 @@ def fold_projections(folder: HfFolder) -> HfFolder:
     if width in (None, size) or table not in folder.tensors:
         return folder
     is_tied = folder.config.get("tie_word_embeddings") is not False
+    is_tied = is_tied and not FAMILY.stores_other_head(folder)
     head = table if is_tied or HEAD not in folder.tensors else HEAD
     shapes = {
         inward: (size, width), outward: (width, size),

@@ -308,6 +308,29 @@ def test_what_transformers_saves_comes_through(
         assert ("lm_head.weight" in summarize_rank(output / "rank0.safetensors")) != leaves_out
 
 
+@pytest.mark.parametrize("family", NAMES)
+def test_a_head_of_its_own_beside_a_config_that_ties_it(
+    family: str, make: Maker, tmp_path: Path, convert: Converter, log: pytest.LogCaptureFixture
+) -> None:
+    """What an adapter that was merged leaves; a stored copy of the embedding stays tied."""
+    sizes = {"word_embed_proj_dim": 32} if family == "opt" else {}
+    model_dir = make(family, tie_word_embeddings=False, **sizes)
+    expected = summarize_rank(convert(model_dir=model_dir) / "rank0.safetensors")
+    folder = copy_model(model_dir, tmp_path, tie_word_embeddings=True)
+    convert(model_dir=folder, force=True)
+    assert summarize_rank(convert.output / "rank0.safetensors") == expected
+    assert "the stored head is taken, as transformers 5 takes it" in log.text
+    log.clear()
+    tensors = load_file(folder / "model.safetensors")
+    table = next(name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
+    save_file(tensors | {"lm_head.weight": tensors[table].clone()}, folder / "model.safetensors")
+    convert(model_dir=folder, force=True)
+    assert "stored head" not in log.text
+    joined = join_checkpoint(convert.output)
+    head = joined.get("lm_head.weight", joined["transformer.vocab_embedding.weight"])
+    assert family == "opt" or np.array_equal(head, joined["transformer.vocab_embedding.weight"])
+
+
 @pytest.mark.parametrize(
     ("family", "stages"),
     [(family, {"tp_size": 3, "pp_size": 4}) for family in NAMES]
