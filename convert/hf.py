@@ -22,7 +22,7 @@ from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.config import FLOAT_DTYPES
 
-from .plan import TensorSource, count_elements
+from .plan import TensorSource, count_elements, refuse_unplaced
 from .torch_file import TorchFile
 
 logger = logs.get_logger(__name__)
@@ -41,6 +41,7 @@ class HfFolder:
         self._holders: dict[str, TensorSource] = {}
         self._stored: dict[str, str] = {}  # name -> the one in the file, where `rename` changed it
         self.computed: frozenset[str] = frozenset()  # the names that `substitute` has put here
+        self.unplaced: set[str] = set()  # in a file, but in no entry of the index
         self._open_files: list[TensorFile | TorchFile] = []
         # A link that leads nowhere counts as there: it is an error, not a reason to read another.
         present = [name for name in (*weight_files, *WEIGHT_NAMES) if os.path.lexists(path / name)]
@@ -66,26 +67,34 @@ class HfFolder:
                     f"{self.path} has two namings of one tensor, {self._stored[new]} and {name}",
                     "keep one of them: which is the trained one cannot be known",
                 )
-            tensors[new], self._stored[new] = info, name
+            tensors[new], self._stored[new] = info, self._stored.get(name, name)
         problems.raise_all()
         self.tensors = tensors
+        self.unplaced = {new for new in tensors if self._stored[new] in self.unplaced}
 
     def read(self, name: str) -> Array:
         """Return a tensor in its storage type (bfloat16 as uint16)."""
-        name = self._stored.get(name, name)
-        return self._holders[name].read(name)
+        holder, name = self._find(name)
+        return holder.read(name)
 
     def read_block(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> Array:
         """Return a copy of some rows of a tensor, all columns or columns [first, last)."""
-        name = self._stored.get(name, name)
-        return self._holders[name].read_block(name, start, stop, columns)
+        holder, name = self._find(name)
+        return holder.read_block(name, start, stop, columns)
 
     def locate(self, name: str) -> tuple[Path, int] | None:
         """Return the file and offset of a tensor's bytes, or None where they are no such run."""
+        holder, name = self._find(name)
+        return holder.locate(name)
+
+    def _find(self, name: str) -> tuple[TensorSource, str]:
+        """Return what holds a tensor, and its name there."""
+        if name in self.unplaced:
+            raise SpecDecError(*refuse_unplaced(self, [name]))
         name = self._stored.get(name, name)
-        return self._holders[name].locate(name)
+        return self._holders[name], name
 
     def release(self) -> None:
         """Let go of the memory of what was read."""
@@ -97,6 +106,7 @@ class HfFolder:
         changed = copy.copy(self)
         changed.tensors = {n: info for n, info in self.tensors.items() if n not in replaced}
         changed.tensors |= source.tensors
+        changed.unplaced = self.unplaced - source.tensors.keys()
         changed.computed = frozenset(source.tensors)
         changed._holders = self._holders | dict.fromkeys(source.tensors, source)
         changed._stored = {n: own for n, own in self._stored.items() if n not in source.tensors}
@@ -131,12 +141,14 @@ class HfFolder:
             )
         return usual
 
-    def _add_file(self, file: TensorFile | TorchFile) -> None:
+    def _add_file(self, file: TensorFile | TorchFile, names: Collection[str] | None = None) -> None:
+        """Add a file, and of its tensors those named, or all."""
         self.files.append(file.path)
         self._open_files.append(file)
         for name, info in file.tensors.items():
-            self.tensors[name] = info
-            self._holders[name] = file
+            if names is None or name in names:
+                self.tensors[name] = info
+                self._holders[name] = file
 
     def _add_shards(self, index: Path) -> None:
         self.files.append(index)
@@ -149,6 +161,7 @@ class HfFolder:
                 "finish the download of the folder",
             )
         problems = Problems()
+        placed = set().union(*indexed.values())
         for filename, names in indexed.items():
             file = _open_weights(self.path / filename)
             lacking = sorted(names - file.tensors.keys())
@@ -157,14 +170,10 @@ class HfFolder:
                     f"{file.path} lacks tensors that the index places there: {join_names(lacking)}",
                     "download the file and the index again",
                 )
-            unlisted = sorted(file.tensors.keys() - names)
-            if unlisted:
-                problems.add(
-                    f"{file.path} holds tensors that the index does not place there:"
-                    f" {join_names(unlisted)}",
-                    "download the file and the index again",
-                )
-            self._add_file(file)
+            # Of what the index places in another file, this one holds a stale copy.
+            unplaced = file.tensors.keys() - placed
+            self.unplaced |= unplaced
+            self._add_file(file, names | unplaced)
         problems.raise_all()
 
 

@@ -23,6 +23,7 @@ from specdec.files.folders import (
     refuse_absent,
 )
 from specdec.files.reading import read_json
+from specdec.files.tensor_file import TensorFile
 from specdec.logs import get_logger
 from specdec.model.bounds import check_model_sizes
 from specdec.model.config_reader import Rotary
@@ -117,6 +118,7 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     config, rotary = _read_config(source, flag)
     text = config.get_text_config()
+    _refuse_stale_copies(Path(source))
     if getattr(text, "attn_logit_softcapping", None) is not None:
         # transformers' other ways leave the cap out without a word.
         options.setdefault("attn_implementation", "eager")
@@ -164,6 +166,31 @@ def _tie(model: Any, text: Any, missing: set[str]) -> None:
         return
     text.tie_word_embeddings = True
     missing -= {known, own} if not {known, own} <= missing else set()
+
+
+def _refuse_stale_copies(folder: Path) -> None:
+    """Raise SpecDecError where transformers would not read what the index of a folder says.
+
+    It reads every shard whole, in the order of their names, so that the last copy of a tensor wins.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file() or (folder / "model.safetensors").exists():
+        return
+    last: dict[str, str] = {}
+    try:
+        places = read_json(index).get("weight_map", {})
+        for name in sorted(set(places.values())):
+            last |= dict.fromkeys(TensorFile(folder / name).tensors, name)
+    except (OSError, SpecDecError, AttributeError, TypeError):
+        return  # whoever loads it says what is wrong
+    stale = [tensor for tensor, name in places.items() if last.get(tensor, name) != name]
+    if stale:
+        raise SpecDecError(
+            f"{folder}: the index places {join_names(stale)} in {places[stale[0]]}, but"
+            f" transformers would read the copies in {last[stale[0]]}",
+            "delete the copies that the index does not name: load the tensors and save them again"
+            " without these",
+        )
 
 
 def find_base(model: Any) -> Any:

@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import FOREIGN_BITS, TensorFile
+from specdec.pretrained import load_model
 from tests.conftest import read_error_lines, run_cli
 from tests.convert.checkpoints import set_config
 from tests.convert.conftest import Converter, Source
-from tests.convert.golden_models import read_tensors, rewrite
+from tests.convert.golden_models import read_tensors, rewrite, summarize_rank
 
 Edit = Callable[[dict[str, Any]], Any]
 MODEL = "llama_mha_f32"  # one file, float32: numpy can rewrite it
@@ -364,12 +367,46 @@ def test_index_at_odds_with_its_files(copy: Copy, convert: Converter) -> None:
     folder = copy("llama_gqa")
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    del index["weight_map"]["model.norm.weight"]
     index["weight_map"]["no.such"] = "model-00001-of-00003.safetensors"
     path.write_text(json.dumps(index))
     message = convert.fail(model_dir=folder).message
     assert "lacks tensors that the index places there: no.such" in message
-    assert "holds tensors that the index does not place there: model.norm.weight" in message
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_the_index_decides_between_copies(kind: str, copy: Copy, convert: Converter) -> None:
+    """An overlay of some tensors, whose stale copies stay in the first shards."""
+    folder = copy("llama_gqa")
+    expected = summarize_rank(convert(model_dir=folder) / "rank0.safetensors")
+    path = folder / "model.safetensors.index.json"
+    places = json.loads(path.read_text())["weight_map"]
+    save = save_file
+    if kind == "bin":
+        path.unlink()
+        path, save = folder / "pytorch_model.bin.index.json", torch.save
+    new: dict[str, torch.Tensor] = {}
+    for shard in sorted(set(places.values())):
+        tensors = load_file(folder / shard)
+        (folder / shard).unlink()
+        moved = {name: tensors[name] for name in tensors if "layers.1.mlp" in name}
+        stale = {name: torch.full_like(value, torch.nan) for name, value in moved.items()}
+        new |= moved
+        save(tensors | stale | {"old.inv_freq": torch.ones(2)}, folder / f"{shard}.{kind}")
+    assert new
+    save(new, folder / f"a.{kind}")
+    weight_map = {n: f"a.{kind}" if n in new else f"{place}.{kind}" for n, place in places.items()}
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    convert(model_dir=folder, force=True)
+    assert summarize_rank(convert.output / "rank0.safetensors") == expected
+    sources = json.loads((convert.output / "manifest.json").read_text())["sources"]
+    assert {f"a.{kind}", *weight_map.values()} < {Path(own["path"]).name for own in sources}
+    if kind == "safetensors":
+        with pytest.raises(SpecDecError, match="transformers would read the copies in model-0"):
+            load_model(folder)
+    del weight_map["model.norm.weight"]  # is it of the model?
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    message = convert.fail(model_dir=folder, force=True).message
+    assert "model.norm.weight: a shard holds 1 tensor that the model needs and no entry" in message
 
 
 @pytest.mark.parametrize("content", ['{"weight_map": {"a": 1}}', "{}", "[]", "{"])
