@@ -28,7 +28,7 @@ logger = logs.get_logger(__name__)
 ZIP_MAGIC = b"PK\x03\x04"
 # torch's names of types that only a safetensors header names otherwise; see storage.FOREIGN_BITS.
 FOREIGN_NAMES = {
-    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "uint16": "U16", "uint32": "U32", "uint64": "U64",
     "complex64": "C64",
 }  # fmt: skip

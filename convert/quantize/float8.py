@@ -1,7 +1,8 @@
-"""float8 e4m3 in numpy, bit for bit as torch rounds; and the largest magnitude of an array.
+"""float8 e4m3 in numpy, bit for bit as torch rounds; e8m0; and the largest magnitude of an array.
 
 A byte is a sign, 4 exponent bits with bias 7 and 3 mantissa bits; 0x7F and 0xFF are NaN, there is
-no infinity, the largest value is 448 and the smallest 2^-9.
+no infinity, the largest value is 448 and the smallest 2^-9. A byte of e8m0, a type for scales, is
+2^(byte - 127); 255 is NaN.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES
 from specdec.model.quantization import FLOAT8, FLOAT8_MAX
 
+E8M0 = "float8_e8m0fnu"
 BLOCK_ITEMS = 1 << 15
 _NAN = np.uint8(0x7F)
 _MAX = np.uint8(0x7E)  # 448
@@ -75,6 +77,10 @@ def find_amax(array: Array, dtype: str) -> np.float32:
 
 def to_float32(array: Array, dtype: str) -> Array:
     """Return an array in storage type as float32."""
+    if dtype == E8M0:
+        powers = np.ldexp(np.float32(1), np.arange(-127, 128))
+        values: Array = np.append(powers, np.float32(np.nan))[array]
+        return values
     return decode(array) if dtype == FLOAT8 else cast(array, dtype, "float32")
 
 

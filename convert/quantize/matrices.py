@@ -3,7 +3,7 @@
 Every matrix [out, in] is read in blocks of rows, whatever way the format lays it out, so memory
 does not depend on its size. Its weights are what the format's own library computes, bit for bit:
 number * scale in float32, which is exact for a few bits and a 16-bit scale, rounded once to the
-type of the scales.
+type of the scales. Blocks of float8 and ModelOpt's formats stay in float32.
 
 Sources: AutoAWQ 0.2.9 `awq/utils/packing_utils.py`; GPTQModel 7.7.0 `nn_modules/qlinear`;
 compressed-tensors 0.20.0 `compressors`; ModelOpt 0.47.0 `quantization/qtensor` and
@@ -32,7 +32,8 @@ from specdec.model.quantization import (
 )
 
 from ..hf import HfFolder
-from .float8 import decode
+from ..plan import refuse_unplaced
+from .float8 import E8M0, decode, to_float32
 
 FLOATS = int4.SCALE_DTYPES
 BLOCK_ITEMS = 1 << 17  # weights that are computed at a time, in a core's cache
@@ -63,11 +64,13 @@ class Matrix:
     """A quantized matrix of a folder.
 
     stem: its module's name; shape: [out, in]; dtype: the type of its weights in the format's own
-    library; used: the stored tensors that it is made of.
+    library, which is that of the scales where a checkpoint keeps these; weight_dtype: the weights'
+    where it is another one. used: the stored tensors that it is made of.
     """
 
     shape: tuple[int, int]
     dtype: str
+    weight_dtype: str = ""
 
     def __init__(self, folder: HfFolder, stem: str) -> None:
         self.folder = folder
@@ -75,16 +78,22 @@ class Matrix:
         self.used: list[str] = []
 
     def compute(self, start: int, stop: int) -> Array:
-        """Return the weights of rows [start, stop), in the storage of `dtype`: [rows, in]."""
+        """Return the weights of rows [start, stop), in the storage of `info.dtype`: [rows, in]."""
         numbers = self.read_numbers(start, stop)
-        result = np.empty(numbers.shape, DTYPES[self.dtype][1])
+        dtype = self.info.dtype
+        result = np.empty(numbers.shape, DTYPES[dtype][1])
         height = max(1, BLOCK_ITEMS // self.shape[1])
         for top in range(start, stop, height):
             bottom = min(top + height, stop)
             rows = slice(top - start, bottom - start)
             weights = self.multiply(numbers[rows], top, bottom)
-            result[rows] = cast(weights, "float32", self.dtype)
+            result[rows] = cast(weights, "float32", dtype)
         return result
+
+    @property
+    def info(self) -> TensorInfo:
+        """Type and shape of the weights."""
+        return TensorInfo(self.weight_dtype or self.dtype, self.shape)
 
     def read_numbers(self, start: int, stop: int) -> Array:
         """Return the stored numbers of rows [start, stop): uint8 [rows, in]."""
@@ -110,6 +119,8 @@ class Matrix:
             raise SpecDecError(
                 f"{self.folder.path} lacks {name}", "copy or download the folder again"
             )
+        if name in self.folder.unplaced:
+            raise SpecDecError(*refuse_unplaced(self.folder, [name]))
         if info.dtype not in dtypes or (shapes and info.shape not in shapes):
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise SpecDecError(
@@ -392,6 +403,8 @@ class PackedMatrix(IntMatrix):
 class ModeloptInt4Matrix(IntMatrix):
     """ModelOpt's INT4 AWQ: pairs of outputs in a byte, no zeros, the input scaled first."""
 
+    weight_dtype = "float32"
+
     def __init__(self, folder: HfFolder, stem: str, group_size: int, bits: int = 4) -> None:
         super().__init__(folder, stem, group_size)
         half, num_inputs = self.get_sizes("weight", int4.INT4_STORAGE)
@@ -413,10 +426,13 @@ class ModeloptInt4Matrix(IntMatrix):
 class Float8Matrix(Matrix):
     """float8 with one scale, one a row, or one a block of rows and columns.
 
-    block: rows and columns of a block; None: no blocks.
+    block: rows and columns of a block; None: no blocks. in_scale_dtype: whether the library rounds
+    the weights to the type of the scales.
     """
 
-    def __init__(self, folder: HfFolder, stem: str, block: tuple[int, int] | None) -> None:
+    def __init__(
+        self, folder: HfFolder, stem: str, block: tuple[int, int] | None, *, in_scale_dtype: bool
+    ) -> None:
         super().__init__(folder, stem)
         self.shape = num_outputs, num_inputs = self.get_sizes("weight", (FLOAT8,))
         self.block = block or self.shape
@@ -426,8 +442,17 @@ class Float8Matrix(Matrix):
             shapes = [(), (1,), (1, 1), (num_outputs,), (num_outputs, 1)]
         else:
             shapes = [(-(-num_outputs // block[0]), -(-num_inputs // block[1]))]
-        self.scale = self.get(kind, FLOATS, *shapes)
-        self.dtype = folder.tensors[self.scale].dtype
+        # uint8: e8m0 as writers store it whose safetensors has no such type.
+        dtypes = (*FLOATS, E8M0) if block is None else (*FLOATS, E8M0, "uint8")
+        self.scale = self.get(kind, dtypes, *shapes)
+        stored = folder.tensors[self.scale].dtype
+        self.scale_dtype = E8M0 if stored == "uint8" else stored
+        self.dtype = stored if in_scale_dtype and stored in FLOATS else "float32"
+        if num_broken := int((~np.isfinite(self.read_scales())).sum()):
+            raise self.refuse(
+                f"{kind} has {num_broken} scales that are NaN or infinite",
+                "a file is damaged: copy or download the folder again",
+            )
         if self.has("input_scale"):
             self.get("input_scale", FLOATS, (), (1,))
 
@@ -446,14 +471,17 @@ class Float8Matrix(Matrix):
     def read_held(self, kind: str, start: int, stop: int) -> Array:
         if kind == "weight":
             return self.read_numbers(start, stop)
-        scales = cast(self.folder.read(self.scale), self.dtype, "float32").reshape(-1)
-        return np.broadcast_to(scales, self.shape[:1])[start:stop]
+        return np.broadcast_to(self.read_scales().reshape(-1), self.shape[:1])[start:stop]
+
+    def read_scales(self) -> Array:
+        """Return all scales in float32."""
+        return to_float32(self.folder.read(self.scale), self.scale_dtype)
 
     def read_numbers(self, start: int, stop: int) -> Array:
         return self.folder.read_block(f"{self.stem}.weight", start, stop)
 
     def multiply(self, numbers: Array, start: int, stop: int) -> Array:
-        scales = cast(self.folder.read(self.scale), self.dtype, "float32")
+        scales = self.read_scales()
         if self.block == self.shape:
             column = np.broadcast_to(scales.reshape(-1, 1), (self.shape[0], 1))[start:stop]
             whole: Array = np.multiply(decode(numbers), column)

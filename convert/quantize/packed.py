@@ -7,6 +7,7 @@ streaming see matrices [out, in] by the names that the unquantized model has.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,11 +43,12 @@ from ..plan import (
     collect,
     merge_ranks,
     plan_tensors,
+    report_unread,
 )
 from .matrices import IntMatrix, Matrix, Nvfp4Matrix
 from .scales import EXCLUDED
 from .sections import INT4, Scheme
-from .unified import ScaleReader, plan_kv_scales
+from .unified import DEQUANTIZE, ScaleReader, plan_kv_scales, sort_linears
 
 logger = logs.get_logger(__name__)
 
@@ -111,7 +113,7 @@ def dequantize(folder: HfFolder, scheme: Scheme) -> HfFolder:
     cache = [name for name in folder.tensors if name.endswith(KV_ENDINGS)]
     if cache:
         logger.warning("%s: the scales of its K/V cache are left out", folder.path)
-    weights = {f"{m}.weight": TensorInfo(own.dtype, own.shape) for m, own in matrices.items()}
+    weights = {f"{module}.weight": matrix.info for module, matrix in matrices.items()}
     source = _compute(
         folder, weights, lambda module, _, start, stop: matrices[module].compute(start, stop)
     )
@@ -173,8 +175,7 @@ def refuse_unheld(folder: HfFolder, scheme: Scheme) -> SpecDecError:
     return SpecDecError(
         f"{folder.path} is quantized ({scheme.description}): a checkpoint has no place for such"
         " numbers",
-        "add --dequantize to write the weights that they stand for in --dtype; they then take the"
-        " bytes of an unquantized model",
+        f"{DEQUANTIZE}; they take the bytes of an unquantized model",
     )
 
 
@@ -212,27 +213,21 @@ def plan_held(
     folder: of `open_held`; kv_scales: the K/V scales to write, where the folder has any.
     """
     linears = list_linears(model)
+    quantized, others = sort_linears(folder, specs, parts, linears, matrices, problems)
     modules = []
-    for name in linears:
-        stems = [part.name.removesuffix(".weight") for part in parts[f"{name}.weight"]]
-        own = [matrices[stem] for stem in stems if stem in matrices]
-        if own and len(own) < len(stems):
-            problems.add(
-                f"{folder.path}: of {join_names(stems)}, which make one linear of the checkpoint,"
-                f" {len(own)} are quantized",
-                "add --dequantize",
-            )
-        elif own:
-            weight = f"{name}.weight"
-            modules.append(_Module(name, specs[weight], parts[weight], tuple(own)))
+    for name in quantized:
+        own = parts[f"{name}.weight"]
+        stems = [part.name.removesuffix(".weight") for part in own]
+        held = tuple(matrices[stem] for stem in stems if stem in matrices)
+        modules.append(_Module(name, specs[f"{name}.weight"], own, held))
     taken = {matrix.stem for module in modules for matrix in module.matrices}
-    others = [stem for stem in matrices if stem not in taken]
-    if others and not problems:
-        problems.add(
-            f"{folder.path}: {join_names(others)} is quantized, of which a checkpoint holds plain"
-            " weights alone",
-            "add --dequantize",
-        )
+    used = {part.name for several in parts.values() for part in several}
+    unread = [
+        weight for stem in matrices
+        if (weight := f"{stem}.weight") not in used
+        and not any(fnmatch.fnmatchcase(weight, pattern) for pattern in ignored)
+    ]  # fmt: skip
+    report_unread(folder, unread, problems)
     kinds, section = _describe(folder, scheme, modules, model, problems)
     planned: list[list[RankPlan]] = []
     for module in modules:
@@ -243,14 +238,13 @@ def plan_held(
     reader = ScaleReader(folder)
     added, has_cache = plan_kv_scales(folder, parts, linears, kv_scales, reader)
     reader.report(problems)
-    weights = {f"{module.name}.weight" for module in modules}
-    rest = {name: spec for name, spec in specs.items() if name not in weights}
+    rest = {name: specs[name] for name in others}
     left = set(folder.tensors) - folder.computed - reader.used
     plain = plan_tensors(
         rest, parts, folder.select(left), model=model, dtype=model.dtype, ignored=ignored,
         problems=problems,
     )  # fmt: skip
-    kept = [name for name in linears if f"{name}.weight" not in weights]
+    kept = [name for name in linears if name not in quantized]
     section |= {
         "kv_cache_quant_algo": FP8 if has_cache else None,
         "exclude_modules": [*EXCLUDED, *kept],
@@ -418,7 +412,7 @@ def _check_shared(module: _Module, folder: HfFolder) -> None:
             raise SpecDecError(
                 f"{folder.path}: {stems}, which make one linear of the checkpoint, have different"
                 f" {fact}",
-                "add --dequantize",
+                DEQUANTIZE,
             )
 
 

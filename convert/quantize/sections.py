@@ -248,7 +248,8 @@ def _read_compressed(section: Section) -> Scheme:
     if kind == "float" and format_name in ("float-quantized", "naive-quantized", "") and bits == 8:
         words = f"compressed-tensors FP8, {strategy}"
         is_mixed = inputs == "static" and strategy != "tensor"
-        return _make_float8(words, block, "weights" if is_mixed else inputs)
+        rounding = "weights" if is_mixed else inputs
+        return _make_float8(words, block, rounding, in_scale_dtype=block is None)
     raise section.refuse(
         f"format {format_name or None}, weights {kind} of {bits} bits by {strategy}",
         f"pack-quantized of 4 or 8 bits and FP8 are read; {_REMEDY}",
@@ -303,10 +304,12 @@ def _read_block(section: Section, value: Any) -> tuple[int, int] | None:
     return value[0], value[1]
 
 
-def _make_float8(words: str, block: tuple[int, int] | None, inputs: str) -> Scheme:
+def _make_float8(
+    words: str, block: tuple[int, int] | None, inputs: str, *, in_scale_dtype: bool = False
+) -> Scheme:
     """inputs: `static`, `dynamic` (a scale a token), `weights` (not rounded, or otherwise)."""
     name = "fp8-block" if block else f"fp8-{inputs}"
-    make = functools.partial(matrices.Float8Matrix, block=block)
+    make = functools.partial(matrices.Float8Matrix, block=block, in_scale_dtype=in_scale_dtype)
     return Scheme(name=name, bits=8, description=words, make=make)
 
 

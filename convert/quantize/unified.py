@@ -8,15 +8,16 @@ is rounded anew: value * own scale / shared scale, in float32, to the nearest fl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from specdec import logs
-from specdec.errors import Problems
+from specdec.errors import Problems, join_names
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.config import ModelConfig
+from specdec.model.int4 import SCALE_DTYPES
 from specdec.model.quantization import ACTIVATION_SCALE, FLOAT8, KV_SCALES, WEIGHT_SCALE
 from specdec.model.tensors import TensorSpec, list_linears
 
@@ -31,7 +32,7 @@ from ..plan import (
     plan_tensors,
     report_missing,
 )
-from .float8 import Requantizer, to_float32
+from .float8 import E8M0, Requantizer, to_float32
 from .rounded import Scales
 from .scales import change_chunk, find_group
 from .sections import read_sections
@@ -39,6 +40,7 @@ from .sections import read_sections
 logger = logs.get_logger(__name__)
 
 SOURCE_SCALES = {"weight_scale": WEIGHT_SCALE, "input_scale": ACTIVATION_SCALE}
+DEQUANTIZE = "add --dequantize, which writes plain weights in --dtype"
 # Where the writers put the scales of K and V, from the attention module.
 KV_NAMES = (("k_proj.k_scale", "v_proj.v_scale"), ("k_scale", "v_scale"))
 
@@ -80,10 +82,15 @@ def plan_unified(
     kv_scales: the K/V scales to write, where the folder has any.
     """
     linears = list_linears(model)
-    quantized = [m for m in linears if _is_float8(folder, parts[f"{m}.weight"], problems)]
+    stored = {
+        name.removesuffix(".weight") for name, info in folder.tensors.items()
+        if name.endswith(".weight") and info.dtype == FLOAT8
+    }  # fmt: skip
+    quantized, others = sort_linears(folder, specs, parts, linears, stored, problems)
     weights = {f"{module}.weight": specs[f"{module}.weight"] for module in quantized}
     own = {part.name for name in weights for part in parts[name]}
     reader = ScaleReader(folder)
+    reader.used = {f"{stem}.{kind}" for stem in stored for kind in SOURCE_SCALES}
     ranks = plan_tensors(
         weights, parts, folder.select(own), model=model, dtype=FLOAT8, ignored=(),
         problems=problems,
@@ -114,13 +121,55 @@ def plan_unified(
     cache, has_cache = plan_kv_scales(folder, parts, linears, kv_scales, reader)
     added |= cache
     reader.report(problems)
-    rest = {name: spec for name, spec in specs.items() if name not in weights}
-    others = plan_tensors(
+    rest = {name: specs[name] for name in others}
+    plain = plan_tensors(
         rest, parts, folder.select(set(folder.tensors) - own - reader.used), model=model,
         dtype=model.dtype, ignored=ignored, problems=problems,
     )  # fmt: skip
     kept = [module for module in linears if module not in quantized]
-    return merge_ranks(ranks, others, [dict(added) for _ in ranks]), kept, has_cache
+    return merge_ranks(ranks, plain, [dict(added) for _ in ranks]), kept, has_cache
+
+
+def sort_linears(
+    folder: HfFolder,
+    specs: Mapping[str, TensorSpec],
+    parts: Mapping[str, tuple[Part, ...]],
+    linears: Sequence[str],
+    stored: Collection[str],
+    problems: Problems,
+) -> tuple[list[str], list[str]]:
+    """Return the linears that are quantized, and the tensors of `specs` that are plain.
+
+    What a checkpoint has no place for is in neither, and a problem: a linear that is quantized in
+    part, and another tensor than a linear's that is quantized. stored: the folder's quantized
+    modules. A part that the folder lacks is whoever plans the linear's to report.
+    """
+    quantized, plain, misplaced = [], [], []
+    for name in specs:
+        module = name.removesuffix(".weight")
+        stems = [part.name.removesuffix(".weight") for part in parts[name]]
+        own = [stem for stem in stems if stem in stored and name.endswith(".weight")]
+        rest = [stem for stem in stems if stem not in stored and f"{stem}.weight" in folder.tensors]
+        if not own:
+            plain.append(name)
+        elif module not in linears:
+            misplaced += own
+        elif not rest:
+            quantized.append(module)
+        else:
+            problems.add(
+                f"{folder.path}: of {join_names(stems)}, which make one linear of the checkpoint,"
+                f" {len(own)} {'is' if len(own) == 1 else 'are'} quantized: {join_names(own)}",
+                DEQUANTIZE,
+            )
+    if misplaced:
+        names = list(dict.fromkeys(misplaced))
+        problems.add(
+            f"{folder.path}: {join_names(names)} {'is' if len(names) == 1 else 'are'} quantized, of"
+            " which a checkpoint holds plain weights only",
+            DEQUANTIZE,
+        )
+    return quantized, plain
 
 
 def plan_kv_scales(
@@ -192,18 +241,6 @@ def _promises_cache(section: Mapping[str, Any]) -> bool:
     return any(section.get(key) is not None for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
 
 
-def _is_float8(folder: HfFolder, parts: Sequence[Part], problems: Problems) -> bool:
-    """Whether a linear is stored as float8; a mixture is a problem."""
-    kinds = {folder.tensors[p.name].dtype for p in parts if p.name in folder.tensors}
-    if FLOAT8 in kinds and len(kinds) > 1:
-        names = ", ".join(f"{p.name} ({folder.tensors[p.name].dtype})" for p in parts)
-        problems.add(
-            f"{folder.path}: {names} make one linear of the checkpoint, and are not of one type",
-            "quantize all of them, or none",
-        )
-    return FLOAT8 in kinds
-
-
 class ScaleReader:
     """Reads scales of one element, and notes what is wrong with them."""
 
@@ -219,7 +256,7 @@ class ScaleReader:
         info = self.folder.tensors.get(name)
         if info is None:
             self.missing.append(name)
-        elif count_elements(info) != 1 or info.dtype not in ("float32", "bfloat16", "float16"):
+        elif count_elements(info) != 1 or info.dtype not in (*SCALE_DTYPES, E8M0):
             self.bad.append(f"{name} is {info.dtype} of shape {list(info.shape)}")
         else:
             value = np.float32(to_float32(self.folder.read(name), info.dtype).reshape(()))

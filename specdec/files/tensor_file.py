@@ -2,7 +2,7 @@
 
 The layout is 8 bytes of little-endian header length, a JSON header, then the tensors' bytes
 (https://github.com/huggingface/safetensors, "Format"). bfloat16 has no numpy type: it is carried as
-uint16 bit patterns, and float8 as uint8, beside the dtype's name.
+uint16 bit patterns, and both kinds of float8 as uint8, beside the dtype's name.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ DTYPES: dict[str, tuple[str, Any]] = {
     "bfloat16": ("BF16", np.uint16),
     "float16": ("F16", np.float16),
     "int16": ("I16", np.int16),
+    "float8_e8m0fnu": ("F8_E8M0", np.uint8),
     "float8_e4m3fn": ("F8_E4M3", np.uint8),
     "int8": ("I8", np.int8),
     "uint8": ("U8", np.uint8),
@@ -40,7 +41,7 @@ DTYPES: dict[str, tuple[str, Any]] = {
 # Types that the format has and nothing here computes with, and the bits of an element: a file that
 # holds some can be listed, and is refused where one of them is to be read.
 FOREIGN_BITS = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3FNUZ": 8,
     "F8_E5M2FNUZ": 8, "U16": 16, "U32": 32, "U64": 64, "C64": 64,
 }  # fmt: skip
 _FROM_HEADER = {header: name for name, (header, _) in DTYPES.items()} | {

@@ -150,7 +150,7 @@ def make_float8(*, by: str, dtype: torch.dtype, name: str = "weight_scale") -> P
     def pack(weight: torch.Tensor, _: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         height, width = {"tensor": weight.shape, "channel": (1, weight.shape[1])}.get(by, (24, 40))
         scales = torch.zeros(-(-weight.shape[0] // height), -(-weight.shape[1] // width))
-        whole = torch.zeros_like(weight, dtype=dtype)
+        whole = torch.zeros_like(weight, dtype=torch.float32)
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
                 place = (
@@ -158,10 +158,13 @@ def make_float8(*, by: str, dtype: torch.dtype, name: str = "weight_scale") -> P
                     slice(j * width, j * width + width),
                 )
                 scales[i, j] = weight[place].abs().max() / 448
-                whole[place] = scales[i, j].to(dtype)
-        stored = (weight.float() / whole.float()).to(torch.float8_e4m3fn)
+                if dtype == torch.float8_e8m0fnu:
+                    scales[i, j] = scales[i, j].log2().ceil().exp2()
+                whole[place] = scales[i, j].to(dtype).float()
+        stored = (weight.float() / whole).to(torch.float8_e4m3fn)
         own = scales.to(dtype).reshape(() if by == "tensor" else scales.shape)
-        return {"weight": stored, name: own}, stored.to(dtype) * whole
+        restored = stored.float() * whole
+        return {"weight": stored, name: own}, restored if by == "block" else restored.to(dtype)
 
     return pack
 
@@ -323,6 +326,13 @@ CASES = {
         "fp8-block",
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [24, 40]},
         make_float8(by="block", dtype=torch.bfloat16, name="weight_scale_inv"), None, "bfloat16",
+    ),
+    "fp8-block-e8m0": Case(
+        "fp8-block",
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [24, 40],
+         "scale_fmt": "ue8m0"},
+        make_float8(by="block", dtype=torch.float8_e8m0fnu, name="weight_scale_inv"), None,
+        "bfloat16",
     ),
     "modelopt-int4": Case(
         "modelopt-int4",

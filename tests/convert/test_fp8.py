@@ -309,11 +309,11 @@ SCALE = "model.layers.0.mlp.up_proj.weight_scale"
         ({SCALE: torch.tensor(float("nan"))}, f"{SCALE} is nan"),
         (
             {"model.layers.0.self_attn.k_proj.weight": torch.ones(32, 64, dtype=torch.bfloat16)},
-            "model.layers.0.self_attn.k_proj.weight (bfloat16)",
+            "of model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj",
         ),
         (
             {"lm_head.weight": torch.ones(512, 64).to(torch.float8_e4m3fn)},
-            "lm_head.weight is float8",
+            "lm_head is quantized, of which",
         ),
         ({"model.layers.0.self_attn.q_proj.other": torch.ones(1)}, "would not use"),
     ],

@@ -74,6 +74,27 @@ def test_plain_weights_are_the_librarys(name: str, convert: Converter, tmp_path:
     assert not checkpoint.quantization.is_quantized
 
 
+@pytest.mark.parametrize(
+    "name", ["fp8-block", "fp8-block-bfloat16", "fp8-block-e8m0", "modelopt-int4"]
+)
+def test_weights_in_float32_are_rounded_once(name: str, convert: Converter, tmp_path: Path) -> None:
+    """Blocks of float8 and ModelOpt's formats, whatever type their scales have; transformers 5.24
+    multiplies blocks in float32, too."""
+    source, plain = make_quantized(tmp_path, CASES[name], layers=1)
+    convert(model_dir=source, dequantize=True, dtype="float32")
+    written = load_file(convert.output / "rank0.safetensors")
+    for module, weight in list_plain(plain).items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(written[f"transformer.layers.0.{module}.weight"], weight), module
+    if name == "fp8-block-e8m0":  # bytes, as files of older versions of safetensors have them
+        stored = load_file(source / "model.safetensors")
+        scales = {n: t.view(torch.uint8) for n, t in stored.items() if n.endswith("scale_inv")}
+        change_folder(source, scales)
+        convert(model_dir=source, dequantize=True, dtype="float32", force=True)
+        again = load_file(convert.output / "rank0.safetensors")
+        assert all(torch.equal(again[name], tensor) for name, tensor in written.items())
+
+
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_four_bits_are_kept(name: str, convert: Converter, tmp_path: Path) -> None:
     """Numbers, scales, zeros and order are the source's: the products in float32 are equal."""
@@ -411,13 +432,45 @@ def test_a_nan_scale_is_found_in_plain_weights_too(convert: Converter, tmp_path:
     assert f"{GROUP} NaN" in convert.fail(model_dir=source, dequantize=True).message
 
 
-def test_a_half_quantized_linear(convert: Converter, tmp_path: Path) -> None:
-    source, plain = make_quantized(tmp_path, CASES["awq"], layers=1)
-    kinds = dict.fromkeys([f"{Q_PROJ}.{kind}" for kind in ("qweight", "qzeros", "scales")])
-    change_folder(source, {**kinds, f"{Q_PROJ}.weight": plain[f"{Q_PROJ}.weight"]})
+KEPT = ["awq", "gptq", "compressed", "fp8-static", "fp8-channel", "modelopt-int4", "modelopt-nvfp4"]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_half_quantized_linear(name: str, convert: Converter, tmp_path: Path) -> None:
+    """One problem, and the remedy that it names works."""
+    source, plain = make_quantized(tmp_path, CASES[name], layers=1)
+    own = [key for key in load_file(source / "model.safetensors") if key.startswith(Q_PROJ)]
+    weight = plain[f"{Q_PROJ}.weight"].to(getattr(torch, CASES[name].dtype))
+    change_folder(source, {**dict.fromkeys(own), f"{Q_PROJ}.weight": weight})
     error = convert.fail(model_dir=source)
     assert "which make one linear of the checkpoint, 2 are quantized" in error.message
+    assert len(error.problems) == 1
+    assert error.hint.startswith("add --dequantize")
     convert(model_dir=source, dequantize=True)
+    written = load_file(convert.output / "rank0.safetensors")[
+        "transformer.layers.0.attention.qkv.weight"
+    ]
+    assert torch.equal(written[: len(weight)], weight)
+
+
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
+@pytest.mark.parametrize("name", KEPT)
+def test_a_quantized_head_or_embedding(
+    name: str, module: str, convert: Converter, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    source, plain = make_quantized(tmp_path, case, layers=1, vocab=64)
+    packed, restored = case.pack(plain[f"{module}.weight"], torch.Generator().manual_seed(0))
+    own = {f"{module}.{kind}": tensor for kind, tensor in packed.items()}
+    change_folder(source, {f"{module}.weight": None, **own})
+    error = convert.fail(model_dir=source)
+    assert f"{module} is quantized, of which a checkpoint holds plain weights only" in error.message
+    assert len(error.problems) == 1
+    assert error.hint.startswith("add --dequantize")
+    convert(model_dir=source, dequantize=True)
+    name = "lm_head.weight" if module == "lm_head" else "transformer.vocab_embedding.weight"
+    written = load_file(convert.output / "rank0.safetensors")[name]
+    assert torch.equal(written, restored.to(written.dtype))
 
 
 def test_splits_that_cut_groups_or_orders(convert: Converter, tmp_path: Path) -> None:
