@@ -52,6 +52,7 @@ from .methods import FOLDERS, find_converter, find_folder, list_folder_flags, lo
 from .methods.base import DrafterConverter
 from .origin import find_other_base, read_origin
 from .plan import (
+    CASTABLE,
     ConversionPlan,
     PlannedTensor,
     RankPlan,
@@ -73,6 +74,8 @@ from .wrappers import unwrap
 
 logger = logs.get_logger(__name__)
 
+# What transformers 5 calls the experts of a layer in one tensor.
+FUSED = ("gate_up_proj", "down_proj")
 MAX_WORKERS = 16  # if not told otherwise: every one has buffers
 
 
@@ -272,10 +275,11 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     family = find_family(folder)
     files = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)]
     folder, scheme, matrices = open_quantized(settings, folder)
-    folder = family.prepare(folder)
+    dtype = folder.find_dtype() if settings.dtype == "auto" else settings.dtype
+    folder = family.prepare(folder, dtype)
     is_quantized = settings.dequantize or scheme is not None
     layout = Layout(
-        dtype=folder.find_dtype() if settings.dtype == "auto" else settings.dtype,
+        dtype=dtype,
         tp_size=settings.tp_size or 1,
         pp_size=settings.pp_size or 1,
         use_parallel_embedding=settings.use_parallel_embedding,
@@ -347,10 +351,11 @@ def check_experts(
             " yet",
         )
     # Before that many names are listed.
-    if model.experts.num > len(folder.tensors):
+    num_matrices = sum(math.prod(info.shape[:-2]) for info in folder.tensors.values())
+    if model.experts.num > num_matrices:
         raise SpecDecError(
             f"{folder.path} is said to have {model.experts.num} experts a layer, but holds"
-            f" {len(folder.tensors)} tensors",
+            f" {num_matrices} matrices",
             "its config.json and tensors disagree: take both from the same model",
         )
 
@@ -371,6 +376,14 @@ def open_quantized(
                 "leave it out",
             )
         return folder, None, {}
+    for name, info in folder.tensors.items():
+        if name.rpartition(".experts.")[2] in FUSED and info.dtype not in CASTABLE:
+            raise SpecDecError(
+                f"{folder.path}: {name} is {info.dtype}: experts in one tensor are read unquantized"
+                " only",
+                "convert the unquantized model; or let transformers 5 save this one with"
+                " save_original_format=True, its default, and give --dequantize",
+            )
     if settings.quantization is not None:
         raise SpecDecError(
             f"{folder.path} is quantized already ({scheme.description})",

@@ -80,7 +80,8 @@ class Part:
     The source is transposed where it is stored as [in, out], then its first `skipped` rows are
     left out, then one of `num_shares` equal shares of the rows is taken; `added` is added to every
     element, in float32. is_row: a single row, between whose size and its elements there may be more
-    sizes of one, or fewer.
+    sizes of one, or fewer. num_matrices: of a source of three dimensions, whose rows are those of
+    its matrices, one below the other.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Part:
     num_shares: int = 1
     added: float = 0.0
     is_row: bool = False
+    num_matrices: int = 0
 
     def is_alike(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Whether a source of one shape is taken where another is expected."""
@@ -99,7 +101,10 @@ class Part:
 
     def get_source_shape(self, num_rows: int, rest: tuple[int, ...]) -> tuple[int, ...]:
         """Shape that the source must have for this part to have `num_rows` rows."""
-        shape = (self.skipped + self.num_shares * num_rows, *rest)
+        height = self.skipped + self.num_shares * num_rows
+        shape = (height, *rest)
+        if self.num_matrices:
+            shape = (self.num_matrices, height // self.num_matrices, *rest)
         return shape[::-1] if self.is_transposed else shape
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from specdec import logs
@@ -80,9 +80,10 @@ class Family:
     alone.
     written_as: TensorRT-LLM's name of an architecture that computes the same; else a checkpoint
     has the family's own.
-    prepare: a folder as `modules` and `read_config` want it, where they need another than there is.
+    prepare: a folder as `modules` and `read_config` want it, where they need another than there is;
+    it gets the checkpoint's type, too.
     read_config: reads fields of `ModelConfig` out of a config.json; `own_arithmetic` is one of them
-    where TensorRT-LLM has no class for the model.
+    where TensorRT-LLM has no class for the model, and one of the layout's where that is changed.
     describe: completes a checkpoint's config.json with the keys that TensorRT-LLM has for it.
     find_problem_014: what TensorRT-LLM 0.14 cannot express of a model, with a remedy, or None.
     """
@@ -96,7 +97,7 @@ class Family:
     is_tied_by_default: bool = False
     always_shares: bool = False
     written_as: str = ""
-    prepare: Callable[[HfFolder], HfFolder] = lambda folder: folder
+    prepare: Callable[[HfFolder, str], HfFolder] = lambda folder, dtype: folder
     read_config: Callable[[ConfigReader, Layout], dict[str, Any]]
     describe: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = describe_rotary
     find_problem_014: Callable[[ModelConfig], tuple[str, str] | None] = lambda model: None
@@ -123,7 +124,7 @@ class Family:
                     folder.path, name, shorten(value),
                 )  # fmt: skip
         fields = {field.name for field in dataclasses.fields(ModelConfig)}
-        values |= {name: value for name, value in vars(layout).items() if name in fields}
+        values = {key: value for key, value in vars(layout).items() if key in fields} | values
         architecture = self.written_as or self.architectures[0]
         return ModelConfig(architecture=architecture, **values), is_tied
 
@@ -163,7 +164,10 @@ class Family:
     ) -> dict[str, tuple[Part, ...]]:
         """Map canonical tensor names to the family's own, under the prefix that a folder has."""
         canonical = list(canonical)
-        namings = [self._list_parts(canonical, prefix, num_experts) for prefix in self.prefixes]
+        present = folder.tensors if folder is not None else {}
+        namings = [
+            self._list_parts(canonical, prefix, num_experts, present) for prefix in self.prefixes
+        ]
         if folder is None:
             return namings[0]
         names = [{part.name for parts in n.values() for part in parts} for n in namings]
@@ -179,7 +183,7 @@ class Family:
         return chosen[0] if chosen else namings[0]
 
     def _list_parts(
-        self, canonical: Iterable[str], prefix: str, num_experts: int
+        self, canonical: Iterable[str], prefix: str, num_experts: int, present: Collection[str]
     ) -> dict[str, tuple[Part, ...]]:
         parts = {}
         for name in canonical:
@@ -195,6 +199,10 @@ class Family:
                 for expert in range(num_experts if has_experts else 1)
                 for part in own
             )
+            stem, separator, _ = parts[name][0].name.partition(".experts.")
+            fused = f"{stem}{separator}{'down_proj' if len(own) == 1 else 'gate_up_proj'}"
+            if has_experts and fused in present:
+                parts[name] = tuple(_list_fused(fused, len(own), num_experts))
         return parts
 
     def _name_part(self, part: str | Part, layer: str, kind: str, prefix: str, expert: int) -> Part:
@@ -203,6 +211,19 @@ class Family:
         if name.startswith(self.prefixes[0]):
             name = prefix + name.removeprefix(self.prefixes[0])
         return dataclasses.replace(part, name=f"{name.format(layer=layer, expert=expert)}.{kind}")
+
+
+def _list_fused(name: str, num_parts: int, num_experts: int) -> Iterator[Part]:
+    """The parts of all experts in one tensor, as transformers 5 has them in memory.
+
+    Of each expert the half that is activated comes first there; a checkpoint has it second.
+    """
+    for expert in range(num_experts):
+        for place in reversed(range(num_parts)):
+            yield Part(
+                name, share=num_parts * expert + place, num_shares=num_parts * num_experts,
+                num_matrices=num_experts,
+            )  # fmt: skip
 
 
 def tie_head(

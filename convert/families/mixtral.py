@@ -6,6 +6,7 @@ from typing import Any
 
 from specdec.model.config_reader import ConfigReader
 
+from ..hf import HfFolder
 from . import llama
 from .base import Family, Layout, get_window, read_decoder, read_experts, read_windows
 
@@ -19,6 +20,13 @@ MODULES = {name: own for name, own in llama.MODULES.items() if ".mlp." not in na
     _OURS + "mlp.fc": (_EXPERT + "w3", _EXPERT + "w1"),
     _OURS + "mlp.proj": (_EXPERT + "w2",),
 }
+
+
+def restore_names(folder: HfFolder, dtype: str) -> HfFolder:
+    """Undo what transformers 5 calls the experts' module in memory, and where it fuses them."""
+    names = {name: name.replace(".mlp.", ".block_sparse_moe.") for name in folder.tensors}
+    folder.rename(names, left_out=())
+    return folder
 
 
 def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
@@ -36,6 +44,7 @@ FAMILY = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
     modules=MODULES,
+    prepare=restore_names,
     read_config=read_config,
     describe=llama.describe,
 )

@@ -18,8 +18,9 @@ from specdec.model.tensors import HEAD
 
 from ..hf import HfFolder
 from ..plan import Computed, Part
-from .base import Family, Layout, name_activation, refuse_unless
+from .base import Family, Layout, logger, name_activation, refuse_unless
 
+MIN_ROWS = 256
 _SELF = "model.decoder.layers.{layer}."
 _OURS = "transformer.layers.{layer}."
 
@@ -57,8 +58,17 @@ def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
         reader, "enable_bias", True, remedy="OPT without biases (Galactica) is not supported"
     )
     activation = reader.get_text("activation_function", "relu")
+    folded = {}
+    if reader.config.get("word_embed_proj_dim") not in (None, hidden_size):
+        folded["use_parallel_embedding"] = False  # as TensorRT-LLM's converter has it
+        if layout.use_parallel_embedding:
+            logger.warning(
+                "%s: --use-parallel-embedding has no effect: TensorRT-LLM's converter leaves"
+                " embedding and positions whole where word_embed_proj_dim is not hidden_size",
+                reader.path,
+            )
     known = ARCHITECTURES["OPTForCausalLM"]
-    return {
+    return folded | {
         "vocab_size": reader.get_int("vocab_size"),
         "hidden_size": hidden_size,
         "num_hidden_layers": reader.get_int("num_hidden_layers"),
@@ -84,11 +94,12 @@ def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def fold_projections(folder: HfFolder) -> HfFolder:
+def fold_projections(folder: HfFolder, dtype: str) -> HfFolder:
     """Return the folder with embedding and head of the hidden size, as TensorRT-LLM has them.
 
-    OPT-350m's embedding is smaller; one projection leads from it to the layers and another back to
-    the head, which are matrices alone, so that either may be multiplied with the table.
+    OPT-350m's embedding is smaller. One projection leads from it to the layers, another back to the
+    head. Both are matrices only, so either may be multiplied with the table: as TensorRT-LLM's
+    converter does it, in `dtype` first, then in float32 by torch, to the same bytes.
     """
     found = [name for name in FAMILY.prefixes if f"{name}embed_tokens.weight" in folder.tensors]
     prefix = found[0] if found else FAMILY.prefixes[0]
@@ -116,26 +127,31 @@ def fold_projections(folder: HfFolder) -> HfFolder:
     # Of each its table, [V, P], its projection, and whether that is stored as [D, P].
     products = {table: (table, inward, True), HEAD: (head, outward, False)}
 
-    def widen(name: str, values: Array) -> Array:
-        wide: Array = cast(values, folder.tensors[name].dtype, "float32").astype(np.float64)
-        return wide
+    def widen(name: str, values: Array) -> Any:
+        import torch
+
+        rounded = cast(values, folder.tensors[name].dtype, dtype)
+        return torch.from_numpy(cast(rounded, dtype, "float32").copy())
 
     def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
-        """Multiply, [V, D] in float32, rounded once."""
+        """Multiply, [V, D] in float32."""
         own, projection, is_turned = products[name]
-        rows = widen(own, folder.read_block(own, start, stop))
+        num_rows, num_columns = infos[name].shape
+        # With few rows at a time, torch adds in another order.
+        top = max(0, min(start, num_rows - MIN_ROWS))
+        bottom = max(stop, min(num_rows, top + MIN_ROWS))
+        rows = widen(own, folder.read_block(own, top, bottom))
         factor = widen(projection, folder.read(projection))
-        first, last = columns or (0, infos[name].shape[1])
-        product = rows @ (factor.T if is_turned else factor)[:, first:last]
-        result: Array = np.ascontiguousarray(product, np.float32)
-        return result
+        product: Array = (rows @ (factor.T if is_turned else factor)).numpy()
+        first, last = columns or (0, num_columns)
+        return np.ascontiguousarray(product[start - top : stop - top, first:last])
 
     infos = {
         name: TensorInfo("float32", (folder.tensors[own].shape[0], shapes[inward][0]))
         for name, (own, _, _) in products.items()
     }
     folded = folder.substitute(Computed(folder, infos, compute), (inward, outward))
-    folded.config = folder.config | {"tie_word_embeddings": False, "word_embed_proj_dim": size}
+    folded.config = folder.config | {"tie_word_embeddings": False}
     return folded
 
 

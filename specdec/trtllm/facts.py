@@ -69,7 +69,8 @@ class Facts:
     """One line of TensorRT-LLM.
 
     releases: the first release of the line, and the first that is not of it any more. modes: number
-    by name of each speculation mode, as an engine's config.json has it. quant_algos: the layouts of
+    by name of each speculation mode, as an engine's config.json has it. without_kv_heads: the
+    architectures whose attention has as many K/V heads as heads. quant_algos: the layouts of
     ModelOpt's that its loader reads, each with what keeps it from reading a whole model in it, or
     null. quant_group_sizes: those of its int4 kernels.
     """
@@ -82,6 +83,7 @@ class Facts:
     flags: dict[str, BuildFlag]
     modes: dict[str, int]
     architectures: tuple[str, ...]
+    without_kv_heads: tuple[str, ...]
     mapping_keys: tuple[str, ...]
     quantization_keys: tuple[str, ...]
     moe_keys: tuple[str, ...]

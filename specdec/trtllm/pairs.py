@@ -48,8 +48,16 @@ def find_lack(label: str, config: Mapping[str, Any], target: str) -> tuple[str, 
     target: the architecture of the checkpoint's target.
     """
     name, method = config["architecture"], find_method(config)
-    if name in load_facts(label).architectures:
-        return None
+    facts = load_facts(label)
+    if name in facts.architectures:
+        num_heads, num_kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+        if name not in facts.without_kv_heads or num_kv_heads in (None, num_heads):
+            return None
+        return (
+            f"TensorRT-LLM {label}'s {name} has as many K/V heads as heads, and the checkpoint has"
+            f" {num_kv_heads} for {num_heads} heads",
+            "use --backend torch",
+        )
     title = method.own_architectures.get(name) if method is not None else None
     if method is None or title is None:
         return f"TensorRT-LLM {label} has no {name}", describe_lines(name, label)

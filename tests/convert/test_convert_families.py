@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from specdec.convert.families import FAMILIES, list_families
@@ -210,6 +211,23 @@ def test_a_line_without_the_architecture_is_refused(
         assert done.stderr.endswith("use --backend torch\n")
 
 
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("label", LABELS)
+def test_phi_with_fewer_kv_heads_is_no_model_of_tensorrt_llm(
+    label: str, kv_heads: int, make: Maker, convert: Converter, tmp_path: Path
+) -> None:
+    """Its class, of every line, has no number of K/V heads."""
+    convert(model_dir=make("phi", kv_heads=kv_heads), trtllm_version=label)
+    assert ("tensorrt-llm" in convert.report["backends"]) == (kv_heads == 8)
+    done = run_cli_here(
+        "build", "--checkpoint-dir", convert.output, "--output-dir", tmp_path / "engine",
+        "--backend", "tensorrt-llm", "--trtllm-version", label, "--dry-run",
+    )  # fmt: skip
+    fact = f"TensorRT-LLM {label}'s PhiForCausalLM has as many K/V heads as heads, and the"
+    assert done.returncode == (1 if kv_heads == 2 else 0), done.stderr
+    assert (fact in done.stderr) == (kv_heads == 2)
+
+
 def test_no_key_of_ours_where_the_name_tells(make: Maker, convert: Converter) -> None:
     for family in set(NAMES) - set(OWN):
         assert KEY not in read_config(convert(model_dir=make(family), force=True))
@@ -350,6 +368,79 @@ def test_three_ranks_and_pipeline_stages(
         "gpus_per_node": 8, "cp_size": 1, "moe_tp_size": tp_size, "moe_ep_size": 1,
     })  # fmt: skip
     assert convert.report["pp_size"] == pp_size
+
+
+def fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name and stack the experts as transformers 5 does with save_original_format=False."""
+    fused: dict[str, Any] = {}
+    places = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up"}
+    for name, tensor in tensors.items():
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        stem, _, rest = name.partition(".experts.")
+        if not rest:
+            fused[name] = tensor
+            continue
+        expert, part, _ = rest.split(".")
+        place = places.get(part, "down")
+        fused.setdefault(f"{stem}.experts.{place}", {})[int(expert)] = tensor
+    for stem in [name.removesuffix(".down") for name in fused if name.endswith(".down")]:
+        gate, up, down = (fused.pop(f"{stem}.{place}") for place in ("gate", "up", "down"))
+        order = range(len(down))
+        fused[f"{stem}.gate_up_proj"] = torch.stack([torch.cat([gate[e], up[e]]) for e in order])
+        fused[f"{stem}.down_proj"] = torch.stack([down[e] for e in order])
+    return fused
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_in_one_tensor(
+    family: str, kind: str, make: Maker, tmp_path: Path, convert: Converter
+) -> None:
+    model_dir = make(family, heads=4, kv_heads=2, layers=1)
+    layouts = [{}, {"tp_size": 2}, {"tp_size": 4, "moe_ep_size": 2}]
+    expected = [
+        summarize_rank(convert(model_dir=model_dir, force=True, **flags) / "rank0.safetensors")
+        for flags in layouts
+    ]
+    folder = copy_model(model_dir, tmp_path)
+    fused = fuse_experts(load_file(folder / "model.safetensors"))
+    save_file(fused, folder / "model.safetensors")
+    if transformers.__version__.startswith("5.") and kind == "safetensors":
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
+        model.save_pretrained(tmp_path / "saved", save_original_format=False)
+        saved = load_file(tmp_path / "saved" / "model.safetensors")
+        assert saved.keys() == fused.keys()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in fused.items())
+    if kind == "bin":
+        (folder / "model.safetensors").unlink()
+        torch.save(fused, folder / "pytorch_model.bin")
+    for flags, rank in zip(layouts, expected, strict=True):
+        convert(model_dir=folder, force=True, **flags)
+        assert summarize_rank(convert.output / "rank0.safetensors") == rank
+
+
+def test_experts_in_one_tensor_that_are_laid_out_otherwise(
+    make: Maker, tmp_path: Path, convert: Converter
+) -> None:
+    """[in, out], as other models have them, or quantized, is refused by name."""
+    folder = copy_model(make("qwen3_moe", layers=1), tmp_path)
+    fused = fuse_experts(load_file(folder / "model.safetensors"))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    changed = fused | {name: fused[name].transpose(1, 2).contiguous()}
+    save_file(changed, folder / "model.safetensors")
+    message = convert.fail(model_dir=folder).message
+    assert f"{name} has shape [4, 64, 48], not [4, 48, 64]" in message
+    scales = {f"{name}_scale_inv": torch.ones(4, 1, 1)}
+    save_file(
+        fused | scales | {name: fused[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors"
+    )
+    section = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    for flags in ({}, {"dequantize": True}):
+        set_config(folder, quantization_config=section)
+        error = convert.fail(model_dir=folder, **flags)
+        assert (
+            f"{name} is float8_e4m3fn: experts in one tensor are read unquantized" in error.message
+        )
 
 
 @pytest.mark.parametrize("family", EXPERTS)
@@ -801,20 +892,33 @@ def test_opts_projections_are_multiplied_with_its_table(
 ) -> None:
     """As TensorRT-LLM's converter does; what is left is an embedding and a head of their own."""
     folder = make(
-        "opt", word_embed_proj_dim=32, do_layer_norm_before=False, tie_word_embeddings=is_tied
+        "opt",
+        word_embed_proj_dim=32,
+        do_layer_norm_before=False,
+        tie_word_embeddings=is_tied,
+        vocab=66,
     )
-    flags = {"use_embedding_sharing": True} if version == "0.14" else {}
-    convert(model_dir=folder, tp_size=2, trtllm_version=version, **flags)
+    flags: dict[str, Any] = {"use_embedding_sharing": True} if version == "0.14" else {}
+    flags |= {"use_parallel_embedding": True, "embedding_sharding_dim": 1}
+    # As its converter does it: cast, multiplied in float32, cast; and nothing of it is split.
+    convert(model_dir=folder, tp_size=2, trtllm_version=version, dtype="float16", **flags)
     assert ("--use-embedding-sharing has no effect" in log.text) == (version == "0.14")
-    source = {k: v.double().numpy() for k, v in load_file(folder / "model.safetensors").items()}
-    joined, prefix = join_checkpoint(convert.output), "model.decoder."
+    assert "--use-parallel-embedding has no effect" in log.text
+    source = {k: v.half().float() for k, v in load_file(folder / "model.safetensors").items()}
+    prefix = "model.decoder."
     table = source[f"{prefix}embed_tokens.weight"]
     head = table if is_tied else source["lm_head.weight"]
-    for name, product in (
-        ("transformer.vocab_embedding.weight", table @ source[f"{prefix}project_in.weight"].T),
-        ("lm_head.weight", head @ source[f"{prefix}project_out.weight"]),
-    ):
-        np.testing.assert_allclose(joined[name], product, rtol=1e-6, atol=1e-7)
+    head = (head @ source[f"{prefix}project_out.weight"]).half()
+    table = (table @ source[f"{prefix}project_in.weight"].T).half()
+    for rank, half in enumerate(head.chunk(2)):
+        written = load_file(convert.output / f"rank{rank}.safetensors")
+        assert torch.equal(written["lm_head.weight"], half)
+        assert torch.equal(written["transformer.vocab_embedding.weight"], table)
+        positions = source[f"{prefix}embed_positions.weight"][2:].half()
+        assert torch.equal(written["transformer.position_embedding.weight"], positions)
+    config = read_config(convert.output)
+    assert (config["use_parallel_embedding"], config["embedding_sharding_dim"]) == (False, 1)
+    joined = join_checkpoint(convert.output)
     assert "transformer.ln_f.weight" not in joined
     assert read_config(convert.output)["do_layer_norm_before"] is False
     assert KEY not in read_config(convert.output)
