@@ -403,11 +403,11 @@ def are_equal(source: TensorSource, one: str, other: str) -> bool:
     height = max(1, CHUNK_BYTES * num_rows // max(1, infos[0].num_bytes))
     for start in range(0, num_rows, height):
         stop = min(start + height, num_rows)
-        rows = [
+        left, right = (
             cast(source.read_block(name, start, stop), info.dtype, "float32")
             for name, info in zip((one, other), infos, strict=True)
-        ]
-        if not np.array_equal(*rows):
+        )
+        if not np.array_equal(left, right):
             return False
     return True
 

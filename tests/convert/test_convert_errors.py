@@ -380,7 +380,7 @@ def test_the_index_decides_between_copies(kind: str, copy: Copy, convert: Conver
     expected = summarize_rank(convert(model_dir=folder) / "rank0.safetensors")
     path = folder / "model.safetensors.index.json"
     places = json.loads(path.read_text())["weight_map"]
-    save = save_file
+    save: Any = save_file
     if kind == "bin":
         path.unlink()
         path, save = folder / "pytorch_model.bin.index.json", torch.save
