@@ -22,7 +22,7 @@ from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.config import FLOAT_DTYPES
 
-from .plan import TensorSource, count_elements, refuse_unplaced
+from .plan import TensorSource, count_elements
 from .torch_file import TorchFile
 
 logger = logs.get_logger(__name__)
@@ -70,31 +70,23 @@ class HfFolder:
             tensors[new], self._stored[new] = info, self._stored.get(name, name)
         problems.raise_all()
         self.tensors = tensors
-        self.unplaced = {new for new in tensors if self._stored[new] in self.unplaced}
 
     def read(self, name: str) -> Array:
         """Return a tensor in its storage type (bfloat16 as uint16)."""
-        holder, name = self._find(name)
-        return holder.read(name)
+        name = self._stored.get(name, name)
+        return self._holders[name].read(name)
 
     def read_block(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> Array:
         """Return a copy of some rows of a tensor, all columns or columns [first, last)."""
-        holder, name = self._find(name)
-        return holder.read_block(name, start, stop, columns)
+        name = self._stored.get(name, name)
+        return self._holders[name].read_block(name, start, stop, columns)
 
     def locate(self, name: str) -> tuple[Path, int] | None:
         """Return the file and offset of a tensor's bytes, or None where they are no such run."""
-        holder, name = self._find(name)
-        return holder.locate(name)
-
-    def _find(self, name: str) -> tuple[TensorSource, str]:
-        """Return what holds a tensor, and its name there."""
-        if name in self.unplaced:
-            raise SpecDecError(*refuse_unplaced(self, [name]))
         name = self._stored.get(name, name)
-        return self._holders[name], name
+        return self._holders[name].locate(name)
 
     def release(self) -> None:
         """Let go of the memory of what was read."""
@@ -106,7 +98,6 @@ class HfFolder:
         changed = copy.copy(self)
         changed.tensors = {n: info for n, info in self.tensors.items() if n not in replaced}
         changed.tensors |= source.tensors
-        changed.unplaced = self.unplaced - source.tensors.keys()
         changed.computed = frozenset(source.tensors)
         changed._holders = self._holders | dict.fromkeys(source.tensors, source)
         changed._stored = {n: own for n, own in self._stored.items() if n not in source.tensors}
@@ -171,10 +162,21 @@ class HfFolder:
                     "download the file and the index again",
                 )
             # Of what the index places in another file, this one holds a stale copy.
-            unplaced = file.tensors.keys() - placed
-            self.unplaced |= unplaced
-            self._add_file(file, names | unplaced)
+            unplaced = sorted(file.tensors.keys() - placed)
+            self.unplaced.update(unplaced)
+            if unplaced and problems:  # they may be what is lacking, by another name
+                problems.add(
+                    f"{file.path} holds tensors that the index does not place there:"
+                    f" {join_names(unplaced)}",
+                    "download the file and the index again",
+                )
+            self._add_file(file, names)
         problems.raise_all()
+        if self.unplaced:
+            logger.warning(
+                "%s: not read: %d tensors that no entry of %s names: %s",
+                self.path, len(self.unplaced), index.name, join_names(sorted(self.unplaced)),
+            )  # fmt: skip
 
 
 def read_index(path: Path) -> dict[str, set[str]]:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -251,8 +251,7 @@ def plan_tensors(
     `parts` maps a tensor of `specs` to the source rows that make it, one below the other.
     Source tensors that no output uses are problems, unless a pattern of `ignored` matches.
     """
-    missing, misshapen, unreadable, unplaced = [], [], [], []
-    doubtful: Collection[str] = getattr(source, "unplaced", ())  # of an `HfFolder`
+    missing, misshapen, unreadable = [], [], []
     ranks: list[RankPlan] = [{} for _ in range(model.tp_size)]
     for canonical, spec in specs.items():
         heights = _list_heights(spec, model, len(parts[canonical]))
@@ -264,8 +263,6 @@ def plan_tensors(
             info = source.tensors.get(part.name)
             if info is None:
                 missing.append(part.name)
-            elif part.name in doubtful:
-                unplaced.append(part.name)
             elif not part.is_alike(info.shape, expected):
                 misshapen.append(f"{part.name} has shape {list(info.shape)}, not {list(expected)}")
             elif info.dtype != stored and not {stored, info.dtype} <= set(CASTABLE):
@@ -286,12 +283,9 @@ def plan_tensors(
     used = {part.name for several in parts.values() for part in several}
     unread = [
         name for name in source.tensors
-        if name not in used and name not in doubtful
-        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
+        if name not in used and not any(fnmatch.fnmatchcase(name, p) for p in ignored)
     ]  # fmt: skip
     report_missing(source, missing, problems)
-    if unplaced:
-        problems.add(*refuse_unplaced(source, unplaced))
     if misshapen:
         problems.add(
             f"{source.path}: {join_names(list(dict.fromkeys(misshapen)))}",
@@ -327,22 +321,19 @@ def check_num_layers(num_layers: int, source: TensorSource) -> None:
 
 def report_missing(source: TensorSource, names: Sequence[str], problems: Problems) -> None:
     """Append a problem that names the tensors which a source lacks, if there are any."""
-    names = list(dict.fromkeys(names))
+    unplaced = getattr(source, "unplaced", ())  # of an `HfFolder`
+    if found := [name for name in dict.fromkeys(names) if name in unplaced]:
+        problems.add(
+            f"{source.path}: a shard holds {count(found, 'tensor')} that the model needs and no"
+            f" entry of the index names: {join_names(found)}",
+            "add them to the index's weight_map, or download the index again",
+        )
+    names = [name for name in dict.fromkeys(names) if name not in unplaced]
     if names:
         problems.add(
             f"{source.path} lacks {count(names, 'tensor')}: {join_names(names)}",
             "copy or download the folder again, and check its config.json",
         )
-
-
-def refuse_unplaced(source: TensorSource, names: Sequence[str]) -> tuple[str, str]:
-    """Return fact and remedy for tensors that a shard holds and the index does not name."""
-    names = list(dict.fromkeys(names))
-    return (
-        f"{source.path}: {join_names(names)}: a shard holds {count(names, 'tensor')} that the"
-        " model needs and no entry of the index names",
-        "add them to the index's weight_map, or download the index again",
-    )
 
 
 def report_unread(source: TensorSource, names: Sequence[str], problems: Problems) -> None:

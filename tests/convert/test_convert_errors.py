@@ -367,14 +367,18 @@ def test_index_at_odds_with_its_files(copy: Copy, convert: Converter) -> None:
     folder = copy("llama_gqa")
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
+    del index["weight_map"]["model.norm.weight"]
     index["weight_map"]["no.such"] = "model-00001-of-00003.safetensors"
     path.write_text(json.dumps(index))
     message = convert.fail(model_dir=folder).message
     assert "lacks tensors that the index places there: no.such" in message
+    assert "holds tensors that the index does not place there: model.norm.weight" in message
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_the_index_decides_between_copies(kind: str, copy: Copy, convert: Converter) -> None:
+def test_the_index_decides_between_copies(
+    kind: str, copy: Copy, convert: Converter, log: pytest.LogCaptureFixture
+) -> None:
     """An overlay of some tensors, whose stale copies stay in the first shards."""
     folder = copy("llama_gqa")
     expected = summarize_rank(convert(model_dir=folder) / "rank0.safetensors")
@@ -398,6 +402,7 @@ def test_the_index_decides_between_copies(kind: str, copy: Copy, convert: Conver
     path.write_text(json.dumps({"weight_map": weight_map}))
     convert(model_dir=folder, force=True)
     assert summarize_rank(convert.output / "rank0.safetensors") == expected
+    assert "not read: 1 tensors that no entry" in log.text
     sources = json.loads((convert.output / "manifest.json").read_text())["sources"]
     assert {f"a.{kind}", *weight_map.values()} < {Path(own["path"]).name for own in sources}
     if kind == "safetensors":
@@ -406,7 +411,8 @@ def test_the_index_decides_between_copies(kind: str, copy: Copy, convert: Conver
     del weight_map["model.norm.weight"]  # is it of the model?
     path.write_text(json.dumps({"weight_map": weight_map}))
     message = convert.fail(model_dir=folder, force=True).message
-    assert "model.norm.weight: a shard holds 1 tensor that the model needs and no entry" in message
+    assert "a shard holds 1 tensor that the model needs and no entry of the index names" in message
+    assert message.endswith(": model.norm.weight")
 
 
 @pytest.mark.parametrize("content", ['{"weight_map": {"a": 1}}', "{}", "[]", "{"])
