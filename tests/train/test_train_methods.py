@@ -467,6 +467,9 @@ def test_drafters_read_the_table_that_engines_give_them(tmp_path: Path) -> None:
     assert torch.equal(features.embedded[0], table[torch.tensor([5, 9, 70])])
     assert not torch.equal(target.embedding(batch.tokens), features.embedded)
     assert target.shape.embedding_scale == target.shape.hidden_size**0.5
+    layers = describe_layers(target, 1)  # which rotate as the target's full layers
+    scaling = layers.rotary_scaling or {}
+    assert (layers.rotary_base, scaling["rope_type"], scaling["factor"]) == (2e4, "linear", 4.0)
 
 
 # Scaled embeddings and capped logits; a head with a bias; learned positions and no rotary fields;
