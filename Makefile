@@ -107,9 +107,13 @@ bench: $(READY)
 	@$(BIN)/python benchmarks/run_all.py --size $(SIZE) --peers $(PEERS) --peers-flags='$(PEERS_FLAGS)' \
 		$(BENCH_FLAGS)
 
-# Not `python -m build`: here that would run our folder of that name.
-dist: $(READY)
-	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+# Not `python -m build`: here that would run our folder of that name. It needs no $(VENV): pip puts
+# setuptools alone into a folder of its own, and removes it.
+dist:
+	@$(PYTHON) -m pip --version >/dev/null 2>&1 || { \
+		echo 'error: $(PYTHON) has no pip, which makes the wheel' >&2; \
+		echo 'hint: on Debian and Ubuntu: apt install python3-pip' >&2; exit 1; }
+	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls dist
 
 # The folder build/ is source and stays; so does out/, which may hold hours of training.

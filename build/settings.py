@@ -62,6 +62,10 @@ class BuildSettings:
     )  # fmt: skip
     quantization: str | None = setting(
         choices=("int8", "int4"),
+        elsewhere={
+            name: f"specdec-convert --quantization {name}, whose checkpoint this builds as it is"
+            for name in ("fp8", "fp8_pc_pt", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4")
+        },
         help="Store the target's layers as int8 or int4: half or a quarter of the memory of"
         " bfloat16, faster on a CPU, and the text can differ slightly. Torch backend only.",
     )  # fmt: skip

@@ -519,8 +519,8 @@ def plan_drafter(
         dtype = model.dtype
     if dtype != model.dtype:
         logger.warning(
-            "the drafter is written as %s beside a %s target; TensorRT-LLM and the torch engine"
-            " need one dtype: leave --dtype out to have it",
+            "the drafter is written as %s beside a %s target; engines need one dtype: leave --dtype"
+            " out to have it",
             dtype, model.dtype,
         )  # fmt: skip
     specs = params.list_tensors(model)

@@ -67,6 +67,10 @@ class ConvertSettings:
     )  # fmt: skip
     quantization: str | None = setting(
         choices=("fp8", "fp8_pc_pt", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4"),
+        elsewhere={
+            name: f"convert without --quantization, then specdec-build --quantization {name}"
+            for name in ("int8", "int4")
+        },
         help="Quantize the target's linear layers; all but fp8_pc_pt need --calibration-data.",
     )
     group_size: int | None = setting(

@@ -76,12 +76,13 @@ def hold_checkpoint(settings: ExportSettings) -> Iterator[Path]:
         options: dict[str, Any] = dict(settings.drafters)
         if METHODS["eagle"].folder in options:
             options["num_eagle_layers"] = 1  # copies of the drafter
-        command.work(
-            command.settings_class(
-                model_dir=settings.model_dir, output_dir=folder, dtype=choose_dtype(settings),
-                **options,
-            )
-        )  # fmt: skip
+        with logs.hush("specdec.convert"):  # the folder goes, and the runtime is another
+            command.work(
+                command.settings_class(
+                    model_dir=settings.model_dir, output_dir=folder, dtype=choose_dtype(settings),
+                    **options,
+                )
+            )  # fmt: skip
         yield folder
 
 

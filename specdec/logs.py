@@ -60,6 +60,18 @@ def show_progress(items: Iterable[T], *, label: str, total: int) -> Iterator[T]:
 
 
 @contextlib.contextmanager
+def hush(name: str) -> Iterator[None]:
+    """Let a logger and those below it only warn meanwhile."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
 def show_waiting(label: str, logger: logging.Logger) -> Iterator[Callable[[str], None]]:
     """Say what is being waited for and for how long: in one line that counts on a terminal,
     elsewhere in a line now and then.

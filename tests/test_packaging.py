@@ -43,7 +43,8 @@ def list_package_folders() -> dict[str, str]:
 def test_every_package_folder_is_listed() -> None:
     tool: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     listed = tool["setuptools"]["packages"]
-    assert sorted(listed) == sorted(set(list_package_folders().values()))
+    pages = ["specdec.docs", "specdec.docs.methods"]  # no modules
+    assert sorted(listed) == sorted({*list_package_folders().values(), *pages})
     for folder in list_package_folders():
         assert (ROOT / folder / "__init__.py").is_file(), f"{folder} lacks __init__.py"
 
@@ -55,7 +56,7 @@ def test_wheel_holds_what_it_should(tmp_path: Path) -> None:
     # From a copy: building leaves a folder of its own beside the sources.
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns("__pycache__", ".*", "*.safetensors", "work", "out", "dist")
-    for name in (*SOURCES, "pyproject.toml", "setup.cfg", "LICENSE", "README.md"):
+    for name in (*SOURCES, "docs", "pyproject.toml", "setup.cfg", "LICENSE", "README.md"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=ignored)
         else:
@@ -77,6 +78,7 @@ def test_wheel_holds_what_it_should(tmp_path: Path) -> None:
             f"{package.replace('.', '/')}/{path.name}" for path in (ROOT / folder).glob("*.py")
         }
     expected |= {f"specdec/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
+    expected |= {f"specdec/{path.relative_to(ROOT)}" for path in (ROOT / "docs").rglob("*.md")}
     # Whatever else the sources carry beside the modules is needed at run time too.
     for source in SOURCES:
         for path in [
@@ -115,7 +117,11 @@ def test_commands_of_the_wheel_start_without_a_checkout(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "specdec", site / "specdec", ignore=ignored)
     for stage in SOURCES[1:]:
         shutil.copytree(ROOT / stage, site / "specdec" / stage, ignore=ignored)
-    code = "import specdec.convert.cli as c, specdec; print(c.__file__, list(specdec.__path__))"
+    shutil.copytree(ROOT / "docs", site / "specdec" / "docs")
+    code = (
+        "import specdec.convert.cli as c, specdec; print(c.__file__, list(specdec.__path__));"
+        "from specdec.command.help import find_pages; print(find_pages()['methods/eagle'])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import click
 
+import specdec
 from specdec.command.settings import get_flags
 from specdec.methods import METHODS
 
@@ -52,7 +54,7 @@ PAGES: Mapping[str, Page] = {
             'specdec generate --model-dir BASE --drafter-model-dir DRAFTER "def main():"',
             'specdec generate --model-dir BASE --prompt-lookup-num-tokens 8 "def main():"',
         ),
-        "docs/generate.md",
+        "generate",
         {
             "Models": (
                 "model_dir", *DRAFTER_FOLDERS, "draft_model_dir", *TARGET_STARTERS, "tokenizer_dir",
@@ -76,7 +78,7 @@ PAGES: Mapping[str, Page] = {
     ),
     "convert": Page(
         ("specdec-convert --model-dir BASE --drafter-model-dir DRAFTER --output-dir checkpoint",),
-        "docs/convert.md",
+        "convert",
         {
             "Models": (
                 "model_dir", "base_model_checkpoint_dir", *DRAFTER_FOLDERS,
@@ -98,7 +100,7 @@ PAGES: Mapping[str, Page] = {
     ),
     "build": Page(
         ("specdec-build --checkpoint-dir checkpoint --output-dir engine",),
-        "docs/build.md",
+        "build",
         {
             "Folders": ("checkpoint_dir", "output_dir", "tokenizer_dir"),
             "Engine": (
@@ -128,7 +130,7 @@ PAGES: Mapping[str, Page] = {
             'specdec-run --engine-dir engine --tokenizer-dir BASE --input-text "def main():"',
             "specdec-run --engine-dir engine --tokenizer-dir BASE --input-file FILE.jsonl --json",
         ),
-        "docs/run.md",
+        "run",
         {
             "Engine and prompts": (
                 "engine_dir", "tokenizer_dir", "input_text", "input_file", "apply_chat_template",
@@ -153,7 +155,7 @@ PAGES: Mapping[str, Page] = {
             "specdec-serve --engine-dir engine",
             "specdec-serve --engine-dir engine --host 0.0.0.0 --api-key-file key.txt",
         ),
-        "docs/serve.md",
+        "serve",
         {
             "Engine": ("engine_dir", "tokenizer_dir", "served_model_name"),
             "Address": ("host", "port", "api_key_file", "allow_anonymous"),
@@ -170,7 +172,7 @@ PAGES: Mapping[str, Page] = {
             "specdec-train --model-dir BASE --data data.jsonl --output-dir drafter",
             "specdec-train data --help    # make the data with the target itself",
         ),
-        "docs/train.md",
+        "train",
         {
             "Models and data": (
                 "method", "model_dir", "data", "output_dir", "eval_data", "start_from",
@@ -197,7 +199,7 @@ PAGES: Mapping[str, Page] = {
             "specdec-train data --input chats.jsonl --output data.jsonl"
             " --base-url URL/v1 --model NAME",
         ),
-        "docs/data.md",
+        "data",
         {
             "Data": ("input", "output", "max_rows", "dataset_split", "completion", "system_prompt"),
             "A server of the target": ("base_url", "model", "concurrency"),
@@ -211,7 +213,7 @@ PAGES: Mapping[str, Page] = {
             "specdec-verify --engine-dir engine --model-dir BASE",
             "specdec-verify --checkpoint-dir checkpoint",
         ),
-        "docs/verify.md",
+        "verify",
         {
             "An engine's text": (
                 "engine_dir", "model_dir", "prompts", "max_output_len", "num_alone", "device",
@@ -224,7 +226,7 @@ PAGES: Mapping[str, Page] = {
     ),
     "bench": Page(
         ("specdec-bench --engine-dir engine --tokenizer-dir BASE --prompts prompts.jsonl",),
-        "docs/bench.md",
+        "bench",
         {
             "Engine and prompts": (
                 "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
@@ -239,7 +241,7 @@ PAGES: Mapping[str, Page] = {
         (
             "specdec tune --checkpoint-dir checkpoint --tokenizer-dir BASE --output-file best.yaml",
         ),
-        "docs/tune.md",
+        "tune",
         {
             "Checkpoint and prompts": (
                 "checkpoint_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
@@ -250,7 +252,7 @@ PAGES: Mapping[str, Page] = {
     ),
     "diagnose": Page(
         ("specdec diagnose --engine-dir engine --tokenizer-dir BASE",),
-        "docs/bench.md",
+        "bench",
         {
             "Engine and prompts": (
                 "engine_dir", "tokenizer_dir", "prompts", "max_output_len", "device",
@@ -265,7 +267,7 @@ PAGES: Mapping[str, Page] = {
             "specdec-export --model-dir BASE --eagle-model-dir DRAFTER --to vllm --output-dir out",
             "specdec-export --model-dir BASE --to gguf --output-dir out",
         ),
-        "docs/export.md",
+        "export",
         {
             "Models": ("checkpoint_dir", "model_dir", *DRAFTER_FOLDERS),
             "Format": ("to", "output_dir", "dtype", "gguf_type", "trtllm_version"),
@@ -277,7 +279,7 @@ PAGES: Mapping[str, Page] = {
             "specdec audit --base-url URL --model NAME --reference-engine engine --same-drafter",
             "specdec audit --base-url URL --model NAME --reference-url URL2 --json",
         ),
-        "docs/audit.md",
+        "audit",
         {
             "Server": ("base_url", "model", "api_key_file", "metrics_url", "timeout"),
             "Reference": (
@@ -291,7 +293,7 @@ PAGES: Mapping[str, Page] = {
     ),
     "doctor": Page(
         ("specdec doctor", "specdec doctor --engine-dir engine"),
-        "docs/doctor.md",
+        "doctor",
         {"Engine": ("engine_dir", "verify_hashes")},
     ),
 }  # fmt: skip
@@ -378,4 +380,14 @@ def write_link(name: str, formatter: click.HelpFormatter, *, is_long: bool) -> N
     if page := PAGES.get(name):
         formatter.write_paragraph()
         more = "" if is_long else f"All options explained: specdec help {name}. "
-        formatter.write_text(f"{more}The page: {page.docs}.")
+        formatter.write_text(f"{more}The page: specdec docs {page.docs}")
+
+
+def find_pages() -> dict[str, Path]:
+    """The pages of the documentation by their names, `run` or `methods/eagle`: a wheel's too."""
+    folders = [Path(place) / "docs" for place in specdec.__path__]
+    folder = next(folder for folder in folders if folder.is_dir())
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): path
+        for path in sorted(folder.rglob("*.md"))
+    }

@@ -28,6 +28,7 @@ class Flag:
     help: str
     kind: str = ""  # one of KINDS, by the field's type
     choices: tuple[str, ...] = ()
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # value -> its command
     minimum: float | None = None
     maximum: float | None = None
     metavar: str | None = None
@@ -219,6 +220,11 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         raise wrong("a path without a circle of links")
     same = {choice.replace("_", "-"): choice for choice in flag.choices}
     text = same.get(text.replace("_", "-"), text)
+    if text in flag.elsewhere:
+        raise UsageError(
+            f"{name}: {text} is not one of {', '.join(flag.choices)}: another command makes it",
+            f"{text}: {flag.elsewhere[text]}",
+        )
     if flag.choices and text not in flag.choices:
         choices = ", ".join(flag.choices)
         raise UsageError(

@@ -218,7 +218,7 @@ def _group_others(ctx: click.Context) -> dict[str, list[str]]:
         elif word.startswith("-") and not word[1:2].isdigit():
             raise click.NoSuchOption(word, ctx=ctx)
         elif current is None:
-            raise click.UsageError(f"Got unexpected extra argument ({word})", ctx=ctx)
+            raise click.UsageError(f"{_EXTRA} ({word})", ctx=ctx)
         else:
             current.append(word)
     return grouped
@@ -323,6 +323,12 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
         known = [option for param in command.params for option in param.opts] if command else []
         nearest = suggest_option(error.option_name, known)
         return 2, f"no such option {error.option_name}{nearest}", _HELP_HINT
+    if isinstance(error, click.UsageError) and error.message.startswith(_EXTRA):
+        words = error.message.partition("(")[2].removesuffix(")")
+        name = getattr(error.ctx and error.ctx.command, "stage", "")
+        page = help.PAGES.get(name)
+        example = f", as in: {page.examples[0]}" if page else ""
+        return 2, f"{words}: no option stands before it", f"name what each word is{example}"
     if isinstance(error, click.ClickException):
         return 2, error.format_message(), _HELP_HINT
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
@@ -357,6 +363,7 @@ _AGAIN_HINT = "nothing half-written was left behind; run it again"
 # error that lists several problems has so many for each, up to MAX_LISTED.
 MAX_LINE, MAX_WORD, MAX_LISTED = 1000, 300, 4
 _HELP_HINT = "--help lists the options"
+_EXTRA = "Got unexpected extra argument"  # how click begins
 _OS_HINT = "check the path, its permissions and the free space; nothing half-written was left"
 
 
@@ -399,11 +406,11 @@ class StageGroup(click.Group):
     """`specdec STAGE`: imports a stage only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*STAGES, "help"]
+        return [*STAGES, "docs", "help"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name == "help":
-            return help_command
+        if cmd_name in ("help", "docs"):
+            return help_command if cmd_name == "help" else docs_command
         return load_command(cmd_name) if cmd_name in STAGES else None
 
     def resolve_command(
@@ -421,6 +428,7 @@ class StageGroup(click.Group):
             formatter.write_dl([
                 *((name, text) for name, (_, text) in STAGES.items()),
                 ("help CMD", "all options of a command, explained"),
+                ("docs [PAGE]", "a page of the documentation, or their list"),
             ])  # fmt: skip
 
 
@@ -447,6 +455,29 @@ def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
         assert isinstance(command, StageCommand)
     command.is_help_long = True
     click.echo(command.get_help(click.Context(command, parent=parent, info_name=name)))
+
+
+@click.command("docs", context_settings=dict(CONTEXT))
+@click.argument("page", required=False, shell_complete=lambda _ctx, _param, begun: [
+    name for name in help.find_pages() if name.startswith(begun)
+])  # fmt: skip
+def docs_command(page: str | None) -> None:
+    """Print a page of the documentation, such as `specdec docs run`, or list the pages."""
+    pages = help.find_pages()
+    if page is None:
+        width = max(map(len, pages))
+        for name, path in pages.items():
+            title = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+            click.echo(f"{name:<{width}}  {title}")
+        return
+    wanted = page.partition("#")[0].removeprefix("docs/").removesuffix(".md")
+    found = [name for name in pages if wanted in (name, name.rpartition("/")[2])]
+    if not found:
+        raise UsageError(
+            f"there is no page {page!r}{suggest(wanted, list(pages))}",
+            "`specdec docs` lists the pages",
+        )
+    click.echo(pages[found[0]].read_text(encoding="utf-8"), nl=False)
 
 
 group = StageGroup(

@@ -19,6 +19,7 @@ from specdec.command.help import (
     GENERAL,
     PAGES,
     SHARED,
+    find_pages,
     list_method_options,
     list_sections,
     name_option,
@@ -34,6 +35,7 @@ from specdec.command.stages import (
 from specdec.methods import METHODS
 from tests.conftest import ROOT, read_error_lines, run_cli
 from tests.core.toy import ToySettings
+from tests.engines import run_cli_here
 
 
 def run_toy(*args: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
@@ -226,7 +228,7 @@ def test_every_option_has_its_group(stage: str) -> None:
     others = [section for section in sections if section.title == "Other options"]
     assert [name_option(option) for part in others for option in part.options] == []
     assert PAGES[stage].examples
-    assert (ROOT / PAGES[stage].docs).is_file()
+    assert (ROOT / "docs" / f"{PAGES[stage].docs}.md").is_file()
 
 
 def test_groups_name_options_that_exist() -> None:
@@ -260,13 +262,48 @@ def test_help_is_short_and_the_long_form_explains_everything() -> None:
     short, long = read_help("run", "--help"), read_help("help", "run")
     for text in (short, long):
         assert text.index("\nExample") < text.index("\n  --engine-dir ")
-        assert text.rstrip().splitlines()[-1].endswith("The page: docs/run.md.")
+        assert text.rstrip().splitlines()[-1].endswith("The page: specdec docs run")
     assert len(short.splitlines()) < 60 + 3 * len(METHODS), "a method's options are only named"
     assert "\n  EAGLE " in short
     assert "\nEAGLE:\n" in long
     for flag in ("--eagle-tree-tokens", "--kv-cache-free-gpu-memory-fraction"):
         assert flag in short, "named, and not broken at a hyphen"
         assert f"\n  {flag} " in long
+
+
+def test_pages_are_printed() -> None:
+    """By the names that `--help` ends with, as files are called, or by the last part alone."""
+    pages = find_pages()
+    assert set(PAGES[stage].docs for stage in PAGES) <= set(pages)
+    listed = run_cli_here("docs").stdout
+    assert len(listed.splitlines()) == len(pages)
+    assert "methods/eagle  " in listed
+    assert "# specdec-run" in run_cli_here("docs", "run").stdout
+    eagle = pages["methods/eagle"].read_text()
+    for name in ("methods/eagle", "eagle", "docs/methods/eagle.md", "eagle#trees"):
+        assert run_cli_here("docs", name).stdout == eagle
+    done = run_cli_here("docs", "vreify")
+    assert done.returncode == 1 + 1
+    assert "no page 'vreify' (did you mean verify?)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "fact", "hint"),
+    [
+        (["run", "ENGINE", "hi"], "ENGINE hi: no option stands before it", "specdec-run --engine-"),
+        (["convert", "BASE"], "BASE: no option stands before it", "specdec-convert --model-dir"),
+        (["build", "CKPT"], "CKPT: no option stands before it", "specdec-build --checkpoint-dir"),
+        (["convert", "--quantization", "int8"], "another command makes it", "specdec-build --quan"),
+        (["build", "--quantization", "fp8"], "another command makes it", "specdec-convert --quan"),
+        (["generate", "--quantization", "nvfp4", "hi"], "another command makes it", "nvfp4: specd"),
+    ],
+)
+def test_what_was_meant_is_told(words: list[str], fact: str, hint: str) -> None:
+    done = run_cli_here(*words)
+    assert done.returncode == 2
+    told = read_error_lines(done.stderr)
+    assert fact in told[0]
+    assert hint in told[1]
 
 
 def test_help_of_subcommands_and_of_nothing() -> None:

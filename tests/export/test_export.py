@@ -25,7 +25,7 @@ from tests.conftest import (
     make_medusa_heads,
     make_tokenizer,
 )
-from tests.engines import call
+from tests.engines import call, run_cli_here
 from tests.export.gguf_reader import read_gguf
 from tests.families import make_family_model
 
@@ -151,6 +151,22 @@ def export(output: Path, **flags: Any) -> dict[str, Any]:
 
 def read_checkpoint(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("config.json", "rank0.safetensors")]
+
+
+def test_nothing_is_told_of_what_only_lies_between(
+    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """The conversion on the way has a temporary folder, and is TensorRT-LLM's affair."""
+    drafter, _ = checkpoints["eagle3"]
+    done = run_cli_here(
+        "export", "--model-dir", target, "--eagle-model-dir", drafter, "--to", "vllm",
+        "--output-dir", tmp_path / "out",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = done.stdout + done.stderr
+    assert str(tmp_path / "out") in told
+    assert "specdec-export" not in told.replace("specdec-export ", "")
+    assert "TensorRT" not in told
 
 
 # ---- There and back.
