@@ -4,7 +4,7 @@ Facts, as the runtimes' own loaders have them: vLLM 0.32.0 (model_executor/model
 llama_eagle, llama_eagle3, qwen3_dflash, qwen3_dspark}.py, transformers_utils/configs/), SGLang
 03d5a77 and 034b3be (srt/models/llama_eagle{3,}.py), 0.5.23 (srt/models/dflash.py, srt/speculative/
 dflash_utils.py), speculators c05b95b and 0.9.0, DeepSpec afdfa7c (deepspec/modeling/dspark/),
-TensorRT-LLM's llmapi/llm_args.py.
+TensorRT-LLM's llmapi/llm_args.py, tensorrt_edgellm 0.11.0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import Problems, SpecDecError, join_names
-from specdec.files.reading import Array
+from specdec.files.reading import Array, read_json
 from specdec.methods.dflash import DFlashParams
 from specdec.methods.eagle import EAGLE3_FIXED, MASK_DEPTH, Eagle3Params, EagleParams
 from specdec.methods.medusa import MedusaParams
@@ -246,6 +246,15 @@ def write_eagle3_trtllm(order: Order) -> Contents:
     return contents
 
 
+def write_eagle3_edge(order: Order) -> Contents:
+    """SpecForge's names; a list at the top counts the layers that are entered."""
+    contents = write_eagle3_sglang(order)
+    eagle3 = get_eagle(order.source).eagle3
+    assert eagle3 is not None
+    contents.config["target_layer_ids"] = list_entered(eagle3)
+    return contents
+
+
 def write_dflash(order: Order) -> Contents:
     """z-lab's: it counts the layers whose outputs are read.
 
@@ -413,6 +422,11 @@ def serve(order: Order, method: str) -> str:
             f"trtllm-serve {target} --backend pytorch --extra_llm_api_options"
             f" {place}/extra_llm_api_options.yaml"
         )
+    if order.settings.to == "edge-llm":
+        return (
+            f"tensorrt-edgellm-export {target} out/base --eagle-base"
+            f" && tensorrt-edgellm-export {place} out/draft"
+        )
     flags = {"eagle": "--eagle-model-dir", "eagle3": "--eagle-model-dir",
              "medusa": "--medusa-model-dir", "redrafter": "--drafter-model-dir",
              "dflash": "--dflash-model-dir", "dspark": "--dflash-model-dir",
@@ -465,6 +479,9 @@ READ_BY_LLAMA_CPP = (
     "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )  # fmt: skip
+READ_BY_EDGE_LLM = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Files of a target's folder that hold its chat template, the last as one of their keys.
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 RUNTIMES: Mapping[str, Runtime] = {
     "vllm": Runtime(title="vLLM", writers=EVERY, targets=READ_BY_VLLM),
     "speculators": Runtime(
@@ -487,6 +504,10 @@ RUNTIMES: Mapping[str, Runtime] = {
     "trtllm-pytorch": Runtime(
         title="TensorRT-LLM's PyTorch backend", writers={"eagle3": write_eagle3_trtllm},
         norms=(), is_usual=True,
+    ),
+    "edge-llm": Runtime(
+        title="TensorRT Edge-LLM", writers={"eagle3": write_eagle3_edge}, norms=(), is_usual=True,
+        keeps_embedding=False, targets=READ_BY_EDGE_LLM,
     ),
     "hf": Runtime(title="specdec and its origin", writers=EVERY),
 }  # fmt: skip
@@ -537,6 +558,8 @@ def find_lacks(order: Order, runtime: Runtime) -> Problems:
                 "export it for sglang or as hf; or train one with specdec-train --no-eagle-bias",
             )
         return problems
+    if name == "edge-llm":
+        problems.extend(find_edge_lacks(order, eagle3))
     if eagle3.mask_token_id is not None:
         if name not in ("vllm", "speculators", "hf"):
             problems.add(f"{runtime.title} drafts a token a pass, this drafter all in one", others)
@@ -557,6 +580,34 @@ def find_lacks(order: Order, runtime: Runtime) -> Problems:
             others,
         )
     return problems
+
+
+def find_edge_lacks(order: Order, eagle3: Eagle3Params) -> Problems:
+    """List what TensorRT Edge-LLM's exporter ignores, or refuses only when the target is given."""
+    problems, depth = Problems(), order.source.model.num_hidden_layers
+    usual, entered = [2, depth // 2, depth - 3], list_entered(eagle3)
+    if entered != usual:
+        problems.add(
+            f"TensorRT Edge-LLM gives a drafter what enters layers {usual} of this target, whatever"
+            f" config.json says; the drafter was trained on {entered}",
+            "train it on the usual layers, or export it for vllm or trtllm-pytorch",
+        )
+    folder = Path(order.settings.model_dir or "")
+    if order.settings.model_dir and folder.is_dir() and not has_template(folder):
+        problems.add(
+            f"{folder} has no chat template, and TensorRT Edge-LLM refuses such a target",
+            "add chat_template.jinja, which may be no more than the messages' contents",
+        )
+    return problems
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a model's folder has a chat template of its own."""
+    found = [folder / name for name in TEMPLATES if (folder / name).is_file()]
+    return any(
+        path.suffix == ".jinja" or read_json(path).get("chat_template") is not None
+        for path in found
+    )
 
 
 def find_unread(source: Source, runtime: Runtime) -> Problems:

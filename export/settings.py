@@ -9,7 +9,7 @@ from specdec.command.settings import add_options, like, name_flag, require, sett
 from specdec.errors import UsageError
 from specdec.methods import METHODS
 
-RUNTIME_NAMES = ("vllm", "speculators", "sglang", "gguf", "trtllm-pytorch", "hf")
+RUNTIME_NAMES = ("vllm", "speculators", "sglang", "gguf", "trtllm-pytorch", "edge-llm", "hf")
 FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
 
 # The options by which specdec-convert takes a drafter: what it reads is exported.

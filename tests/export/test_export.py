@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ PAIRS = {
     "redrafter": EVERY,
     "eagle1": ("sglang", "hf"),
     "eagle1-bare": ("sglang", *EVERY),
-    "eagle3": ("sglang", "speculators", "trtllm-pytorch", "gguf", *EVERY),
-    "eagle3-reduced": ("sglang", "speculators", "trtllm-pytorch", "gguf", *EVERY),
+    "eagle3": ("sglang", "speculators", "trtllm-pytorch", "gguf", "edge-llm", *EVERY),
+    "eagle3-reduced": ("sglang", "speculators", "trtllm-pytorch", "gguf", "edge-llm", *EVERY),
     "eagle3-whole": ("speculators", *EVERY),
     "eagle3-parts": ("speculators", *EVERY),
     "p-eagle": ("speculators", *EVERY),
@@ -106,6 +107,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("target")
     folder = make_llama(parent, layers=8, vocab=VOCAB, intermediate=96)
     make_tokenizer(folder, vocab=VOCAB)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     return folder
 
 
@@ -478,6 +480,9 @@ def test_tokenizers_that_a_gguf_file_cannot_hold(
         ("eagle3-whole", "sglang", "drafter has its own; .*norm_before_residual, norm_before_fc",
          "vllm, speculators and hf"),
         ("eagle3-whole", "gguf", "llama.cpp is not known to compute norm_output", "vllm, specul"),
+        ("eagle1", "edge-llm", "TensorRT Edge-LLM does not take an EAGLE-1", "--to vllm or sglang"),
+        ("eagle3-whole", "edge-llm", "drafter has its own; .*norm_before_residual", "vllm, specul"),
+        ("p-eagle", "edge-llm", "drafts a token a pass, this drafter all in one", "vllm, specul"),
         ("eagle3-parts", "trtllm-pytorch", "this one reads 2 with 2", "vllm, speculators and hf"),
     ],
 )  # fmt: skip
@@ -712,3 +717,26 @@ def test_the_drafter_keeps_its_type(target: Path, tmp_path: Path) -> None:
     assert torch.equal(
         load_file(tmp_path / "kept" / "model.safetensors")["fc.weight"], own["fc.weight"]
     )
+
+
+def test_what_edge_llm_ignores_or_lacks(target: Path, tmp_path: Path) -> None:
+    """Layers other than its own three, counted as those that are entered; a chat template."""
+    shape: dict[str, Any] = {"version": 3, "vocab": VOCAB}
+    usual = make_eagle_drafter(tmp_path, aux_layers=AUX_LAYERS, name="usual", **shape)
+    other = make_eagle_drafter(tmp_path, aux_layers=(1, 2, 4), name="other", **shape)
+    flags: dict[str, Any] = {"to": "edge-llm"}
+    with pytest.raises(SpecDecError, match=r"layers \[2, 4, 5\] of this target.* on \[2, 3, 5\]"):
+        export(tmp_path / "out", model_dir=str(target), eagle_model_dir=str(other), **flags)
+    report = export(tmp_path / "out", model_dir=str(target), eagle_model_dir=str(usual), **flags)
+    assert report["command"].startswith(f"tensorrt-edgellm-export {target} ")
+    assert read_json(tmp_path / "out" / "config.json")["target_layer_ids"] == [2, 4, 5]
+    bare = tmp_path / "bare"
+    shutil.copytree(target, bare)
+    (bare / "chat_template.jinja").unlink()
+    with pytest.raises(SpecDecError, match="bare has no chat template, and TensorRT Edge-LLM"):
+        export(tmp_path / "none", model_dir=str(bare), eagle_model_dir=str(usual), **flags)
+    settings = read_json(bare / "tokenizer_config.json")
+    (bare / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": "{{ 1 }}"})
+    )
+    export(tmp_path / "told", model_dir=str(bare), eagle_model_dir=str(usual), **flags)
