@@ -721,7 +721,7 @@ def test_the_drafter_keeps_its_type(target: Path, tmp_path: Path) -> None:
 
 def test_what_edge_llm_ignores_or_lacks(target: Path, tmp_path: Path) -> None:
     """Layers other than its own three, counted as those that are entered; a chat template."""
-    shape: dict[str, Any] = {"version": 3, "vocab": VOCAB}
+    shape: dict[str, Any] = {"version": 3, "vocab": VOCAB, "own_embedding": False}
     usual = make_eagle_drafter(tmp_path, aux_layers=AUX_LAYERS, name="usual", **shape)
     other = make_eagle_drafter(tmp_path, aux_layers=(1, 2, 4), name="other", **shape)
     flags: dict[str, Any] = {"to": "edge-llm"}
