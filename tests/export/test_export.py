@@ -185,6 +185,8 @@ def test_what_is_exported_is_converted_to_the_same_bytes(
     export(folder, checkpoint_dir=checkpoint, model_dir=str(target), to=to)
     again = convert(tmp_path / "again", target, kind, folder)
     assert read_checkpoint(again) == read_checkpoint(checkpoint)
+    if to != PAIRS[kind][0]:
+        return
     # The other way in: from the folders, without a checkpoint of one's own.
     option = FLAGS.get(kind, "--eagle-model-dir").removeprefix("--").replace("-", "_")
     flags: dict[str, Any] = {"model_dir": str(target), option: str(drafter), "to": to}

@@ -101,7 +101,7 @@ def test_pycode_drafters_draft_nearly_as_well(method: str, pycode: Pycode) -> No
 @needs_compiler
 @pytest.mark.parametrize(
     ("method", "weights"),
-    [("redrafter", "int8"), ("medusa", "same"), ("eagle", "int8"), ("dflash", "same")],
+    [("redrafter", "int8"), ("dflash", "same")],
 )
 def test_a_shortened_vocabulary(
     method: str, weights: str, tmp_path: Path, pycode: Pycode
