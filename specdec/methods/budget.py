@@ -20,8 +20,8 @@ class BudgetDraft:
     draft_budget: str | None = setting(
         choices=("auto", "fixed"),
         help="auto: draft only while that is faster, and verify of each draft only what is worth"
-        " its time. fixed: draft as the other options say. If not given, auto for steps of four"
-        " requests or more on a CPU.",
+        " its time. fixed: draft as the other options say. If not given, auto on a CPU, unless"
+        " --use-logits and a length are, and fixed elsewhere.",
     )
 
 

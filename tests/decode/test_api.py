@@ -98,6 +98,8 @@ def load(folder: Path, method: str = "redrafter", **options: Any) -> Engine:
         options |= {"eagle_use_dynamic_tree": True, "eagle_tree_tokens": 8}
     elif method == "plain":
         method, options = "redrafter", options | {"speculation": False}
+    if options.get("speculation", True):  # draft in every step, whether it pays or not
+        options = {"draft_budget": "fixed"} | options
     name = f"{method}-engine" if method in ("medusa", "eagle", "dflash") else method
     return Engine.load(folder / name, device="cpu", **options)
 

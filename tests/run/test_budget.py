@@ -506,17 +506,6 @@ def test_steps_are_timed_and_prompts_are_not(folders: dict[str, Path]) -> None:
     assert bound.budget.account.spent >= result.stats.num_verify_steps
 
 
-def test_steps_of_few_requests_are_left_as_they_are(folders: dict[str, Path]) -> None:
-    engine = load(folders, "redrafter")
-    alone = make_requests()[:1]
-    expected = engine.generate(alone)[0].stats
-    engine.proposer = bound = bind(engine.proposer, min_rows=2)
-    assert engine.generate(alone)[0].stats == expected
-    assert bound.budget.account.spent == 0
-    engine.generate(make_requests())
-    assert bound.budget.account.spent > 0
-
-
 # ---- The flag.
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters import MANY_ROWS
 from specdec.decode.drafters.base import PlainProposer, Proposer
 from specdec.decode.drafters.budget import BudgetProposer
 from specdec.decode.drafters.chain import ChainProposer, join_proposers
@@ -681,27 +680,26 @@ def test_the_command(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "is_tree", "is_bound"),
     [
-        ({}, True, 1),
-        ({"draft_len": "auto"}, True, 1),
-        ({"use_logits": True}, False, None),
-        ({"draft_len": "4"}, False, None),
-        ({"draft_len": "4", "draft_budget": "auto"}, True, 1),
-        ({"draft_len": "4", "draft_budget": "auto", "use_logits": True}, False, None),
-        ({"draft_tree_tokens": 4}, True, MANY_ROWS),
-        ({"draft_tree_tokens": 4, "draft_budget": "auto"}, True, 1),
-        ({"draft_tree_tokens": 4, "draft_budget": "fixed"}, True, None),
+        ({}, True, True),
+        ({"draft_len": "auto"}, True, True),
+        ({"use_logits": True}, False, False),
+        ({"draft_len": "4"}, True, True),
+        ({"draft_len": "4", "draft_budget": "fixed"}, False, False),
+        ({"draft_len": "4", "use_logits": True}, False, False),
+        ({"draft_len": "4", "draft_budget": "auto", "use_logits": True}, False, False),
+        ({"draft_tree_tokens": 4}, True, True),
+        ({"draft_tree_tokens": 4, "draft_budget": "fixed"}, True, False),
     ],
 )
 def test_what_drafts_by_default(
-    folder: Path, flags: dict[str, Any], is_tree: bool, is_bound: int | None
+    folder: Path, flags: dict[str, Any], is_tree: bool, is_bound: bool
 ) -> None:
-    """What pays of a tree, where nothing is said; what is asked for, where something is."""
+    """What pays of a tree, unless a fixed draft or drawn tokens are asked for."""
     pair: dict[str, Any] = {"engine_dir": folder / "target", "draft_engine_dir": folder / "draft"}
     engine = load_engine(DecodeSettings(device="cpu", **pair, **flags), None)
     proposer: Any = engine.proposer
-    assert isinstance(proposer, BudgetProposer) == (is_bound is not None)
-    if is_bound is not None:
-        assert proposer.min_rows == is_bound
+    assert isinstance(proposer, BudgetProposer) == is_bound
+    if is_bound:
         proposer = proposer.proposer
     assert isinstance(proposer, DraftTreeProposer if is_tree else DraftTargetProposer)
     if is_tree:

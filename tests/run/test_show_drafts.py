@@ -50,6 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *flags: object, status: int = 0, has_draft: bool = True) -> str:
     draft = ["--draft-engine-dir", folder / "plain", "--draft-len", 3] if has_draft else []
+    draft += ["--draft-budget", "fixed"] if has_draft else []
     done = run_cli_here(
         "run", "--engine-dir", folder / "pair", *draft, "--end-id", 127, "--max-output-len", LIMIT,
         "--input-text", "def a", "return", "--device", "cpu", *flags,

@@ -23,7 +23,6 @@ from .budget import bind
 from .chain import join_proposers
 
 logger = logs.get_logger(__name__)
-MANY_ROWS = 4  # of a step whose drafts go by what they cost, if nothing else is said
 
 # Those that draft by turns, of each those that share a tree.
 Methods = tuple[tuple[Method, ...], ...]
@@ -177,11 +176,7 @@ def make_proposer(
     if not methods:
         return PlainProposer()
     is_chain = drafting is not None and drafting.chain is not None
-    has_budget = drafting is not None and drafting.budget.mode == "auto"
-    alone = methods[0][0].name if not is_chain else None
-    if drafting is not None and alone == "draft_target":
-        options = drafting.options.get(alone)
-        has_budget = has_budget or (options is not None and options.leaves_length)
+    is_bound = drafting is not None and has_budget(engine, methods, drafting)
     config, decoder = engine.config, engine.decoder
     if config.drafter_weights is not None and decoder.kernels is None:
         logger.info(
@@ -202,7 +197,7 @@ def make_proposer(
                     engine=engine,
                     tokenizer=drafting.tokenizer if drafting is not None else None,
                     is_in_chain=is_chain,
-                    has_budget=has_budget,
+                    has_budget=is_bound,
                 )
             )
             for method in group
@@ -211,10 +206,18 @@ def make_proposer(
     ]
     proposer = join_proposers(groups) if is_chain else groups[0][0]
     paces_itself = not is_chain and isinstance(proposer, StepTimer)
-    if drafting is None or paces_itself:
-        return proposer
-    if has_budget:
-        return bind(proposer)
-    if drafting.budget.mode is None and engine.device.type == "cpu":
-        return bind(proposer, min_rows=MANY_ROWS)
-    return proposer
+    return bind(proposer) if is_bound and not paces_itself else proposer
+
+
+def has_budget(engine: EngineHandle, methods: Methods, drafting: Drafting) -> bool:
+    """Whether only what pays is drafted: on a CPU, unless something else is asked for.
+
+    Where drafts are drawn from the draft model's probabilities, a text of a seed depends on what
+    is drafted, and so on measured times: there it must be asked for.
+    """
+    if drafting.budget.mode is not None:
+        return drafting.budget.mode == "auto"
+    options = [drafting.options.get(method.name) for group in methods for method in group]
+    if any(getattr(own, "leaves_length", False) for own in options):
+        return True
+    return engine.device.type == "cpu" and not any(getattr(o, "use_logits", False) for o in options)

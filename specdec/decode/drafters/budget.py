@@ -30,7 +30,6 @@ from specdec.decode.drafters.base import (
     StepTimer,
     TreeReader,
 )
-from specdec.decode.drafters.levels import ALL_LEVELS
 from specdec.decode.drafters.pacing import (
     FEW_LATE,
     HORIZON,
@@ -364,14 +363,11 @@ class BudgetProposer:
     """
 
     def __init__(
-        self, proposer: Proposer, *, min_rows: int = 1,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
-        """min_rows: steps of fewer requests are left as they are."""
+        self, proposer: Proposer, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.proposer = proposer
         self._levels = proposer if isinstance(proposer, LevelDrafter) else None
         self._late = proposer if isinstance(proposer, LateReader) else None
-        self.min_rows = min_rows
         self.max_draft_tokens = proposer.max_draft_tokens
         self.max_draft_depth = proposer.max_draft_depth
         self.budget = Budget(proposer.max_draft_tokens, is_whole=isinstance(proposer, TreeReader))
@@ -423,11 +419,6 @@ class BudgetProposer:
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Return what pays of the other's drafts, or nothing but roots."""
         self._draft_seconds = None
-        is_bound = len(requests) >= self.min_rows
-        if not is_bound:
-            self._bound_levels(ALL_LEVELS)
-            self._began = None
-            return self.proposer.propose(requests)
         late = self._late
         num_late = 0 if late is None else late.count_late(requests)
         remaining = [request.remaining for request in requests]
@@ -530,9 +521,8 @@ class BudgetReader(BudgetProposer):
         return list(drafted)
 
 
-def bind(proposer: Proposer, *, min_rows: int = 1) -> BudgetProposer:
-    """Let a proposer draft within a budget; steps of fewer requests than `min_rows` as ever."""
+def bind(proposer: Proposer) -> BudgetProposer:
+    """Let a proposer draft within a budget."""
     if isinstance(proposer, TreeReader):
-        return BudgetReader(proposer, min_rows=min_rows)
-    kind = BudgetFollower if isinstance(proposer, PromptFollower) else BudgetProposer
-    return kind(proposer, min_rows=min_rows)
+        return BudgetReader(proposer)
+    return (BudgetFollower if isinstance(proposer, PromptFollower) else BudgetProposer)(proposer)
